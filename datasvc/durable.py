@@ -1,0 +1,86 @@
+"""Publish local files so that a crash at any instant leaves the old content or the new, never a mix.
+
+The recipe: write a temporary file in the same folder, fsync it, rename (or link) it to its name, fsync the
+folder. Nothing else in datasvc writes a local file in place. A process killed half-way leaves a file whose
+name starts with `TEMPORARY_PREFIX`; readers never look at those.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its missing parents, durably. An existing folder is left as it is."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    with suppress(FileExistsError):
+        folder.mkdir()
+    fsync_folder(folder.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that becomes `path` when the block ends well, replacing what was there.
+
+    Yields:
+        A binary file open for writing, in the folder of `path`.
+
+    Raises:
+        OSError: writing, syncing or renaming failed; `path` is as before and the temporary file is gone.
+    """
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    # Sync after the rename: a name must never outlive a power cut while a caller already relies on it.
+    fsync_folder(path.parent)
+
+
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Write `content` to `path`, replacing an old file atomically. Raises OSError; see `replacing`."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+def create_file(path: Path, content: bytes | memoryview) -> None:
+    """Write `content` to `path` only if nothing is there yet, atomically: of many racing writers one wins.
+
+    Raises:
+        FileExistsError: `path` exists; it was not touched.
+        OSError: writing or linking failed; `path` does not exist.
+    """
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # link() fails where rename() would replace: the file system decides the race.
+        os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)

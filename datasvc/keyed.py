@@ -1,0 +1,181 @@
+"""Keyed permutations and counter-based random numbers: randomness as a pure function of a key and a position.
+
+Nothing here keeps a generator's state or memory per sample, so any position of any epoch can be computed at once,
+on any node, in any order. Keys come from numpy's `SeedSequence` over words of fixed width, so no two of
+(seed, epoch, purpose) give one key, and `seed + epoch` never appears.
+
+Sources: the permutation is the generalised Feistel network of Black and Rogaway ("Ciphers with Arbitrary Finite
+Domains", CT-RSA 2002) over a x b >= n with cycle walking; the mixing constants are those of SplitMix64 (Steele,
+Lea and Flood, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.errors import ConfigError
+
+Keys = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
+
+_ROUNDS: Final = 6
+# Few enough that all temporaries of a chunk stay in the level-2 cache.
+_CHUNK: Final = 8192
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S32 = (np.uint64(shift) for shift in (27, 30, 31, 32))
+_MAX_SIZE: Final = 1 << 62
+
+
+def derive_keys(seed: int, epoch: int, purpose: int, count: int) -> Keys:
+    """Return `count` keys for one purpose of one epoch of one seed.
+
+    Args:
+        seed: 0 <= seed < 2**64.
+        epoch: 0 <= epoch < 2**64.
+        purpose: which use of randomness this is, 0 <= purpose < 2**32; uses never share keys.
+        count: number of keys.
+
+    Returns:
+        `uint64[count]`.
+
+    Raises:
+        ConfigError: seed or epoch is out of range.
+    """
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if not 0 <= value < 1 << 64:
+            raise ConfigError(f"{name} is {value}; expected 0 <= {name} < 2**64")
+    # Two words each, always: SeedSequence itself would give seed 2**32, epoch 0 the words of seed 0, epoch 1.
+    words = [seed & 0xFFFFFFFF, seed >> 32, epoch & 0xFFFFFFFF, epoch >> 32, purpose]
+    return np.random.SeedSequence(words).generate_state(count, np.uint64)
+
+
+def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) per counter, a pure function of (key, counter, stream).
+
+    Args:
+        key: from `derive_keys`.
+        counters: `int64[n]`, such as positions.
+        stream: which of several numbers of a counter, 0 <= stream < 2**16.
+
+    Returns:
+        `float64[n]`, multiples of 2**-53.
+    """
+    with np.errstate(over="ignore"):
+        state = counters.astype(np.uint64) * _GOLDEN + key
+        state = _finalise(state) + np.uint64(stream + 1) * _GOLDEN
+        bits = _finalise(state)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _finalise(state: Keys) -> Keys:
+    state = (state ^ (state >> _S30)) * _MIX_1
+    state = (state ^ (state >> _S27)) * _MIX_2
+    return state ^ (state >> _S31)
+
+
+class KeyedPermutation:
+    """Permutations of range(size), computed element by element: no table.
+
+    Args:
+        size: number of elements, 0 <= size <= 2**62.
+        keys: `uint64[6]` from `derive_keys`.
+
+    A tweak selects one of many independent permutations of the same size, such as that of one block.
+    """
+
+    num_keys: Final = _ROUNDS
+
+    def __init__(self, size: int, keys: Sequence[np.uint64] | Keys) -> None:
+        assert 0 <= size <= _MAX_SIZE, size
+        assert len(keys) == _ROUNDS, len(keys)
+        self.size = size
+        self._keys = np.asarray(keys, np.uint64)
+        # As square as possible: a * b exceeds the size by less than a, so cycle walking hardly ever walks.
+        self._a = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
+        self._b = np.uint64(-(-size // int(self._a)) or 1)
+
+    def permute(self, values: Integers, tweaks: Integers | None = None) -> Integers:
+        """Return where each of `values` goes.
+
+        Args:
+            values: `int64[n]` in range(size).
+            tweaks: `int64[n]`, the permutation to use for each value; None: permutation 0 for all.
+
+        Returns:
+            `int64[n]` in range(size), a new array.
+        """
+        return self._map(values, tweaks, range(_ROUNDS), forward=True)
+
+    def invert(self, values: Integers, tweaks: Integers | None = None) -> Integers:
+        """Return what `permute` maps to each of `values`; arguments and result as there."""
+        return self._map(values, tweaks, range(_ROUNDS - 1, -1, -1), forward=False)
+
+    def _map(self, values: Integers, tweaks: Integers | None, rounds: range, *, forward: bool) -> Integers:
+        result = np.empty(len(values), np.int64)
+        source = np.ascontiguousarray(values, np.int64).view(np.uint64)
+        tweak_keys = None if tweaks is None else tweaks.astype(np.uint64) * _MIX_2
+        with np.errstate(over="ignore"):
+            for start in range(0, len(values), _CHUNK):
+                chunk = slice(start, start + _CHUNK)
+                tweak = None if tweak_keys is None else tweak_keys[chunk]
+                result[chunk] = self._map_chunk(source[chunk], tweak, rounds, forward).view(np.int64)
+        return result
+
+    def _map_chunk(self, values: Keys, tweak: Keys | None, rounds: range, forward: bool) -> Keys:
+        mapped = self._network(values, tweak, rounds, forward)
+        outside = np.flatnonzero(mapped >= self.size)
+        while outside.size:
+            # Cycle walking: the network permutes range(a * b); follow it until it comes back into range(size).
+            part = None if tweak is None else tweak[outside]
+            mapped[outside] = self._network(mapped[outside], part, rounds, forward)
+            outside = outside[mapped[outside] >= self.size]
+        return mapped
+
+    def _network(self, values: Keys, tweak: Keys | None, rounds: range, forward: bool) -> Keys:
+        high = values // self._a
+        low = values - high * self._a
+        scratch = np.empty_like(values)
+        for number in rounds:
+            if number % 2 == 0:
+                self._round(low, high, self._a, number, tweak, scratch, forward)
+            else:
+                self._round(high, low, self._b, number, tweak, scratch, forward)
+        high *= self._a
+        high += low
+        return high
+
+    def _round(
+        self,
+        target: Keys,
+        other: Keys,
+        modulus: np.uint64,
+        number: int,
+        tweak: Keys | None,
+        scratch: Keys,
+        forward: bool,
+    ) -> None:
+        """Add (or subtract) a keyed hash of `other`, reduced to range(modulus), to `target` in place."""
+        np.multiply(other, _GOLDEN, out=scratch)
+        scratch += self._keys[number]
+        if tweak is not None:
+            scratch += tweak
+        hashed = scratch >> _S32
+        scratch ^= hashed
+        scratch *= _MIX_1
+        np.right_shift(scratch, _S32, out=scratch)
+        # Multiply-shift instead of a division: uniform up to modulus / 2**32.
+        scratch *= modulus
+        np.right_shift(scratch, _S32, out=scratch)
+        if not forward:
+            np.subtract(modulus, scratch, out=scratch)
+        target += scratch
+        # target < 2 * modulus now, and an unsigned difference below zero is huge: the minimum is the remainder.
+        np.subtract(target, modulus, out=hashed)
+        np.minimum(target, hashed, out=target)

@@ -1,0 +1,21 @@
+"""The repository: immutable objects and append-only logs on any fsspec URL."""
+
+from datasvc.repository.log import Entry, Log
+from datasvc.repository.objects import Digest, ObjectInfo, Objects
+from datasvc.repository.references import Reference, parse_reference
+from datasvc.repository.repository import Kind, Repository, Resolved
+from datasvc.repository.storage import Storage
+
+__all__ = [
+    "Digest",
+    "Entry",
+    "Kind",
+    "Log",
+    "ObjectInfo",
+    "Objects",
+    "Reference",
+    "Repository",
+    "Resolved",
+    "Storage",
+    "parse_reference",
+]

@@ -1,0 +1,212 @@
+"""Immutable objects named by the BLAKE3 digest of their content.
+
+Equal bytes are one object. An object is complete before its name exists, so a reader sees all of it or nothing;
+every read is checked against the name, so changed bytes are an error and never data.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NewType
+
+from blake3 import blake3
+
+from datasvc import durable
+from datasvc.errors import CorruptDataError
+from datasvc.repository.storage import Storage, translated
+
+Digest = NewType("Digest", str)
+"""64 lower-case hex digits: the BLAKE3-256 of an object's bytes."""
+
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
+# One request to an object store gives some 35-90 MB/s: ask for parts side by side.
+_RANGE_BYTES = 8 << 20
+_RANGES_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """Name and size of an object."""
+
+    digest: Digest
+    size_bytes: int
+
+
+def parse_digest(text: str) -> Digest:
+    """Return `text` as a digest. Raises CorruptDataError when it is none: it may name a path."""
+    if not _DIGEST_PATTERN.fullmatch(text):
+        raise CorruptDataError(f"{text!r} is not a digest: expected 64 lower-case hex digits")
+    return Digest(text)
+
+
+def digest_of(content: bytes | memoryview) -> Digest:
+    """Return the digest of `content`."""
+    return Digest(blake3(content).hexdigest())
+
+
+class ObjectWriter:
+    """A growing object: a binary sink that hashes what passes through. Made by `Objects.writing`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = blake3()
+        self._size_bytes = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Append `content`; returns its length in bytes. Raises OSError."""
+        view = memoryview(content)
+        self._hash.update(view)
+        self._file.write(view)
+        self._size_bytes += view.nbytes
+        return view.nbytes
+
+    @property
+    def info(self) -> ObjectInfo:
+        """Name and size of what was written so far."""
+        return ObjectInfo(Digest(self._hash.hexdigest()), self._size_bytes)
+
+
+class Objects:
+    """The objects of one repository.
+
+    Args:
+        storage: the repository's tree.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    @staticmethod
+    def path(digest: Digest) -> str:
+        """Return where the object lies below the repository's root."""
+        return f"objects/{digest[:2]}/{parse_digest(digest)}"
+
+    def location(self, digest: Digest) -> str:
+        """Return the object's full URL or local path, for messages."""
+        return self._storage.location(self.path(digest))
+
+    def local_path(self, digest: Digest) -> Path | None:
+        """Return the object's file when the repository lies on this machine, else None."""
+        return self._storage.local_path(self.path(digest))
+
+    def contains(self, digest: Digest) -> bool:
+        """Return whether the object is there. Raises UnavailableError."""
+        return self._storage.size(self.path(digest)) is not None
+
+    def put(self, content: bytes | memoryview) -> ObjectInfo:
+        """Store `content`; an object that exists already is not written again. Raises UnavailableError."""
+        view = memoryview(content)
+        info = ObjectInfo(digest_of(view), view.nbytes)
+        if not self._is_complete(info):
+            self._storage.put_bytes(self.path(info.digest), view)
+        return info
+
+    @contextmanager
+    def writing(self) -> Iterator[ObjectWriter]:
+        """Open a new object of any size; it exists under its digest once the block ends well.
+
+        Written once: straight into the repository's folder when that is local, else to a temporary file that
+        is uploaded in parts. After the block `writer.info` names the object. Raises UnavailableError.
+        """
+        temporary = self._temporary_path()
+        try:
+            with translated("write", str(temporary)), temporary.open("xb") as file:
+                writer = ObjectWriter(file)
+                yield writer
+                file.flush()
+                os.fsync(file.fileno())
+            if self._is_complete(writer.info):
+                temporary.unlink()
+            else:
+                self._storage.adopt(self.path(writer.info.digest), temporary)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def read(self, digest: Digest) -> bytes:
+        """Return the object's bytes, verified.
+
+        Raises:
+            NotFoundError: the repository lacks the object.
+            CorruptDataError: its bytes differ from its name.
+            UnavailableError: the store did not answer.
+        """
+        content = self._storage.read(self.path(digest))
+        found = digest_of(content)
+        if found != digest:
+            raise CorruptDataError(_mismatch(self.location(digest), digest, found))
+        return content
+
+    def fetch(
+        self, digest: Digest, size_bytes: int, file: BinaryIO, *, report: Callable[[int], None] | None = None
+    ) -> None:
+        """Copy the object into `file` by parallel ranged reads, hashing on the way.
+
+        Args:
+            digest: the object.
+            size_bytes: its size, as its table says.
+            file: open for writing, positioned where the object shall start.
+            report: called with the bytes of each part as it is written.
+
+        Raises:
+            NotFoundError: the repository lacks the object.
+            CorruptDataError: truncated or changed on the way or at rest; `file` holds bytes not to be used.
+            UnavailableError: the store did not answer.
+            OSError: `file` could not be written.
+        """
+        running = blake3()
+        for part in self._parts(digest, size_bytes):
+            running.update(part)
+            file.write(part)
+            if report is not None:
+                report(len(part))
+        found = Digest(running.hexdigest())
+        if found != digest:
+            raise CorruptDataError(_mismatch(self.location(digest), digest, found))
+
+    def _parts(self, digest: Digest, size_bytes: int) -> Iterator[bytes]:
+        """Yield the object's parts in order, keeping a bounded number of requests under way."""
+        path = self.path(digest)
+        offsets = range(0, size_bytes, _RANGE_BYTES)
+        if self._storage.is_local or len(offsets) <= 1:
+            for offset in offsets:
+                yield self._storage.read_range(path, offset, min(_RANGE_BYTES, size_bytes - offset))
+            return
+        with ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="datasvc-range") as pool:
+            under_way: deque[Future[bytes]] = deque()
+            for offset in offsets:
+                length = min(_RANGE_BYTES, size_bytes - offset)
+                under_way.append(pool.submit(self._storage.read_range, path, offset, length))
+                if len(under_way) == _RANGES_AT_ONCE:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+
+    def _is_complete(self, info: ObjectInfo) -> bool:
+        # A size that differs is damage: write it again rather than trust it.
+        return self._storage.size(self.path(info.digest)) == info.size_bytes
+
+    def _temporary_path(self) -> Path:
+        folder = self._storage.local_path("objects")
+        if folder is None:
+            folder = Path(tempfile.gettempdir())
+        else:
+            durable.make_folder(folder)
+        return folder / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+
+
+def _mismatch(location: str, expected: Digest, found: Digest) -> str:
+    return (
+        f"{location} is corrupt: its bytes hash to {found[:12]}..., its name says {expected[:12]}...; "
+        "restore this object from another copy of the repository"
+    )
+
+

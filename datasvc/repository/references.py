@@ -1,0 +1,48 @@
+"""How people name things: `NAME`, `NAME@3`, `NAME@tag`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from datasvc.errors import ConfigError
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_MAX_NAME_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A parsed reference. With neither `version` nor `tag` it means the newest version."""
+
+    name: str
+    version: int | None = None
+    tag: str | None = None
+
+
+def check_name(name: str, what: str) -> str:
+    """Return `name` when it may name a `what` ("data set", "model", "tag"). Raises ConfigError."""
+    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME_LENGTH:
+        raise ConfigError(
+            f"{name!r} cannot name a {what}: use lower-case letters, digits, '.', '_' and '-', "
+            f"a letter or digit first, at most {_MAX_NAME_LENGTH} characters"
+        )
+    return name
+
+
+def check_tag(tag: str) -> str:
+    """Return `tag` when it may name a tag: a name that is not a number. Raises ConfigError."""
+    if tag.isdecimal():
+        raise ConfigError(f"{tag!r} cannot be a tag: NAME@{tag} would mean version {tag}")
+    return check_name(tag, "tag")
+
+
+def parse_reference(text: str, what: str = "data set") -> Reference:
+    """Return the parts of `NAME[@VERSION|@TAG]`. Raises ConfigError when it is not one."""
+    name, at, rest = text.partition("@")
+    check_name(name, what)
+    if not at:
+        return Reference(name)
+    if rest.isascii() and rest.isdecimal() and int(rest) > 0:
+        return Reference(name, version=int(rest))
+    return Reference(name, tag=check_tag(rest))

@@ -1,0 +1,222 @@
+"""The few calls we need of a store, over fsspec: read, ranged read, list, put, and create-only put.
+
+`create` is what every commit rests on. On local files it is a link of a finished temporary file; elsewhere it
+is fsspec's `pipe_file(mode="create")`, always followed by a read-back, because a store may answer with an error
+after having written, or ignore the condition. Foreign exceptions end here: callers see `datasvc.errors` only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from datasvc import durable
+from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
+
+# Packages whose exceptions mean "the store did not answer", though they are no OSError.
+_CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
+
+
+@contextmanager
+def translated(action: str, location: str) -> Iterator[None]:
+    """Turn a store's exceptions into ours; `action` and `location` say what was tried, on what.
+
+    Raises:
+        NotFoundError: nothing is at `location`.
+        ConfigError: the store refuses: credentials or permissions.
+        UnavailableError: any other failure of the store or of the way to it.
+    """
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(f"cannot {action} {location}: nothing is there") from error
+    except PermissionError as error:
+        raise ConfigError(f"cannot {action} {location}: not allowed ({error}); check the credentials") from error
+    except (OSError, TimeoutError) as error:
+        raise UnavailableError(f"cannot {action} {location}: {error}") from error
+    except ImportError as error:
+        raise ConfigError(f"cannot {action} {location}: its driver is missing ({error})") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in _CLIENT_PACKAGES:
+            raise
+        raise UnavailableError(f"cannot {action} {location}: {type(error).__name__}: {error}") from error
+
+
+def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Return the file system of `url` and the path on it. A name without scheme is a local path.
+
+    Raises:
+        ConfigError: the scheme is unknown or its driver is not installed.
+    """
+    try:
+        file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"cannot use {url!r}: {error}; is the driver's extra installed?") from error
+    return file_system, root.rstrip("/") or "/"
+
+
+class Storage:
+    """A folder tree below one URL. Paths are relative to it, with forward slashes, and never climb out.
+
+    Args:
+        url: a local folder or any fsspec URL (`s3://bucket/prefix`, `memory://x`). Credentials come from the
+            environment, as the store's own client reads them.
+
+    Raises:
+        ConfigError: no driver for the URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._fs, self._root = resolve_url(url)
+        self.url = self._fs.unstrip_protocol(self._root) if self.is_local else url.rstrip("/")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the tree lies on a file system of this machine."""
+        return isinstance(self._fs, LocalFileSystem)
+
+    def __repr__(self) -> str:
+        return f"Storage({self.url!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Clients never travel to another process: a copy of their sockets and threads would hang there.
+        return {"url": self.url}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["url"])  # type: ignore[misc]
+
+    def local_path(self, path: str) -> Path | None:
+        """Return where `path` lies on this machine, or None when the store is remote."""
+        return Path(self._full(path)) if self.is_local else None
+
+    def location(self, path: str) -> str:
+        """Return `path` as a full URL or local path, for messages."""
+        return self._full(path) if self.is_local else f"{self.url}/{path}"
+
+    def read(self, path: str) -> bytes:
+        """Return the whole content. Raises NotFoundError, UnavailableError."""
+        with translated("read", self.location(path)):
+            return bytes(self._fs.cat_file(self._full(path)))
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """Return `length` bytes from `offset`; fewer where the content ends. Raises as `read`."""
+        with translated("read", self.location(path)):
+            return bytes(self._fs.cat_file(self._full(path), start=offset, end=offset + length))
+
+    def size(self, path: str) -> int | None:
+        """Return the size in bytes, or None when nothing is there. Raises UnavailableError."""
+        try:
+            with translated("look at", self.location(path)):
+                return int(self._fs.info(self._full(path), **self._fresh())["size"])
+        except NotFoundError:
+            return None
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names directly below `folder`, sorted; [] when there is no such folder.
+
+        Unfinished temporary files are left out. Raises UnavailableError.
+        """
+        try:
+            with translated("list", self.location(folder)):
+                self._fs.invalidate_cache(self._full(folder))
+                entries = self._fs.ls(self._full(folder), detail=False)
+        except NotFoundError:
+            return []
+        names = {entry.rstrip("/").rpartition("/")[2] for entry in entries}
+        names.discard(self._full(folder).rpartition("/")[2] if not self.is_local else "")
+        return sorted(name for name in names if not name.startswith(durable.TEMPORARY_PREFIX))
+
+    def create(self, path: str, content: bytes) -> None:
+        """Write `content` to `path` only if nothing is there. `content` must be unique to this call's intent.
+
+        Raises:
+            ConflictError: something else is there.
+            UnavailableError: the store failed and `path` is known to be empty still.
+            UnknownOutcomeError: the store failed and could not be asked whether it wrote.
+        """
+        if self.is_local:
+            self._create_local(path, content)
+        else:
+            self._create_remote(path, content)
+
+    def put_bytes(self, path: str, content: bytes | memoryview) -> None:
+        """Write an immutable object; writing the same content again is harmless. Raises UnavailableError."""
+        with translated("write", self.location(path)):
+            if self.is_local:
+                target = Path(self._full(path))
+                durable.make_folder(target.parent)
+                durable.write_file(target, content)
+            else:
+                self._fs.pipe_file(self._full(path), bytes(content))
+
+    def adopt(self, path: str, finished: Path) -> None:
+        """Move the local file `finished`, synced by the caller, to `path`; `finished` is gone afterwards.
+
+        A rename where both lie on one file system, an upload in parts elsewhere. Raises UnavailableError.
+        """
+        with translated("write", self.location(path)):
+            if self.is_local:
+                self._adopt_local(Path(self._full(path)), finished)
+            else:
+                self._fs.put_file(str(finished), self._full(path))
+                finished.unlink()
+
+    def _adopt_local(self, target: Path, finished: Path) -> None:
+        durable.make_folder(target.parent)
+        if finished.stat().st_dev == target.parent.stat().st_dev:
+            finished.rename(target)
+            durable.fsync_folder(target.parent)
+            return
+        with durable.replacing(target) as copy, finished.open("rb") as source:
+            shutil.copyfileobj(source, copy, length=1 << 22)
+        finished.unlink()
+
+    def _create_local(self, path: str, content: bytes) -> None:
+        target = Path(self._full(path))
+        try:
+            with translated("create", str(target)):
+                durable.make_folder(target.parent)
+                durable.create_file(target, content)
+        except FileExistsError as error:
+            raise ConflictError(f"{target} exists already") from error
+
+    def _create_remote(self, path: str, content: bytes) -> None:
+        failure: Exception | None = None
+        try:
+            self._fs.pipe_file(self._full(path), content, mode="create")
+        except Exception as error:  # noqa: BLE001 - whatever it says, only the read-back knows the outcome
+            failure = error
+        found = self._read_back(path, failure)
+        if found == content:
+            return
+        if found is not None:
+            raise ConflictError(f"{self.location(path)} exists already") from failure
+        raise UnavailableError(f"cannot create {self.location(path)}: {failure or 'it vanished'}") from failure
+
+    def _read_back(self, path: str, failure: Exception | None) -> bytes | None:
+        try:
+            return self.read(path)
+        except NotFoundError:
+            return None
+        except UnavailableError as error:
+            raise UnknownOutcomeError(
+                f"creating {self.location(path)} ended with {failure!r} and reading it back failed: {error}; "
+                "look at the log before trying again"
+            ) from error
+
+    def _fresh(self) -> dict[str, Any]:
+        # s3fs answers info() from a listing it cached; a reader of logs needs today's answer.
+        return {"refresh": True} if "s3" in self._fs.protocol else {}
+
+    def _full(self, path: str) -> str:
+        assert ".." not in path.split("/"), path
+        return f"{self._root}/{path}" if path else self._root
