@@ -1,0 +1,237 @@
+"""A node's cache as its users see it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from datasvc.cache.budget import parse_budget
+from datasvc.cache.catalogue import Catalogue, Usage
+from datasvc.cache.fetch import Fetcher
+from datasvc.cache.files import Files
+from datasvc.cache.lease import Lease, sweep
+from datasvc.errors import CacheFullError, ConfigError
+from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.shards.dataset import Split
+from datasvc.shards.reader import Shard
+
+_STAGING_THREADS = 4
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What staging did: objects and bytes that were there already, and that came from the origin."""
+
+    num_hits: int
+    num_fetched: int
+    hit_bytes: int
+    fetched_bytes: int
+
+
+@dataclass(frozen=True)
+class CacheStatus:
+    """What `datasvc cache status` prints."""
+
+    folder: str
+    usage: Usage
+
+
+class _Node:
+    """What all `Cache`s of this process on one folder share: LMDB may be open only once in a process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = Files(folder)
+        sweep(self.files.leases)
+        self.catalogue = Catalogue(self.files.catalogue, self.files.leases)
+        self.lease = Lease(self.files.leases)
+        self.fetcher = Fetcher(self.catalogue, self.files, self.lease.id)
+        self.holds: Counter[Digest] = Counter()
+        self.ready: set[Digest] = set()
+        self.lock = threading.Lock()
+        self.process = os.getpid()
+
+    def __del__(self) -> None:
+        # In a forked child this object is a copy: lease and database belong to the parent.
+        if getattr(self, "process", None) == os.getpid() and hasattr(self, "lease"):
+            self.lease.close()
+            self.catalogue.close()
+
+
+_nodes: weakref.WeakValueDictionary[Path, _Node] = weakref.WeakValueDictionary()
+_nodes_lock = threading.Lock()
+
+
+def _open_node(folder: Path) -> _Node:
+    with _nodes_lock:
+        node = _nodes.get(folder)
+        if node is None or node.process != os.getpid():
+            node = _Node(folder)
+            _nodes[folder] = node
+        return node
+
+
+class Cache:
+    """The cache of this node in `folder`; any number of processes may open it at once.
+
+    What this process opens from it stays until released, or until the process ends however it ends.
+
+    Args:
+        folder: on a local disk, for the cache alone.
+        budget: bytes, or such as "50GB" or "10%"; kept for the node. None: as set before.
+
+    Raises:
+        ConfigError: no budget was ever set, or it is out of range; the folder cannot be used.
+        CorruptDataError: the catalogue is damaged.
+    """
+
+    def __init__(self, folder: str | Path, *, budget: int | str | None = None) -> None:
+        self.folder = Path(folder).expanduser().resolve()
+        wanted = None if budget is None else parse_budget(str(budget), self.folder)
+        self._node = _open_node(self.folder)
+        if wanted is not None:
+            self._node.catalogue.set_budget(wanted)
+        elif not self._node.catalogue.budget():
+            raise ConfigError(f"the cache {self.folder} has no budget yet; give one, such as budget='50GB'")
+
+    @property
+    def budget_bytes(self) -> int:
+        """The node's budget."""
+        return self._node.catalogue.budget()
+
+    def shards(self, repository: Repository) -> CachedShards:
+        """Return the shards of `repository`, read through this cache."""
+        return CachedShards(self, repository)
+
+    def acquire(
+        self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None
+    ) -> tuple[Path, bool]:
+        """Make an object resident and hold it until `release`.
+
+        Returns:
+            Its file, and whether it was resident already.
+
+        Raises:
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.acquire`.
+        """
+        node = self._own_node()
+        with node.lock:
+            # Counted before it is fetched: a release by another thread meanwhile must not drop our hold.
+            node.holds[info.digest] += 1
+            ready = info.digest in node.ready
+        if ready:
+            return node.files.object_path(info.digest), True
+        try:
+            hit = node.fetcher.acquire(info, repository, report)
+        except BaseException:
+            self.release(info.digest)
+            raise
+        with node.lock:
+            node.ready.add(info.digest)
+        return node.files.object_path(info.digest), hit
+
+    def release(self, digest: Digest) -> None:
+        """Give up one hold of this process; the object may be evicted when it was the last."""
+        node = self._own_node()
+        with node.lock:
+            assert node.holds[digest] > 0, digest
+            node.holds[digest] -= 1
+            if not node.holds[digest]:
+                del node.holds[digest]
+                node.ready.discard(digest)
+                node.catalogue.release(digest, node.lease.id)
+
+    def stage(
+        self,
+        splits: Sequence[Split],
+        report: Callable[[int], None] | None = None,
+    ) -> StageReport:
+        """Bring all shards of `splits` onto the node; equal shards once.
+
+        Args:
+            splits: of any data sets.
+            report: called with the bytes of each part that arrived or was there.
+
+        Raises:
+            CacheFullError: they do not fit into the budget; nothing was fetched.
+            CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.acquire`.
+        """
+        wanted = {info.digest: (info, split) for split in splits for info in split.table.shards()}
+        needed = sum(info.size_bytes for info, _ in wanted.values())
+        if needed > self.budget_bytes:
+            raise CacheFullError(
+                f"staging needs {needed} bytes, the budget of {self.folder} is {self.budget_bytes}; raise it with "
+                "--budget, or do not stage: a loader with shuffle='windowed' streams through a smaller cache"
+            )
+
+        def stage_one(info: ObjectInfo, split: Split) -> tuple[ObjectInfo, bool]:
+            _, hit = self.acquire(info, split.repository, report)
+            self.release(info.digest)
+            if hit and report is not None:
+                report(info.size_bytes)
+            return info, hit
+
+        with ThreadPoolExecutor(_STAGING_THREADS, thread_name_prefix="datasvc-stage") as pool:
+            staged = list(pool.map(lambda pair: stage_one(*pair), wanted.values()))
+        hits = [info.size_bytes for info, hit in staged if hit]
+        fetched = [info.size_bytes for info, hit in staged if not hit]
+        return StageReport(len(hits), len(fetched), sum(hits), sum(fetched))
+
+    def status(self) -> CacheStatus:
+        """Return how full the cache is."""
+        return CacheStatus(str(self.folder), self._own_node().catalogue.usage())
+
+    def close(self) -> None:
+        """Give up what this object holds open; the process's holds end with its last `Cache` on the folder."""
+        del self._node
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _own_node(self) -> _Node:
+        if self._node.process != os.getpid():
+            raise ConfigError("this cache was opened before a fork; open it again in the child, or spawn")
+        return self._node
+
+
+class CachedShards:
+    """The shards of one repository through a node's cache: a `ShardStore`.
+
+    Args:
+        cache: of the node.
+        repository: the origin.
+    """
+
+    def __init__(self, cache: Cache, repository: Repository) -> None:
+        self._cache = cache
+        self._repository = repository
+
+    @property
+    def budget_bytes(self) -> int:
+        """The node's budget."""
+        return self._cache.budget_bytes
+
+    def open_shard(self, info: ObjectInfo) -> Shard:
+        """Return the shard, mapped from the cache; never evicted before `release_shard`. Raises as `acquire`."""
+        path, _ = self._cache.acquire(info, self._repository)
+        try:
+            return Shard.map(path)
+        except BaseException:
+            self._cache.release(info.digest)
+            raise
+
+    def release_shard(self, info: ObjectInfo) -> None:
+        """Let the shard be evicted when space is needed; views of it that still exist stay readable."""
+        self._cache.release(info.digest)

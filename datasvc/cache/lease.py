@@ -1,0 +1,75 @@
+"""A lease is a file that its holder keeps locked: the kernel drops the lock when the holder dies.
+
+So nobody has to clean up after a crash, and no clock is involved. `flock` belongs to the open file, so the lock is
+seen by other threads of the same process too, and is not lost when another descriptor of the file is closed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from datasvc.durable import TEMPORARY_PREFIX
+from datasvc.errors import ConfigError
+
+
+class Lease:
+    """The lease of this process on a cache.
+
+    Args:
+        folder: the cache's folder of leases.
+
+    Raises:
+        ConfigError: the file system has no locks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.id = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._path = folder / self.id
+        # Locked before it has its name: a lease is never seen unlocked while its holder lives.
+        unnamed = folder / f"{TEMPORARY_PREFIX}{self.id}"
+        self._descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            unnamed.rename(self._path)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise ConfigError(
+                f"{folder} cannot hold leases: {error}; put the cache on a local disk with file locks"
+            ) from error
+
+    def close(self) -> None:
+        """Give the lease up. Calling it again does nothing."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def is_held(folder: Path, lease_id: str) -> bool:
+    """Return whether the holder of a lease still lives; a dead one's file is removed."""
+    path = folder / lease_id
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the lease files of dead holders."""
+    for path in folder.iterdir():
+        if not path.name.startswith(TEMPORARY_PREFIX):
+            is_held(folder, path.name)

@@ -1,0 +1,106 @@
+"""A state tree - nested dicts, lists and tuples with tensors among the leaves - as JSON and a set of tensors.
+
+No pickle: reading runs no code. What JSON cannot say is marked: `{"$tensor": NAME}`, `{"$tuple": [...]}`,
+`{"$dict": [[KEY, VALUE], ...]}` for keys that are no strings, `{"$float": "nan"}`, `{"$bytes": HEX}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from datasvc.errors import ConfigError, CorruptDataError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_DEPTH = 100
+
+
+def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the JSON skeleton of `state` and its tensors by dotted path. Numpy arrays become tensors.
+
+    Raises:
+        ConfigError: a leaf can be stored neither as JSON nor as a tensor; names it and says what to do.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _flatten(state, "", tensors), tensors
+
+
+def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the state tree that `flatten` was given. Raises CorruptDataError when it is no skeleton."""
+    return _unflatten(skeleton, tensors, 0)
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    import torch
+
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, torch.Tensor):
+        name = path or "tensor"
+        tensors[name] = value
+        return {"$tensor": name}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": repr(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {"$bytes": value.hex()}
+    if isinstance(value, tuple):
+        return {"$tuple": [_flatten(each, _join(path, index), tensors) for index, each in enumerate(value)]}
+    if isinstance(value, list):
+        return [_flatten(each, _join(path, index), tensors) for index, each in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _flatten_mapping(value, path, tensors)
+    raise ConfigError(
+        f"state value {path or '(root)'} is a {type(value).__name__}, which cannot be stored without pickle; "
+        "store tensors, numbers, strings, lists, tuples and dicts of them, such as its state_dict()"
+    )
+
+
+def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    for key in value:
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            raise ConfigError(f"state key {key!r} at {path or '(root)'} is no string and no int")
+    flat = {key: _flatten(each, _join(path, key), tensors) for key, each in value.items()}
+    if all(isinstance(key, str) and not key.startswith("$") for key in flat):
+        return flat
+    return {"$dict": [[key, each] for key, each in flat.items()]}
+
+
+def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise CorruptDataError("this state is nested deeper than any that datasvc writes")
+    deeper = depth + 1
+    if isinstance(value, list):
+        return [_unflatten(each, tensors, deeper) for each in value]
+    if not isinstance(value, dict):
+        return value
+    marks = [key for key in value if key.startswith("$")]
+    if not marks:
+        return {key: _unflatten(each, tensors, deeper) for key, each in value.items()}
+    try:
+        ((mark, held),) = value.items()
+        if mark == "$tensor":
+            return tensors[held]
+        if mark == "$tuple":
+            return tuple(_unflatten(each, tensors, deeper) for each in held)
+        if mark == "$dict":
+            return {key: _unflatten(each, tensors, deeper) for key, each in held}
+        if mark == "$float":
+            return float(held)
+        if mark == "$bytes":
+            return bytes.fromhex(held)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CorruptDataError(f"this state's {marks[0]} is damaged: {error!r}") from error
+    raise CorruptDataError(f"this state uses the unknown mark {mark!r}; it may need a later datasvc")
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
