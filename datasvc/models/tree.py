@@ -42,6 +42,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor):
         name = path or "tensor"
+        while name in tensors:  # {"a.b": x, "a": {"b": y}} has one path twice
+            name += "'"
         tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, np.generic):

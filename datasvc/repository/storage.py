@@ -77,7 +77,7 @@ class Storage:
 
     def __init__(self, url: str) -> None:
         self._fs, self._root = resolve_url(url)
-        self.url = self._fs.unstrip_protocol(self._root) if self.is_local else url.rstrip("/")
+        self.url = self._root if self.is_local else url.rstrip("/")
 
     @property
     def is_local(self) -> bool:

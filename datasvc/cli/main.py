@@ -1,0 +1,41 @@
+"""The program `datasvc`: its commands, and how errors end it."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from datasvc.cli import cache, datasets, models
+from datasvc.errors import DatasvcError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Training data and model versions. Exit status: 1 failed, 2 usage, 3 corrupt, 4 conflict, 5 unavailable.",
+)
+app.command()(datasets.ingest)
+app.command()(datasets.ls)
+app.command()(datasets.show)
+app.command()(datasets.log)
+app.command()(datasets.tag)
+app.command()(cache.stage)
+app.add_typer(cache.app, name="cache")
+app.add_typer(models.app, name="models")
+
+
+def main() -> None:
+    """Run the command line; every error that a user can cause ends without a traceback."""
+    try:
+        app()
+    except DatasvcError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

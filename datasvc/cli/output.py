@@ -1,0 +1,68 @@
+"""How commands print: tables and progress bars for people, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+RepoOption = Annotated[
+    str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows for people; plain tab-separated text where the output is no terminal."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            sys.stdout.write("\t".join(map(str, row)) + "\n")
+        return
+    table = Table(*columns, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console().print(table)
+
+
+def print_facts(facts: Mapping[str, object]) -> None:
+    """Print `name: value` lines; a nested mapping becomes indented lines."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            sys.stdout.write(f"{name}:\n")
+            for key, each in value.items():
+                sys.stdout.write(f"  {key}: {each}\n")
+        else:
+            sys.stdout.write(f"{name}: {value}\n")
+
+
+@contextmanager
+def byte_progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Show a bar of bytes, rate and time left on a terminal; elsewhere nothing.
+
+    Yields:
+        A function that sets the total, and one that counts bytes done.
+    """
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(title, total=None)
+        yield lambda total: bar.update(task, total=total), lambda done: bar.advance(task, done)

@@ -1,0 +1,6 @@
+"""What plugs into a training job: batches of decoded samples in a reproducible, resumable order."""
+
+from loaders.augment import IMAGENET_MEAN, IMAGENET_STD
+from loaders.image import ImageBatch, ImageLoader
+
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "ImageBatch", "ImageLoader"]

@@ -1,0 +1,145 @@
+"""Which window of each image is decoded, and whether it is flipped: pure functions of (seed, epoch, position).
+
+Widths and heights are columns since the ingest, so windows are drawn before anything is decoded, and a resumed run
+draws what an uninterrupted one would.
+
+Source of the random window: Szegedy et al. 2015 (area and aspect ratio drawn at random, the log of the ratio
+uniform), with ten tries and a centre fallback as in common implementations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.errors import ConfigError
+from datasvc.keyed import Integers, derive_keys, uniform
+
+IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
+IMAGENET_STD: Final = (0.229, 0.224, 0.225)
+
+_AUGMENTATION = 32  # purpose of keys; those of order and ingest are below
+_TRIES = 10
+# Streams of a position: four per try, then the flip.
+_AREA, _RATIO, _LEFT, _TOP, _STREAMS_PER_TRY = 0, 1, 2, 3, 4
+_FLIP = _TRIES * _STREAMS_PER_TRY
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How training windows are drawn.
+
+    Attributes:
+        scale: share of the image's area, 0 < low <= high <= 1.
+        ratio: width / height of the window, 0 < low <= high.
+        flip: probability of a horizontal flip.
+
+    Raises:
+        ConfigError: out of range.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ConfigError(f"scale is {self.scale}; expected 0 < low <= high <= 1")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise ConfigError(f"ratio is {self.ratio}; expected 0 < low <= high")
+        if not 0 <= self.flip <= 1:
+            raise ConfigError(f"flip is {self.flip}; expected a probability")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a batch, in pixels.
+
+    Attributes:
+        starts: `int32[batch, 2]`, top and left.
+        shapes: `int32[batch, 2]`, height and width.
+        flips: `int32[batch]`, 1 where the window is mirrored.
+    """
+
+    starts: npt.NDArray[np.int32]
+    shapes: npt.NDArray[np.int32]
+    flips: npt.NDArray[np.int32]
+
+
+def plan_random_windows(
+    widths: npt.NDArray[Any],
+    heights: npt.NDArray[Any],
+    positions: Integers,
+    *,
+    seed: int,
+    epoch: int,
+    config: AugmentConfig,
+) -> Windows:
+    """Draw a training window for each sample.
+
+    Args:
+        widths: pixels, `int[batch]`.
+        heights: pixels, `int[batch]`.
+        positions: of the samples in the epoch, `int64[batch]`.
+        seed: of the order.
+        epoch: of the order.
+        config: how windows are drawn.
+    """
+    key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
+    image_w, image_h = widths.astype(np.float64), heights.astype(np.float64)
+    window = _fallback(image_w, image_h, config)
+    undecided = np.ones(len(positions), bool)
+    log_low, log_high = np.log(config.ratio)
+    for attempt in range(_TRIES):
+        draw = [uniform(key, positions, attempt * _STREAMS_PER_TRY + stream) for stream in range(4)]
+        area = image_w * image_h * _between(draw[_AREA], *config.scale)
+        ratio = np.exp(_between(draw[_RATIO], log_low, log_high))
+        width, height = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        fits = undecided & (width >= 1) & (height >= 1) & (width <= image_w) & (height <= image_h)
+        left = np.floor(draw[_LEFT] * (image_w - width + 1))
+        top = np.floor(draw[_TOP] * (image_h - height + 1))
+        for row, value in zip(window, (top, left, height, width), strict=True):
+            row[fits] = value[fits]
+        undecided &= ~fits
+        if not undecided.any():
+            break
+    flips = (uniform(key, positions, _FLIP) < config.flip).astype(np.int32)
+    return _windows(window, flips)
+
+
+def plan_centre_windows(
+    widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int
+) -> Windows:
+    """Return the window that, scaled to `size`, equals: scale the shorter side to `resize`, crop the centre.
+
+    Args:
+        widths: pixels, `int[batch]`.
+        heights: pixels, `int[batch]`.
+        size: side of the output.
+        resize: shorter side before the crop, at least `size`.
+    """
+    side = np.maximum(1, np.rint(np.minimum(widths, heights).astype(np.float64) * size / resize))
+    top, left = np.rint((heights - side) / 2), np.rint((widths - side) / 2)
+    return _windows(np.stack([top, left, side, side]), np.zeros(len(widths), np.int32))
+
+
+def _fallback(
+    image_w: npt.NDArray[np.float64], image_h: npt.NDArray[np.float64], config: AugmentConfig
+) -> npt.NDArray[np.float64]:
+    """The largest centred window whose ratio is allowed: `float64[4, batch]`, top, left, height, width."""
+    ratio = np.clip(image_w / image_h, *config.ratio)
+    width = np.clip(np.rint(np.minimum(image_w, image_h * ratio)), 1, image_w)
+    height = np.clip(np.rint(np.minimum(image_h, image_w / ratio)), 1, image_h)
+    return np.stack([np.floor((image_h - height) / 2), np.floor((image_w - width) / 2), height, width])
+
+
+def _windows(window: npt.NDArray[np.float64], flips: npt.NDArray[np.int32]) -> Windows:
+    pixels = np.ascontiguousarray(window.T.astype(np.int32))
+    return Windows(np.ascontiguousarray(pixels[:, :2]), np.ascontiguousarray(pixels[:, 2:]), flips)
+
+
+def _between(draw: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.float64]:
+    return low + draw * (high - low)
