@@ -93,7 +93,12 @@ class OrderState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        own = {"format": STATE_FORMAT, "version": self.version, "epoch": self.epoch, "position": self.position}
+        own = {
+            "format": STATE_FORMAT,
+            "version": self.version,
+            "epoch": self.epoch,
+            "position": self.position,
+        }
         return own | dataclasses.asdict(self.config)
 
     @classmethod
@@ -106,13 +111,17 @@ class OrderState:
         fields = dict(state)
         found = fields.pop("format", None)
         if found != STATE_FORMAT:
-            raise ConfigError(f"this loader state has format {found}; this datasvc reads format {STATE_FORMAT}")
+            raise ConfigError(
+                f"this loader state has format {found}; this datasvc reads format {STATE_FORMAT}"
+            )
         try:
             own = {"version": str, "epoch": int, "position": int}
             values = {name: kind(fields.pop(name)) for name, kind in own.items()}
             return cls(**values, config=OrderConfig(**fields))
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"this is no loader state: {error}; found the fields {sorted(state)}") from error
+            raise ConfigError(
+                f"this is no loader state: {error}; found the fields {sorted(state)}"
+            ) from error
 
     def check_matches(self, version: str, config: OrderConfig, num_samples: int) -> None:
         """Raise StateMismatchError unless this state belongs to that version and order."""
@@ -224,7 +233,9 @@ class AccessOrder:
         lane, index = self._deal(positions)
         line = self._lane_starts[lane] + self._in_blocks(lane, index, forward=True)
         segment = self._segment_search.find(line)
-        return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[segment]
+        return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[
+            segment
+        ]
 
     def positions_of(self, shards: Integers | Sequence[int], rows: Integers | Sequence[int]) -> Integers:
         """Return the position at which each sample is served; the inverse of `locate`.
@@ -295,7 +306,9 @@ class AccessOrder:
         keys = derive_keys(self.config.seed, epoch, purpose, KeyedPermutation.num_keys)
         return KeyedPermutation(count, keys).permute(np.arange(count))
 
-    def _permute_within_lanes(self, shards: Integers, starts: Integers) -> tuple[Integers, Integers, Integers]:
+    def _permute_within_lanes(
+        self, shards: Integers, starts: Integers
+    ) -> tuple[Integers, Integers, Integers]:
         cuts = np.union1d(starts, self._lane_starts[:-1][self._lane_sizes > 0])
         lengths = np.diff(np.append(cuts, self.num_samples))
         segment = np.searchsorted(starts, cuts, side="right") - 1

@@ -192,7 +192,9 @@ class SampleBatches:
                 blobs[index] = view
             for name in self._columns:
                 values = opened.values(name)
-                columns.setdefault(name, np.empty(len(positions), values.dtype))[chosen] = values[rows[chosen]]
+                columns.setdefault(name, np.empty(len(positions), values.dtype))[chosen] = values[
+                    rows[chosen]
+                ]
         return SampleBatch(cursor.epoch, step, positions, mask, shards, rows, blobs, columns)
 
     def _epoch(self, cursor: Cursor) -> tuple[AccessOrder, _OpenShards]:

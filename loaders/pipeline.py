@@ -127,10 +127,19 @@ def _build(config: PipelineConfig) -> Any:
         shapes = fn.external_source(name="shapes", no_copy=True, dtype=types.INT32, ndim=1)
         flips = fn.external_source(name="flips", no_copy=True, dtype=types.INT32, ndim=0)
         decoded = fn.decoders.image_slice(
-            images, start=starts, shape=shapes, axes=[0, 1], output_type=types.RGB, **decoder_arguments(config)
+            images,
+            start=starts,
+            shape=shapes,
+            axes=[0, 1],
+            output_type=types.RGB,
+            **decoder_arguments(config),
         )
         scaled = fn.resize(
-            decoded, resize_x=config.size, resize_y=config.size, interp_type=types.INTERP_LINEAR, antialias=True
+            decoded,
+            resize_x=config.size,
+            resize_y=config.size,
+            interp_type=types.INTERP_LINEAR,
+            antialias=True,
         )
         normalised = fn.crop_mirror_normalize(
             scaled,

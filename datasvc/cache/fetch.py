@@ -78,9 +78,7 @@ class Fetcher:
         self._catalogue.drop(info.digest, self._lease_id, corrupt=record.boot != self._boot)
         return False
 
-    def _fetch(
-        self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None
-    ) -> None:
+    def _fetch(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> None:
         try:
             self._fetch_verified(info, repository, report)
             self._files.publish(info.digest)
@@ -117,5 +115,7 @@ def _file_digest(path: Path) -> Digest | None:
 
 def _translated(error: OSError, folder: Path) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CacheFullError(f"the disk of the cache {folder} is full before its budget is: lower the budget")
+        return CacheFullError(
+            f"the disk of the cache {folder} is full before its budget is: lower the budget"
+        )
     return UnavailableError(f"cannot write to the cache {folder}: {error}")

@@ -1,9 +1,9 @@
 """Where a cache keeps its files, and the lock of an object that is on its way.
 
-    CACHE/objects/3f/3fa9...    resident objects, named by digest
-    CACHE/incoming/3fa9...      an object on its way, locked by whoever fetches it
-    CACHE/leases/               one locked file per process, see `lease`
-    CACHE/catalogue/            LMDB, see `catalogue`
+CACHE/objects/3f/3fa9...    resident objects, named by digest
+CACHE/incoming/3fa9...      an object on its way, locked by whoever fetches it
+CACHE/leases/               one locked file per process, see `lease`
+CACHE/catalogue/            LMDB, see `catalogue`
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
             f"{location} has format {content['format']}; this datasvc reads up to {ENTRY_FORMAT}: upgrade it"
         )
     if checksum != _checksum(content):
-        raise CorruptDataError(f"{location} is corrupt: its checksum does not match; restore it from another copy")
+        raise CorruptDataError(
+            f"{location} is corrupt: its checksum does not match; restore it from another copy"
+        )
     return content
 
 

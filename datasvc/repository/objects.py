@@ -212,5 +212,3 @@ def _mismatch(location: str, expected: Digest, found: Digest) -> str:
         f"{location} is corrupt: its bytes hash to {found[:12]}..., its name says {expected[:12]}...; "
         "restore this object from another copy of the repository"
     )
-
-

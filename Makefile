@@ -1,0 +1,41 @@
+# `make help` lists the targets. Nothing is assumed but Python 3.11 or newer, make and a C compiler.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1	/' | expand -t 20
+
+setup: .venv/ready  ## make .venv with everything in it
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "datasvc needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another with PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## the main job end to end on real images: ingest, stage, train, kill, resume, compare
+	$(BIN)/python tools/demo.py demo-run
+
+test: setup  ## all tests but the long ones
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: setup  ## all tests
+	$(BIN)/python -m pytest
+
+check: setup  ## ruff, mypy and the import directions
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_imports.py
+
+bench: setup  ## all benchmarks, some minutes; results belong into docs/benchmarks.md
+	$(BIN)/python tools/bench/order.py
+	$(BIN)/python tools/bench/ingest.py
+	$(BIN)/python tools/bench/loader.py
+	$(BIN)/python tools/bench/trainer.py
+
+clean:  ## remove .venv and what the demo made
+	rm -rf .venv demo-run

@@ -1,0 +1,97 @@
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts the real launcher in a process of its own."""
+
+    environ: dict
+    started: list = field(default_factory=list)
+
+    def command(self, num_ranks, *command, options=()):
+        return [sys.executable, "-m", "trainer.launch", "-np", str(num_ranks), *options, *map(str, command)]
+
+    def start(self, num_ranks, *command, options=()):
+        process = subprocess.Popen(
+            self.command(num_ranks, *command, options=options),
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, num_ranks, *command, options=()):
+        """Runs to the end; if that takes too long, kills the launcher and, through its guard, the ranks."""
+        process = self.start(num_ranks, *command, options=options)
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+            pytest.fail(f"hung; printed so far:\n{output}\n{errors}")
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def program(self, name):
+        return PROGRAMS / name
+
+    def run_with_torchrun(self, num_ranks, program):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_ranks}",
+        ]
+        return subprocess.run(
+            [*command, str(PROGRAMS / program)],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    def run_program(self, num_ranks, program, *arguments):
+        """Runs one of our programs on every rank and fails with its output if it fails."""
+        done = self.run(num_ranks, sys.executable, PROGRAMS / program, *arguments)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done
+
+
+@pytest.fixture
+def launcher():
+    launcher = Launcher({**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    yield launcher
+    for process in launcher.started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def has_ended():
+    """Whether a process is gone, or a zombie, or will be soon."""
+
+    def check(pid, timeout_s=20.0):
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            try:
+                return bool(select.select([fd], [], [], timeout_s)[0])
+            finally:
+                os.close(fd)
+        return True
+
+    return check

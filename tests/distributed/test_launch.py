@@ -1,0 +1,116 @@
+"""The launcher with ranks that are small shell programs. Nothing waits for time to pass, only for events."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from trainer.launch import parse_arguments
+from trainer.local_job import LocalJob, plan_environment, run_local_job
+
+SLEEP = "exec sleep 1000"
+
+
+def run(script, num_ranks=2, **settings):
+    job = LocalJob(command=["sh", "-c", script], num_ranks=num_ranks, **settings)
+    return run_local_job(job, os.environ)
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
+def test_ranks_get_torchruns_and_horovods_variables(capfd):
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR HOROVOD_RANK HOROVOD_HOSTNAME"
+    assert run("echo " + " ".join(f"${name}" for name in names.split())) is None
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == [f"[{r}] {r} 2 {r} 2 127.0.0.1 {r} localhost" for r in (0, 1)]
+
+
+def test_threads_are_shared_out_unless_the_user_chose():
+    assert plan_environment(0, 2, 1, {})["OMP_NUM_THREADS"] == str(max(1, os.cpu_count() // 2))
+    assert plan_environment(0, 10**6, 1, {})["OMP_NUM_THREADS"] == "1"
+    assert plan_environment(0, 2, 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+def test_output_also_goes_to_a_file_per_rank_and_prefixes_can_be_left_out(capfd, tmp_path):
+    assert run("echo out $RANK; printf err$RANK >&2", prefixes_lines=False, output_folder=tmp_path) is None
+    assert sorted(capfd.readouterr().out.splitlines()) == ["out 0", "out 1"]
+    assert (tmp_path / "rank.1" / "stdout").read_text() == "out 1\n"
+    assert (tmp_path / "rank.0" / "stderr").read_text() == "err0\n"
+
+
+def test_the_first_rank_that_fails_ends_the_others_with_their_children(fifo, has_ended):
+    # Rank 1 ignores SIGTERM and has a child; rank 0 fails when both are there.
+    stubborn = f"trap '' TERM; sleep 1000 & echo $$ $! >{fifo}; wait"
+    failure = run(
+        f"if [ $RANK = 1 ]; then {stubborn}; fi; read pids <{fifo}; echo $pids >&2; exit 7", grace_s=0.2
+    )
+    assert (failure.rank, failure.returncode, failure.exit_status) == (0, 7, 7)
+    pids = [int(pid) for pid in failure.last_lines[-1].split()]
+    assert len(pids) == 2
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_a_failure_is_described_with_its_signal_and_last_words():
+    failure = run("if [ $RANK = 1 ]; then echo last words >&2; kill -SEGV $$; fi; " + SLEEP)
+    assert failure.exit_status == 128 + signal.SIGSEGV
+    assert failure.describe() == "rank 1 was the first to fail: it was killed by SIGSEGV\n  [1] last words"
+
+
+def test_a_rank_that_ends_well_early_ends_no_other(capfd, fifo):
+    assert run(f"if [ $RANK = 1 ]; then read go <{fifo}; echo done; else echo go >{fifo}; fi") is None
+    assert "[1] done" in capfd.readouterr().out
+
+
+def read_pids(process, num_ranks):
+    return [int(process.stdout.readline().split()[-1]) for _ in range(num_ranks)]
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(launcher, has_ended):
+    process = launcher.start(2, "sh", "-c", f"echo $$; {SLEEP}")
+    pids = read_pids(process, 2)
+    process.kill()
+    process.wait()
+    assert all(has_ended(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_to_every_rank(launcher, number):
+    # In Python, because a shell without a terminal ignores SIGINT for what it starts.
+    program = (
+        "import signal, sys\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(5))\n"
+        "print('ready', flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    process = launcher.start(2, sys.executable, "-S", "-c", program)
+    assert [process.stdout.readline()[4:] for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "was the first to fail: it exited with status 5" in errors
+
+
+def test_a_command_that_does_not_exist_is_reported(launcher):
+    done = launcher.run(2, "no-such-program")
+    assert done.returncode == 127
+    assert "cannot run no-such-program" in done.stderr
+
+
+def test_arguments_after_the_program_belong_to_the_program():
+    job = parse_arguments(["-np", "2", "--no-prefix", "python", "train.py", "-np", "3", "--lr=1"])
+    assert job == LocalJob(
+        command=["python", "train.py", "-np", "3", "--lr=1"], num_ranks=2, prefixes_lines=False
+    )
+    assert parse_arguments(["-np", "1", "--", "x"]).command == ["x"]
+
+
+@pytest.mark.parametrize("arguments", [["-np", "2"], ["-np", "0", "x"], ["x"]])
+def test_a_command_line_that_describes_no_job_is_a_usage_error(arguments):
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(arguments)
+    assert caught.value.code == 2

@@ -1,0 +1,39 @@
+"""Real ranks. Each program makes many checks per start, because loading torch takes longer than most."""
+
+import pickle
+import sys
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_operation_gives_what_torch_computes_from_all_inputs(launcher, num_ranks):
+    launcher.run_program(num_ranks, "operations.py")
+
+
+def test_ranks_join_and_leave_in_rounds_and_at_different_moments(launcher):
+    launcher.run_program(2, "membership.py")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_training_equals_one_process_and_itself_bit_by_bit(launcher, num_ranks, tmp_path):
+    launcher.run_program(num_ranks, "training.py", tmp_path / "first")
+    launcher.run_program(num_ranks, "training.py", tmp_path / "second", "again")
+    runs = [pickle.loads((tmp_path / run).read_bytes()) for run in ("first", "second")]
+    assert set(runs[0]) == {"sgd", "adam", "swapped"}
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launcher, num_ranks):
+    done = launcher.run(num_ranks, sys.executable, "-X", "faulthandler", launcher.program("victim.py"))
+    assert done.returncode == 128 + 9
+    assert f"rank {num_ranks - 1} was the first to fail: it was killed by SIGKILL" in done.stderr
+    for survivor in range(num_ranks - 1):
+        assert f"[{survivor}] survived" in done.stderr
+
+
+def test_torchrun_can_start_the_job_too(launcher):
+    done = launcher.run_with_torchrun(2, "membership.py")
+    assert done.returncode == 0, done.stderr

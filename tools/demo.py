@@ -1,0 +1,217 @@
+"""The main job end to end on real images: ingest, stage, train on two ranks, kill, resume, compare, restore.
+
+    python tools/demo.py FOLDER
+
+FOLDER is made anew. Every step runs the command that a user would run, and the end says what was done and measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+RANKS = 2
+EPOCHS = 12
+CHECKPOINT_EVERY = 30  # steps; an epoch has 22, so checkpoints fall inside epochs
+KILL_AT_STEP = 100
+LEAST_ACCURACY = 0.97
+
+console = Console(highlight=False)
+
+
+@dataclass
+class Run:
+    """What the events of one training process said."""
+
+    pids: list[int] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    seconds: float = 0.0
+
+
+class Demo:
+    """The demo's folder and the commands that run in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source = folder / "digits"
+        self.repo = folder / "repo"
+        self.cache = folder / "cache"
+        self.restored = folder / "restored"
+        self.environment = {**os.environ, "DATASVC_REPO": str(self.repo), "DATASVC_CACHE": str(self.cache)}
+
+    def datasvc(self, *arguments: str) -> str:
+        """Run a `datasvc` command, shown with its output; returns the output."""
+        console.print(f"[bold]$ datasvc {' '.join(arguments)}[/bold]")
+        command = [sys.executable, "-m", "datasvc.cli.main", *arguments]
+        done = subprocess.run(command, env=self.environment, check=True, stdout=subprocess.PIPE, text=True)
+        console.print(done.stdout.rstrip(), markup=False)
+        return done.stdout
+
+    def query(self, *arguments: str) -> Any:
+        """Run a `datasvc` command with --json; returns its value."""
+        command = [sys.executable, "-m", "datasvc.cli.main", *arguments, "--json"]
+        done = subprocess.run(command, env=self.environment, check=True, stdout=subprocess.PIPE, text=True)
+        return json.loads(done.stdout)
+
+    def train(self, name: str, title: str, *, kill_at_step: int | None = None) -> Run:
+        """Train `name` on two ranks, from its newest checkpoint where it has one."""
+        # fmt: off
+        command = [
+            sys.executable, "-m", "trainer.launch", "-np", str(RANKS), "--no-prefix",
+            sys.executable, "-m", "trainer", "--data", "digits@1", "--repo", str(self.repo),
+            "--cache", str(self.cache), "--name", name, "--model", "small-cnn", "--epochs", str(EPOCHS),
+            "--size", "64", "--resize", "64", "--scale", "0.8", "1.0", "--ratio", "0.9", "1.1", "--flip", "0",
+            "--checkpoint-every", str(CHECKPOINT_EVERY),
+        ]
+        # fmt: on
+        console.print(f"[bold]$ {' '.join(['python', *command[1:6], 'python', *command[7:]])}[/bold]")
+        started = time.perf_counter()
+        process = subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        run = Run()
+        for event in _shown(title, _events(process.stdout)):
+            _record(run, event)
+            if kill_at_step is not None and len(run.steps) == kill_at_step:
+                for pid in (*run.pids, process.pid):
+                    os.kill(pid, signal.SIGKILL)
+        code = process.wait()
+        run.seconds = time.perf_counter() - started
+        if (code == 0) == (kill_at_step is not None):
+            sys.exit(f"the training ended with status {code}, which it should not have")
+        return run
+
+
+def _record(run: Run, event: dict[str, Any]) -> None:
+    match event["event"]:
+        case "start":
+            run.pids.append(event["pid"])
+        case "step":
+            run.steps.append(event)
+        case "checkpoint":
+            run.checkpoints.append(event)
+        case "end":
+            run.end = event
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("{"):
+            yield json.loads(line)
+        else:
+            console.print(line.rstrip(), markup=False)
+
+
+def _shown(title: str, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Pass events on, showing a bar of steps with the loss."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None, loss="")
+        for event in events:
+            if event["event"] == "step":
+                loss = f"loss {event['loss']:.3f}"
+                progress.update(task, completed=event["step"], total=event["of"], loss=loss)
+            yield event
+
+
+def _rate(run: Run) -> float:
+    """Images per second over all ranks, the first steps left out."""
+    seconds = sorted(step["seconds"] for step in run.steps[5:])
+    return 32 * RANKS / seconds[len(seconds) // 2]
+
+
+def main() -> None:
+    """Run the demo."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder.resolve()
+    started = time.perf_counter()
+    shutil.rmtree(folder, ignore_errors=True)
+    demo = Demo(folder)
+
+    console.rule("1  real images into a versioned data set")
+    subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("make_digits.py")), str(demo.source)], check=True
+    )
+    demo.datasvc("ingest", str(demo.source), "digits", "--shard-size", "256KiB", "-m", "1,797 scanned digits")
+    demo.datasvc("ls")
+
+    console.rule("2  onto this node, never over the budget")
+    demo.datasvc("stage", "digits@1", "--budget", "10MB")
+    demo.datasvc("cache", "status")
+
+    console.rule("3  train on two ranks, undisturbed")
+    whole = demo.train("digits-cnn-undisturbed", "training")
+
+    console.rule("4  the same, killed with SIGKILL in the middle of an epoch")
+    killed = demo.train("digits-cnn", "to be killed", kill_at_step=KILL_AT_STEP)
+    last = killed.checkpoints[-1]
+    lost = killed.steps[-1]["step"] - last["step"]
+    console.print(f"killed after step {killed.steps[-1]['step']}; the newest version is {last['version']}")
+
+    console.rule("5  resumed from its newest version")
+    resumed = demo.train("digits-cnn", "resumed")
+    assert whole.end is not None
+    assert resumed.end is not None
+
+    console.rule("6  what the model knows of itself")
+    demo.datasvc("models", "log", "digits-cnn")
+    demo.datasvc("models", "show", resumed.end["version"])
+    demo.datasvc("models", "restore", resumed.end["version"], str(demo.restored))
+
+    undisturbed = demo.query("models", "show", whole.end["version"])
+    final = demo.query("models", "show", resumed.end["version"])
+    usage = demo.query("cache", "status")
+    same_bits = undisturbed["tensors"] == final["tensors"]
+    accuracy = resumed.end["val_accuracy"]
+
+    console.rule("what was done and measured")
+    table = Table(box=None, show_header=False)
+    facts = {
+        "data set": f"digits@1: {demo.query('ls')[0]['samples']} real scans, a fifth held out",
+        "node cache": f"{usage['resident_bytes']} bytes resident of a budget of {usage['budget_bytes']}",
+        "training": f"{RANKS} ranks, {whole.end['step']} steps of {32 * RANKS} images, "
+        f"{_rate(whole):.0f} images/s in the median step, {whole.seconds:.1f} s with start-up",
+        "held-out accuracy": f"{accuracy:.2%}",
+        "killed": f"with SIGKILL after step {killed.steps[-1]['step']}, inside epoch {killed.steps[-1]['epoch']}; "
+        f"{lost} steps since {last['version']} were done again",
+        "resumed": f"from {last['version']} at step {resumed.steps[0]['step'] - 1}, "
+        f"{resumed.seconds:.1f} s to the end",
+        "undisturbed weights": undisturbed["tensors"],
+        "resumed weights": final["tensors"] + ("  equal, bit for bit" if same_bits else "  DIFFERENT"),
+        "restored": f"{demo.restored}/tensors.safetensors, every byte verified",
+        "whole demo": f"{time.perf_counter() - started:.0f} s",
+    }
+    for name, fact in facts.items():
+        table.add_row(f"[bold]{name}[/bold]", fact)
+    console.print(table, soft_wrap=True)
+    if not same_bits:
+        sys.exit("the resumed run ended with other weights than the undisturbed one")
+    if accuracy < LEAST_ACCURACY:
+        sys.exit(f"held-out accuracy is {accuracy:.2%}, below {LEAST_ACCURACY:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a submitter holds while its operation runs."""
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainer.engine.requests import Request
+
+Result = Tensor | list[Tensor] | None
+
+
+class Handle:
+    """The future result of one operation. Set once by the engine, read by any thread, any number of times."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.gathered_rows: tuple[int, ...] = ()
+        """After an allgather: how many rows came from each rank, in rank order."""
+        self._finished = threading.Event()
+        self._result: Result = None
+        self._error: Exception | None = None
+        self._cuda_done: torch.cuda.Event | None = None
+
+    def is_finished(self) -> bool:
+        """Whether ``wait`` would return or raise at once."""
+        if not self._finished.is_set() or self._cuda_done is None:
+            return self._finished.is_set()
+        return bool(self._cuda_done.query())  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def wait(self) -> Result:
+        """The result, once there. On CUDA the current stream waits for it, the host does not.
+
+        Raises:
+            HorovodInternalError: the operation failed.
+        """
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        if self._cuda_done is not None:
+            torch.cuda.current_stream().wait_event(self._cuda_done)
+        return self._result
+
+    def settle(self) -> None:
+        """Waits until the operation no longer touches its tensors; forgets an error."""
+        self._finished.wait()
+        if self._cuda_done is not None:
+            torch.cuda.current_stream().wait_event(self._cuda_done)
+
+    def succeed(self, result: Result, cuda_done: torch.cuda.Event | None = None) -> None:
+        """Hands over the result; on CUDA with the event after which it is valid."""
+        self._result, self._cuda_done = result, cuda_done
+        self._finished.set()
+
+    def fail(self, error: Exception) -> None:
+        """Hands over the reason why there is no result."""
+        self._error = error
+        self._finished.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request with its tensors, as one rank holds it.
+
+    ``outputs`` may be the inputs themselves; there are none where the engine allocates them (allgather).
+    ``result`` is what the submitter gets: usually the outputs, in the shape in which it asked.
+    """
+
+    request: Request
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    result: Result = None
+    cuda_ready: torch.cuda.Event | None = None
+    handle: Handle = field(repr=False)

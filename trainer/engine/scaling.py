@@ -1,0 +1,18 @@
+"""Multiplication by the factors of an allreduce, in place, with Horovod's arithmetic for every dtype."""
+
+import torch
+from torch import Tensor
+
+
+def scale_(tensor: Tensor, *, factor: float, divisor: int = 1) -> None:
+    """Sets ``tensor`` to ``tensor * factor / divisor``.
+
+    Integers are scaled in float64 and truncated toward zero; a true division, because 49 * (1 / 49) truncates
+    to 0. Half precision is scaled in float32 and rounded once.
+    """
+    if factor == 1.0 and divisor == 1:
+        return
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.mul_(factor / divisor)
+    else:
+        tensor.copy_(tensor.to(torch.float64).mul_(factor).div_(divisor))

@@ -1,0 +1,79 @@
+"""What a training run is told, checked once; it goes into every checkpoint of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from datasvc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a run.
+
+    Attributes:
+        data: data-set reference; resolved once, when the run starts.
+        repo: repository URL.
+        name: model under which checkpoints are committed.
+        model: reference model, see `models.MODELS`.
+        cache: folder of the node's cache; None reads the repository directly.
+        cache_budget: such as "50GB"; None keeps what the node has.
+        epochs: passes over the training split.
+        batch_size: samples of one rank per step.
+        learning_rate: peak rate, for the global batch.
+        momentum: of SGD.
+        weight_decay: L2 factor.
+        warmup_steps: steps of linear warm-up.
+        size: side of the images in pixels.
+        resize: evaluation: shorter side before the centre crop; None for size * 256 / 224.
+        scale: share of the area that a training window covers.
+        ratio: width / height of a training window.
+        flip: probability of a horizontal flip.
+        seed: of initialisation, order and augmentation.
+        checkpoint_every: steps between checkpoints; the end of the run always commits one.
+        resume: "auto" continues the newest version of `name` where there is one; "never" starts anew.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    data: str
+    repo: str
+    name: str
+    model: str = "small-cnn"
+    cache: str | None = None
+    cache_budget: str | None = None
+    epochs: int = 10
+    batch_size: int = 32
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    warmup_steps: int = 20
+    size: int = 224
+    resize: int | None = None
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    seed: int = 0
+    checkpoint_every: int = 1000
+    resume: str = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "checkpoint_every", "size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.learning_rate <= 0 or self.warmup_steps < 0:
+            raise ConfigError(
+                f"learning_rate is {self.learning_rate}, warmup_steps {self.warmup_steps}; "
+                "expected a positive rate and no negative warm-up"
+            )
+        if self.resume not in ("auto", "never"):
+            raise ConfigError(f"resume is {self.resume!r}; expected 'auto' or 'never'")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return dataclasses.asdict(self)
