@@ -53,7 +53,7 @@ def derive_keys(seed: int, epoch: int, purpose: int, count: int) -> Keys:
             raise ConfigError(f"{name} is {value}; expected 0 <= {name} < 2**64")
     # Two words each, always: SeedSequence itself would give seed 2**32, epoch 0 the words of seed 0, epoch 1.
     words = [seed & 0xFFFFFFFF, seed >> 32, epoch & 0xFFFFFFFF, epoch >> 32, purpose]
-    return np.random.SeedSequence(words).generate_state(count, np.uint64)
+    return np.asarray(np.random.SeedSequence(words).generate_state(count, np.uint64), np.uint64)
 
 
 def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.float64]:

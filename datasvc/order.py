@@ -111,17 +111,13 @@ class OrderState:
         fields = dict(state)
         found = fields.pop("format", None)
         if found != STATE_FORMAT:
-            raise ConfigError(
-                f"this loader state has format {found}; this datasvc reads format {STATE_FORMAT}"
-            )
+            raise ConfigError(f"this loader state has format {found}; this datasvc reads format {STATE_FORMAT}")
         try:
             own = {"version": str, "epoch": int, "position": int}
             values = {name: kind(fields.pop(name)) for name, kind in own.items()}
             return cls(**values, config=OrderConfig(**fields))
         except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"this is no loader state: {error}; found the fields {sorted(state)}"
-            ) from error
+            raise ConfigError(f"this is no loader state: {error}; found the fields {sorted(state)}") from error
 
     def check_matches(self, version: str, config: OrderConfig, num_samples: int) -> None:
         """Raise StateMismatchError unless this state belongs to that version and order."""
@@ -171,7 +167,7 @@ class SpanSearch:
 
     def find(self, points: Integers) -> Integers:
         """Return the span that holds each of `points`, all in range(stop): `int64[n]`."""
-        spans = self._first_of_bucket[points >> self._shift]
+        spans: Integers = self._first_of_bucket[points >> self._shift]
         for _ in range(2):
             spans += self._stops[spans] <= points
         beyond = np.flatnonzero(self._stops[spans] <= points)
@@ -233,9 +229,7 @@ class AccessOrder:
         lane, index = self._deal(positions)
         line = self._lane_starts[lane] + self._in_blocks(lane, index, forward=True)
         segment = self._segment_search.find(line)
-        return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[
-            segment
-        ]
+        return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[segment]
 
     def positions_of(self, shards: Integers | Sequence[int], rows: Integers | Sequence[int]) -> Integers:
         """Return the position at which each sample is served; the inverse of `locate`.
@@ -255,14 +249,14 @@ class AccessOrder:
             raise IndexError(f"a shard is outside 0..{len(self._counts) - 1}")
         if ((row_of < 0) | (row_of >= self._counts[shard_of])).any():
             raise IndexError("a row is outside its shard")
-        identity = self._bases[shard_of] + row_of
+        identity: Integers = self._bases[shard_of] + row_of
         by_identity, search = self._by_identity
         segment = by_identity[search.find(identity)]
         line = self._segment_starts[segment] + row_of - self._segment_rows[segment]
         lane = np.searchsorted(self._lane_starts, line, side="right") - 1
-        # Lanes without samples share their start with the next one: take the last, which holds the sample.
         index = self._in_blocks(lane, line - self._lane_starts[lane], forward=False)
-        return index * self._lanes + lane
+        positions: Integers = index * self._lanes + lane
+        return positions
 
     @cached_property
     def windows(self) -> ShardWindows:
@@ -306,9 +300,7 @@ class AccessOrder:
         keys = derive_keys(self.config.seed, epoch, purpose, KeyedPermutation.num_keys)
         return KeyedPermutation(count, keys).permute(np.arange(count))
 
-    def _permute_within_lanes(
-        self, shards: Integers, starts: Integers
-    ) -> tuple[Integers, Integers, Integers]:
+    def _permute_within_lanes(self, shards: Integers, starts: Integers) -> tuple[Integers, Integers, Integers]:
         cuts = np.union1d(starts, self._lane_starts[:-1][self._lane_sizes > 0])
         lengths = np.diff(np.append(cuts, self.num_samples))
         segment = np.searchsorted(starts, cuts, side="right") - 1
@@ -345,7 +337,7 @@ class AccessOrder:
         for size, permutation in self._permutations.items():
             chosen = sizes == size
             if chosen.all():
-                chosen = slice(None)  # type: ignore[assignment]
+                chosen = slice(None)
             elif not chosen.any():
                 continue
             map_values = permutation.permute if forward else permutation.invert
@@ -425,9 +417,7 @@ def count_steps(position: int, num_samples: int, global_batch: int, tail: Tail) 
     return full + (1 if rest and tail != "drop" else 0)
 
 
-def slice_step(
-    step: Step, *, rank: int, world_size: int, lanes: int = 1
-) -> tuple[Integers, npt.NDArray[np.bool_]]:
+def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tuple[Integers, npt.NDArray[np.bool_]]:
     """Return the part of a global batch that one rank serves; the parts of all ranks are the batch.
 
     Ranks take whole lanes where the sizes divide, so that a node needs the shards of its own lanes only;
@@ -463,4 +453,4 @@ def parse_tail(tail: str) -> Tail:
     """Return `tail` when it is one. Raises ConfigError."""
     if tail not in ("drop", "short", "pad"):
         raise ConfigError(f"tail is {tail!r}; expected 'drop', 'short' or 'pad'")
-    return cast(Tail, tail)
+    return cast("Tail", tail)

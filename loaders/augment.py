@@ -110,9 +110,7 @@ def plan_random_windows(
     return _windows(window, flips)
 
 
-def plan_centre_windows(
-    widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int
-) -> Windows:
+def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int) -> Windows:
     """Return the window that, scaled to `size`, equals: scale the shorter side to `resize`, crop the centre.
 
     Args:

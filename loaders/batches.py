@@ -176,9 +176,7 @@ class SampleBatches:
 
     def _read(self, cursor: Cursor, step: Step) -> SampleBatch:
         order, open_shards = self._epoch(cursor)
-        positions, mask = slice_step(
-            step, rank=self._rank, world_size=self._world_size, lanes=self._config.lanes
-        )
+        positions, mask = slice_step(step, rank=self._rank, world_size=self._world_size, lanes=self._config.lanes)
         shards, rows = order.locate(positions)
         open_shards.advance(step.next_position)
         if not mask.all():
@@ -192,9 +190,7 @@ class SampleBatches:
                 blobs[index] = view
             for name in self._columns:
                 values = opened.values(name)
-                columns.setdefault(name, np.empty(len(positions), values.dtype))[chosen] = values[
-                    rows[chosen]
-                ]
+                columns.setdefault(name, np.empty(len(positions), values.dtype))[chosen] = values[rows[chosen]]
         return SampleBatch(cursor.epoch, step, positions, mask, shards, rows, blobs, columns)
 
     def _epoch(self, cursor: Cursor) -> tuple[AccessOrder, _OpenShards]:

@@ -254,9 +254,7 @@ class ImageLoader:
         try:
             return self._pipeline.take()
         except RuntimeError as error:
-            bad = self._bad_samples(batch) or [
-                f"one of {len(batch.blobs)} samples that Pillow decodes: {error}"
-            ]
+            bad = self._bad_samples(batch) or [f"one of {len(batch.blobs)} samples that Pillow decodes: {error}"]
             self._discard()
             raise BadSampleError(
                 f"{len(bad)} of {len(batch.blobs)} samples of a batch do not decode: {'; '.join(bad)}; delete them "

@@ -99,7 +99,7 @@ class DecodePipeline:
 
         (output,) = self._pipe.share_outputs()
         # The default executor counts references, so the memory is not used again while the tensor lives.
-        tensor = torch.from_dlpack(output.as_tensor())
+        tensor = torch.utils.dlpack.from_dlpack(output.as_tensor())
         self._pipe.release_outputs()
         return tensor
 

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from rich.table import Table
 
 RANKS = 2
 EPOCHS = 12
+BATCH_SIZE = 32  # of a rank
 CHECKPOINT_EVERY = 30  # steps; an epoch has 22, so checkpoints fall inside epochs
 KILL_AT_STEP = 100
 LEAST_ACCURACY = 0.97
@@ -74,7 +76,7 @@ class Demo:
         command = [
             sys.executable, "-m", "trainer.launch", "-np", str(RANKS), "--no-prefix",
             sys.executable, "-m", "trainer", "--data", "digits@1", "--repo", str(self.repo),
-            "--cache", str(self.cache), "--name", name, "--model", "small-cnn", "--epochs", str(EPOCHS),
+            "--cache", str(self.cache), "--name", name, "--model", "small-cnn", "--epochs", str(EPOCHS), "--batch-size", str(BATCH_SIZE),
             "--size", "64", "--resize", "64", "--scale", "0.8", "1.0", "--ratio", "0.9", "1.1", "--flip", "0",
             "--checkpoint-every", str(CHECKPOINT_EVERY),
         ]
@@ -134,17 +136,14 @@ def _shown(title: str, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
             yield event
 
 
-def _rate(run: Run) -> float:
-    """Images per second over all ranks, the first steps left out."""
-    seconds = sorted(step["seconds"] for step in run.steps[5:])
-    return 32 * RANKS / seconds[len(seconds) // 2]
+def _median(run: Run, name: str) -> float:
+    """Return the median over the steps of a run, the first ones left out."""
+    return statistics.median(step[name] for step in run.steps[5:])
 
 
 def main() -> None:
     """Run the demo."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder.resolve()
     started = time.perf_counter()
@@ -152,9 +151,7 @@ def main() -> None:
     demo = Demo(folder)
 
     console.rule("1  real images into a versioned data set")
-    subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("make_digits.py")), str(demo.source)], check=True
-    )
+    subprocess.run([sys.executable, str(Path(__file__).with_name("make_digits.py")), str(demo.source)], check=True)
     demo.datasvc("ingest", str(demo.source), "digits", "--shard-size", "256KiB", "-m", "1,797 scanned digits")
     demo.datasvc("ls")
 
@@ -192,8 +189,9 @@ def main() -> None:
     facts = {
         "data set": f"digits@1: {demo.query('ls')[0]['samples']} real scans, a fifth held out",
         "node cache": f"{usage['resident_bytes']} bytes resident of a budget of {usage['budget_bytes']}",
-        "training": f"{RANKS} ranks, {whole.end['step']} steps of {32 * RANKS} images, "
-        f"{_rate(whole):.0f} images/s in the median step, {whole.seconds:.1f} s with start-up",
+        "training": f"{RANKS} ranks, {whole.end['step']} steps of {BATCH_SIZE * RANKS} images, "
+        f"{BATCH_SIZE * RANKS / _median(whole, 'step_s'):.0f} images/s in the median step, of which "
+        f"{_median(whole, 'wait_s') / _median(whole, 'step_s'):.1%} waits for data; {whole.seconds:.1f} s with start-up",
         "held-out accuracy": f"{accuracy:.2%}",
         "killed": f"with SIGKILL after step {killed.steps[-1]['step']}, inside epoch {killed.steps[-1]['epoch']}; "
         f"{lost} steps since {last['version']} were done again",

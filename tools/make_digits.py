@@ -37,9 +37,7 @@ def write_digits(folder: Path, seed: int) -> dict[str, int]:
 
 def main() -> None:
     """Parse the command line and write the folder."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from typing import Any
 
 from datasvc.errors import DatasvcError
 from trainer.recipes.config import TrainConfig
@@ -29,8 +30,9 @@ def parse_arguments(arguments: list[str] | None = None) -> TrainConfig:
             kind = int if field.name == "resize" else type(field.default)
             kind = str if field.default is None and field.name != "resize" else kind
             parser.add_argument(option, type=kind, default=field.default)
-    values = vars(parser.parse_args(arguments))
-    return TrainConfig(**{name: tuple(value) if name in _PAIRS else value for name, value in values.items()})
+    values: dict[str, Any] = vars(parser.parse_args(arguments))
+    values |= {name: tuple(values[name]) for name in _PAIRS}
+    return TrainConfig(**values)
 
 
 def main() -> None:

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 - Horovod's programs pass these by position
 """The collectives as users call them, with Horovod's order of arguments.
 
 Gradients flow through the synchronous, out-of-place ones.

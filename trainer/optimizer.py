@@ -181,11 +181,7 @@ class _Distributed(torch.optim.Optimizer):
             return
         self._reducer.close()
         self._reducer = self._hook_parameters()
-        late = [
-            p
-            for p, was_covered in zip(parameters, covers, strict=True)
-            if p.requires_grad and not was_covered
-        ]
+        late = [p for p, was_covered in zip(parameters, covers, strict=True) if p.requires_grad and not was_covered]
         if late:
             self._reduce_late(late)
 
@@ -222,13 +218,9 @@ def _name_parameters(
     names = [name for name, _ in pairs]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise ValueError(
-            f"parameter names in named_parameters must be unique; found twice: {', '.join(duplicates)}"
-        )
+        raise ValueError(f"parameter names in named_parameters must be unique; found twice: {', '.join(duplicates)}")
     named = {parameter: name for name, parameter in pairs}
     num_unnamed = sum(parameter not in named for parameter in parameters)
     if num_unnamed:
-        raise ValueError(
-            f"named_parameters was given, but {num_unnamed} parameters of the optimizer are not named"
-        )
+        raise ValueError(f"named_parameters was given, but {num_unnamed} parameters of the optimizer are not named")
     return named

@@ -38,9 +38,7 @@ class Fetcher:
         self._lease_id = lease_id
         self._boot = boot_id()
 
-    def acquire(
-        self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None
-    ) -> bool:
+    def acquire(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None) -> bool:
         """Make an object resident and hold it.
 
         Args:
@@ -91,9 +89,7 @@ class Fetcher:
         finally:
             self._files.unlock(info.digest)
 
-    def _fetch_verified(
-        self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None
-    ) -> None:
+    def _fetch_verified(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> None:
         for attempt in range(_ATTEMPTS):
             try:
                 file = self._files.incoming(info.digest)
@@ -108,14 +104,12 @@ class Fetcher:
 
 def _file_digest(path: Path) -> Digest | None:
     try:
-        return digest_of(memoryview(np.memmap(path, np.uint8, mode="r")))
+        return digest_of(np.memmap(path, np.uint8, mode="r").data)
     except (OSError, ValueError):
         return None
 
 
 def _translated(error: OSError, folder: Path) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CacheFullError(
-            f"the disk of the cache {folder} is full before its budget is: lower the budget"
-        )
+        return CacheFullError(f"the disk of the cache {folder} is full before its budget is: lower the budget")
     return UnavailableError(f"cannot write to the cache {folder}: {error}")

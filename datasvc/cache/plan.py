@@ -9,9 +9,7 @@ from datasvc.keyed import Integers
 from datasvc.order import OrderConfig, max_live_shards
 
 
-def window_bytes(
-    samples_per_shard: Integers, bytes_per_shard: Integers, config: OrderConfig, run: int
-) -> int:
+def window_bytes(samples_per_shard: Integers, bytes_per_shard: Integers, config: OrderConfig, run: int) -> int:
     """Return the bytes that must be resident at once to serve `run` consecutive positions, in any epoch."""
     live = max_live_shards(samples_per_shard, config, run)
     return int(np.sort(bytes_per_shard)[::-1][:live].sum())

@@ -59,9 +59,7 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
     from datasvc.errors import NotFoundError
 
     if not (cache / "catalogue").is_dir():
-        raise NotFoundError(
-            f"{cache} is no cache; `datasvc stage REF --cache {cache} --budget SIZE` makes one"
-        )
+        raise NotFoundError(f"{cache} is no cache; `datasvc stage REF --cache {cache} --budget SIZE` makes one")
     with Cache(cache) as node:
         found = node.status()
     if as_json:

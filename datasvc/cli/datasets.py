@@ -24,9 +24,7 @@ def ingest(
     name: Annotated[str, typer.Argument(help="Name of the data set.")],
     repo: RepoOption,
     shard_size: Annotated[str, typer.Option(help="Image bytes per shard.")] = "64MiB",
-    on_bad: Annotated[
-        OnBad, typer.Option(help="Bad samples: commit nothing, or leave them out.")
-    ] = OnBad.fail,
+    on_bad: Annotated[OnBad, typer.Option(help="Bad samples: commit nothing, or leave them out.")] = OnBad.fail,
     decode_check: Annotated[bool, typer.Option(help="Decode every image fully.")] = False,
     seed: Annotated[int, typer.Option(help="Of the permutation that deals samples to shards.")] = 0,
     message: Annotated[str, typer.Option("--message", "-m", help="Kept with the version.")] = "",

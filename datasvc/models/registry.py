@@ -41,9 +41,7 @@ def describe_model(repository: Repository, ref: str) -> ModelVersion:
     """Return one version. Raises ConfigError, NotFoundError, CorruptDataError, UnavailableError."""
     version = repository.resolve("models", ref)
     entry = repository.entry(version).content
-    return ModelVersion(
-        version.name, version.version, _tags_on(repository, version.name, version.version), entry
-    )
+    return ModelVersion(version.name, version.version, _tags_on(repository, version.name, version.version), entry)
 
 
 def model_log(repository: Repository, name: str) -> list[ModelVersion]:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
@@ -214,7 +213,7 @@ def _raw_bytes(name: str, tensor: torch.Tensor) -> memoryview:
     if tensor.layout != torch.strided or tensor.is_quantized or dtype not in _DTYPES:
         raise ConfigError(f"tensor {name!r} ({tensor.layout}, {dtype}) cannot be stored; make it dense first")
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8))
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _tensor(record: TensorRecord, content: bytes) -> torch.Tensor:

@@ -54,28 +54,22 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
         ConfigError: written by a later format of datasvc.
     """
     try:
-        content = json.loads(raw)
-        if not isinstance(content, dict):
-            raise TypeError("not an object")
+        content: dict[str, Any] = json.loads(raw)
         checksum = content.pop("checksum", None)
         later = int(content.get("format", 0)) > ENTRY_FORMAT
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CorruptDataError(f"{location} is corrupt: {error}; restore it from another copy") from error
     if later:
         raise ConfigError(
             f"{location} has format {content['format']}; this datasvc reads up to {ENTRY_FORMAT}: upgrade it"
         )
     if checksum != _checksum(content):
-        raise CorruptDataError(
-            f"{location} is corrupt: its checksum does not match; restore it from another copy"
-        )
+        raise CorruptDataError(f"{location} is corrupt: its checksum does not match; restore it from another copy")
     return content
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    canonical = json.dumps(
-        content, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-    )
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return digest_of(canonical.encode())
 
 

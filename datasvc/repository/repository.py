@@ -136,15 +136,11 @@ class Repository:
         if wanted.tag is not None:
             tags = self.tags(kind, wanted.name)
             if wanted.tag not in tags:
-                raise NotFoundError(
-                    f"{wanted.name} has no tag {wanted.tag!r}; it has: {_listed(sorted(tags))}"
-                )
+                raise NotFoundError(f"{wanted.name} has no tag {wanted.tag!r}; it has: {_listed(sorted(tags))}")
             return Resolved(kind, wanted.name, tags[wanted.tag])
         version = wanted.version or numbers[-1]
         if version not in numbers:
-            raise NotFoundError(
-                f"{wanted.name} has no version {version}; it has {numbers[0]} to {numbers[-1]}"
-            )
+            raise NotFoundError(f"{wanted.name} has no version {version}; it has {numbers[0]} to {numbers[-1]}")
         return Resolved(kind, wanted.name, version)
 
     def entry(self, resolved: Resolved) -> Entry:
@@ -163,9 +159,7 @@ def _check_marker(raw: bytes, location: str) -> None:
     try:
         found = int(json.loads(raw)["format"])
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptDataError(
-            f"{location} is corrupt: expected {_MARKER_BYTES!r}, found {raw[:80]!r}"
-        ) from error
+        raise CorruptDataError(f"{location} is corrupt: expected {_MARKER_BYTES!r}, found {raw[:80]!r}") from error
     if found > REPOSITORY_FORMAT:
         raise ConfigError(
             f"the repository {location} has format {found}; this datasvc reads up to {REPOSITORY_FORMAT}: "

@@ -21,9 +21,7 @@ from datasvc import durable
 from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
 
 # Packages whose exceptions mean "the store did not answer", though they are no OSError.
-_CLIENT_PACKAGES = frozenset(
-    {"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"}
-)
+_CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
 
 
 @contextmanager
@@ -42,9 +40,7 @@ def translated(action: str, location: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError(f"cannot {action} {location}: nothing is there") from error
     except PermissionError as error:
-        raise ConfigError(
-            f"cannot {action} {location}: not allowed ({error}); check the credentials"
-        ) from error
+        raise ConfigError(f"cannot {action} {location}: not allowed ({error}); check the credentials") from error
     except (OSError, TimeoutError) as error:
         raise UnavailableError(f"cannot {action} {location}: {error}") from error
     except ImportError as error:
@@ -204,9 +200,7 @@ class Storage:
             return
         if found is not None:
             raise ConflictError(f"{self.location(path)} exists already") from failure
-        raise UnavailableError(
-            f"cannot create {self.location(path)}: {failure or 'it vanished'}"
-        ) from failure
+        raise UnavailableError(f"cannot create {self.location(path)}: {failure or 'it vanished'}") from failure
 
     def _read_back(self, path: str, failure: Exception | None) -> bytes | None:
         try:

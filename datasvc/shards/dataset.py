@@ -59,7 +59,7 @@ class OriginShards:
         path = self._objects.local_path(info.digest)
         assert path is not None
         try:
-            found = digest_of(memoryview(np.memmap(path, np.uint8, mode="r")))
+            found = digest_of(np.memmap(path, np.uint8, mode="r").data)
         except (FileNotFoundError, ValueError) as error:
             raise NotFoundError(f"shard {path} is missing or empty: {error}") from error
         if found != info.digest:

@@ -40,9 +40,7 @@ class Shard:
             raise CorruptDataError(f"{name} is no Arrow IPC file: {error}") from error
         self.schema: pa.Schema = reader.schema
         check_shard_format(self.schema, name)
-        self._starts = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(
-            np.int64
-        )
+        self._starts = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
         self.num_samples = int(self._starts[-1])
 
     @classmethod
@@ -97,8 +95,7 @@ class Shard:
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
         within = row - int(self._starts[batch])
         return {
-            name: self._batches[batch].column(index)[within].as_py()
-            for index, name in enumerate(self.schema.names)
+            name: self._batches[batch].column(index)[within].as_py() for index, name in enumerate(self.schema.names)
         }
 
     @cached_property

@@ -53,6 +53,5 @@ def check_shard_format(schema: pa.Schema, name: str) -> None:
     found = (schema.metadata or {}).get(b"datasvc.shard.format")
     if found is None or int(found) > SHARD_FORMAT:
         raise ConfigError(
-            f"{name} has shard format {found.decode() if found else 'none'}; this datasvc reads up to "
-            f"{SHARD_FORMAT}"
+            f"{name} has shard format {found.decode() if found else 'none'}; this datasvc reads up to {SHARD_FORMAT}"
         )

@@ -82,7 +82,7 @@ class ShardTable:
         table = self.rows.combine_chunks().replace_schema_metadata(metadata)
         with pa.ipc.new_file(sink, table.schema) as file:
             file.write_table(table)
-        return sink.getvalue().to_pybytes()
+        return bytes(sink.getvalue().to_pybytes())
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> ShardTable:

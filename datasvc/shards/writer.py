@@ -103,9 +103,7 @@ class ShardWriter:
             ConfigError: columns are missing or unknown.
         """
         if sample.keys() != set(self._schema.names):
-            raise ConfigError(
-                f"sample has the columns {sorted(sample)}; expected {sorted(self._schema.names)}"
-            )
+            raise ConfigError(f"sample has the columns {sorted(sample)}; expected {sorted(self._schema.names)}")
         for name, column in self._blobs.items():
             column.append(sample[name])
         for name, values in self._values.items():
@@ -162,9 +160,7 @@ class ShardWriter:
         try:
             return pa.array(values, field.type)
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise ConfigError(
-                f"column {field.name!r} does not hold {field.type} throughout: {error}"
-            ) from error
+            raise ConfigError(f"column {field.name!r} does not hold {field.type} throughout: {error}") from error
 
 
 class _SinkFile:

@@ -46,9 +46,7 @@ def test_output_also_goes_to_a_file_per_rank_and_prefixes_can_be_left_out(capfd,
 def test_the_first_rank_that_fails_ends_the_others_with_their_children(fifo, has_ended):
     # Rank 1 ignores SIGTERM and has a child; rank 0 fails when both are there.
     stubborn = f"trap '' TERM; sleep 1000 & echo $$ $! >{fifo}; wait"
-    failure = run(
-        f"if [ $RANK = 1 ]; then {stubborn}; fi; read pids <{fifo}; echo $pids >&2; exit 7", grace_s=0.2
-    )
+    failure = run(f"if [ $RANK = 1 ]; then {stubborn}; fi; read pids <{fifo}; echo $pids >&2; exit 7", grace_s=0.2)
     assert (failure.rank, failure.returncode, failure.exit_status) == (0, 7, 7)
     pids = [int(pid) for pid in failure.last_lines[-1].split()]
     assert len(pids) == 2
@@ -103,9 +101,7 @@ def test_a_command_that_does_not_exist_is_reported(launcher):
 
 def test_arguments_after_the_program_belong_to_the_program():
     job = parse_arguments(["-np", "2", "--no-prefix", "python", "train.py", "-np", "3", "--lr=1"])
-    assert job == LocalJob(
-        command=["python", "train.py", "-np", "3", "--lr=1"], num_ranks=2, prefixes_lines=False
-    )
+    assert job == LocalJob(command=["python", "train.py", "-np", "3", "--lr=1"], num_ranks=2, prefixes_lines=False)
     assert parse_arguments(["-np", "1", "--", "x"]).command == ["x"]
 
 

@@ -36,12 +36,8 @@ class FaultyTransport(LoopbackTransport):
 
 def submission(name):
     tensor = torch.ones(2)
-    request = Request(
-        name=name, kind=Kind.ALLREDUCE, dtypes=("float32",), shapes=((2,),), reduce_op=ReduceOp.SUM
-    )
-    return Submission(
-        request=request, inputs=(tensor,), outputs=(tensor,), result=tensor, handle=Handle(name)
-    )
+    request = Request(name=name, kind=Kind.ALLREDUCE, dtypes=("float32",), shapes=((2,),), reduce_op=ReduceOp.SUM)
+    return Submission(request=request, inputs=(tensor,), outputs=(tensor,), result=tensor, handle=Handle(name))
 
 
 def test_a_broken_network_fails_what_is_in_flight_and_what_comes_later():

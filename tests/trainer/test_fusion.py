@@ -48,8 +48,7 @@ def test_every_tensor_is_in_one_buffer_at_adjacent_places_within_the_bound(reque
         assert [slot.offset for slot in buffer.slots] == [0, *stops[:-1]]
         assert len(buffer.slots) == 1 or buffer.num_elements * ELEMENT_BYTES[buffer.dtype] <= fusion_bytes
         keys = {
-            (requests[i].dtypes[0], requests[i].reduce_op, requests[i].prescale_factor)
-            for i in operations(buffer)
+            (requests[i].dtypes[0], requests[i].reduce_op, requests[i].prescale_factor) for i in operations(buffer)
         }
         assert len(keys) == 1
 

@@ -63,10 +63,7 @@ def interleavings(draw):
     orders = [draw(st.permutations(names)) for _ in range(num_ranks)]
     cycles = [[draw(st.integers(0, num_cycles - 1)) for _ in names] for _ in range(num_ranks)]
     return [
-        [
-            [name for name, at in zip(order, sorted(when), strict=True) if at == cycle]
-            for cycle in range(num_cycles)
-        ]
+        [[name for name, at in zip(order, sorted(when), strict=True) if at == cycle] for cycle in range(num_cycles)]
         for order, when in zip(orders, cycles, strict=True)
     ]
 

@@ -8,9 +8,7 @@ def test_an_operation_is_reported_with_its_missing_ranks_once_per_period():
     assert watch.check(159.9, missing) == []
     assert watch.check(160.0, missing) == ["'grad' has waited 60 s for ranks 1, 3, which did not submit it"]
     assert watch.check(161.0, missing) == []
-    assert watch.check(220.0, {"grad": (3,)}) == [
-        "'grad' has waited 120 s for rank 3, which did not submit it"
-    ]
+    assert watch.check(220.0, {"grad": (3,)}) == ["'grad' has waited 120 s for rank 3, which did not submit it"]
 
 
 def test_an_operation_that_completed_starts_anew_under_the_same_name():

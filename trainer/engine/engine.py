@@ -132,9 +132,7 @@ class Engine:
         if self._transport.size == 1:
             return None
         # Doubles from half a cycle; the exponent is bounded because an idle hour has many cycles.
-        return self._settings.cycle_time_s * min(
-            _LONGEST_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8)
-        )
+        return self._settings.cycle_time_s * min(_LONGEST_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
     def _shorten(self, request: Request) -> Request | int:
         number = self._cache.find(request)

@@ -28,9 +28,7 @@ Finish = Callable[[Submission, Result], None]
 class Executor:
     """Packs, sends and unpacks; reports each finished submission through ``finish``."""
 
-    def __init__(
-        self, transport: Transport, *, fusion_bytes: int, streams: EngineStreams, finish: Finish
-    ) -> None:
+    def __init__(self, transport: Transport, *, fusion_bytes: int, streams: EngineStreams, finish: Finish) -> None:
         self._transport = transport
         self._fusion_bytes = fusion_bytes
         self._streams = streams

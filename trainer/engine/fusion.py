@@ -40,9 +40,7 @@ class Buffer:
         return self.slots[0].operation
 
 
-def plan_fusion(
-    requests: Sequence[Request], *, fusion_bytes: int, element_bytes: Mapping[str, int]
-) -> list[Buffer]:
+def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes: Mapping[str, int]) -> list[Buffer]:
     """Packs allreduces into buffers of at most ``fusion_bytes``; a larger tensor has a buffer of its own.
 
     Args:

@@ -60,9 +60,7 @@ class Negotiation:
     def missing_ranks(self) -> dict[str, tuple[int, ...]]:
         """For each pending name, in order of first submission, the ranks that have not submitted it."""
         everyone = range(self._num_ranks)
-        return {
-            name: tuple(r for r in everyone if r not in by_rank) for name, by_rank in self._pending.items()
-        }
+        return {name: tuple(r for r in everyone if r not in by_rank) for name, by_rank in self._pending.items()}
 
     def _add(self, rank: int, request: Request) -> Outcome | None:
         by_rank = self._pending.setdefault(request.name, {})

@@ -107,15 +107,11 @@ class GroupTransport:
         self._slot[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
         self._slot[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data[: _SLOT_BYTES - _LENGTH_BYTES]
         dist.all_gather(self._slot_tensors, self._slot_tensor, group=self._control)
-        slots = [
-            self._slots[start : start + _SLOT_BYTES] for start in range(0, len(self._slots), _SLOT_BYTES)
-        ]
+        slots = [self._slots[start : start + _SLOT_BYTES] for start in range(0, len(self._slots), _SLOT_BYTES)]
         lengths = [int.from_bytes(slot[:_LENGTH_BYTES], "little") for slot in slots]
         if max(lengths) > _SLOT_BYTES - _LENGTH_BYTES:
             return self._exchange_long(data, lengths)
-        return [
-            bytes(s[_LENGTH_BYTES : _LENGTH_BYTES + length]) for s, length in zip(slots, lengths, strict=True)
-        ]
+        return [bytes(s[_LENGTH_BYTES : _LENGTH_BYTES + length]) for s, length in zip(slots, lengths, strict=True)]
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device itself over NCCL, else the host."""

@@ -24,7 +24,7 @@ def capture() -> dict[str, Any]:
         "numpy": np.random.get_state(),  # noqa: NPY002 - the global one is what users draw from
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import datasvc
 import trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
-from datasvc.errors import ConfigError, NotFoundError
+from datasvc.errors import ConfigError
 from datasvc.models import Checkpoint, DataUse
-from datasvc.shards import Dataset
+from datasvc.shards import Dataset, Split
 from loaders import ImageLoader
 from loaders.augment import AugmentConfig
 from trainer.recipes import random_state
@@ -29,6 +30,20 @@ from trainer.recipes.config import TrainConfig
 from trainer.recipes.evaluate import evaluate
 from trainer.recipes.models import build_model
 from trainer.recipes.schedules import warmup_cosine
+
+
+@dataclass
+class Run:
+    """One rank's run: what a checkpoint binds."""
+
+    config: TrainConfig
+    repo: DataRepository
+    dataset: Dataset
+    loader: ImageLoader
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    version: str | None = None
 
 
 def train(config: TrainConfig) -> str:
@@ -44,79 +59,73 @@ def train(config: TrainConfig) -> str:
     hvd.init()
     report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
     random_state.seed_all(config.seed)
-    repo = datasvc.open(config.repo)
-    newest = hvd.broadcast_object(resolve_start(repo, config) if hvd.rank() == 0 else None, name="start")
-    dataset = repo.dataset(newest["data"])
-    loader = make_loader(config, dataset, training=True)
-    val_loader = make_loader(config, dataset, training=False)
-
-    model = build_model(config.model, len(dataset["train"].classes)).to(config.device)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(
-            model.parameters(),
-            lr=config.learning_rate,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-        ),
-        named_parameters=model.named_parameters(),
-    )
-    step = 0
-    if newest["checkpoint"] is not None:
-        checkpoint = repo.restore(newest["checkpoint"])
-        step = resume(checkpoint, config, model, optimizer, loader)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-
-    total_steps = config.epochs * len(loader)
-    parent: str | None = newest["checkpoint"]
-    while loader.epoch < config.epochs:
-        for images, labels in loader:
-            started = time.perf_counter()
+    run = start(config)
+    val_loader = make_loader(config, run.dataset["val"], training=False)
+    total_steps = config.epochs * len(run.loader)
+    ended = time.perf_counter()
+    while run.loader.epoch < config.epochs:
+        for batch in run.loader:
+            wait_s = time.perf_counter() - ended
             rate = warmup_cosine(
-                step, total_steps=total_steps, warmup_steps=config.warmup_steps, peak=config.learning_rate
+                run.step, total_steps=total_steps, warmup_steps=config.warmup_steps, peak=config.learning_rate
             )
-            for group in optimizer.param_groups:
+            for group in run.optimizer.param_groups:
                 group["lr"] = rate
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images.to(config.device)), labels.to(config.device))
-            loss.backward()
-            optimizer.step()
-            step += 1
+            run.optimizer.zero_grad()
+            assert batch.labels is not None
+            logits = run.model(batch.images.to(config.device))
+            loss = nn.functional.cross_entropy(logits, batch.labels.to(config.device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            run.optimizer.step()
+            run.step += 1
+            step_s, ended = time.perf_counter() - ended, time.perf_counter()
             if hvd.rank() == 0:
-                report(
-                    "step", step=step, of=total_steps, epoch=loader.epoch, loss=loss.item(), rate=rate,
-                    seconds=time.perf_counter() - started,
-                )  # fmt: skip
-            if step % config.checkpoint_every == 0 and step < total_steps:
-                parent = commit(repo, config, dataset, model, optimizer, loader, step, parent, {})
-    metrics = evaluate(model, val_loader, config.device)
-    parent = commit(repo, config, dataset, model, optimizer, loader, step, parent, metrics)
+                timed = {"rate": rate, "step_s": step_s, "wait_s": wait_s}
+                report("step", step=run.step, of=total_steps, epoch=batch.epoch, loss=loss.item(), **timed)
+            if run.step % config.checkpoint_every == 0 and run.step < total_steps:
+                commit(run, {})
+    metrics = evaluate(run.model, val_loader, config.device)
+    version = commit(run, metrics)
     if hvd.rank() == 0:
-        report("end", version=parent, step=step, **metrics)
-    loader.close()
+        report("end", version=version, step=run.step, **metrics)
+    run.loader.close()
     val_loader.close()
     hvd.shutdown()
-    return parent
+    return version
 
 
-def resolve_start(repo: DataRepository, config: TrainConfig) -> dict[str, Any]:
+def start(config: TrainConfig) -> Run:
+    """Set up this rank's run: anew, or where the newest checkpoint left it."""
+    repo = datasvc.open(config.repo)
+    begin = hvd.broadcast_object(resolve_start(repo, config) if hvd.rank() == 0 else None, name="start")
+    dataset = repo.dataset(begin["data"])
+    loader = make_loader(config, dataset["train"], training=True)
+    model = build_model(config.model, len(dataset["train"].classes)).to(config.device)
+    sgd = torch.optim.SGD(
+        model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+    )
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+    run = Run(config, repo, dataset, loader, model, optimizer, version=begin["checkpoint"])
+    if run.version is not None:
+        resume(run, repo.restore(run.version))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return run
+
+
+def resolve_start(repo: DataRepository, config: TrainConfig) -> dict[str, str | None]:
     """Decide, on one rank for all, which immutable versions this run reads: data and, to continue, checkpoint."""
     data = str(repo.dataset(config.data).resolved)
     checkpoint = None
-    if config.resume == "auto":
-        try:
-            checkpoint = str(repo.repository.resolve("models", config.name))
-        except NotFoundError:
-            checkpoint = None
+    if config.resume == "auto" and config.name in repo.models():
+        checkpoint = str(repo.repository.resolve("models", config.name))
     return {"data": data, "checkpoint": checkpoint}
 
 
-def make_loader(config: TrainConfig, dataset: Dataset, *, training: bool) -> ImageLoader:
-    """Return this rank's loader of the training or validation split."""
-    split = dataset["train" if training else "val"]
+def make_loader(config: TrainConfig, split: Split, *, training: bool) -> ImageLoader:
+    """Return this rank's loader of a split."""
     if not split.classes:
         raise ConfigError(f"{split!r} has no labels to train on")
     cache = Cache(config.cache, budget=config.cache_budget) if config.cache else None
-    on_gpu = config.device.startswith("cuda")
     return ImageLoader(
         split,
         batch_size=config.batch_size,
@@ -128,70 +137,53 @@ def make_loader(config: TrainConfig, dataset: Dataset, *, training: bool) -> Ima
         seed=config.seed,
         rank=hvd.rank(),
         world_size=hvd.size(),
-        device=f"cuda:{hvd.local_rank()}" if on_gpu else "cpu",
+        device=f"cuda:{hvd.local_rank()}" if config.device.startswith("cuda") else "cpu",
         num_threads=max(1, len(os.sched_getaffinity(0)) // hvd.local_size()),
     )
 
 
-def resume(
-    checkpoint: Checkpoint,
-    config: TrainConfig,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: ImageLoader,
-) -> int:
-    """Put every part of the run where the checkpoint left it; returns its step."""
+def resume(run: Run, checkpoint: Checkpoint) -> None:
+    """Put every part of the run where the checkpoint left it. Raises ConfigError for another model."""
     state = checkpoint.state
-    if state["model_name"] != config.model:
+    if state["model_name"] != run.config.model:
         raise ConfigError(
-            f"{checkpoint.version} is a {state['model_name']!r}, this run trains a {config.model!r}; "
+            f"{checkpoint.version} is a {state['model_name']!r}, this run trains a {run.config.model!r}; "
             "use another --name, or --resume never"
         )
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    loader.load_state_dict(state["loader"])
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.loader.load_state_dict(state["loader"])
+    run.step = int(state["step"])
     if len(state["random"]) == hvd.size():
         random_state.reinstate(state["random"][hvd.rank()])
-    return int(state["step"])
 
 
-def commit(
-    repo: DataRepository,
-    config: TrainConfig,
-    dataset: Dataset,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: ImageLoader,
-    step: int,
-    parent: str | None,
-    metrics: dict[str, float],
-) -> str:
+def commit(run: Run, metrics: dict[str, float]) -> str:
     """Commit a checkpoint from rank 0; every rank calls this and gets the version."""
     random = hvd.allgather_object(random_state.capture(), name="commit.random")
     version = None
     if hvd.rank() == 0:
         state = {
-            "step": step,
-            "model_name": config.model,
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "loader": loader.state_dict(),
+            "step": run.step,
+            "model_name": run.config.model,
+            "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "loader": run.loader.state_dict(),
             "random": random,
         }
-        use = DataUse(str(dataset.resolved), "train", loader.state_dict())
-        version = str(
-            repo.save(
-                config.name,
-                state,
-                step=step,
-                data=[use],
-                config=config.to_dict(),
-                metrics=metrics,
-                parent=parent,
-            )
+        committed = run.repo.save(
+            run.config.name,
+            state,
+            step=run.step,
+            data=[DataUse(str(run.dataset.resolved), "train", run.loader.state_dict())],
+            config=run.config.to_dict(),
+            metrics=metrics,
+            parent=run.version,
         )
-        report("checkpoint", version=version, step=step, epoch=loader.epoch)
-    return str(hvd.broadcast_object(version, name="commit.version"))
+        version = str(committed)
+        report("checkpoint", version=version, step=run.step, epoch=run.loader.epoch)
+    run.version = str(hvd.broadcast_object(version, name="commit.version"))
+    return run.version
 
 
 def report(event: str, **facts: Any) -> None:

@@ -67,9 +67,7 @@ class ImageFolder:
             found = file_system.find(root, detail=True)
         sizes = {path[len(root) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
         images = sorted(name for name in sizes if _extension(name) in EXTENSIONS)
-        ignored = Counter(
-            _extension(name) or "(none)" for name in sizes if _extension(name) not in EXTENSIONS
-        )
+        ignored = Counter(_extension(name) or "(none)" for name in sizes if _extension(name) not in EXTENSIONS)
         if not images:
             raise NotFoundError(
                 f"cannot ingest {url}: no images in it ({len(sizes)} other files); "

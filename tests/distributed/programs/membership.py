@@ -16,10 +16,7 @@ RANK = int(os.environ["RANK"])
 def check_five_rounds():
     for round_number in range(5):
         hvd.init()
-        assert (
-            hvd.allreduce(torch.tensor([round_number + hvd.rank()]), op=hvd.Sum).item()
-            == 2 * round_number + 1
-        )
+        assert hvd.allreduce(torch.tensor([round_number + hvd.rank()]), op=hvd.Sum).item() == 2 * round_number + 1
         hvd.shutdown()
         assert not dist.is_initialized()
 

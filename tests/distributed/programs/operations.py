@@ -143,9 +143,7 @@ def check_disagreements_fail_on_every_rank_and_the_engine_goes_on():
     for attempt, *words in attempts:
         with raises(hvd.HorovodInternalError, *words):
             attempt()
-        assert torch.equal(
-            hvd.allreduce(torch.ones(2), op=hvd.Sum, name="bad"), torch.full((2,), float(SIZE))
-        )
+        assert torch.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="bad"), torch.full((2,), float(SIZE)))
 
 
 def check_a_name_in_flight_is_refused_and_a_barrier_completes_meanwhile():

@@ -81,9 +81,7 @@ def assert_equal_on_all_ranks(model):
         torch.testing.assert_close(state, states[0], rtol=0, atol=0)
 
 
-def train(
-    make_optimizer=sgd, set_to_none=True, options=None, memory_format=torch.contiguous_format, **settings
-):
+def train(make_optimizer=sgd, set_to_none=True, options=None, memory_format=torch.contiguous_format, **settings):
     model = new_model().to(memory_format=memory_format)
     optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters(), **settings)
     for step in range(STEPS):
@@ -218,9 +216,7 @@ def check_a_parameter_can_be_unfrozen_and_frozen_later():
         for network in (model, alone):
             network.left.requires_grad_(step >= 2)
             network.right.requires_grad_(step < 3)
-        for network, optimizer, x in zip(
-            (model, alone), optimizers, (batch(step, RANK), batch(step)), strict=True
-        ):
+        for network, optimizer, x in zip((model, alone), optimizers, (batch(step, RANK), batch(step)), strict=True):
             optimizer.zero_grad()
             loss_of(network, x).backward()
             optimizer.step()
