@@ -76,7 +76,8 @@ class Demo:
         command = [
             sys.executable, "-m", "trainer.launch", "-np", str(RANKS), "--no-prefix",
             sys.executable, "-m", "trainer", "--data", "digits@1", "--repo", str(self.repo),
-            "--cache", str(self.cache), "--name", name, "--model", "small-cnn", "--epochs", str(EPOCHS), "--batch-size", str(BATCH_SIZE),
+            "--cache", str(self.cache), "--name", name, "--model", "small-cnn",
+            "--epochs", str(EPOCHS), "--batch-size", str(BATCH_SIZE),
             "--size", "64", "--resize", "64", "--scale", "0.8", "1.0", "--ratio", "0.9", "1.1", "--flip", "0",
             "--checkpoint-every", str(CHECKPOINT_EVERY),
         ]
@@ -191,7 +192,7 @@ def main() -> None:
         "node cache": f"{usage['resident_bytes']} bytes resident of a budget of {usage['budget_bytes']}",
         "training": f"{RANKS} ranks, {whole.end['step']} steps of {BATCH_SIZE * RANKS} images, "
         f"{BATCH_SIZE * RANKS / _median(whole, 'step_s'):.0f} images/s in the median step, of which "
-        f"{_median(whole, 'wait_s') / _median(whole, 'step_s'):.1%} waits for data; {whole.seconds:.1f} s with start-up",
+        f"{_median(whole, 'wait_s') / _median(whole, 'step_s'):.1%} waits for data; {whole.seconds:.1f} s in all",
         "held-out accuracy": f"{accuracy:.2%}",
         "killed": f"with SIGKILL after step {killed.steps[-1]['step']}, inside epoch {killed.steps[-1]['epoch']}; "
         f"{lost} steps since {last['version']} were done again",

@@ -53,7 +53,7 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
             kind, (width, height) = image.format or "?", image.size
             if width * height > _MAX_PIXELS:
                 raise BadSampleError(f"{width}x{height} pixels; at most {_MAX_PIXELS} are accepted")
-            if image.getexif().get(_ORIENTATION, 1) >= 5:
+            if _is_turned(image):
                 width, height = height, width
             if decode:
                 image.load()
@@ -66,3 +66,9 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
     if kind == "JPEG" and bytes(content).rfind(b"\xff\xd9", max(0, len(content) - _JPEG_TRAILER_BYTES)) < 0:
         raise BadSampleError("truncated JPEG: no end marker")
     return ImageHeader(kind, width, height)
+
+
+def _is_turned(image: Image.Image) -> bool:
+    if image.format == "PNG" and "exif" not in image.info:
+        return False  # Pillow would decode the whole file to look for it behind the pixels
+    return int(image.getexif().get(_ORIENTATION, 1)) >= 5

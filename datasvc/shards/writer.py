@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
@@ -57,6 +58,11 @@ class _BlobColumn:
     @property
     def size_bytes(self) -> int:
         return self._offsets[-1]
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each blob: `int64[samples]`."""
+        return np.diff(np.array(self._offsets, np.int64))
 
     def append(self, blob: bytes | memoryview) -> None:
         view = np.frombuffer(blob, np.uint8)
@@ -108,7 +114,6 @@ class ShardWriter:
             column.append(sample[name])
         for name, values in self._values.items():
             values.append(sample[name])
-        self._count(sample)
         self._batch_samples += 1
         if self._is_batch_full():
             self._flush()
@@ -130,17 +135,8 @@ class ShardWriter:
 
     @property
     def statistics(self) -> ShardStatistics:
-        """Statistics of the samples so far."""
+        """Statistics of the samples written so far, which are all of them after `close`."""
         return self._statistics
-
-    def _count(self, sample: Mapping[str, Any]) -> None:
-        so_far = self._statistics
-        self._statistics = ShardStatistics(
-            so_far.num_samples + 1,
-            max(so_far.max_width, sample.get(WIDTH, 0)),
-            max(so_far.max_height, sample.get(HEIGHT, 0)),
-            max(so_far.max_sample_bytes, sum(len(sample[name]) for name in self._blobs)),
-        )
 
     def _is_batch_full(self) -> bool:
         blob_bytes = sum(column.size_bytes for column in self._blobs.values())
@@ -149,8 +145,16 @@ class ShardWriter:
     def _flush(self) -> None:
         if not self._batch_samples:
             return
-        arrays = [self._take(field) for field in self._schema]
-        self._file.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        sample_bytes = sum(column.sizes for column in self._blobs.values())
+        batch = pa.RecordBatch.from_arrays([self._take(field) for field in self._schema], schema=self._schema)
+        self._file.write_batch(batch)
+        so_far = self._statistics
+        self._statistics = ShardStatistics(
+            so_far.num_samples + batch.num_rows,
+            max(so_far.max_width, _largest(batch, WIDTH)),
+            max(so_far.max_height, _largest(batch, HEIGHT)),
+            max(so_far.max_sample_bytes, int(np.max(sample_bytes))),
+        )
         self._batch_samples = 0
 
     def _take(self, field: pa.Field) -> pa.Array:
@@ -161,6 +165,10 @@ class ShardWriter:
             return pa.array(values, field.type)
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
             raise ConfigError(f"column {field.name!r} does not hold {field.type} throughout: {error}") from error
+
+
+def _largest(batch: pa.RecordBatch, column: str) -> int:
+    return int(batch.column(column).to_numpy().max()) if column in batch.schema.names else 0
 
 
 class _SinkFile:

@@ -1,0 +1,326 @@
+"""The cache with real files: budget, holds, verification."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from datasvc.cache import Cache
+from datasvc.cache.fetch import boot_id
+from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError
+from datasvc.shards import ingest, open_dataset
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    with Cache(tmp_path / "cache", budget=5000) as opened:
+        yield opened
+
+
+def files_bytes(folder):
+    total = 0
+    for path in Path(folder).rglob("*"):
+        try:
+            if path.is_file() and path.parts[-2] not in ("catalogue", "leases"):
+                total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def test_a_miss_is_fetched_and_verified_and_a_hit_is_not_fetched_again(cache, origin):
+    repository, infos = origin
+    path, hit = cache.acquire(infos[0], repository)
+    assert (path.read_bytes(), hit) == (b"\0" * 1000, False)
+    cache.release(infos[0].digest)
+    shutil.rmtree(repository.url)
+    assert cache.acquire(infos[0], repository) == (path, True)
+
+
+def test_the_budget_is_never_exceeded_and_what_nobody_holds_makes_room(cache, origin):
+    repository, infos = origin
+    for info in infos:
+        path, _ = cache.acquire(info, repository)
+        assert path.exists()
+        usage = cache.status().usage
+        assert usage.resident_bytes + usage.reserved_bytes <= 5000
+        assert files_bytes(cache.folder) <= 5000
+        cache.release(info.digest)
+    assert cache.status().usage.num_resident == 5
+
+
+def test_what_is_held_is_never_evicted_and_a_full_cache_says_by_how_much(cache, origin):
+    repository, infos = origin
+    paths = [cache.acquire(info, repository)[0] for info in infos[:5]]
+    with pytest.raises(CacheFullError, match="raise the budget by at least 1000 bytes"):
+        cache.acquire(infos[5], repository)
+    assert all(path.exists() for path in paths)
+    cache.release(infos[2].digest)
+    cache.acquire(infos[5], repository)
+    assert [path.exists() for path in paths] == [True, True, False, True, True]
+
+
+def test_holds_are_counted_per_process(cache, origin):
+    repository, infos = origin
+    cache.acquire(infos[0], repository), cache.acquire(infos[0], repository)
+    cache.release(infos[0].digest)
+    assert cache.status().usage.held_bytes == 1000
+    cache.release(infos[0].digest)
+    assert cache.status().usage.held_bytes == 0
+
+
+def test_many_threads_that_want_one_object_fetch_it_once(cache, origin):
+    repository, infos = origin
+    hits, start = [], threading.Barrier(8)
+
+    def acquire():
+        start.wait()
+        hits.append(cache.acquire(infos[0], repository)[1])
+
+    threads = [threading.Thread(target=acquire) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert hits.count(False) == 1
+    for _ in range(8):
+        cache.release(infos[0].digest)
+    assert cache.status().usage.held_bytes == 0
+
+
+def test_a_changed_byte_at_the_origin_is_counted_and_never_served(cache, origin):
+    repository, infos = origin
+    repository.objects.local_path(infos[0].digest).write_bytes(b"\1" + b"\0" * 999)
+    with pytest.raises(CorruptDataError, match="is corrupt"):
+        cache.acquire(infos[0], repository)
+    usage = cache.status().usage
+    assert (usage.num_corrupt, usage.resident_bytes, usage.reserved_bytes, usage.held_bytes) == (2, 0, 0, 0)
+    assert files_bytes(cache.folder) == 0
+
+
+def test_a_byte_flipped_on_the_way_once_is_fetched_again(cache, origin, monkeypatch):
+    repository, infos = origin
+    real, calls = type(repository._storage).read_range, []
+
+    def flipping(self, path, offset, length):
+        calls.append(path)
+        content = real(self, path, offset, length)
+        return b"\x80" + content[1:] if len(calls) == 1 else content
+
+    monkeypatch.setattr(type(repository._storage), "read_range", flipping)
+    path, _ = cache.acquire(infos[0], repository)
+    assert path.read_bytes() == b"\0" * 1000
+    assert (len(calls), cache.status().usage.num_corrupt) == (2, 1)
+
+
+def test_after_a_crash_of_the_machine_objects_are_verified_before_use(cache, origin, monkeypatch):
+    repository, infos = origin
+    path, _ = cache.acquire(infos[0], repository)
+    cache.release(infos[0].digest)
+    path.write_bytes(b"\1" * 1000)  # what a power cut may leave
+    monkeypatch.setattr(cache._node.fetcher, "_boot", f"after {boot_id()}")
+    path, hit = cache.acquire(infos[0], repository)
+    assert (path.read_bytes(), hit) == (b"\0" * 1000, False)
+    assert cache.status().usage.num_corrupt == 1
+
+
+def test_a_file_somebody_removed_is_fetched_again(cache, origin):
+    repository, infos = origin
+    path, _ = cache.acquire(infos[0], repository)
+    cache.release(infos[0].digest)
+    path.unlink()
+    path, hit = cache.acquire(infos[0], repository)
+    assert (path.read_bytes(), hit) == (b"\0" * 1000, False)
+
+
+def test_an_object_the_origin_lacks_leaves_no_reservation(cache, origin):
+    repository, infos = origin
+    repository.objects.local_path(infos[0].digest).unlink()
+    with pytest.raises(NotFoundError):
+        cache.acquire(infos[0], repository)
+    assert cache.status().usage.reserved_bytes == 0
+
+
+HOLDER = """
+import sys
+from datasvc.cache import Cache
+from datasvc.repository import ObjectInfo, Repository
+cache, repository = Cache(sys.argv[1]), Repository.open(sys.argv[2])
+for digest in sys.argv[3:]:
+    cache.acquire(ObjectInfo(digest, 1000), repository)
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+def hold_in_a_process(cache, repository, infos):
+    arguments = [str(cache.folder), repository.url, *(info.digest for info in infos)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, *arguments],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout.readline() == "holding\n"
+    return process
+
+
+def test_holds_of_a_killed_process_are_gone_at_the_next_reservation(cache, origin):
+    repository, infos = origin
+    process = hold_in_a_process(cache, repository, infos[:5])
+    with pytest.raises(CacheFullError):
+        cache.acquire(infos[5], repository)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    cache.acquire(infos[5], repository)
+    assert cache.status().usage.held_bytes == 1000
+
+
+def test_a_mapped_object_of_another_process_is_not_evicted(cache, origin):
+    repository, infos = origin
+    process = hold_in_a_process(cache, repository, infos[:2])
+    for info in infos[2:]:
+        cache.acquire(info, repository)
+        cache.release(info.digest)
+    assert {infos[0].digest, infos[1].digest} <= set(cache._node.catalogue.resident())
+    process.communicate("")
+
+
+FETCHER = """
+import os, signal, sys
+from datasvc.cache import Cache
+from datasvc.repository import ObjectInfo, Repository
+repository = Repository.open(sys.argv[2])
+real = type(repository._storage).read_range
+def dying(self, *arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+type(repository._storage).read_range = dying
+Cache(sys.argv[1]).acquire(ObjectInfo(sys.argv[3], 1000), repository)
+"""
+
+
+def test_a_fetch_killed_half_way_is_taken_over_and_its_space_is_free_again(cache, origin):
+    repository, infos = origin
+    command = [sys.executable, "-c", FETCHER, str(cache.folder), repository.url, infos[0].digest]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -9
+    assert cache.status().usage.reserved_bytes == 1000
+    path, hit = cache.acquire(infos[0], repository)
+    assert (path.read_bytes(), hit) == (b"\0" * 1000, False)
+    assert cache.status().usage.reserved_bytes == 0
+    assert os.listdir(cache.folder / "incoming") == []
+
+
+STAGER = """
+import random, sys
+from datasvc.cache import Cache
+from datasvc.errors import CacheFullError
+from datasvc.repository import ObjectInfo, Repository
+cache, repository = Cache(sys.argv[1]), Repository.open(sys.argv[2])
+generator = random.Random(int(sys.argv[3]))
+for _ in range(60):
+    info = ObjectInfo(generator.choice(sys.argv[4:]), 1000)
+    try:
+        path, _ = cache.acquire(info, repository)
+    except CacheFullError:
+        continue
+    assert len(set(path.read_bytes())) == 1
+    cache.release(info.digest)
+"""
+
+
+def test_six_processes_at_once_never_exceed_the_budget_on_the_disk(cache, origin):
+    """A watcher samples what really lies on the disk while they run."""
+    repository, infos = origin
+    arguments = [str(cache.folder), repository.url]
+    digests = [info.digest for info in infos]
+    stagers = [
+        subprocess.Popen([sys.executable, "-c", STAGER, *arguments, str(seed), *digests], cwd=ROOT)
+        for seed in range(6)
+    ]
+    most = 0
+    while any(process.poll() is None for process in stagers):
+        most = max(most, files_bytes(cache.folder))
+    assert [process.returncode for process in stagers] == [0] * 6
+    assert 0 < most <= 5000
+    usage = cache.status().usage
+    assert (usage.reserved_bytes, usage.held_bytes) == (0, 0)
+    assert files_bytes(cache.folder) == usage.resident_bytes
+
+
+def test_staging_more_than_the_budget_is_refused_before_anything_is_fetched(tmp_path, repository, folder):
+    ingest(repository, str(folder), "pets", shard_bytes=4000)
+    splits = list(open_dataset(repository, "pets").values())
+    needed = sum(split.table.size_bytes for split in splits)
+    with Cache(tmp_path / "cache", budget=needed - 1) as cache:
+        with pytest.raises(CacheFullError, match=f"needs {needed} bytes, the budget of .* is {needed - 1}"):
+            cache.stage(splits)
+        assert cache.status().usage.resident_bytes == 0
+    with Cache(tmp_path / "cache", budget=needed) as cache:
+        first, second = cache.stage(splits), cache.stage(splits)
+    assert (first.fetched_bytes, first.hit_bytes) == (needed, 0)
+    assert (second.fetched_bytes, second.hit_bytes) == (0, needed)
+
+
+def test_equal_shards_of_two_data_sets_are_stored_once(tmp_path, repository, folder):
+    for name in ("one", "two"):
+        ingest(repository, str(folder), name)
+    splits = [open_dataset(repository, name)["train"] for name in ("one", "two")]
+    with Cache(tmp_path / "cache", budget="1MB") as cache:
+        assert cache.stage(splits).fetched_bytes == splits[0].table.size_bytes
+
+
+def test_a_cache_without_a_budget_asks_for_one(tmp_path):
+    with pytest.raises(ConfigError, match="has no budget yet"):
+        Cache(tmp_path / "cache")
+
+
+def test_a_budget_is_kept_for_the_node_and_may_be_changed(tmp_path):
+    Cache(tmp_path / "cache", budget="3kB").close()
+    assert Cache(tmp_path / "cache").budget_bytes == 3000
+    Cache(tmp_path / "cache", budget=4000).close()
+    assert Cache(tmp_path / "cache").budget_bytes == 4000
+
+
+def test_a_file_where_the_cache_shall_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="as a cache"):
+        Cache(tmp_path / "file", budget=1)
+
+
+def test_a_damaged_catalogue_says_what_to_do(tmp_path):
+    (tmp_path / "cache" / "catalogue").mkdir(parents=True)
+    (tmp_path / "cache" / "catalogue" / "data.mdb").write_bytes(b"\xff" * 10_000)
+    with pytest.raises(CorruptDataError, match="remove the whole cache folder and stage again"):
+        Cache(tmp_path / "cache", budget=1000)
+
+
+def test_a_catalogue_of_a_later_format_is_refused(tmp_path):
+    cache = Cache(tmp_path / "cache", budget=1000)
+    with cache._node.catalogue._writing() as txn:
+        txn.put(b"format", b"2", db=cache._node.catalogue._meta)
+    cache.close()
+    with pytest.raises(ConfigError, match="format 2; this datasvc reads up to 1"):
+        Cache(tmp_path / "cache")
+
+
+def test_a_cache_from_before_a_fork_is_refused_in_the_child(cache, origin):
+    repository, infos = origin
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            cache.acquire(infos[0], repository)
+        except ConfigError as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    assert b"opened before a fork" in os.read(reading, 1000)
+    os.close(reading)
+    assert cache.acquire(infos[0], repository)[1] is False  # the parent's is unharmed

@@ -1,0 +1,86 @@
+import io
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.repository import Objects, Storage
+from datasvc.repository.objects import digest_of, parse_digest
+
+
+@pytest.fixture
+def objects(url):
+    return Objects(Storage(url))
+
+
+def test_equal_bytes_are_one_object_however_they_were_written(objects):
+    info = objects.put(b"hello")
+    with objects.writing() as sink:
+        sink.write(b"hel")
+        sink.write(memoryview(b"lo"))
+    assert sink.info == info
+    assert objects.read(info.digest) == b"hello"
+    assert objects.contains(info.digest)
+    assert not objects.contains(digest_of(b"other"))
+
+
+def test_an_object_of_many_ranges_arrives_in_order(objects, monkeypatch):
+    monkeypatch.setattr("datasvc.repository.objects._RANGE_BYTES", 1000)
+    content = os.urandom(12_345)
+    info = objects.put(content)
+    sink, counted = io.BytesIO(), []
+    objects.fetch(info.digest, info.size_bytes, sink, report=counted.append)
+    assert sink.getvalue() == content
+    assert sum(counted) == len(content)
+
+
+def test_a_writer_that_fails_leaves_no_object_and_no_temporary_file(tmp_path):
+    objects = Objects(Storage(str(tmp_path)))
+    with pytest.raises(RuntimeError), objects.writing() as sink:
+        sink.write(b"half")
+        raise RuntimeError
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_changed_byte_anywhere_is_an_error_and_never_data(tmp_path):
+    objects = Objects(Storage(str(tmp_path)))
+    content = os.urandom(100)
+    info = objects.put(content)
+    path = objects.local_path(info.digest)
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 0x10
+        path.write_bytes(changed)
+        with pytest.raises(CorruptDataError, match="is corrupt"):
+            objects.read(info.digest)
+        with pytest.raises(CorruptDataError):
+            objects.fetch(info.digest, info.size_bytes, io.BytesIO())
+
+
+def test_a_truncated_object_is_corrupt_and_is_mended_by_the_next_put(tmp_path):
+    objects = Objects(Storage(str(tmp_path)))
+    info = objects.put(b"0123456789")
+    objects.local_path(info.digest).write_bytes(b"01234")
+    with pytest.raises(CorruptDataError):
+        objects.fetch(info.digest, info.size_bytes, io.BytesIO())
+    objects.put(b"0123456789")
+    assert objects.read(info.digest) == b"0123456789"
+
+
+def test_a_missing_object_is_not_found(objects):
+    with pytest.raises(NotFoundError):
+        objects.read(digest_of(b"missing"))
+
+
+@given(st.text(max_size=70).filter(lambda text: len(text) != 64))
+def test_what_is_no_digest_is_refused_before_it_becomes_a_path(text):
+    with pytest.raises(CorruptDataError, match="is not a digest"):
+        parse_digest(text)
+
+
+@pytest.mark.parametrize("text", ["../" * 21 + "x", "A" * 64, "g" * 64, "0" * 63 + "\n"])
+def test_names_of_64_characters_that_are_no_digest_are_refused(text):
+    with pytest.raises(CorruptDataError):
+        parse_digest(text)

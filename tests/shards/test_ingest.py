@@ -1,0 +1,169 @@
+import os
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import BadSampleError, ConfigError, NotFoundError
+from datasvc.repository import Repository
+from datasvc.shards import ingest, list_versions, open_dataset
+from datasvc.shards.ingest import plan_shards
+from datasvc.shards.sources import ImageFile
+from tests.samples import jpeg, write_folder
+
+
+def contents(split):
+    return {sample["key"]: sample["image"] for sample in split}
+
+
+def on_disk(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.jpg")}
+
+
+def test_an_image_folder_becomes_a_version_with_every_file_verbatim(repository, folder):
+    report = ingest(repository, str(folder), "pets", shard_bytes=2000, message="first")
+    assert (str(report.version), report.num_samples) == ("pets@1", {"train": 20, "val": 6})
+    dataset = open_dataset(repository, "pets@1")
+    assert list(dataset) == ["train", "val"]
+    for name, split in dataset.items():
+        assert contents(split) == on_disk(folder / name)
+        assert split.classes == ("a", "b", "c")
+        assert split.table.num_shards > 1
+        for sample in split:
+            assert split.classes[sample["label"]] == sample["key"].split("/")[0]
+    assert dataset.entry.content["message"] == "first"
+
+
+def test_a_second_ingest_appends_a_version_and_the_first_stays(repository, folder):
+    ingest(repository, str(folder), "pets")
+    before = contents(open_dataset(repository, "pets@1")["train"])
+    (folder / "train" / "a" / "new.jpg").write_bytes(jpeg(seed=99))
+    assert str(ingest(repository, str(folder), "pets").version) == "pets@2"
+    assert contents(open_dataset(repository, "pets@1")["train"]) == before
+    assert contents(open_dataset(repository, "pets@2")["train"]).keys() == before.keys() | {"a/new.jpg"}
+    assert [entry.number for entry in list_versions(repository, "pets")] == [1, 2]
+
+
+def test_the_same_source_and_options_give_the_same_digests_anywhere(tmp_path, folder):
+    digests = []
+    for number in range(2):
+        copy = shutil.copytree(folder, tmp_path / f"copy{number}")
+        repository = Repository.create(str(tmp_path / f"repo{number}"))
+        ingest(repository, str(copy), "pets", shard_bytes=4000)
+        digests.append({name: split.digest for name, split in open_dataset(repository, "pets").items()})
+    assert digests[0] == digests[1]
+
+
+def test_a_class_sorted_source_is_mixed_over_the_shards(repository, tmp_path):
+    source = write_folder(tmp_path / "sorted", {"train": dict.fromkeys("abcdef", 12)})
+    ingest(repository, str(source), "sorted", shard_bytes=15_000)
+    split = open_dataset(repository, "sorted")["train"]
+    assert split.table.num_shards >= 4
+    for number in range(split.table.num_shards):
+        labels = split.origin.open_shard(split.table.shard(number)).values("label")
+        assert len(labels) < 12 or len(set(labels.tolist())) >= 3
+
+
+files = st.lists(st.integers(0, 100), min_size=1, max_size=60).map(
+    lambda sizes: [ImageFile(str(number), "", size, None) for number, size in enumerate(sizes)]
+)
+
+
+@given(files, st.integers(1, 300), st.integers(0, 2**64 - 1))
+def test_a_plan_places_every_file_once_and_no_shard_exceeds_its_size_by_more_than_a_file(listed, shard_bytes, seed):
+    plans = plan_shards(listed, shard_bytes, seed)
+    assert sorted(int(file.key) for plan in plans for file in plan) == list(range(len(listed)))
+    assert all(sum(file.size_bytes for file in plan[:-1]) < shard_bytes for plan in plans)
+
+
+def test_flat_folders_have_no_labels_and_all_is_train(repository, tmp_path):
+    for number in range(3):
+        (tmp_path / "flat").mkdir(exist_ok=True)
+        (tmp_path / "flat" / f"{number}.jpg").write_bytes(jpeg(seed=number))
+    ingest(repository, str(tmp_path / "flat"), "flat")
+    dataset = open_dataset(repository, "flat")
+    assert list(dataset) == ["train"]
+    assert dataset["train"].classes == ()
+    assert sorted(dataset["train"][0]) == ["height", "image", "key", "width"]
+
+
+def test_a_source_in_memory_is_ingested_like_one_on_disk(repository, folder):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for path in folder.rglob("*.jpg"):
+        memory.pipe_file(f"/ingest-source/{path.relative_to(folder)}", path.read_bytes())
+    ingest(repository, "memory://ingest-source", "remote", shard_bytes=5000)
+    ingest(repository, str(folder), "local", shard_bytes=5000)
+    remote, local = (open_dataset(repository, name) for name in ("remote", "local"))
+    assert [split.digest for split in remote.values()] == [split.digest for split in local.values()]
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>404</html>", jpeg()[:-20]])
+def test_bad_images_are_named_and_nothing_is_committed(repository, folder, content):
+    (folder / "train" / "b" / "bad.jpg").write_bytes(content)
+    (folder / "val" / "a" / "worse.jpg").write_bytes(content)
+    with pytest.raises(
+        BadSampleError, match=r"2 of 28 samples .* train/b/bad.jpg: .* val/a/worse.jpg: .* --on-bad skip"
+    ):
+        ingest(repository, str(folder), "pets")
+    assert repository.names("datasets") == []
+
+
+def test_bad_images_are_left_out_and_reported_when_asked(repository, folder):
+    (folder / "train" / "b" / "bad.jpg").write_bytes(b"")
+    report = ingest(repository, str(folder), "pets", on_bad="skip")
+    assert [(bad.split, bad.key, bad.reason) for bad in report.bad] == [("train", "b/bad.jpg", "empty file")]
+    dataset = open_dataset(repository, "pets")
+    assert len(dataset["train"]) == 20
+    assert dataset.entry.content["skipped"] == 1
+
+
+def test_a_source_of_bad_images_only_is_never_a_version(repository, tmp_path):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.jpg").write_bytes(b"")
+    with pytest.raises(BadSampleError, match="1 of 1"):
+        ingest(repository, str(tmp_path / "bad"), "bad", on_bad="skip")
+    assert repository.names("datasets") == []
+
+
+def test_files_that_are_no_images_are_counted(repository, folder):
+    (folder / "train" / "a" / "notes.txt").write_text("x")
+    (folder / "README").write_text("x")
+    assert dict(ingest(repository, str(folder), "pets").ignored) == {".txt": 1, "(none)": 1}
+
+
+def test_a_source_that_is_not_there_or_empty_says_so(repository, tmp_path):
+    with pytest.raises(NotFoundError, match="no such folder"):
+        ingest(repository, str(tmp_path / "missing"), "pets")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match=r"no images in it \(0 other files\)"):
+        ingest(repository, str(tmp_path / "empty"), "pets")
+
+
+def test_images_beside_class_folders_are_refused_by_name(repository, folder):
+    (folder / "train" / "stray.jpg").write_bytes(jpeg())
+    with pytest.raises(ConfigError, match=r"train/stray\.jpg"):
+        ingest(repository, str(folder), "pets")
+
+
+@pytest.mark.parametrize("options", [{"shard_bytes": 0}, {"on_bad": "ignore"}, {"name": "Pets"}])
+def test_options_out_of_range_are_refused(repository, folder, options):
+    with pytest.raises(ConfigError):
+        ingest(repository, str(folder), **{"name": "pets", **options})
+
+
+def test_credentials_in_a_source_url_stay_out_of_the_repository():
+    from datasvc.shards.ingest import _without_credentials
+
+    assert _without_credentials("https://user:secret@host/path?sig=secret") == "https://host/path"
+    assert _without_credentials("/plain/path") == "/plain/path"
+
+
+def test_nothing_unfinished_is_left_behind(repository, folder):
+    (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
+    with pytest.raises(BadSampleError):
+        ingest(repository, str(folder), "pets")
+    left = [name for _, _, names in os.walk(repository.url) for name in names if name.startswith(".tmp")]
+    assert left == []

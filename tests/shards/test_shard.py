@@ -1,0 +1,123 @@
+"""What a writer wrote, a reader reads: properties over generated samples."""
+
+import io
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.shards import Shard, ShardWriter, image_schema
+from datasvc.shards.schema import shard_schema
+
+SCHEMA = image_schema(labelled=True)
+
+samples = st.lists(
+    st.fixed_dictionaries(
+        {
+            "key": st.text(st.characters(exclude_categories=["Cs"])),
+            "image": st.binary(max_size=300),
+            "width": st.integers(1, 5000),
+            "height": st.integers(1, 5000),
+            "label": st.integers(0, 1000),
+        }
+    ),
+    max_size=40,
+)
+
+
+def write(given_samples, schema=SCHEMA):
+    sink = io.BytesIO()
+    with ShardWriter(sink, schema) as writer:
+        for sample in given_samples:
+            writer.append(sample)
+    return sink.getvalue(), writer.statistics
+
+
+@given(samples, st.sampled_from([200, 4 << 20]))
+def test_a_shard_reads_back_what_was_written(given_samples, batch_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasvc.shards.writer.BATCH_BYTES", batch_bytes)  # several record batches, or one
+        raw, statistics = write(given_samples)
+    shard = Shard.from_bytes(raw, "test")
+    assert shard.num_samples == statistics.num_samples == len(given_samples)
+    assert [shard.sample(row) for row in range(shard.num_samples)] == given_samples
+    rows = np.arange(len(given_samples))[::-1]
+    assert [view.tobytes() for view in shard.blobs("image", rows)] == [each["image"] for each in given_samples[::-1]]
+    assert shard.values("label").tolist() == [each["label"] for each in given_samples]
+
+
+@given(samples)
+def test_equal_samples_give_equal_bytes(given_samples):
+    assert write(given_samples) == write(given_samples)
+
+
+def test_statistics_are_those_of_the_samples():
+    _, statistics = write(
+        [
+            {"key": "a", "image": b"123", "width": 7, "height": 2, "label": 0},
+            {"key": "b", "image": b"1", "width": 3, "height": 9, "label": 0},
+        ]
+    )
+    assert (statistics.max_width, statistics.max_height, statistics.max_sample_bytes) == (7, 9, 3)
+
+
+def test_blobs_are_views_of_the_file_and_outlive_its_name(tmp_path):
+    path = tmp_path / "shard"
+    path.write_bytes(write([{"key": "a", "image": b"pixels", "width": 1, "height": 1, "label": 0}])[0])
+    shard = Shard.map(path)
+    (view,) = shard.blobs("image", np.array([0]))
+    path.unlink()
+    del shard
+    assert not view.flags.owndata
+    assert not view.flags.writeable
+    assert view.tobytes() == b"pixels"
+
+
+def test_other_tools_open_a_shard_unaided():
+    raw, _ = write([{"key": "a", "image": b"x", "width": 1, "height": 2, "label": 3}])
+    table = pa.ipc.open_file(raw).read_all()
+    assert table.to_pylist() == [{"key": "a", "image": b"x", "width": 1, "height": 2, "label": 3}]
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"key": "a"}, r"sample has the columns \['key'\]; expected"),
+        ({"key": "a", "image": b"", "width": "wide", "height": 1, "label": 0}, "'width' does not hold int32"),
+        ({"key": "a", "image": b"", "width": 1, "height": 1, "label": 2**40}, "'label' does not hold int32"),
+    ],
+)
+def test_samples_that_do_not_fit_the_schema_are_refused_by_column(sample, message):
+    with pytest.raises(ConfigError, match=message):
+        write([sample])
+
+
+def test_a_schema_needs_a_key_and_unique_names():
+    with pytest.raises(ConfigError, match="needs a column 'key'"):
+        shard_schema([pa.field("image", pa.large_binary())])
+    with pytest.raises(ConfigError, match="must be unique"):
+        shard_schema([pa.field("key", pa.string()), pa.field("key", pa.string())])
+
+
+@pytest.mark.parametrize("raw", [b"", b"no arrow", b"ARROW1\0\0" + b"\0" * 50])
+def test_what_is_no_arrow_file_is_corrupt(raw):
+    with pytest.raises(CorruptDataError, match="no Arrow IPC file"):
+        Shard.from_bytes(raw, "test")
+
+
+def test_a_later_or_foreign_shard_format_is_refused():
+    for metadata in ({"datasvc.shard.format": "2"}, {}):
+        sink = io.BytesIO()
+        schema = pa.schema([pa.field("key", pa.string())], metadata=metadata)
+        with pa.ipc.new_file(sink, schema):
+            pass
+        with pytest.raises(ConfigError, match="this datasvc reads up to 1"):
+            Shard.from_bytes(sink.getvalue(), "test")
+
+
+def test_a_missing_file_is_not_found(tmp_path):
+    with pytest.raises(NotFoundError):
+        Shard.map(tmp_path / "missing")

@@ -1,0 +1,43 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import CorruptDataError
+from datasvc.repository import Digest, ObjectInfo
+from datasvc.shards import ShardStatistics, ShardTable, image_schema
+
+shards = st.lists(
+    st.tuples(
+        st.builds(
+            ObjectInfo, st.binary(min_size=32, max_size=32).map(lambda raw: Digest(raw.hex())), st.integers(0, 2**40)
+        ),
+        st.builds(ShardStatistics, *[st.integers(0, 2**31 - 1)] * 4),
+    ),
+    max_size=20,
+)
+
+
+@given(shards, st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=5))
+def test_a_table_decodes_to_what_was_encoded_and_equal_tables_give_equal_bytes(rows, classes):
+    table = ShardTable.build(rows, image_schema(labelled=True), classes)
+    raw = table.encode()
+    decoded = ShardTable.decode(raw, "test")
+    assert decoded.shards() == [info for info, _ in rows]
+    assert decoded.samples_per_shard.tolist() == [statistics.num_samples for _, statistics in rows]
+    assert decoded.classes == tuple(classes)
+    assert decoded.sample_schema.equals(table.sample_schema, check_metadata=True)
+    assert decoded.encode() == raw
+    assert decoded.largest("max_width") == max((statistics.max_width for _, statistics in rows), default=0)
+    if rows:
+        assert decoded.shard(len(rows) - 1) == rows[-1][0]
+
+
+def test_a_table_costs_some_hundred_bytes_a_shard():
+    row = (ObjectInfo(Digest("ab" * 32), 1 << 26), ShardStatistics(600, 500, 400, 10**6))
+    assert len(ShardTable.build([row] * 10_000, image_schema(labelled=True)).encode()) < 100 * 10_000
+
+
+@pytest.mark.parametrize("raw", [b"", b"no arrow"])
+def test_what_is_no_table_is_corrupt(raw):
+    with pytest.raises(CorruptDataError, match="no shard table"):
+        ShardTable.decode(raw, "test")
