@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datasvc.errors import ConfigError
+from loaders.augment import AugmentConfig, plan_centre_windows, plan_random_windows
+
+sides = st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 4000)), min_size=1, max_size=30)
+
+
+def draw(sizes, positions, seed=0, epoch=0, **options):
+    widths, heights = (np.array(column) for column in zip(*sizes, strict=True))
+    config = AugmentConfig(**options)
+    return plan_random_windows(widths, heights, np.asarray(positions), seed=seed, epoch=epoch, config=config)
+
+
+def rows(windows):
+    return np.concatenate([windows.starts, windows.shapes, windows.flips[:, None]], axis=1).tolist()
+
+
+@settings(max_examples=200)
+@given(sides, st.integers(0, 2**64 - 1), st.integers(0, 100))
+def test_every_window_lies_inside_its_image(sizes, seed, epoch):
+    windows = draw(sizes, range(len(sizes)), seed, epoch)
+    limits = np.array([(height, width) for width, height in sizes])
+    assert (windows.starts >= 0).all()
+    assert (windows.shapes >= 1).all()
+    assert (windows.starts + windows.shapes <= limits).all()
+
+
+def test_a_window_depends_on_seed_epoch_and_position_alone():
+    sizes = [(500, 375)] * 50
+    whole = rows(draw(sizes, range(50), 3, 4))
+    assert rows(draw(sizes[:7], [9, 3, 41, 0, 7, 8, 9], 3, 4)) == [whole[p] for p in (9, 3, 41, 0, 7, 8, 9)]
+    assert rows(draw(sizes, range(50), 3, 5)) != whole != rows(draw(sizes, range(50), 4, 4))
+
+
+def test_areas_ratios_and_flips_are_distributed_as_asked():
+    windows = draw([(1000, 1000)] * 20_000, range(20_000), scale=(0.2, 0.6), ratio=(0.8, 1.25), flip=0.3)
+    heights, widths = windows.shapes.T.astype(float)
+    areas, logs = heights * widths / 1e6, np.log(widths / heights)
+    assert 0.19 < areas.min() < areas.max() < 0.61
+    assert areas.mean() == pytest.approx(0.4, abs=0.005)
+    assert np.abs(logs).max() < np.log(1.25) + 0.01
+    assert logs.mean() == pytest.approx(0, abs=0.005)
+    assert windows.flips.mean() == pytest.approx(0.3, abs=0.015)
+
+
+def test_where_no_draw_fits_the_largest_centred_window_is_taken():
+    windows = draw([(1000, 10)], [0], scale=(0.9, 1.0), ratio=(0.9, 1.1))
+    assert rows(windows)[0][:4] == [0, 494, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "expected"),
+    [(500, 375, [23, 86, 328, 328]), (64, 64, [4, 4, 56, 56]), (1, 1, [0, 0, 1, 1]), (10, 1000, [496, 0, 9, 9])],
+)
+def test_the_centre_window_is_what_resize_and_crop_would_keep(width, height, expected):
+    windows = plan_centre_windows(np.array([width]), np.array([height]), size=224, resize=256)
+    found = rows(windows)[0][:4]
+    assert np.abs(np.array(found) - expected).max() <= 1
+    assert found[0] + found[2] <= height
+    assert found[1] + found[3] <= width
+
+
+def test_the_whole_of_a_square_image_is_kept_when_nothing_is_cropped():
+    windows = plan_centre_windows(np.array([64]), np.array([64]), size=64, resize=64)
+    assert rows(windows)[0] == [0, 0, 64, 64, 0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": (0, 1)}, {"scale": (0.5, 1.5)}, {"scale": (0.6, 0.5)}, {"ratio": (2, 1)}, {"flip": 1.5}]
+)
+def test_settings_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError):
+        AugmentConfig(**options)

@@ -1,0 +1,308 @@
+"""ImageLoader with real shards and DALI on the CPU."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from datasvc.cache import Cache
+from datasvc.errors import BadSampleError, CacheFullError, ConfigError, CorruptDataError, StateMismatchError
+from datasvc.shards import ingest, open_dataset
+from loaders import ImageLoader
+from loaders.pipeline import PipelineConfig, decoder_arguments
+from tests.samples import jpeg
+
+FAST = {"size": 32, "num_threads": 1}
+
+
+def make(split, batch_size=8, **options):
+    return ImageLoader(split, **{"batch_size": batch_size, "training": True, **FAST, **options})
+
+
+def take(loader, count):
+    """Return `count` batches, over epochs."""
+    found = []
+    while len(found) < count:
+        for batch in loader:
+            found.append(batch)
+            if len(found) == count:
+                break
+    return found
+
+
+def same(first, second):
+    return (
+        torch.equal(first.images, second.images)
+        and torch.equal(first.labels, second.labels)
+        and np.array_equal(first.positions, second.positions)
+        and first.epoch == second.epoch
+    )
+
+
+def test_a_batch_unpacks_to_images_and_labels(digits):
+    with make(digits["train"], 16) as loader:
+        images, labels = next(iter(loader))
+    assert (images.shape, images.dtype) == ((16, 3, 32, 32), torch.float32)
+    assert (labels.shape, labels.dtype) == ((16,), torch.int64)
+
+
+def test_an_epoch_serves_each_sample_once_with_its_own_label(digits):
+    split = digits["val"]
+    served = []
+    with make(split, 16, tail="short") as loader:
+        for batch in loader:
+            assert batch.mask.all()
+            served += zip(batch.positions.tolist(), batch.labels.tolist(), strict=True)
+    assert sorted(position for position, _ in served) == list(range(360))
+    counts = np.bincount([label for _, label in served])
+    assert counts.tolist() == np.bincount([sample["label"] for sample in split]).tolist()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 5, 7])
+def test_resumed_batches_equal_those_of_an_uninterrupted_run_bit_for_bit(digits, taken):
+    """An epoch of `val` has 5 steps of 64: states inside, at the end of, and after an epoch."""
+    with make(digits["val"], 64) as loader:
+        states = [loader.state_dict()]
+        whole = []
+        for batch in take(loader, 12):
+            whole.append(batch)
+    with make(digits["val"], 64) as loader:
+        take(loader, taken)
+        states = json.loads(json.dumps(loader.state_dict()))
+    with make(digits["val"], 64, num_threads=2, prefetch=3) as loader:
+        take(loader, 2)  # prefetched and then not wanted
+        loader.load_state_dict(states)
+        rest = take(loader, 12 - taken)
+    assert all(same(first, second) for first, second in zip(whole[taken:], rest, strict=True))
+
+
+def test_a_state_taken_in_the_last_batch_of_an_epoch_goes_on_with_the_next_epoch(digits):
+    with make(digits["val"], 64) as loader:
+        for batch in loader:
+            state = loader.state_dict()
+        assert state["position"] == 320
+        assert loader.state_dict() == {**state, "epoch": 1, "position": 0}
+    with make(digits["val"], 64) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == []
+        assert loader.epoch == 1
+        assert len(list(loader)) == 5
+
+
+def test_resized_from_3_to_2_to_4_ranks_each_sample_of_the_epoch_is_served_once(digits):
+    split, state, positions = digits["val"], None, []
+    for world_size, batch_size, steps in ((3, 7, 4), (2, 11, 3), (4, 5, 1000)):
+        states = []
+        for rank in range(world_size):
+            with make(split, batch_size, rank=rank, world_size=world_size, tail="pad") as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                for number, batch in enumerate(loader, 1):
+                    positions += batch.positions[batch.mask.numpy()].tolist()
+                    if number == steps:
+                        break
+                states.append(loader.state_dict())
+        assert all(each == states[0] for each in states)
+        state = states[0]
+    assert sorted(positions) == list(range(360))
+
+
+def test_ranks_share_a_global_batch_that_does_not_depend_on_their_number(digits):
+    def first_batch(world_size):
+        parts = []
+        for rank in range(world_size):
+            with make(digits["train"], 24 // world_size, rank=rank, world_size=world_size) as loader:
+                parts.append(next(iter(loader)))
+        return torch.cat([part.images for part in parts])
+
+    assert torch.equal(first_batch(1), first_batch(2))
+    assert torch.equal(first_batch(1), first_batch(3))
+
+
+def test_tails_are_dropped_short_or_padded_as_asked(digits):
+    lengths = {}
+    for tail in ("drop", "short", "pad"):
+        with make(digits["val"], 100, tail=tail) as loader:
+            lengths[tail] = [(len(batch.images), int(batch.mask.sum())) for batch in loader]
+            assert len(loader) == len(lengths[tail])
+    assert lengths["drop"] == [(100, 100)] * 3
+    assert lengths["short"] == [(100, 100)] * 3 + [(60, 60)]
+    assert lengths["pad"] == [(100, 100)] * 3 + [(100, 60)]
+
+
+def test_a_rank_with_nothing_of_a_short_tail_gets_an_empty_batch(repository, tmp_path):
+    for number in range(5):
+        (tmp_path / "flat").mkdir(exist_ok=True)
+        (tmp_path / "flat" / f"{number}.jpg").write_bytes(jpeg(seed=number))
+    ingest(repository, str(tmp_path / "flat"), "flat")
+    split = open_dataset(repository, "flat")["train"]
+    with make(split, 1, rank=0, world_size=4, tail="short") as loader:
+        assert [len(batch.images) for batch in loader] == [1, 0]
+        assert next(iter(loader)).labels is None
+
+
+def test_batches_that_are_kept_are_not_overwritten(digits):
+    with make(digits["train"], 8) as loader:
+        kept = take(loader, 12)
+        copies = [batch.images.clone() for batch in kept]
+        take(loader, 12)
+    assert all(torch.equal(batch.images, copy) for batch, copy in zip(kept, copies, strict=True))
+
+
+def reference(content, box, size, mean, std):
+    """Pillow's picture of a window, normalised: `float32[3, size, size]`."""
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    scaled = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box), np.float32) / 255
+    return ((scaled - mean) / std).transpose(2, 0, 1)
+
+
+def test_pixels_are_those_of_the_centre_window(repository, tmp_path):
+    source = tmp_path / "photos" / "a"
+    source.mkdir(parents=True)
+    content = jpeg(160, 120, seed=4, quality=95)
+    (source / "x.jpg").write_bytes(content)
+    ingest(repository, str(tmp_path / "photos"), "photos")
+    split = open_dataset(repository, "photos")["train"]
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+    with ImageLoader(split, batch_size=1, training=False, size=56, resize=64, mean=mean, std=std) as loader:
+        images, _ = next(iter(loader))
+    # The shorter side 120 scaled to 64, the centre 56 of it kept: 105 of the image's pixels.
+    expected = reference(content, (27.5, 7.5, 132.5, 112.5), 56, mean, std)
+    difference = np.abs(images[0].numpy() - expected) * np.array(std)[:, None, None] * 255
+    assert difference.mean() < 2.5  # levels of 255; the window starts on whole pixels
+
+
+def test_an_image_turned_by_exif_is_cropped_in_its_upright_form(repository, tmp_path):
+    source = tmp_path / "photos" / "a"
+    source.mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.zeros((40, 80, 3), np.uint8)
+    pixels[:, :20] = (255, 0, 0)  # left edge: the top edge once upright
+    pixels[:, 60:] = (0, 0, 255)
+    Image.fromarray(pixels).save(source / "x.jpg", exif=exif, quality=95)
+    ingest(repository, str(tmp_path / "photos"), "photos")
+    split = open_dataset(repository, "photos")["train"]
+    assert (split[0]["width"], split[0]["height"]) == (40, 80)
+    plain = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    everything = {"augment_scale": 1}
+    del everything
+    from loaders.augment import AugmentConfig
+
+    whole = AugmentConfig(scale=(1.0, 1.0), ratio=(0.5, 0.5), flip=0)
+    with ImageLoader(split, batch_size=1, training=True, size=40, augment=whole, **plain) as loader:
+        images, _ = next(iter(loader))
+    red, _, blue = images[0]
+    assert red[:8].mean() > 0.9 > 0.1 > red[-8:].mean()
+    assert blue[-8:].mean() > 0.9 > 0.1 > blue[:8].mean()
+
+
+def test_grey_cmyk_and_png_images_become_three_channels(repository, tmp_path):
+    source = tmp_path / "photos" / "a"
+    source.mkdir(parents=True)
+    for mode, extension in (("L", "jpg"), ("RGB", "png"), ("P", "png"), ("CMYK", "jpg")):
+        Image.new(mode, (40, 40)).save(source / f"{mode}.{extension}")
+    ingest(repository, str(tmp_path / "photos"), "photos")
+    with make(open_dataset(repository, "photos")["train"], 4) as loader:
+        assert next(iter(loader)).images.shape == (4, 3, 32, 32)
+
+
+def test_a_sample_that_does_not_decode_is_named_and_the_loader_goes_on_elsewhere(repository, folder):
+    (folder / "train" / "b" / "bad.jpg").write_bytes(jpeg(seed=1)[:-300] + b"\xff\xd9")  # passes the header check
+    ingest(repository, str(folder), "pets")
+    split = open_dataset(repository, "pets")["train"]
+    with make(split, 3, shuffle=None) as loader:
+        with pytest.raises(BadSampleError, match=r"1 of 3 samples .* pets@1/train: 'b/bad\.jpg' \(row \d+ of shard"):
+            take(loader, 7)
+        failed_at = loader.state_dict()["position"]
+        loader.load_state_dict({**loader.state_dict(), "position": failed_at + 3})
+        take(loader, 3)
+
+
+def test_a_cache_is_filled_by_the_loader_and_released_when_it_closes(digits, tmp_path):
+    cache = Cache(tmp_path / "cache", budget="10MB")
+    with make(digits["train"], 64, cache=cache) as loader:
+        for _ in loader:
+            pass
+        assert cache.status().usage.resident_bytes == digits["train"].table.size_bytes
+        assert cache.status().usage.held_bytes > 0
+    assert cache.status().usage.held_bytes == 0
+
+
+def test_a_windowed_order_streams_through_a_cache_smaller_than_the_data(digits, tmp_path):
+    table = digits["train"].table
+    order = {"shuffle": "windowed", "lanes": 1, "block": 64}
+    budget = int(table.size_bytes * 0.8)
+    cache = Cache(tmp_path / "cache", budget=budget)
+    with make(digits["train"], 32, cache=cache, tail="short", prefetch=1, **order) as loader:
+        for _ in range(2):
+            positions = []
+            for batch in loader:
+                positions += batch.positions.tolist()
+                assert cache.status().usage.resident_bytes <= budget
+            assert sorted(positions) == list(range(1437))
+
+
+def test_a_budget_below_the_window_is_refused_at_the_start_with_the_number(digits, tmp_path):
+    table = digits["train"].table
+    cache = Cache(tmp_path / "cache", budget=table.size_bytes - 1)
+    with pytest.raises(CacheFullError, match=f"needs {table.size_bytes} bytes .* budget is {table.size_bytes - 1}"):
+        make(digits["train"], cache=cache)
+
+
+def test_a_corrupt_origin_reaches_the_training_loop_as_an_error(repository, folder, tmp_path):
+    ingest(repository, str(folder), "pets")
+    split = open_dataset(repository, "pets")["train"]
+    path = repository.objects.local_path(split.table.shard(0).digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"X")
+    for cache in (None, Cache(tmp_path / "cache", budget="1MB")):
+        with make(split, 4, cache=cache) as loader, pytest.raises(CorruptDataError):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"size": 0}, "size is 0"),
+        ({"batch_size": 2000}, "gives no full batch of 2000"),
+        ({"rank": 2, "world_size": 2}, "rank is 2"),
+        ({"tail": "wrap"}, "tail is 'wrap'"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"training": False, "resize": 16}, "resize is 16, below size 32"),
+        ({"shuffle": "windowed"}, "needs lanes >= 1 and block >= 1"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(digits, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(digits["train"], **options)
+
+
+def test_a_state_of_another_version_or_order_is_refused(digits):
+    with make(digits["train"]) as loader, make(digits["val"]) as other, make(digits["train"], seed=9) as seeded:
+        for state in (other.state_dict(), seeded.state_dict()):
+            with pytest.raises(StateMismatchError):
+                loader.load_state_dict(state)
+
+
+def test_without_a_gpu_no_mixed_operator_is_in_the_graph_and_with_one_memory_is_hinted():
+    config = PipelineConfig(
+        batch_size=8, size=32, mean=(0, 0, 0), std=(1, 1, 1), num_threads=1, prefetch=2, max_width=500, max_height=375
+    )
+    assert decoder_arguments(config) == {"device": "cpu"}
+    on_gpu = PipelineConfig(**{**config.__dict__, "device_id": 1})
+    assert decoder_arguments(on_gpu) == {
+        "device": "mixed", "preallocate_width_hint": 500, "preallocate_height_hint": 375,
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_gpu_and_cpu_decode_agree(digits):
+    with make(digits["val"], 32) as on_cpu, make(digits["val"], 32, device="cuda") as on_gpu:
+        for first, second in zip(on_cpu, on_gpu, strict=True):
+            assert second.images.is_cuda
+            assert (first.images - second.images.cpu()).abs().mean() < 1 / 255 / 0.225

@@ -1,0 +1,199 @@
+import multiprocessing
+import pickletools
+
+import pytest
+import torch
+
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.models import CodeRevision, DataUse, describe_code, describe_model, list_models, model_log, restore, save
+from datasvc.models.tensors import OWN_OBJECT_BYTES, _record, read_records
+from datasvc.repository import Repository
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.uint32, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def trained():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 200)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def files(repository):
+    from pathlib import Path
+
+    return sorted(path for path in Path(repository.url, "objects").rglob("*") if path.is_file())
+
+
+def test_model_and_optimizer_come_back_bit_for_bit(repository):
+    model, optimizer = trained()
+    save(repository, "m", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=1)
+    state = restore(repository, "m@1").state
+    assert all(torch.equal(state["model"][name], value) for name, value in model.state_dict().items())
+    fresh, fresh_optimizer = trained()
+    fresh.load_state_dict(state["model"])
+    fresh_optimizer.load_state_dict(state["optimizer"])
+    for before, after in zip(optimizer.state.values(), fresh_optimizer.state.values(), strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape_comes_back(repository, dtype):
+    raw = torch.randint(0, 2, (4, 6), dtype=torch.uint8)
+    wide = raw.to(torch.float32).to(dtype)
+    state = {"matrix": wide, "scalar": wide[0, 0], "empty": wide[:0], "strided": wide.t(), "slice": wide[:, ::2]}
+    save(repository, "m", {"t": state}, step=0)
+    back = restore(repository, "m").state["t"]
+    for name, tensor in state.items():
+        assert back[name].dtype == dtype
+        assert back[name].shape == tensor.shape
+        assert torch.equal(back[name].view(torch.uint8) if False else back[name].float(), tensor.float())
+
+
+def test_nan_and_signed_zero_keep_their_bits(repository):
+    tensor = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    save(repository, "m", {"t": tensor}, step=0)
+    assert restore(repository, "m").state["t"].numpy().tobytes() == tensor.numpy().tobytes()
+
+
+def test_unchanged_tensors_are_stored_once_over_all_versions(repository):
+    frozen = torch.randn(OWN_OBJECT_BYTES)
+    save(repository, "m", {"frozen": frozen, "head": torch.randn(10)}, step=0)
+    before = sum(path.stat().st_size for path in files(repository))
+    save(repository, "m", {"frozen": frozen, "head": torch.randn(10)}, step=1)
+    assert sum(path.stat().st_size for path in files(repository)) - before < OWN_OBJECT_BYTES
+
+
+def test_a_flipped_byte_in_any_object_is_detected_and_a_tensor_is_named(repository):
+    model, optimizer = trained()
+    save(repository, "m", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=1)
+    for path in files(repository):
+        raw = path.read_bytes()
+        for place in {0, len(raw) // 2, len(raw) - 1}:
+            path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+            with pytest.raises(CorruptDataError, match="is corrupt"):
+                restore(repository, "m")
+        path.write_bytes(raw)
+    restore(repository, "m")
+
+
+@pytest.mark.parametrize("name", ["model.0.weight", "model.1.bias"])
+def test_the_damaged_tensor_is_named_whether_it_has_an_object_of_its_own_or_not(repository, name):
+    model, _ = trained()
+    save(repository, "m", {"model": model.state_dict()}, step=1)
+    (record,) = [
+        record
+        for record in read_records(repository.objects, describe_model(repository, "m").tensors)
+        if record.name == name
+    ]
+    path = repository.objects.local_path(record.object)
+    raw = bytearray(path.read_bytes())
+    raw[record.offset + record.length // 2] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CorruptDataError, match=f"tensor '{name}' is corrupt"):
+        restore(repository, "m")
+
+
+def test_a_missing_tensor_is_named(repository):
+    save(repository, "m", {"big": torch.randn(OWN_OBJECT_BYTES)}, step=1)
+    (record,) = read_records(repository.objects, describe_model(repository, "m").tensors)
+    repository.objects.local_path(record.object).unlink()
+    with pytest.raises(NotFoundError, match="tensor 'big' is missing"):
+        restore(repository, "m")
+
+
+def test_a_hostile_table_is_refused_before_anything_is_allocated():
+    row = {"name": "t", "dtype": "float32", "shape": [2**40], "digest": b"\0" * 32, "object": b"\0" * 32}
+    for change in (
+        {"offset": 0, "length": 8},
+        {"offset": -1, "length": 2**42},
+        {"shape": [-1, -8], "offset": 0, "length": 32},
+    ):
+        with pytest.raises(CorruptDataError, match="cannot be"):
+            _record({**row, **change}, "here")
+    with pytest.raises(ConfigError, match="unknown dtype"):
+        _record({**row, "dtype": "__class__", "offset": 0, "length": 0}, "here")
+
+
+def test_no_stored_byte_is_a_pickle(repository):
+    model, optimizer = trained()
+    save(repository, "m", {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "x": (1, b"y")}, step=1)
+    for path in files(repository):
+        with pytest.raises((ValueError, IndexError)):
+            pickletools.dis(path.read_bytes(), out=open("/dev/null", "w"))  # noqa: SIM115
+
+
+def test_a_version_says_what_it_came_from(repository):
+    use = DataUse("digits@1", "train", {"epoch": 2, "position": 17})
+    code = CodeRevision("abc123", dirty=True)
+    save(
+        repository, "m", {}, step=7, data=[use], config={"lr": 0.1}, metrics={"acc": 0.9, "bad": float("nan")},
+        parent="m@3", message="hello", code=code,
+    )  # fmt: skip
+    entry = describe_model(repository, "m").entry
+    assert entry["data"] == [{"dataset": "digits@1", "split": "train", "state": {"epoch": 2, "position": 17}}]
+    assert (entry["step"], entry["config"], entry["parent"], entry["message"]) == (7, {"lr": 0.1}, "m@3", "hello")
+    assert entry["metrics"] == {"acc": 0.9, "bad": "nan"}
+    assert CodeRevision(**entry["code"]) == code
+    assert str(code) == "abc123 (with local changes)"
+
+
+def test_code_outside_a_checkout_is_said_to_be(tmp_path):
+    assert describe_code(tmp_path) == CodeRevision(None, dirty=False)
+
+
+def test_the_code_revision_is_gits(tmp_path):
+    import subprocess
+
+    def git(*arguments):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.invalid"]
+        return subprocess.run(
+            ["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    (tmp_path / "train.py").write_text("1")
+    git("init"), git("add", "."), git("commit", "-m", "x")
+    assert describe_code(tmp_path) == CodeRevision(git("rev-parse", "HEAD"), dirty=False)
+    (tmp_path / "train.py").write_text("2")
+    assert describe_code(tmp_path).dirty
+
+
+def save_some(url, writer):
+    repository = Repository.open(url)
+    for step in range(5):
+        save(repository, "m", {"w": torch.full((3,), float(writer))}, step=step, message=f"writer {writer}")
+
+
+def test_two_jobs_saving_to_one_name_both_land(repository):
+    context = multiprocessing.get_context("spawn")
+    jobs = [context.Process(target=save_some, args=(repository.url, writer)) for writer in range(2)]
+    [job.start() for job in jobs]
+    [job.join() for job in jobs]
+    versions = model_log(repository, "m")
+    assert [version.version for version in versions] == list(range(1, 11))
+    for version in versions:
+        state = restore(repository, f"m@{version.version}").state
+        assert version.entry["message"] == f"writer {int(state['w'][0])}"
+
+
+def test_what_cannot_be_stored_leaves_no_version(repository):
+    with pytest.raises(ConfigError, match="optimizer.fn"):
+        save(repository, "m", {"optimizer": {"fn": len}}, step=0)
+    with pytest.raises(ConfigError, match="tensor 's'"):
+        save(repository, "m", {"s": torch.eye(3).to_sparse()}, step=0)
+    assert repository.names("models") == []
+
+
+def test_models_are_listed_with_tags(repository):
+    save(repository, "b", {}, step=1), save(repository, "a", {}, step=1), save(repository, "a", {}, step=2)
+    repository.tag("models", "a@2", "prod")
+    assert [(each.name, each.version, each.tags) for each in list_models(repository)] == [
+        ("a", 2, ("prod",)),
+        ("b", 1, ()),
+    ]
+    assert [each.tags for each in model_log(repository, "a")] == [(), ("prod",)]
