@@ -44,7 +44,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         A binary file open for writing, in the folder of `path`.
 
     Raises:
-        OSError: writing, syncing or renaming failed; `path` is as before and the temporary file is gone.
+        OSError: writing, syncing or renaming failed; the temporary file is gone and `path` is as before, unless
+            the last step failed, syncing the folder: then `path` is new, but may not survive a power cut.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
@@ -71,7 +72,8 @@ def create_file(path: Path, content: bytes | memoryview) -> None:
 
     Raises:
         FileExistsError: `path` exists; it was not touched.
-        OSError: writing or linking failed; `path` does not exist.
+        OSError: writing or linking failed and `path` does not exist; or syncing the folder failed, the last
+            step: then it does, but may not survive a power cut.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:

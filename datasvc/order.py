@@ -113,11 +113,14 @@ class OrderState:
         if found != STATE_FORMAT:
             raise ConfigError(f"this loader state has format {found}; this datasvc reads format {STATE_FORMAT}")
         try:
-            own = {"version": str, "epoch": int, "position": int}
-            values = {name: kind(fields.pop(name)) for name, kind in own.items()}
-            return cls(**values, config=OrderConfig(**fields))
+            own = {name: fields.pop(name) for name in ("version", "epoch", "position")}
+            restored = cls(**own, config=OrderConfig(**fields))
+            numbers = (restored.epoch, restored.position, restored.config.seed, restored.config.lanes)
+            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                raise TypeError(f"epoch, position, seed and lanes must be integers from 0 on, not {numbers}")  # noqa: TRY301
         except (KeyError, TypeError) as error:
             raise ConfigError(f"this is no loader state: {error}; found the fields {sorted(state)}") from error
+        return restored
 
     def check_matches(self, version: str, config: OrderConfig, num_samples: int) -> None:
         """Raise StateMismatchError unless this state belongs to that version and order."""

@@ -179,18 +179,18 @@ class SampleBatches:
         positions, mask = slice_step(step, rank=self._rank, world_size=self._world_size, lanes=self._config.lanes)
         shards, rows = order.locate(positions)
         open_shards.advance(step.next_position)
-        if not mask.all():
-            open_shards.advance(int(positions.max()) + 1)
         blobs: list[Any] = [None] * len(positions)
-        columns: dict[str, npt.NDArray[Any]] = {}
+        schema = self._split.table.sample_schema
+        columns = {
+            name: np.empty(len(positions), schema.field(name).type.to_pandas_dtype()) for name in self._columns
+        }
         for shard in np.unique(shards).tolist():
             chosen = np.flatnonzero(shards == shard)
             opened = open_shards.get(shard)
             for index, view in zip(chosen.tolist(), opened.blobs(self._blob, rows[chosen]), strict=True):
                 blobs[index] = view
             for name in self._columns:
-                values = opened.values(name)
-                columns.setdefault(name, np.empty(len(positions), values.dtype))[chosen] = values[rows[chosen]]
+                columns[name][chosen] = opened.values(name)[rows[chosen]]
         return SampleBatch(cursor.epoch, step, positions, mask, shards, rows, blobs, columns)
 
     def _epoch(self, cursor: Cursor) -> tuple[AccessOrder, _OpenShards]:

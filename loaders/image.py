@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from datasvc.cache import Cache
 from datasvc.cache.plan import check_window, window_bytes
@@ -125,10 +124,13 @@ class ImageLoader:
         self.order = OrderConfig(seed=seed, shuffle=wanted, lanes=lanes, block=block, sticky=sticky)
         self.tail = parse_tail(tail or ("drop" if training else "pad"))
         self._training = training
+        self._device = device
         self._world_size = world_size
         self._augment = augment or AugmentConfig()
-        self._resize = resize or round(size * _RESIZE_SHARE)
-        _check_sizes(batch_size=batch_size, size=size, prefetch=prefetch, rank=rank, world_size=world_size)
+        self._resize = round(size * _RESIZE_SHARE) if resize is None else resize
+        _check_sizes(batch_size=batch_size, size=size, prefetch=prefetch, num_threads=num_threads)
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank is {rank}; expected 0 <= rank < world_size = {world_size}")
         if self._resize < size:
             raise ConfigError(f"resize is {self._resize}, below size {size}: the crop would not fit")
         self._check_split()
@@ -137,7 +139,7 @@ class ImageLoader:
             size=size,
             mean=mean,
             std=std,
-            num_threads=num_threads or len(os.sched_getaffinity(0)),
+            num_threads=len(os.sched_getaffinity(0)) if num_threads is None else num_threads,
             prefetch=prefetch,
             device_id=_device_id(device),
             max_width=split.table.largest("max_width"),
@@ -169,8 +171,16 @@ class ImageLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to, counted from 0."""
+        """The epoch that a new `for` serves the rest of, counted from 0.
+
+        Inside the loop's last batch that rest is empty: a `for` from there yields nothing and ends the epoch.
+        """
         return self._cursor.epoch
+
+    @property
+    def progress(self) -> float:
+        """Epochs served so far, with the share of the current one: for schedules that outlive a resize."""
+        return self._cursor.epoch + self._cursor.position / len(self.split)
 
     @property
     def steps_left(self) -> int:
@@ -230,32 +240,40 @@ class ImageLoader:
             self._pipeline = DecodePipeline(self._pipeline_config)
         if self._stream is None:
             self._stream = self._batches.stream(self._cursor)
-        while len(self._under_way) < self._pipeline_config.prefetch:
-            self._start(next(self._stream))
-        batch, _ = self._under_way[0]
-        images = self._take(batch)
-        self._under_way.popleft()
-        self._start(next(self._stream))
+        try:
+            self._fill()
+            batch, _ = self._under_way[0]
+            images = self._take(batch)
+            self._under_way.popleft()
+            self._fill()
+        except BaseException:
+            # Ctrl-C or a failing store, anywhere in between: start anew from the cursor, which has not moved.
+            self._discard()
+            raise
         return batch, images
 
-    def _start(self, batch: SampleBatch) -> None:
+    def _fill(self) -> None:
+        """Start decoding until `prefetch` batches are under way; empty ones, which DALI never sees, do not count."""
         assert self._pipeline is not None
-        windows = self._plan_windows(batch)
-        self._under_way.append((batch, windows))
-        if batch.blobs:
-            self._pipeline.feed(batch.blobs, windows)
+        assert self._stream is not None
+        while sum(bool(batch.blobs) for batch, _ in self._under_way) < self._pipeline_config.prefetch:
+            batch = next(self._stream)
+            windows = self._plan_windows(batch)
+            self._under_way.append((batch, windows))
+            if batch.blobs:
+                self._pipeline.feed(batch.blobs, windows)
 
     def _take(self, batch: SampleBatch) -> torch.Tensor:
         import torch
 
         assert self._pipeline is not None
         if not batch.blobs:
-            return torch.empty(0, 3, self._pipeline_config.size, self._pipeline_config.size)
+            side = self._pipeline_config.size
+            return torch.empty(0, 3, side, side, device=self._device)
         try:
             return self._pipeline.take()
         except RuntimeError as error:
-            bad = self._bad_samples(batch) or [f"one of {len(batch.blobs)} samples that Pillow decodes: {error}"]
-            self._discard()
+            bad = self._bad_samples(batch) or [f"DALI refuses a sample that Pillow decodes ({error})"]
             raise BadSampleError(
                 f"{len(bad)} of {len(batch.blobs)} samples of a batch do not decode: {'; '.join(bad)}; delete them "
                 "from the data set, or ingest it with --decode-check --on-bad skip"
@@ -279,8 +297,7 @@ class ImageLoader:
         return ImageBatch(images, labels, torch.from_numpy(batch.mask), batch.epoch, batch.positions)
 
     def _plan_windows(self, batch: SampleBatch) -> Windows:
-        widths: npt.NDArray[Any] = batch.columns.get(WIDTH, np.empty(0, np.int32))
-        heights: npt.NDArray[Any] = batch.columns.get(HEIGHT, np.empty(0, np.int32))
+        widths, heights = batch.columns[WIDTH], batch.columns[HEIGHT]
         if self._training:
             return plan_random_windows(
                 widths,
@@ -303,6 +320,8 @@ class ImageLoader:
         schema = self.split.table.sample_schema
         if IMAGE not in schema.names:
             raise ConfigError(f"{self.split!r} has no images; its columns are {schema.names}")
+        if len(self.split) < self._world_size:
+            raise ConfigError(f"{self.split!r} has fewer samples than there are ranks: {self._world_size}")
         if not len(self):
             raise ConfigError(
                 f"{self.split!r} gives no full batch of {self.batch_size} x {self._world_size} ranks with "
@@ -326,9 +345,7 @@ def _device_id(device: str) -> int | None:
     raise ConfigError(f"device is {device!r}; expected 'cpu', 'cuda' or 'cuda:N'")
 
 
-def _check_sizes(*, batch_size: int, size: int, prefetch: int, rank: int, world_size: int) -> None:
-    for name, value in (("batch_size", batch_size), ("size", size), ("prefetch", prefetch)):
-        if value < 1:
+def _check_sizes(**sizes: int | None) -> None:
+    for name, value in sizes.items():
+        if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank is {rank}; expected 0 <= rank < world_size = {world_size}")

@@ -67,8 +67,7 @@ class DecodePipeline:
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
         self._pipe = _build(config)
-        self._unscheduled = 0
-        self._primed = False
+        self._num_fed = 0
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
         """Start a run. The arrays must stay alive and unchanged until `take` gave its output.
@@ -81,13 +80,10 @@ class DecodePipeline:
         self._pipe.feed_input("starts", windows.starts)
         self._pipe.feed_input("shapes", windows.shapes)
         self._pipe.feed_input("flips", windows.flips)
-        self._unscheduled += 1
         # DALI's first call schedules `prefetch` runs at once, so as many inputs must be there by then.
-        if self._primed:
-            self._schedule()
-        elif self._unscheduled == self.config.prefetch:
-            self._schedule()
-            self._primed = True
+        self._num_fed += 1
+        if self._num_fed >= self.config.prefetch:
+            self._pipe.schedule_run()
 
     def take(self) -> torch.Tensor:
         """Return the oldest run's output, `float32[n, 3, size, size]`, waiting for it; the caller owns it.
@@ -102,10 +98,6 @@ class DecodePipeline:
         tensor = torch.utils.dlpack.from_dlpack(output.as_tensor())
         self._pipe.release_outputs()
         return tensor
-
-    def _schedule(self) -> None:
-        self._pipe.schedule_run()
-        self._unscheduled = 0
 
 
 def _build(config: PipelineConfig) -> Any:

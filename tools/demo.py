@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 RANKS = 2
@@ -31,6 +31,7 @@ BATCH_SIZE = 32  # of a rank
 CHECKPOINT_EVERY = 30  # steps; an epoch has 22, so checkpoints fall inside epochs
 KILL_AT_STEP = 100
 LEAST_ACCURACY = 0.97
+MARKER = ".made-by-the-datasvc-demo"
 
 console = Console(highlight=False)
 
@@ -124,7 +125,7 @@ def _shown(title: str, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[loss]}"),
     )
@@ -133,7 +134,7 @@ def _shown(title: str, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
         for event in events:
             if event["event"] == "step":
                 loss = f"loss {event['loss']:.3f}"
-                progress.update(task, completed=event["step"], total=event["of"], loss=loss)
+                progress.update(task, completed=event["progress"], total=1, loss=loss)
             yield event
 
 
@@ -148,7 +149,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder.resolve()
     started = time.perf_counter()
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        sys.exit(f"{folder} is not empty and was not made by the demo: name another folder")
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
     demo = Demo(folder)
 
     console.rule("1  real images into a versioned data set")

@@ -50,19 +50,52 @@ class _Node:
     def __init__(self, folder: Path) -> None:
         self.files = Files(folder)
         sweep(self.files.leases)
-        self.catalogue = Catalogue(self.files.catalogue, self.files.leases)
-        self.lease = Lease(self.files.leases)
-        self.fetcher = Fetcher(self.catalogue, self.files, self.lease.id)
-        self.holds: Counter[Digest] = Counter()
-        self.ready: set[Digest] = set()
-        self.lock = threading.Lock()
+        self.catalogue = Catalogue(self.files)
+        self._lease = Lease(self.files.leases)
+        self._fetcher = Fetcher(self.catalogue, self.files, self._lease.id)
+        self._holds: Counter[Digest] = Counter()
+        self._ready: set[Digest] = set()
+        self._lock = threading.Lock()
         self.process = os.getpid()
 
     def __del__(self) -> None:
         # In a forked child this object is a copy: lease and database belong to the parent.
-        if getattr(self, "process", None) == os.getpid() and hasattr(self, "lease"):
-            self.lease.close()
+        if getattr(self, "process", None) == os.getpid():
+            self._lease.close()
             self.catalogue.close()
+
+    def acquire(
+        self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None
+    ) -> tuple[Path, bool]:
+        self.check_process()
+        with self._lock:
+            # Counted before it is fetched: a release by another thread meanwhile must not drop our hold.
+            self._holds[info.digest] += 1
+            ready = info.digest in self._ready
+        if ready:
+            return self.files.object_path(info.digest), True
+        try:
+            hit = self._fetcher.acquire(info, repository, report)
+        except BaseException:
+            self.release(info.digest)
+            raise
+        with self._lock:
+            self._ready.add(info.digest)
+        return self.files.object_path(info.digest), hit
+
+    def release(self, digest: Digest) -> None:
+        self.check_process()
+        with self._lock:
+            assert self._holds[digest] > 0, digest
+            self._holds[digest] -= 1
+            if not self._holds[digest]:
+                del self._holds[digest]
+                self._ready.discard(digest)
+                self.catalogue.release(digest, self._lease.id)
+
+    def check_process(self) -> None:
+        if self.process != os.getpid():
+            raise ConfigError("this cache was opened before a fork; open it again in the child, or spawn")
 
 
 _nodes: weakref.WeakValueDictionary[Path, _Node] = weakref.WeakValueDictionary()
@@ -95,20 +128,21 @@ class Cache:
     def __init__(self, folder: str | Path, *, budget: int | str | None = None) -> None:
         self.folder = Path(folder).expanduser().resolve()
         wanted = None if budget is None else parse_budget(str(budget), self.folder)
-        self._node = _open_node(self.folder)
+        node = _open_node(self.folder)
+        self._node: _Node | None = node
         if wanted is not None:
-            self._node.catalogue.set_budget(wanted)
-        elif not self._node.catalogue.budget():
+            node.catalogue.set_budget(wanted)
+        elif not node.catalogue.budget():
             raise ConfigError(f"the cache {self.folder} has no budget yet; give one, such as budget='50GB'")
 
     @property
     def budget_bytes(self) -> int:
         """The node's budget."""
-        return self._node.catalogue.budget()
+        return self._open_node().catalogue.budget()
 
     def shards(self, repository: Repository) -> CachedShards:
-        """Return the shards of `repository`, read through this cache."""
-        return CachedShards(self, repository)
+        """Return the shards of `repository`, read through this cache; usable for as long as they are kept."""
+        return CachedShards(self._open_node(), repository)
 
     def acquire(
         self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None
@@ -120,33 +154,13 @@ class Cache:
 
         Raises:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.acquire`.
+            ConfigError: this cache is closed, or was opened before a fork.
         """
-        node = self._own_node()
-        with node.lock:
-            # Counted before it is fetched: a release by another thread meanwhile must not drop our hold.
-            node.holds[info.digest] += 1
-            ready = info.digest in node.ready
-        if ready:
-            return node.files.object_path(info.digest), True
-        try:
-            hit = node.fetcher.acquire(info, repository, report)
-        except BaseException:
-            self.release(info.digest)
-            raise
-        with node.lock:
-            node.ready.add(info.digest)
-        return node.files.object_path(info.digest), hit
+        return self._open_node().acquire(info, repository, report)
 
     def release(self, digest: Digest) -> None:
         """Give up one hold of this process; the object may be evicted when it was the last."""
-        node = self._own_node()
-        with node.lock:
-            assert node.holds[digest] > 0, digest
-            node.holds[digest] -= 1
-            if not node.holds[digest]:
-                del node.holds[digest]
-                node.ready.discard(digest)
-                node.catalogue.release(digest, node.lease.id)
+        self._open_node().release(digest)
 
     def stage(
         self,
@@ -173,24 +187,30 @@ class Cache:
 
         def stage_one(info: ObjectInfo, split: Split) -> tuple[ObjectInfo, bool]:
             _, hit = self.acquire(info, split.repository, report)
-            self.release(info.digest)
+            held.append(info.digest)
             if hit and report is not None:
                 report(info.size_bytes)
             return info, hit
 
-        with ThreadPoolExecutor(_STAGING_THREADS, thread_name_prefix="datasvc-stage") as pool:
-            staged = list(pool.map(lambda pair: stage_one(*pair), wanted.values()))
+        held: list[Digest] = []
+        try:
+            with ThreadPoolExecutor(_STAGING_THREADS, thread_name_prefix="datasvc-stage") as pool:
+                staged = list(pool.map(lambda pair: stage_one(*pair), wanted.values()))
+        finally:
+            # Held until all are there: staging must not evict what it has just staged.
+            for digest in held:
+                self.release(digest)
         hits = [info.size_bytes for info, hit in staged if hit]
         fetched = [info.size_bytes for info, hit in staged if not hit]
         return StageReport(len(hits), len(fetched), sum(hits), sum(fetched))
 
     def status(self) -> CacheStatus:
         """Return how full the cache is."""
-        return CacheStatus(str(self.folder), self._own_node().catalogue.usage())
+        return CacheStatus(str(self.folder), self._open_node().catalogue.usage())
 
     def close(self) -> None:
-        """Give up what this object holds open; the process's holds end with its last `Cache` on the folder."""
-        del self._node
+        """Let go of the folder; closing again does nothing. What is held stays so until released."""
+        self._node = None
 
     def __enter__(self) -> Self:
         return self
@@ -200,38 +220,33 @@ class Cache:
     ) -> None:
         self.close()
 
-    def _own_node(self) -> _Node:
-        if self._node.process != os.getpid():
-            raise ConfigError("this cache was opened before a fork; open it again in the child, or spawn")
+    def _open_node(self) -> _Node:
+        if self._node is None:
+            raise ConfigError(f"the cache {self.folder} was closed; open it again")
+        self._node.check_process()
         return self._node
 
 
 class CachedShards:
-    """The shards of one repository through a node's cache: a `ShardStore`.
+    """The shards of one repository through a node's cache: a `ShardStore`. Made by `Cache.shards`."""
 
-    Args:
-        cache: of the node.
-        repository: the origin.
-    """
-
-    def __init__(self, cache: Cache, repository: Repository) -> None:
-        self._cache = cache
+    def __init__(self, node: _Node, repository: Repository) -> None:
+        self._node = node
         self._repository = repository
 
-    @property
-    def budget_bytes(self) -> int:
-        """The node's budget."""
-        return self._cache.budget_bytes
-
     def open_shard(self, info: ObjectInfo) -> Shard:
-        """Return the shard, mapped from the cache; never evicted before `release_shard`. Raises as `acquire`."""
-        path, _ = self._cache.acquire(info, self._repository)
+        """Return the shard, mapped from the cache; never evicted before `release_shard`.
+
+        Raises:
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Cache.acquire`.
+        """
+        path, _ = self._node.acquire(info, self._repository)
         try:
             return Shard.map(path)
         except BaseException:
-            self._cache.release(info.digest)
+            self._node.release(info.digest)
             raise
 
     def release_shard(self, info: ObjectInfo) -> None:
         """Let the shard be evicted when space is needed; views of it that still exist stay readable."""
-        self._cache.release(info.digest)
+        self._node.release(info.digest)

@@ -1,10 +1,13 @@
 """The catalogue of a node's cache: what is resident, reserved and held, by whom. LMDB, one write at a time.
 
-Guards the budget: space is reserved here before a byte is fetched, and `reserved + resident <= budget` holds after
-every transaction. Files of evicted objects are unlinked inside the transaction that frees their space.
+Guards the budget: space is reserved here before a byte is fetched, and no reservation takes reserved + resident
+over it. Files appear under their name, and disappear, inside the transaction that says so.
+
+A reservation stands exactly as long as the lock of its incoming file: the lock is taken before the reservation is
+visible and freed after it is completed or dropped, so a free lock means that whoever fetched is gone.
 
 LMDB runs without fsync: a crash of a process loses nothing, and after a crash of the machine every object is
-verified again before it is used (entries carry the boot in which they were verified).
+verified again before it is used (records carry the boot in which they were verified).
 """
 
 from __future__ import annotations
@@ -13,19 +16,19 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import lmdb
 
 from datasvc.cache.eviction import Candidate, choose_victims
 from datasvc.cache.files import Files
 from datasvc.cache.lease import is_held
-from datasvc.errors import CacheFullError, ConfigError, CorruptDataError
+from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 
 CATALOGUE_FORMAT = 1
 _MAP_BYTES = 1 << 30  # address space, not memory: room for millions of objects
+_BUDGET, _USED, _SEQUENCE, _CORRUPT, _FORMAT = b"budget", b"used", b"sequence", b"corrupt", b"format"
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Record:
 
     Attributes:
         size_bytes: as its shard table says; counts against the budget from the reservation on.
-        state: "reserved" while its bytes arrive, then "resident".
-        owner: lease of the process that fetches or fetched it.
+        state: "reserved" while its bytes arrive or are verified again, then "resident".
+        owner: lease of the process that fetches it, or released it last.
         boot: boot of this machine in which its bytes were verified last.
         released: sequence number of its last release.
     """
@@ -59,33 +62,40 @@ class Usage:
     num_corrupt: int
 
 
+Reservation = Literal["resident", "reserved", "busy"]
+RESIDENT: Final = "resident"
+RESERVED: Final = "reserved"
+BUSY: Final = "busy"
+
+
 class Catalogue:
     """The catalogue below one cache folder. Open it once in a process (`Cache` sees to it).
 
     Args:
-        folder: the cache's folder.
-        leases: its folder of leases.
+        files: of the cache.
 
     Raises:
         ConfigError: the catalogue has a later format.
         CorruptDataError: it cannot be opened.
     """
 
-    def __init__(self, folder: Path, leases: Path) -> None:
-        self._leases = leases
+    def __init__(self, files: Files) -> None:
+        self._files = files
         try:
             self._env = lmdb.open(
-                str(folder), max_dbs=3, map_size=_MAP_BYTES, sync=False, metasync=False, max_readers=1024
+                str(files.catalogue), max_dbs=3, map_size=_MAP_BYTES, sync=False, metasync=False, max_readers=1024
             )
+            # Readers killed in the middle would keep old pages, and the file growing, for ever.
+            self._env.reader_check()
             self._objects = self._env.open_db(b"objects")
             self._holds = self._env.open_db(b"holds")
             self._meta = self._env.open_db(b"meta")
         except lmdb.Error as error:
             raise CorruptDataError(
-                f"the cache catalogue {folder} cannot be opened: {error}. A cache holds copies only: remove the "
-                "whole cache folder and stage again"
+                f"the cache catalogue {files.catalogue} cannot be opened: {error}. A cache holds copies only: remove "
+                "the whole cache folder and stage again"
             ) from error
-        self._check_format(folder)
+        self._check_format()
 
     def close(self) -> None:
         """Close the database."""
@@ -94,75 +104,89 @@ class Catalogue:
     def budget(self) -> int:
         """Return the budget in bytes, 0 when none was ever set."""
         with self._reading() as txn:
-            return self._number(txn, b"budget")
+            return self._number(txn, _BUDGET)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Set the budget for all processes of the node. What is over it is evicted by the next reservation."""
+        """Set the budget for all processes of the node, and evict what is over it and held by nobody."""
         with self._writing() as txn:
-            txn.put(b"budget", str(budget_bytes).encode(), db=self._meta)
+            self._set_number(txn, _BUDGET, budget_bytes)
+            self._sweep_dead(txn)
+            free = self._evictable(txn)
+            over = self._number(txn, _USED) - budget_bytes
+            victims = choose_victims(free, over)
+            self._evict(txn, free if victims is None else victims)
 
-    def reserve(self, info: ObjectInfo, lease_id: str, files: Files) -> Record | None:
+    def reserve(self, info: ObjectInfo, lease_id: str, boot: str) -> Reservation:
         """Hold an object that is resident, or reserve the space to fetch it.
 
         Args:
             info: the object.
-            lease_id: of the caller, which holds the object from here on either way.
-            files: where the node's files are; victims are removed from there, and the object's lock is taken
-                there when the space becomes reserved.
+            lease_id: of the caller, which holds the object from here on unless the answer is "busy".
+            boot: this boot of the machine.
 
         Returns:
-            The record: "resident", or "reserved" and the caller must fetch. None when another living process,
-            or thread, fetches it just now: wait for its lock and try again.
+            "resident": its file is there and was verified in this boot. "reserved": the caller has the lock of
+            the incoming file and must see to it that the file gets there, then `complete`, or `drop`. "busy":
+            another process or thread has that lock; wait for it and call again.
 
         Raises:
             CacheFullError: evicting all that nobody holds would not make room.
+            OSError: the incoming file cannot be made.
         """
         with self._writing() as txn:
             record = self._get(txn, info.digest)
-            if record is not None and record.state == "resident":
+            if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
+                return BUSY
+            if record is not None and record.state == RESIDENT and self._is_ready(info.digest, record, boot):
                 self._put_hold(txn, info.digest, lease_id)
-                return record
-            if record is not None and (record.owner == lease_id or is_held(self._leases, record.owner)):
-                return None
-            if record is not None:
-                txn.delete(info.digest.encode(), db=self._objects)
-            self._make_room(txn, info, files)
-            reserved = Record(info.size_bytes, "reserved", lease_id)
-            self._put(txn, info.digest, reserved)
+                return RESIDENT
+            self._files.lock_incoming(info.digest)
+            if record is None:
+                self._make_room(txn, info)
+            # A record that is left has its space already: of a fetch that died, or of a file to verify again.
+            self._put(txn, info.digest, Record(info.size_bytes, RESERVED, lease_id))
             self._put_hold(txn, info.digest, lease_id)
-            # Locked before the reservation is visible: who sees it can wait for the lock.
-            files.lock_incoming(info.digest)
-            return reserved
+            return RESERVED
 
-    def complete(self, digest: Digest, boot: str) -> None:
-        """Turn a reservation into a resident object: its file is in place, verified in boot `boot`."""
+    def complete(self, digest: Digest, lease_id: str, boot: str, *, publish: bool) -> None:
+        """Turn the caller's reservation into a resident object, verified in boot `boot`.
+
+        Args:
+            digest: the object.
+            lease_id: of the caller.
+            boot: this boot of the machine.
+            publish: give the incoming file its name; otherwise the file is there already.
+        """
         with self._writing() as txn:
             record = self._get(txn, digest)
             assert record is not None, digest
-            self._put(txn, digest, replace(record, state="resident", boot=boot))
+            assert (record.state, record.owner) == (RESERVED, lease_id), record
+            if publish:
+                self._files.publish(digest)
+            self._put(txn, digest, replace(record, state=RESIDENT, boot=boot))
 
-    def drop(self, digest: Digest, lease_id: str, *, corrupt: bool) -> None:
-        """Forget an object: a fetch that failed, or bytes that turned out bad (counted when `corrupt`)."""
+    def drop(self, digest: Digest, lease_id: str) -> None:
+        """Forget the caller's reservation, and its hold, where it has one: a fetch that failed."""
         with self._writing() as txn:
-            txn.delete(digest.encode(), db=self._objects)
-            txn.delete(_hold_key(digest, lease_id), db=self._holds)
-            if corrupt:
-                txn.put(b"corrupt", str(self._number(txn, b"corrupt") + 1).encode(), db=self._meta)
+            record = self._get(txn, digest)
+            if record is not None and (record.state, record.owner) == (RESERVED, lease_id):
+                self._delete(txn, digest, record)
+                txn.delete(_hold_key(digest, lease_id), db=self._holds)
 
     def count_corrupt(self) -> None:
-        """Count an object that arrived with bad bytes."""
+        """Count an object that was found with bad bytes."""
         with self._writing() as txn:
-            txn.put(b"corrupt", str(self._number(txn, b"corrupt") + 1).encode(), db=self._meta)
+            self._set_number(txn, _CORRUPT, self._number(txn, _CORRUPT) + 1)
 
     def release(self, digest: Digest, lease_id: str) -> None:
         """Give up a hold; the object may be evicted once nobody holds it."""
         with self._writing() as txn:
             txn.delete(_hold_key(digest, lease_id), db=self._holds)
             record = self._get(txn, digest)
-            if record is not None:
-                sequence = self._number(txn, b"sequence") + 1
-                txn.put(b"sequence", str(sequence).encode(), db=self._meta)
-                self._put(txn, digest, replace(record, released=sequence))
+            if record is not None and record.state == RESIDENT:
+                sequence = self._number(txn, _SEQUENCE) + 1
+                self._set_number(txn, _SEQUENCE, sequence)
+                self._put(txn, digest, replace(record, released=sequence, owner=lease_id))
 
     def usage(self) -> Usage:
         """Return how full the cache is; dead holders count as gone."""
@@ -170,66 +194,75 @@ class Catalogue:
             records = dict(self._records(txn))
             held = self._held(txn)
             return Usage(
-                budget_bytes=self._number(txn, b"budget"),
-                resident_bytes=sum(each.size_bytes for each in records.values() if each.state == "resident"),
-                reserved_bytes=sum(each.size_bytes for each in records.values() if each.state == "reserved"),
+                budget_bytes=self._number(txn, _BUDGET),
+                resident_bytes=sum(each.size_bytes for each in records.values() if each.state == RESIDENT),
+                reserved_bytes=sum(each.size_bytes for each in records.values() if each.state == RESERVED),
                 held_bytes=sum(each.size_bytes for digest, each in records.items() if digest in held),
-                num_resident=sum(each.state == "resident" for each in records.values()),
-                num_corrupt=self._number(txn, b"corrupt"),
+                num_resident=sum(each.state == RESIDENT for each in records.values()),
+                num_corrupt=self._number(txn, _CORRUPT),
             )
 
-    def resident(self) -> dict[Digest, Record]:
-        """Return all resident objects."""
-        with self._reading() as txn:
-            return {digest: each for digest, each in self._records(txn) if each.state == "resident"}
+    def _is_ready(self, digest: Digest, record: Record, boot: str) -> bool:
+        return record.boot == boot and self._files.object_path(digest).exists()
 
-    def _make_room(self, txn: lmdb.Transaction, info: ObjectInfo, files: Files) -> None:
+    def _make_room(self, txn: lmdb.Transaction, info: ObjectInfo) -> None:
         """Evict until `info` fits, or raise CacheFullError and evict nothing."""
-        self._sweep_dead(txn, files)
-        records = dict(self._records(txn))
-        budget = self._number(txn, b"budget")
-        used = sum(record.size_bytes for record in records.values())
-        needed = used + info.size_bytes - budget
-        if needed <= 0:
+        if self._missing(txn, info) <= 0:
             return
-        held = self._held(txn)
-        free = [
-            Candidate(digest, record.size_bytes, record.released)
-            for digest, record in records.items()
-            if record.state == "resident" and digest not in held
-        ]
-        victims = choose_victims(free, needed)
+        self._sweep_dead(txn)
+        missing = self._missing(txn, info)
+        free = self._evictable(txn)
+        victims = choose_victims(free, missing)
         if victims is None:
             evictable = sum(candidate.size_bytes for candidate in free)
+            budget, used = self._number(txn, _BUDGET), self._number(txn, _USED)
             raise CacheFullError(
                 f"no room for {info.size_bytes} bytes: of the budget of {budget} bytes {used - evictable} are held "
-                f"by running jobs or on their way; raise the budget by at least {needed - evictable} bytes"
+                f"by running jobs or on their way; raise the budget by at least {missing - evictable} bytes"
             )
-        for victim in victims:
-            txn.delete(victim.digest.encode(), db=self._objects)
-            files.object_path(victim.digest).unlink(missing_ok=True)
+        self._evict(txn, victims)
 
-    def _sweep_dead(self, txn: lmdb.Transaction, files: Files) -> None:
-        """Drop holds and reservations of processes that are gone."""
+    def _missing(self, txn: lmdb.Transaction, info: ObjectInfo) -> int:
+        return self._number(txn, _USED) + info.size_bytes - self._number(txn, _BUDGET)
+
+    def _evictable(self, txn: lmdb.Transaction) -> list[Candidate]:
+        held = self._held(txn)
         alive: dict[str, bool] = {}
-        holds = [bytes(key) for key in txn.cursor(db=self._holds).iternext(values=False)]
-        for key in holds:
-            _, _, lease_id = key.decode().partition(":")
-            if not alive.setdefault(lease_id, is_held(self._leases, lease_id)):
+        return [
+            Candidate(digest, record.size_bytes, record.released, is_stale=not self._is_alive(record.owner, alive))
+            for digest, record in self._records(txn)
+            if record.state == RESIDENT and digest not in held
+        ]
+
+    def _evict(self, txn: lmdb.Transaction, victims: list[Candidate]) -> None:
+        for victim in victims:
+            self._files.object_path(victim.digest).unlink(missing_ok=True)
+            record = self._get(txn, victim.digest)
+            assert record is not None
+            self._delete(txn, victim.digest, record)
+
+    def _sweep_dead(self, txn: lmdb.Transaction) -> None:
+        """Drop holds and reservations of processes that are gone."""
+        self._env.reader_check()
+        alive: dict[str, bool] = {}
+        for key in [bytes(key) for key in txn.cursor(db=self._holds).iternext(values=False)]:
+            if not self._is_alive(key.decode().partition(":")[2], alive):
                 txn.delete(key, db=self._holds)
         for digest, record in list(self._records(txn)):
-            if record.state == "reserved" and not is_held(self._leases, record.owner):
-                txn.delete(digest.encode(), db=self._objects)
-                files.incoming_path(digest).unlink(missing_ok=True)
+            if record.state == RESERVED and not self._files.is_incoming_locked(digest):
+                self._delete(txn, digest, record)
+                self._files.incoming_path(digest).unlink(missing_ok=True)
+                self._files.object_path(digest).unlink(missing_ok=True)
 
     def _held(self, txn: lmdb.Transaction) -> set[Digest]:
         alive: dict[str, bool] = {}
-        held = set()
-        for key in txn.cursor(db=self._holds).iternext(values=False):
-            digest, _, lease_id = bytes(key).decode().partition(":")
-            if alive.setdefault(lease_id, is_held(self._leases, lease_id)):
-                held.add(Digest(digest))
-        return held
+        pairs = (bytes(key).decode().split(":") for key in txn.cursor(db=self._holds).iternext(values=False))
+        return {Digest(digest) for digest, lease_id in pairs if self._is_alive(lease_id, alive)}
+
+    def _is_alive(self, lease_id: str, known: dict[str, bool]) -> bool:
+        if lease_id not in known:
+            known[lease_id] = is_held(self._files.leases, lease_id)
+        return known[lease_id]
 
     def _records(self, txn: lmdb.Transaction) -> Iterator[tuple[Digest, Record]]:
         for key, value in txn.cursor(db=self._objects):
@@ -240,7 +273,15 @@ class Catalogue:
         return None if value is None else Record(**json.loads(bytes(value)))
 
     def _put(self, txn: lmdb.Transaction, digest: Digest, record: Record) -> None:
+        before = self._get(txn, digest)
+        change = record.size_bytes - (before.size_bytes if before else 0)
+        if change:
+            self._set_number(txn, _USED, self._number(txn, _USED) + change)
         txn.put(digest.encode(), json.dumps(asdict(record)).encode(), db=self._objects)
+
+    def _delete(self, txn: lmdb.Transaction, digest: Digest, record: Record) -> None:
+        txn.delete(digest.encode(), db=self._objects)
+        self._set_number(txn, _USED, self._number(txn, _USED) - record.size_bytes)
 
     def _put_hold(self, txn: lmdb.Transaction, digest: Digest, lease_id: str) -> None:
         txn.put(_hold_key(digest, lease_id), b"", db=self._holds)
@@ -248,25 +289,35 @@ class Catalogue:
     def _number(self, txn: lmdb.Transaction, name: bytes) -> int:
         return int(txn.get(name, default=b"0", db=self._meta))
 
-    def _check_format(self, folder: Path) -> None:
+    def _set_number(self, txn: lmdb.Transaction, name: bytes, value: int) -> None:
+        txn.put(name, str(value).encode(), db=self._meta)
+
+    def _check_format(self) -> None:
         with self._writing() as txn:
-            found = self._number(txn, b"format")
+            found = self._number(txn, _FORMAT)
             if found > CATALOGUE_FORMAT:
                 raise ConfigError(
-                    f"the cache catalogue {folder} has format {found}; this datasvc reads up to "
+                    f"the cache catalogue {self._files.catalogue} has format {found}; this datasvc reads up to "
                     f"{CATALOGUE_FORMAT}: upgrade it, or use another cache folder"
                 )
-            txn.put(b"format", str(CATALOGUE_FORMAT).encode(), db=self._meta)
+            self._set_number(txn, _FORMAT, CATALOGUE_FORMAT)
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
-        with self._env.begin(write=True) as txn:
+        with self._translated(), self._env.begin(write=True) as txn:
             yield txn
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
-        with self._env.begin() as txn:
+        with self._translated(), self._env.begin() as txn:
             yield txn
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except lmdb.Error as error:
+            raise UnavailableError(f"the cache catalogue {self._files.catalogue} failed: {error}") from error
 
 
 def _hold_key(digest: Digest, lease_id: str) -> bytes:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from datasvc.cache.catalogue import Catalogue, Record
+from datasvc.cache.catalogue import BUSY, RESIDENT, Catalogue
 from datasvc.cache.files import Files
-from datasvc.errors import CacheFullError, CorruptDataError, UnavailableError
+from datasvc.errors import CacheFullError, CorruptDataError, DatasvcError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.objects import digest_of
 
@@ -54,42 +54,44 @@ class Fetcher:
             CorruptDataError: the origin's bytes are wrong, twice.
             NotFoundError, UnavailableError: see `Objects.fetch`.
         """
-        while True:
-            record = self._catalogue.reserve(info, self._lease_id, self._files)
-            if record is None:
-                self._files.wait_for_incoming(info.digest)
-            elif record.state == "reserved":
-                self._fetch(info, repository, report)
-                return False
-            elif self._is_trusted(info, record):
-                return True
+        try:
+            return self._acquire(info, repository, report)
+        except OSError as error:
+            raise _translated(error, self._files.folder) from error
+        finally:
+            # Whatever happened, an interrupt at any line included: no reservation outlives this call.
+            if self._files.is_locked_by_this_thread(info.digest):
+                self._catalogue.drop(info.digest, self._lease_id)
+                self._files.unlock(info.digest)
 
-    def _is_trusted(self, info: ObjectInfo, record: Record) -> bool:
-        """Check a resident object that another boot verified; a bad or missing one is dropped and counted."""
-        path = self._files.object_path(info.digest)
-        if record.boot == self._boot and path.exists():
+    def _acquire(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> bool:
+        while (answer := self._catalogue.reserve(info, self._lease_id, self._boot)) == BUSY:
+            self._files.wait_for_incoming(info.digest)
+        if answer == RESIDENT:
             return True
-        if _file_digest(path) == info.digest:
-            self._catalogue.complete(info.digest, self._boot)
+        if self._is_intact(info.digest):
+            # From another boot, or from a process killed between publishing and saying so.
+            self._catalogue.complete(info.digest, self._lease_id, self._boot, publish=False)
             return True
-        path.unlink(missing_ok=True)
-        self._catalogue.drop(info.digest, self._lease_id, corrupt=record.boot != self._boot)
+        self._fetch(info, repository, report)
+        self._catalogue.complete(info.digest, self._lease_id, self._boot, publish=True)
         return False
 
-    def _fetch(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> None:
+    def _is_intact(self, digest: Digest) -> bool:
+        """Check a file that lies there unverified; a bad one is removed and counted."""
+        path = self._files.object_path(digest)
         try:
-            self._fetch_verified(info, repository, report)
-            self._files.publish(info.digest)
-            self._catalogue.complete(info.digest, self._boot)
-        except BaseException as error:
-            self._catalogue.drop(info.digest, self._lease_id, corrupt=False)
-            if isinstance(error, OSError):
-                raise _translated(error, self._files.folder) from error
-            raise
-        finally:
-            self._files.unlock(info.digest)
+            found = digest_of(np.memmap(path, np.uint8, mode="r").data)
+        except FileNotFoundError:
+            return False
+        except ValueError:  # an empty file
+            found = None
+        if found != digest:
+            self._catalogue.count_corrupt()
+            path.unlink()
+        return found == digest
 
-    def _fetch_verified(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> None:
+    def _fetch(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> None:
         for attempt in range(_ATTEMPTS):
             try:
                 file = self._files.incoming(info.digest)
@@ -102,14 +104,7 @@ class Fetcher:
                 return
 
 
-def _file_digest(path: Path) -> Digest | None:
-    try:
-        return digest_of(np.memmap(path, np.uint8, mode="r").data)
-    except (OSError, ValueError):
-        return None
-
-
-def _translated(error: OSError, folder: Path) -> Exception:
+def _translated(error: OSError, folder: Path) -> DatasvcError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CacheFullError(f"the disk of the cache {folder} is full before its budget is: lower the budget")
     return UnavailableError(f"cannot write to the cache {folder}: {error}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -33,7 +34,7 @@ class Files:
         self.folder = folder
         self.leases = folder / "leases"
         self.catalogue = folder / "catalogue"
-        self._locked: dict[Digest, BinaryIO] = {}
+        self._locked: dict[Digest, tuple[BinaryIO, int]] = {}
         try:
             for needed in (self.leases, self.catalogue, folder / "objects", folder / "incoming"):
                 needed.mkdir(parents=True, exist_ok=True)
@@ -49,13 +50,34 @@ class Files:
         return self.folder / "incoming" / parse_digest(digest)
 
     def lock_incoming(self, digest: Digest) -> None:
-        """Start a new incoming file, locked until `publish` or `discard`. Raises OSError."""
+        """Start a new incoming file, locked until `unlock`; one that a dead process left is replaced.
+
+        Call it in a write transaction of the catalogue only, so that there is never more than one. Raises OSError.
+        """
         path = self.incoming_path(digest)
-        with suppress(FileNotFoundError):
-            path.unlink()
+        path.unlink(missing_ok=True)
         file = path.open("xb")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        self._locked[digest] = file
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except BaseException:
+            file.close()
+            raise
+        self._locked[digest] = (file, threading.get_ident())
+
+    def is_incoming_locked(self, digest: Digest) -> bool:
+        """Return whether a living process or thread fetches the object."""
+        try:
+            descriptor = os.open(self.incoming_path(digest), os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        else:
+            return False
+        finally:
+            os.close(descriptor)
 
     def wait_for_incoming(self, digest: Digest) -> None:
         """Return once whoever fetches the object has finished, failed or died: the kernel frees its lock then."""
@@ -68,16 +90,20 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def is_locked_by_this_thread(self, digest: Digest) -> bool:
+        """Return whether the calling thread has the lock."""
+        return digest in self._locked and self._locked[digest][1] == threading.get_ident()
+
     def incoming(self, digest: Digest) -> BinaryIO:
-        """Return the locked file that this process fetches into, emptied."""
-        file = self._locked[digest]
+        """Return the locked file that this thread fetches into, emptied."""
+        file, _ = self._locked[digest]
         file.seek(0)
         file.truncate()
         return file
 
     def publish(self, digest: Digest) -> None:
         """Give a complete, verified incoming file its name; the lock stays until `unlock`. Raises OSError."""
-        file = self._locked[digest]
+        file, _ = self._locked[digest]
         file.flush()
         target = self.object_path(digest)
         target.parent.mkdir(exist_ok=True)
@@ -86,8 +112,9 @@ class Files:
 
     def unlock(self, digest: Digest) -> None:
         """Free the lock, and with it whoever waits for the object; what was not published is removed."""
-        file = self._locked.pop(digest)
-        with suppress(FileNotFoundError):
+        file, _ = self._locked.pop(digest)
+        with suppress(OSError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(self.incoming_path(digest))):
                 self.incoming_path(digest).unlink()
-        file.close()
+        with suppress(OSError):  # a full disk: what was not written is not wanted either
+            file.close()

@@ -12,6 +12,9 @@ from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_fact
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
 
 
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")]
+
+
 class OnBad(StrEnum):
     """What becomes of samples that do not decode."""
 
@@ -39,18 +42,20 @@ def ingest(
     from datasvc.cache.budget import format_size, parse_size
     from datasvc.repository import Repository
     from datasvc.shards.ingest import ingest as run_ingest
+    from datasvc.shards.sources import ImageFolder
 
+    listed = ImageFolder.list(source)
     with byte_progress(f"ingesting {name}") as (set_total, advance):
+        set_total(listed.size_bytes)
         done = run_ingest(
             Repository.create(repo),
-            source,
+            listed,
             name,
             shard_bytes=parse_size(shard_size),
             on_bad=on_bad.value,
             decode_check=decode_check,
             seed=seed,
             message=message,
-            on_listed=lambda listed: set_total(listed.size_bytes),
             report=lambda _samples, size_bytes: advance(size_bytes),
         )
     if as_json:
@@ -134,21 +139,20 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
         print_facts({f"split {name}": facts})
 
 
-def log(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
+def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
     """List the versions of a data set, newest first.
 
     Example: datasvc log pets --repo ./repo
     """
     from datasvc.repository import Repository
-    from datasvc.shards import list_versions
 
-    entries = list_versions(Repository.open(repo), ref)
+    entries = Repository.open(repo).entries("datasets", name)
     if as_json:
         print_json([{**entry.content, "version": entry.number} for entry in entries])
         return
     rows = [
         (
-            f"{ref}@{entry.number}",
+            f"{name}@{entry.number}",
             entry.content["created"],
             sum(split["samples"] for split in entry.content["splits"].values()),
             entry.content["message"] or "-",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Model versions: checkpoints that know what they came from.")
 
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a model.")]
 
 
 @app.command()
@@ -30,7 +31,7 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def log(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
+def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
     """List the versions of a model, newest first.
 
     Example: datasvc models log digits-cnn --repo ./repo
@@ -38,7 +39,7 @@ def log(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None
     from datasvc.models import model_log
     from datasvc.repository import Repository
 
-    _print_versions(model_log(Repository.open(repo), ref)[::-1], as_json=as_json)
+    _print_versions(model_log(Repository.open(repo), name)[::-1], as_json=as_json)
 
 
 @app.command()

@@ -81,7 +81,7 @@ def save(
         "data": [use.to_dict() for use in data],
         "code": asdict(code or describe_code()),
         "config": dict(config or {}),
-        "metrics": {key: _json_number(value) for key, value in (metrics or {}).items()},
+        "metrics": {key: _json_number(float(value)) for key, value in (metrics or {}).items()},
         "parent": parent,
         "message": message,
     }

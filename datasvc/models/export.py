@@ -24,13 +24,19 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
         The files, the entry last: where it is, the others are complete.
 
     Raises:
-        ConfigError: the folder is a file or not empty, or cannot be written.
+        ConfigError: the folder is a file or not empty, or cannot be written; or safetensors lacks a tensor's dtype.
     """
     from safetensors.torch import save
 
     skeleton, tensors = flatten(checkpoint.state)
+    try:
+        packed = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    except KeyError as error:
+        raise ConfigError(
+            f"safetensors cannot hold tensors of {error}; read them with datasvc.open().restore()"
+        ) from error
     contents = {
-        TENSORS_FILE: save({name: tensor.contiguous() for name, tensor in tensors.items()}),
+        TENSORS_FILE: packed,
         STATE_FILE: json.dumps(skeleton, indent=2).encode(),
         ENTRY_FILE: json.dumps(dict(checkpoint.entry), indent=2, sort_keys=True).encode(),
     }

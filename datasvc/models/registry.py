@@ -8,6 +8,7 @@ from typing import Any
 
 from datasvc.repository import Digest, Repository
 from datasvc.repository.objects import parse_digest
+from datasvc.repository.references import is_name
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,18 @@ def describe_model(repository: Repository, ref: str) -> ModelVersion:
     """Return one version. Raises ConfigError, NotFoundError, CorruptDataError, UnavailableError."""
     version = repository.resolve("models", ref)
     entry = repository.entry(version).content
-    return ModelVersion(version.name, version.version, _tags_on(repository, version.name, version.version), entry)
+    tags = _tags_on(repository.tags("models", version.name), version.version)
+    return ModelVersion(version.name, version.version, tags, entry)
 
 
 def model_log(repository: Repository, name: str) -> list[ModelVersion]:
-    """Return every version of a model, oldest first. Raises as `describe_model`."""
-    resolved = repository.resolve("models", name)
-    entries = repository.versions("models", resolved.name).entries()
-    tags = repository.tags("models", resolved.name)
+    """Return every version of a model, oldest first. Raises as `Repository.entries`."""
+    tags = repository.tags("models", name) if is_name(name) else {}
     return [
-        ModelVersion(
-            resolved.name,
-            entry.number,
-            tuple(tag for tag, number in tags.items() if number == entry.number),
-            entry.content,
-        )
-        for entry in entries
+        ModelVersion(name, entry.number, _tags_on(tags, entry.number), entry.content)
+        for entry in repository.entries("models", name)
     ]
 
 
-def _tags_on(repository: Repository, name: str, version: int) -> tuple[str, ...]:
-    return tuple(tag for tag, number in repository.tags("models", name).items() if number == version)
+def _tags_on(tags: Mapping[str, int], version: int) -> tuple[str, ...]:
+    return tuple(tag for tag, number in tags.items() if number == version)

@@ -210,9 +210,11 @@ def _raw_bytes(name: str, tensor: torch.Tensor) -> memoryview:
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or tensor.is_quantized or dtype not in _DTYPES:
-        raise ConfigError(f"tensor {name!r} ({tensor.layout}, {dtype}) cannot be stored; make it dense first")
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or dtype not in _DTYPES:
+        raise ConfigError(
+            f"tensor {name!r} ({tensor.layout}, {dtype}) cannot be stored; make it a dense tensor with data first"
+        )
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

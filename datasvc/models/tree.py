@@ -24,10 +24,11 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the JSON skeleton of `state` and its tensors by dotted path. Numpy arrays become tensors.
 
     Raises:
-        ConfigError: a leaf can be stored neither as JSON nor as a tensor; names it and says what to do.
+        ConfigError: a leaf can be stored neither as JSON nor as a tensor; names it and says what to do. Or the tree
+            is nested absurdly deep.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _flatten(state, "", tensors), tensors
+    return _flatten(state, "", tensors, 0), tensors
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -35,11 +36,13 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return _unflatten(skeleton, tensors, 0)
 
 
-def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     import torch
 
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
+        value = _from_numpy(value, path)
     if isinstance(value, torch.Tensor):
         name = path or "tensor"
         while name in tensors:  # {"a.b": x, "a": {"b": y}} has one path twice
@@ -55,22 +58,24 @@ def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
     if isinstance(value, tuple):
-        return {"$tuple": [_flatten(each, _join(path, index), tensors) for index, each in enumerate(value)]}
+        return {
+            "$tuple": [_flatten(each, _join(path, index), tensors, depth + 1) for index, each in enumerate(value)]
+        }
     if isinstance(value, list):
-        return [_flatten(each, _join(path, index), tensors) for index, each in enumerate(value)]
+        return [_flatten(each, _join(path, index), tensors, depth + 1) for index, each in enumerate(value)]
     if isinstance(value, Mapping):
-        return _flatten_mapping(value, path, tensors)
+        return _flatten_mapping(value, path, tensors, depth)
     raise ConfigError(
         f"state value {path or '(root)'} is a {type(value).__name__}, which cannot be stored without pickle; "
         "store tensors, numbers, strings, lists, tuples and dicts of them, such as its state_dict()"
     )
 
 
-def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ConfigError(f"state key {key!r} at {path or '(root)'} is no string and no int")
-    flat = {key: _flatten(each, _join(path, key), tensors) for key, each in value.items()}
+    flat = {key: _flatten(each, _join(path, key), tensors, depth + 1) for key, each in value.items()}
     if all(isinstance(key, str) and not key.startswith("$") for key in flat):
         return flat
     return {"$dict": [[key, each] for key, each in flat.items()]}
@@ -102,6 +107,16 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> A
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptDataError(f"this state's {marks[0]} is damaged: {error!r}") from error
     raise CorruptDataError(f"this state uses the unknown mark {mark!r}; it may need a later datasvc")
+
+
+def _from_numpy(value: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    import torch
+
+    try:
+        native = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="), copy=False))
+        return torch.from_numpy(native.reshape(value.shape))
+    except TypeError as error:
+        raise ConfigError(f"state value {path or '(root)'} is an array of {value.dtype}: {error}") from error
 
 
 def _join(path: str, key: object) -> str:

@@ -6,6 +6,7 @@ every read is checked against the name, so changed bytes are an error and never 
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from typing import BinaryIO, NewType
 from blake3 import blake3
 
 from datasvc import durable
-from datasvc.errors import CorruptDataError
+from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository.storage import Storage, translated
 
 Digest = NewType("Digest", str)
@@ -98,10 +99,6 @@ class Objects:
         """Return the object's file when the repository lies on this machine, else None."""
         return self._storage.local_path(self.path(digest))
 
-    def contains(self, digest: Digest) -> bool:
-        """Return whether the object is there. Raises UnavailableError."""
-        return self._storage.size(self.path(digest)) is not None
-
     def put(self, content: bytes | memoryview) -> ObjectInfo:
         """Store `content`; an object that exists already is not written again. Raises UnavailableError."""
         view = memoryview(content)
@@ -139,11 +136,12 @@ class Objects:
             CorruptDataError: its bytes differ from its name.
             UnavailableError: the store did not answer.
         """
-        content = self.read_unverified(digest)
-        found = digest_of(content)
-        if found != digest:
-            raise CorruptDataError(_mismatch(self.location(digest), digest, found))
-        return content
+        size_bytes = self._storage.size(self.path(digest))
+        if size_bytes is None:
+            raise NotFoundError(f"object {self.location(digest)} is missing; restore it from another copy")
+        sink = io.BytesIO()
+        self.fetch(digest, size_bytes, sink)
+        return sink.getvalue()
 
     def read_unverified(self, digest: Digest) -> bytes:
         """Return whatever bytes lie under the name: to find out what damage hit, never to use them."""
@@ -167,11 +165,21 @@ class Objects:
             OSError: `file` could not be written.
         """
         running = blake3()
-        for part in self._parts(digest, size_bytes):
-            running.update(part)
-            file.write(part)
-            if report is not None:
-                report(len(part))
+        try:
+            for part in self._parts(digest, size_bytes):
+                running.update(part)
+                file.write(part)
+                if report is not None:
+                    report(len(part))
+        except UnavailableError as error:
+            # A store answers a range behind the end with an error: that is no reason to try again.
+            stored = self._storage.size(self.path(digest))
+            if stored is None or stored >= size_bytes:
+                raise
+            raise CorruptDataError(
+                f"{self.location(digest)} is corrupt: {stored} bytes long, expected {size_bytes}; restore it from "
+                "another copy"
+            ) from error
         found = Digest(running.hexdigest())
         if found != digest:
             raise CorruptDataError(_mismatch(self.location(digest), digest, found))

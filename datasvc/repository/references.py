@@ -20,9 +20,14 @@ class Reference:
     tag: str | None = None
 
 
+def is_name(name: str) -> bool:
+    """Return whether `name` may name a data set, model or tag."""
+    return bool(_NAME.fullmatch(name)) and len(name) <= _MAX_NAME_LENGTH
+
+
 def check_name(name: str, what: str) -> str:
     """Return `name` when it may name a `what` ("data set", "model", "tag"). Raises ConfigError."""
-    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME_LENGTH:
+    if not is_name(name):
         raise ConfigError(
             f"{name!r} cannot name a {what}: use lower-case letters, digits, '.', '_' and '-', "
             f"a letter or digit first, at most {_MAX_NAME_LENGTH} characters"

@@ -9,7 +9,7 @@ from typing import Literal
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository.log import Entry, Log
 from datasvc.repository.objects import Objects
-from datasvc.repository.references import check_name, check_tag, parse_reference
+from datasvc.repository.references import check_name, check_tag, is_name, parse_reference
 from datasvc.repository.storage import Storage
 
 REPOSITORY_FORMAT = 1
@@ -87,7 +87,7 @@ class Repository:
 
     def names(self, kind: Kind) -> list[str]:
         """Return the names that have at least one version, sorted. Raises UnavailableError."""
-        return [name for name in self._storage.list(kind) if self.versions(kind, name).head()]
+        return [name for name in self._storage.list(kind) if is_name(name) and self.versions(kind, name).head()]
 
     def versions(self, kind: Kind, name: str) -> Log:
         """Return the log of versions of `name`, which may be empty. Raises ConfigError for a bad name."""
@@ -96,11 +96,8 @@ class Repository:
     def tags(self, kind: Kind, name: str) -> dict[str, int]:
         """Return the tags of `name` and the version each stands on now. Raises UnavailableError."""
         folder = f"{kind}/{check_name(name, _WORDS[kind])}/tags"
-        found = {}
-        for tag in self._storage.list(folder):
-            entry = self.tag_history(kind, name, tag)
-            found[tag] = int(entry[-1].content["version"]) if entry else 0
-        return {tag: version for tag, version in found.items() if version}
+        heads = {tag: self._tag_head(kind, name, tag) for tag in self._storage.list(folder) if is_name(tag)}
+        return {tag: version for tag, version in heads.items() if version}
 
     def tag_history(self, kind: Kind, name: str, tag: str) -> list[Entry]:
         """Return every move of a tag, oldest first; [] for a tag that never was. Raises UnavailableError."""
@@ -134,10 +131,11 @@ class Repository:
                 f"no {_WORDS[kind]} {wanted.name!r} in {self.url}; it has: {_listed(self.names(kind))}"
             )
         if wanted.tag is not None:
-            tags = self.tags(kind, wanted.name)
-            if wanted.tag not in tags:
-                raise NotFoundError(f"{wanted.name} has no tag {wanted.tag!r}; it has: {_listed(sorted(tags))}")
-            return Resolved(kind, wanted.name, tags[wanted.tag])
+            tagged = self._tag_head(kind, wanted.name, wanted.tag)
+            if not tagged:
+                tags = sorted(self.tags(kind, wanted.name))
+                raise NotFoundError(f"{wanted.name} has no tag {wanted.tag!r}; it has: {_listed(tags)}")
+            return Resolved(kind, wanted.name, tagged)
         version = wanted.version or numbers[-1]
         if version not in numbers:
             raise NotFoundError(f"{wanted.name} has no version {version}; it has {numbers[0]} to {numbers[-1]}")
@@ -146,6 +144,25 @@ class Repository:
     def entry(self, resolved: Resolved) -> Entry:
         """Return the log entry of a version. Raises CorruptDataError, NotFoundError, UnavailableError."""
         return self.versions(resolved.kind, resolved.name).read(resolved.version)
+
+    def entries(self, kind: Kind, name: str) -> list[Entry]:
+        """Return every version of `name`, oldest first.
+
+        Raises:
+            ConfigError: `name` carries a version or tag, or cannot be a name.
+            NotFoundError: there is none of that name.
+            CorruptDataError, UnavailableError: see `Log.read`.
+        """
+        resolved = self.resolve(kind, name)
+        if resolved.name != name:
+            raise ConfigError(f"{name!r} names one version; give the name alone: {resolved.name}")
+        return self.versions(kind, name).entries()
+
+    def _tag_head(self, kind: Kind, name: str, tag: str) -> int:
+        """Return the version a tag stands on, 0 when there is no such tag."""
+        log = self._tag_log(kind, name, tag)
+        head = log.head()
+        return int(log.read(head).content["version"]) if head else 0
 
     def _tag_log(self, kind: Kind, name: str, tag: str) -> Log:
         return Log(self._storage, f"{kind}/{check_name(name, _WORDS[kind])}/tags/{check_tag(tag)}")

@@ -131,8 +131,10 @@ class Storage:
                 entries = self._fs.ls(self._full(folder), detail=False)
         except NotFoundError:
             return []
-        names = {entry.rstrip("/").rpartition("/")[2] for entry in entries}
-        names.discard(self._full(folder).rpartition("/")[2] if not self.is_local else "")
+        # Some stores list the folder itself among its entries.
+        own = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's own name for its documented rule
+        paths = {self._fs._strip_protocol(entry) for entry in entries} - {own}  # noqa: SLF001
+        names = {path.rpartition("/")[2] for path in paths}
         return sorted(name for name in names if not name.startswith(durable.TEMPORARY_PREFIX))
 
     def create(self, path: str, content: bytes) -> None:
@@ -188,6 +190,12 @@ class Storage:
                 durable.create_file(target, content)
         except FileExistsError as error:
             raise ConflictError(f"{target} exists already") from error
+        except UnavailableError as error:
+            if self._read_back(path, error) == content:
+                raise UnknownOutcomeError(
+                    f"{target} was created, but may not survive a power cut ({error}); look at the disk"
+                ) from error
+            raise
 
     def _create_remote(self, path: str, content: bytes) -> None:
         failure: Exception | None = None

@@ -1,6 +1,6 @@
 """Data sets: samples in Arrow shards, shard tables, and the versions that name them."""
 
-from datasvc.shards.dataset import Dataset, OriginShards, ShardStore, Split, list_versions, open_dataset
+from datasvc.shards.dataset import Dataset, OriginShards, ShardStore, Split, open_dataset
 from datasvc.shards.ingest import IngestReport, ingest
 from datasvc.shards.reader import Shard
 from datasvc.shards.schema import image_schema
@@ -19,6 +19,5 @@ __all__ = [
     "Split",
     "image_schema",
     "ingest",
-    "list_versions",
     "open_dataset",
 ]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.repository import Entry, ObjectInfo, Repository, Resolved
 from datasvc.repository.objects import digest_of, parse_digest
 from datasvc.shards.reader import Shard
@@ -201,16 +201,3 @@ def open_dataset(repository: Repository, ref: str) -> Dataset:
 def choose_split(dataset: Dataset, split: str | None) -> list[Split]:
     """Return the named split, or all of them for None. Raises NotFoundError."""
     return [dataset[split]] if split is not None else list(dataset.values())
-
-
-def list_versions(repository: Repository, name: str) -> list[Entry]:
-    """Return every version of a data set, oldest first.
-
-    Raises:
-        NotFoundError: there is no such data set.
-        ConfigError: `name` carries a version or tag, or cannot be a name.
-    """
-    resolved = repository.resolve("datasets", name)
-    if resolved.name != name:
-        raise ConfigError(f"{name!r} names one version; give the name alone: {resolved.name}")
-    return repository.versions("datasets", name).entries()

@@ -66,7 +66,7 @@ class IngestReport:
 
 def ingest(
     repository: Repository,
-    source_url: str,
+    source: str | ImageFolder,
     name: str,
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -75,21 +75,19 @@ def ingest(
     seed: int = 0,
     message: str = "",
     report: Callable[[int, int], None] | None = None,
-    on_listed: Callable[[ImageFolder], None] | None = None,
 ) -> IngestReport:
     """Ingest an image folder as the next version of data set `name`. Existing versions are untouched.
 
     Args:
         repository: where to.
-        source_url: local folder or fsspec URL, see `sources.image_folder`.
+        source: local folder or fsspec URL, see `sources.image_folder`; or one that was listed already.
         name: of the data set, made when new.
         shard_bytes: image bytes at which a shard is full.
         on_bad: "fail" commits nothing when a sample is bad, after all were looked at; "skip" leaves it out.
-        decode_check: decode every image fully rather than parse its header.
+        decode_check: decode every image fully rather than check its header and its end.
         seed: of the permutation that deals samples to shards.
         message: kept with the version.
         report: called with (1, bytes) after each sample.
-        on_listed: called once with the listed source before anything is read.
 
     Raises:
         ConfigError: an option is out of range, or the source's layout is mixed.
@@ -102,9 +100,7 @@ def ingest(
         raise ConfigError(f"shard_bytes is {shard_bytes}; expected at least 1")
     if on_bad not in ("fail", "skip"):
         raise ConfigError(f"on_bad is {on_bad!r}; expected 'fail' or 'skip'")
-    source = ImageFolder.list(source_url)
-    if on_listed is not None:
-        on_listed(source)
+    source = ImageFolder.list(source) if isinstance(source, str) else source
     builder = _ShardBuilder(repository, source, decode_check=decode_check, report=report)
     tables = {}
     for split, files in source.splits.items():
@@ -116,7 +112,7 @@ def ingest(
     entry = {
         "message": message,
         "splits": {split: _store_table(repository, table) for split, table in tables.items()},
-        "source": {"kind": "image-folder", "url": _without_credentials(source_url), "options": options},
+        "source": {"kind": "image-folder", "url": _without_credentials(source.url), "options": options},
         "skipped": len(builder.bad),
     }
     committed = repository.versions("datasets", name).append(lambda _head: entry)
@@ -171,26 +167,30 @@ class _ShardBuilder:
                 try:
                     writer.append(self._sample(file, content))
                 except BadSampleError as error:
-                    self.bad.append(BadSample(split, file.key, str(error)))
+                    self.bad.append(BadSample(split, _printable(file.key), str(error)))
                 if self._report is not None:
                     self._report(1, len(content))
         return sink.info, writer.statistics
 
     def _sample(self, file: ImageFile, content: bytes) -> dict[str, Any]:
+        if _printable(file.key) != file.key:
+            raise BadSampleError("its name is not UTF-8: rename it")
         header = read_header(content, decode=self._decode_check)
         sample = {KEY: file.key, IMAGE: content, WIDTH: header.width, HEIGHT: header.height}
         return sample if file.label is None else {**sample, LABEL: file.label}
 
 
 def _check_bad(bad: list[BadSample], source: ImageFolder, on_bad: OnBad) -> None:
-    """Raise BadSampleError where bad samples forbid a commit: any with "fail", all of them always."""
-    if not bad or (on_bad == "skip" and len(bad) < source.num_samples):
+    """Raise BadSampleError where bad samples forbid a commit: any with "fail", all of a split always."""
+    in_split = Counter(sample.split for sample in bad)
+    emptied = any(count == len(source.splits[split]) for split, count in in_split.items())
+    if not bad or (on_bad == "skip" and not emptied):
         return
     named = "; ".join(f"{sample.split}/{sample.key}: {sample.reason}" for sample in bad[:_NAMED_BAD_SAMPLES])
     more = f"; and {len(bad) - _NAMED_BAD_SAMPLES} more" if len(bad) > _NAMED_BAD_SAMPLES else ""
     raise BadSampleError(
         f"{len(bad)} of {source.num_samples} samples of {source.url} are bad, nothing was committed: {named}{more}. "
-        "Mend or remove them, or leave them out with --on-bad skip"
+        "Mend or remove them, or leave them out with --on-bad skip, which must leave some in every split"
     )
 
 
@@ -202,6 +202,10 @@ def _store_table(repository: Repository, table: ShardTable) -> dict[str, Any]:
         "bytes": table.size_bytes,
         "shards": table.num_shards,
     }
+
+
+def _printable(key: str) -> str:
+    return key.encode("utf-8", "backslashreplace").decode()
 
 
 def _without_credentials(url: str) -> str:

@@ -62,7 +62,8 @@ class _BlobColumn:
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """Bytes of each blob: `int64[samples]`."""
-        return np.diff(np.array(self._offsets, np.int64))
+        offsets = np.array(self._offsets, np.int64)
+        return offsets[1:] - offsets[:-1]
 
     def append(self, blob: bytes | memoryview) -> None:
         view = np.frombuffer(blob, np.uint8)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +30,7 @@ def test_victims_free_enough_or_nothing_is_evicted(given_candidates, needed):
 def test_what_was_released_last_goes_first(given_candidates, needed):
     victims = choose_victims(given_candidates, needed)
     if victims:
+        assert all(not each.is_stale for each in given_candidates)
         kept = [each for each in given_candidates if each not in victims]
         assert all(each.released <= victims[-1].released for each in kept)
 
@@ -48,3 +51,14 @@ def test_shuffled_epochs_hit_with_the_share_of_the_data_that_fits():
                     del resident[victim.digest]
             resident[digest] = clock
     assert hits / 900 > 0.48
+
+
+@given(candidates, candidates, st.integers(1, 500))
+def test_what_dead_jobs_left_goes_before_anything_of_a_living_one_the_oldest_first(living, dead, needed):
+    known = {each.digest for each in living}
+    stale = [replace(each, is_stale=True) for each in dead if each.digest not in known]
+    victims = choose_victims([*living, *stale], needed) or []
+    if any(not victim.is_stale for victim in victims):
+        assert set(stale) <= set(victims)
+    gone = [each for each in victims if each.is_stale]
+    assert all(kept.released >= gone[-1].released for kept in stale if gone and kept not in gone)

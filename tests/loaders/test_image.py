@@ -9,9 +9,17 @@ import torch
 from PIL import Image
 
 from datasvc.cache import Cache
-from datasvc.errors import BadSampleError, CacheFullError, ConfigError, CorruptDataError, StateMismatchError
+from datasvc.errors import (
+    BadSampleError,
+    CacheFullError,
+    ConfigError,
+    CorruptDataError,
+    StateMismatchError,
+    UnavailableError,
+)
 from datasvc.shards import ingest, open_dataset
 from loaders import ImageLoader
+from loaders.augment import AugmentConfig
 from loaders.pipeline import PipelineConfig, decoder_arguments
 from tests.samples import jpeg
 
@@ -65,23 +73,20 @@ def test_an_epoch_serves_each_sample_once_with_its_own_label(digits):
 def test_resumed_batches_equal_those_of_an_uninterrupted_run_bit_for_bit(digits, taken):
     """An epoch of `val` has 5 steps of 64: states inside, at the end of, and after an epoch."""
     with make(digits["val"], 64) as loader:
-        states = [loader.state_dict()]
-        whole = []
-        for batch in take(loader, 12):
-            whole.append(batch)
+        whole = take(loader, 12)
     with make(digits["val"], 64) as loader:
         take(loader, taken)
-        states = json.loads(json.dumps(loader.state_dict()))
+        state = json.loads(json.dumps(loader.state_dict()))
     with make(digits["val"], 64, num_threads=2, prefetch=3) as loader:
         take(loader, 2)  # prefetched and then not wanted
-        loader.load_state_dict(states)
+        loader.load_state_dict(state)
         rest = take(loader, 12 - taken)
     assert all(same(first, second) for first, second in zip(whole[taken:], rest, strict=True))
 
 
 def test_a_state_taken_in_the_last_batch_of_an_epoch_goes_on_with_the_next_epoch(digits):
     with make(digits["val"], 64) as loader:
-        for batch in loader:
+        for _ in loader:
             state = loader.state_dict()
         assert state["position"] == 320
         assert loader.state_dict() == {**state, "epoch": 1, "position": 0}
@@ -188,16 +193,12 @@ def test_an_image_turned_by_exif_is_cropped_in_its_upright_form(repository, tmp_
     split = open_dataset(repository, "photos")["train"]
     assert (split[0]["width"], split[0]["height"]) == (40, 80)
     plain = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-    everything = {"augment_scale": 1}
-    del everything
-    from loaders.augment import AugmentConfig
-
     whole = AugmentConfig(scale=(1.0, 1.0), ratio=(0.5, 0.5), flip=0)
     with ImageLoader(split, batch_size=1, training=True, size=40, augment=whole, **plain) as loader:
         images, _ = next(iter(loader))
     red, _, blue = images[0]
-    assert red[:8].mean() > 0.9 > 0.1 > red[-8:].mean()
-    assert blue[-8:].mean() > 0.9 > 0.1 > blue[:8].mean()
+    assert (red[:8].mean() > 0.9, red[-8:].mean() < 0.1) == (True, True)
+    assert (blue[-8:].mean() > 0.9, blue[:8].mean() < 0.1) == (True, True)
 
 
 def test_grey_cmyk_and_png_images_become_three_channels(repository, tmp_path):
@@ -211,10 +212,13 @@ def test_grey_cmyk_and_png_images_become_three_channels(repository, tmp_path):
 
 
 def test_a_sample_that_does_not_decode_is_named_and_the_loader_goes_on_elsewhere(repository, folder):
-    (folder / "train" / "b" / "bad.jpg").write_bytes(jpeg(seed=1)[:-300] + b"\xff\xd9")  # passes the header check
+    photo = bytearray(jpeg(seed=1))
+    table = photo.index(b"\xff\xc4")
+    photo[table + 5 : table + 21] = b"\xff" * 16  # a Huffman table that cannot be; header and end look right
+    (folder / "train" / "b" / "bad.jpg").write_bytes(photo)
     ingest(repository, str(folder), "pets")
     split = open_dataset(repository, "pets")["train"]
-    with make(split, 3, shuffle=None) as loader:
+    with make(split, 3, shuffle=None, tail="short") as loader:
         with pytest.raises(BadSampleError, match=r"1 of 3 samples .* pets@1/train: 'b/bad\.jpg' \(row \d+ of shard"):
             take(loader, 7)
         failed_at = loader.state_dict()["position"]
@@ -267,6 +271,8 @@ def test_a_corrupt_origin_reaches_the_training_loop_as_an_error(repository, fold
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"num_threads": 0}, "num_threads is 0"),
+        ({"training": False, "resize": 0}, "resize is 0, below size 32"),
         ({"size": 0}, "size is 0"),
         ({"batch_size": 2000}, "gives no full batch of 2000"),
         ({"rank": 2, "world_size": 2}, "rank is 2"),
@@ -306,3 +312,70 @@ def test_gpu_and_cpu_decode_agree(digits):
         for first, second in zip(on_cpu, on_gpu, strict=True):
             assert second.images.is_cuda
             assert (first.images - second.images.cpu()).abs().mean() < 1 / 255 / 0.225
+
+
+class Interrupting:
+    """A pipeline that is interrupted once, right after a run's output was taken."""
+
+    def __init__(self, pipeline, after):
+        self._pipeline, self._left = pipeline, after
+
+    def feed(self, *arguments):
+        self._pipeline.feed(*arguments)
+
+    def take(self):
+        output = self._pipeline.take()
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return output
+
+
+@pytest.mark.parametrize("tail", ["short", "pad"])
+def test_after_ctrl_c_anywhere_the_loader_goes_on_exactly(digits, tail):
+    with make(digits["val"], 64, tail=tail) as loader:
+        whole = take(loader, 8)
+    with make(digits["val"], 64, tail=tail) as loader:
+        found = take(loader, 2)
+        loader._pipeline = Interrupting(loader._pipeline, after=1)
+        with pytest.raises(KeyboardInterrupt):
+            take(loader, 1)
+        found += take(loader, 6)
+    assert all(same(first, second) for first, second in zip(whole, found, strict=True))
+
+
+def test_after_an_error_of_the_store_the_same_loader_goes_on(digits, monkeypatch):
+    with make(digits["train"], 64) as loader:
+        whole = take(loader, 4)
+    with make(digits["train"], 64) as loader:
+        found = take(loader, 1)
+
+        def unavailable(_info):
+            raise UnavailableError("503")
+
+        loader._batches.close()
+        monkeypatch.setattr(loader._batches._store, "open_shard", unavailable)
+        with pytest.raises(UnavailableError):
+            take(loader, 3)
+        monkeypatch.undo()
+        found += take(loader, 3)
+    assert all(same(first, second) for first, second in zip(whole, found, strict=True))
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_short_and_empty_batches_work_at_any_prefetch(digits, prefetch):
+    """9 positions left for 2 ranks of 4: the last step has one sample, for rank 1."""
+    for rank, sizes in ((0, [4, 0]), (1, [4, 1])):
+        with make(digits["val"], 4, rank=rank, world_size=2, tail="short", prefetch=prefetch) as loader:
+            loader.load_state_dict({**loader.state_dict(), "position": 351})
+            assert [len(batch.images) for batch in loader] == sizes
+            assert len(next(iter(loader)).labels) == 4
+
+
+def test_progress_counts_epochs_with_their_share(digits):
+    with make(digits["val"], 90) as loader:
+        assert loader.progress == 0
+        take(loader, 1)
+        assert loader.progress == 0.25
+        take(loader, 4)
+        assert loader.progress == 1.25

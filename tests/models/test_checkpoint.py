@@ -24,6 +24,10 @@ def trained():
     return model, optimizer
 
 
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
 def files(repository):
     from pathlib import Path
 
@@ -52,7 +56,7 @@ def test_every_dtype_and_shape_comes_back(repository, dtype):
     for name, tensor in state.items():
         assert back[name].dtype == dtype
         assert back[name].shape == tensor.shape
-        assert torch.equal(back[name].view(torch.uint8) if False else back[name].float(), tensor.float())
+        assert bits(back[name]) == bits(tensor)
 
 
 def test_nan_and_signed_zero_keep_their_bits(repository):
@@ -182,7 +186,7 @@ def test_two_jobs_saving_to_one_name_both_land(repository):
 
 
 def test_what_cannot_be_stored_leaves_no_version(repository):
-    with pytest.raises(ConfigError, match="optimizer.fn"):
+    with pytest.raises(ConfigError, match=r"optimizer\.fn"):
         save(repository, "m", {"optimizer": {"fn": len}}, step=0)
     with pytest.raises(ConfigError, match="tensor 's'"):
         save(repository, "m", {"s": torch.eye(3).to_sparse()}, step=0)

@@ -94,3 +94,23 @@ def test_a_skeleton_of_absurd_depth_is_refused():
         skeleton = [skeleton]
     with pytest.raises(CorruptDataError, match="nested deeper"):
         unflatten(skeleton, {})
+
+
+def test_a_state_nested_too_deep_is_refused_before_it_is_saved():
+    state = 1
+    for _ in range(150):
+        state = [state]
+    with pytest.raises(ConfigError, match="nested deeper than 100 levels"):
+        flatten(state)
+
+
+@pytest.mark.parametrize("array", [np.arange(4, dtype=">i4"), np.arange(6)[::-2], np.array(2.5)])
+def test_arrays_of_any_byte_order_and_stride_are_stored(array):
+    back = unflatten(*flatten({"a": array}))["a"]
+    assert back.shape == array.shape
+    assert back.tolist() == array.tolist()
+
+
+def test_arrays_torch_cannot_hold_are_named():
+    with pytest.raises(ConfigError, match=r"state value a\.b is an array of <U1"):
+        flatten({"a": {"b": np.array(["x"])}})

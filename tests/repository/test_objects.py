@@ -22,8 +22,6 @@ def test_equal_bytes_are_one_object_however_they_were_written(objects):
         sink.write(memoryview(b"lo"))
     assert sink.info == info
     assert objects.read(info.digest) == b"hello"
-    assert objects.contains(info.digest)
-    assert not objects.contains(digest_of(b"other"))
 
 
 def test_an_object_of_many_ranges_arrives_in_order(objects, monkeypatch):
@@ -84,3 +82,14 @@ def test_what_is_no_digest_is_refused_before_it_becomes_a_path(text):
 def test_names_of_64_characters_that_are_no_digest_are_refused(text):
     with pytest.raises(CorruptDataError):
         parse_digest(text)
+
+
+@pytest.mark.parametrize("left", [0, 5, 2500])
+def test_an_object_cut_short_in_any_store_is_corrupt_and_not_unavailable(objects, left, monkeypatch):
+    monkeypatch.setattr("datasvc.repository.objects._RANGE_BYTES", 1000)
+    info = objects.put(os.urandom(5000))
+    objects._storage.put_bytes(objects.path(info.digest), b"x" * left)
+    with pytest.raises(CorruptDataError):
+        objects.fetch(info.digest, info.size_bytes, io.BytesIO())
+    with pytest.raises(CorruptDataError):
+        objects.read(info.digest)

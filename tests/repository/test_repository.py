@@ -107,3 +107,14 @@ def test_a_number_cannot_be_a_tag(repository):
     commit(repository, "digits")
     with pytest.raises(ConfigError, match="would mean version 7"):
         repository.tag("datasets", "digits", "7")
+
+
+def test_stray_files_beside_the_names_harm_nobody(tmp_path):
+    repository = Repository.create(str(tmp_path))
+    commit(repository, "digits")
+    repository.tag("datasets", "digits", "stable")
+    for folder in ("datasets", "datasets/digits/tags"):
+        (tmp_path / folder / ".DS_Store").write_text("x")
+        (tmp_path / folder / "Not A Name").write_text("x")
+    assert repository.names("datasets") == ["digits"]
+    assert repository.tags("datasets", "digits") == {"stable": 1}

@@ -40,6 +40,12 @@ def test_lists_are_sorted_names_and_see_what_was_just_written(storage):
     assert storage.list("folder") == ["a", "b", "c", "d", "sub"]
 
 
+def test_a_child_named_like_its_folder_is_listed(storage):
+    storage.put_bytes("tags/tags/1", b"x")
+    assert storage.list("tags") == ["tags"]
+    assert storage.list("tags/tags") == ["1"]
+
+
 def test_create_writes_once_and_a_second_create_is_a_conflict(storage):
     storage.create("log/1", b"first")
     with pytest.raises(ConflictError, match="exists already"):
@@ -130,3 +136,16 @@ def test_an_unknown_scheme_is_refused():
 def test_unfinished_files_of_a_killed_writer_are_not_listed(tmp_path):
     (tmp_path / ".tmp-0123").write_bytes(b"half")
     assert Storage(str(tmp_path)).list("") == []
+
+
+def test_a_local_create_whose_last_sync_failed_is_not_reported_as_not_happened(tmp_path, monkeypatch):
+    storage = Storage(str(tmp_path / "store"))
+    storage.create("log/1", b"first")
+
+    def failing(_folder):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("datasvc.durable.fsync_folder", failing)
+    with pytest.raises(UnknownOutcomeError, match="was created, but may not survive"):
+        storage.create("log/2", b"second")
+    assert storage.read("log/2") == b"second"

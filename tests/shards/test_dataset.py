@@ -5,7 +5,7 @@ import pytest
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.repository import Repository
-from datasvc.shards import ingest, list_versions, open_dataset
+from datasvc.shards import ingest, open_dataset
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def test_a_remote_repository_is_read_the_same(split, tmp_path):
 
 
 def test_a_log_is_asked_for_by_name_alone(split):
-    assert [entry.number for entry in list_versions(split.repository, "pets")] == [1]
+    assert [entry.number for entry in split.repository.entries("datasets", "pets")] == [1]
     with pytest.raises(ConfigError, match="give the name alone: pets"):
-        list_versions(split.repository, "pets@1")
+        split.repository.entries("datasets", "pets@1")
 
 
 def test_random_access_reads_what_was_written(digits):

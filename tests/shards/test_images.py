@@ -1,5 +1,6 @@
 import io
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -20,11 +21,30 @@ def test_headers_of_common_formats_are_read(kind):
     assert (header.kind, header.width, header.height) == (kind, 30, 20)
 
 
-def test_sizes_are_those_after_the_exif_rotation():
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_sizes_are_those_after_the_exif_rotation(kind):
     exif = Image.Exif()
     exif[0x0112] = 6
-    header = read_header(encoded("JPEG", exif=exif.tobytes()))
+    header = read_header(encoded(kind, exif=exif.tobytes() if kind != "TIFF" else exif))
     assert (header.width, header.height) == (20, 30)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF"])
+def test_an_image_cut_in_half_is_never_accepted(kind):
+    generator = np.random.default_rng(1)
+    buffer = io.BytesIO()
+    Image.fromarray(generator.integers(0, 256, (60, 80, 3), np.uint8)).save(buffer, kind)
+    with pytest.raises(BadSampleError):
+        read_header(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+
+
+def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_image():
+    thumbnail = b"\xff\xe1" + (2 + len(jpeg())).to_bytes(2, "big") + jpeg()
+    whole = jpeg(200, 150, quality=95)
+    with_thumbnail = whole[:2] + thumbnail + whole[2:]
+    read_header(with_thumbnail)
+    with pytest.raises(BadSampleError):
+        read_header(with_thumbnail[:-1000])
 
 
 @pytest.mark.parametrize(
@@ -32,8 +52,8 @@ def test_sizes_are_those_after_the_exif_rotation():
     [
         (b"", "empty file"),
         (b"<html>not found</html>", "no image: it starts with b'<html>"),
-        (jpeg()[:-20], "truncated JPEG: no end marker"),
-        (encoded("PNG")[:60], "does not decode|truncated"),
+        (jpeg()[:-20], "does not decode"),
+        (encoded("PNG")[:50], "does not decode|truncated"),
     ],
 )
 def test_what_does_not_decode_is_refused_with_its_reason(content, reason):

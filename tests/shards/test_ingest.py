@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.repository import Repository
-from datasvc.shards import ingest, list_versions, open_dataset
+from datasvc.shards import ingest, open_dataset
 from datasvc.shards.ingest import plan_shards
 from datasvc.shards.sources import ImageFile
 from tests.samples import jpeg, write_folder
@@ -42,7 +42,7 @@ def test_a_second_ingest_appends_a_version_and_the_first_stays(repository, folde
     assert str(ingest(repository, str(folder), "pets").version) == "pets@2"
     assert contents(open_dataset(repository, "pets@1")["train"]) == before
     assert contents(open_dataset(repository, "pets@2")["train"]).keys() == before.keys() | {"a/new.jpg"}
-    assert [entry.number for entry in list_versions(repository, "pets")] == [1, 2]
+    assert [entry.number for entry in repository.entries("datasets", "pets")] == [1, 2]
 
 
 def test_the_same_source_and_options_give_the_same_digests_anywhere(tmp_path, folder):
@@ -144,7 +144,7 @@ def test_a_source_that_is_not_there_or_empty_says_so(repository, tmp_path):
 
 def test_images_beside_class_folders_are_refused_by_name(repository, folder):
     (folder / "train" / "stray.jpg").write_bytes(jpeg())
-    with pytest.raises(ConfigError, match=r"train/stray\.jpg"):
+    with pytest.raises(ConfigError, match=r"such as train/stray\.jpg"):
         ingest(repository, str(folder), "pets")
 
 
@@ -167,3 +167,27 @@ def test_nothing_unfinished_is_left_behind(repository, folder):
         ingest(repository, str(folder), "pets")
     left = [name for _, _, names in os.walk(repository.url) for name in names if name.startswith(".tmp")]
     assert left == []
+
+
+@pytest.mark.parametrize("stray", ["cat/1.jpg", "Train/a/1.jpg", "extra.jpg"])
+def test_sources_in_which_two_files_could_get_one_key_are_refused(repository, folder, stray):
+    (folder / stray).parent.mkdir(parents=True, exist_ok=True)
+    (folder / stray).write_bytes(jpeg())
+    with pytest.raises(ConfigError, match="mix splits with others, or spell a split in two ways"):
+        ingest(repository, str(folder), "pets")
+
+
+def test_a_name_that_is_not_utf8_is_a_bad_sample_and_no_crash(repository, folder):
+    with open(os.fsencode(folder) + b"/train/a/\xff\xfe.jpg", "wb") as file:
+        file.write(jpeg())
+    with pytest.raises(BadSampleError, match=r"train/a/.*udcff.*not UTF-8"):
+        ingest(repository, str(folder), "pets")
+    assert len(ingest(repository, str(folder), "pets", on_bad="skip").bad) == 1
+
+
+def test_a_split_that_would_be_empty_is_never_committed(repository, folder):
+    for path in (folder / "val").rglob("*.jpg"):
+        path.write_bytes(b"")
+    with pytest.raises(BadSampleError, match=r"6 of 26 .* must leave some in every split"):
+        ingest(repository, str(folder), "pets", on_bad="skip")
+    assert repository.names("datasets") == []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError
+from datasvc.repository.references import check_name
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class TrainConfig:
         learning_rate: peak rate, for the global batch.
         momentum: of SGD.
         weight_decay: L2 factor.
-        warmup_steps: steps of linear warm-up.
+        warmup_epochs: epochs of linear warm-up, fractions allowed.
         size: side of the images in pixels.
         resize: evaluation: shorter side before the centre crop; None for size * 256 / 224.
         scale: share of the area that a training window covers.
@@ -34,7 +35,7 @@ class TrainConfig:
         seed: of initialisation, order and augmentation.
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
         resume: "auto" continues the newest version of `name` where there is one; "never" starts anew.
-        device: "cpu" or "cuda".
+        device: "cpu", or "cuda" for the GPU of this rank.
 
     Raises:
         ConfigError: a value is out of range.
@@ -51,7 +52,7 @@ class TrainConfig:
     learning_rate: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 1e-4
-    warmup_steps: int = 20
+    warmup_epochs: float = 1.0
     size: int = 224
     resize: int | None = None
     scale: tuple[float, float] = (0.08, 1.0)
@@ -66,11 +67,14 @@ class TrainConfig:
         for name in ("epochs", "batch_size", "checkpoint_every", "size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.learning_rate <= 0 or self.warmup_steps < 0:
+        if self.learning_rate <= 0 or self.warmup_epochs < 0:
             raise ConfigError(
-                f"learning_rate is {self.learning_rate}, warmup_steps {self.warmup_steps}; "
+                f"learning_rate is {self.learning_rate}, warmup_epochs {self.warmup_epochs}; "
                 "expected a positive rate and no negative warm-up"
             )
+        check_name(self.name, "model")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"device is {self.device!r}; expected 'cpu' or 'cuda'")
         if self.resume not in ("auto", "never"):
             raise ConfigError(f"resume is {self.resume!r}; expected 'auto' or 'never'")
 

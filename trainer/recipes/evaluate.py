@@ -10,7 +10,7 @@ from loaders import ImageLoader
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: ImageLoader, device: str) -> dict[str, float]:
+def evaluate(model: nn.Module, loader: ImageLoader, device: torch.device) -> dict[str, float]:
     """Return accuracy and mean loss over the split. Every rank calls this.
 
     Args:

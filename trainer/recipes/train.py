@@ -42,7 +42,9 @@ class Run:
     loader: ImageLoader
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    device: torch.device
     step: int = 0
+    begun_at: int = -1
     version: str | None = None
 
 
@@ -60,36 +62,41 @@ def train(config: TrainConfig) -> str:
     report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
     random_state.seed_all(config.seed)
     run = start(config)
-    val_loader = make_loader(config, run.dataset["val"], training=False)
-    total_steps = config.epochs * len(run.loader)
     ended = time.perf_counter()
     while run.loader.epoch < config.epochs:
         for batch in run.loader:
             wait_s = time.perf_counter() - ended
             rate = warmup_cosine(
-                run.step, total_steps=total_steps, warmup_steps=config.warmup_steps, peak=config.learning_rate
+                run.loader.progress,
+                epochs=config.epochs,
+                warmup_epochs=config.warmup_epochs,
+                peak=config.learning_rate,
             )
             for group in run.optimizer.param_groups:
                 group["lr"] = rate
             run.optimizer.zero_grad()
             assert batch.labels is not None
-            logits = run.model(batch.images.to(config.device))
-            loss = nn.functional.cross_entropy(logits, batch.labels.to(config.device))
+            logits = run.model(batch.images.to(run.device))
+            loss = nn.functional.cross_entropy(logits, batch.labels.to(run.device))
             loss.backward()  # type: ignore[no-untyped-call]
             run.optimizer.step()
             run.step += 1
             step_s, ended = time.perf_counter() - ended, time.perf_counter()
             if hvd.rank() == 0:
                 timed = {"rate": rate, "step_s": step_s, "wait_s": wait_s}
-                report("step", step=run.step, of=total_steps, epoch=batch.epoch, loss=loss.item(), **timed)
-            if run.step % config.checkpoint_every == 0 and run.step < total_steps:
+                share = run.loader.progress / config.epochs
+                report("step", step=run.step, epoch=batch.epoch, progress=share, loss=loss.item(), **timed)
+            is_last = run.loader.epoch == config.epochs - 1 and not run.loader.steps_left
+            if run.step % config.checkpoint_every == 0 and not is_last:
                 commit(run, {})
-    metrics = evaluate(run.model, val_loader, config.device)
-    version = commit(run, metrics)
+    # Released before the evaluation: both loaders' shards need not fit the cache together.
+    run.loader.close()
+    with make_loader(config, run.dataset["val"], training=False) as val_loader:
+        metrics = evaluate(run.model, val_loader, run.device)
+    version = run.version if run.step == run.begun_at else commit(run, metrics)
+    assert version is not None
     if hvd.rank() == 0:
         report("end", version=version, step=run.step, **metrics)
-    run.loader.close()
-    val_loader.close()
     hvd.shutdown()
     return version
 
@@ -100,12 +107,15 @@ def start(config: TrainConfig) -> Run:
     begin = hvd.broadcast_object(resolve_start(repo, config) if hvd.rank() == 0 else None, name="start")
     dataset = repo.dataset(begin["data"])
     loader = make_loader(config, dataset["train"], training=True)
-    model = build_model(config.model, len(dataset["train"].classes)).to(config.device)
+    device = torch.device(rank_device(config))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    model = build_model(config.model, len(dataset["train"].classes)).to(device)
     sgd = torch.optim.SGD(
         model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
     )
     optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
-    run = Run(config, repo, dataset, loader, model, optimizer, version=begin["checkpoint"])
+    run = Run(config, repo, dataset, loader, model, optimizer, device, version=begin["checkpoint"])
     if run.version is not None:
         resume(run, repo.restore(run.version))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -119,6 +129,11 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> dict[str, str | 
     if config.resume == "auto" and config.name in repo.models():
         checkpoint = str(repo.repository.resolve("models", config.name))
     return {"data": data, "checkpoint": checkpoint}
+
+
+def rank_device(config: TrainConfig) -> str:
+    """Return the device of this rank: each has a GPU of its own on its node."""
+    return f"cuda:{hvd.local_rank()}" if config.device == "cuda" else "cpu"
 
 
 def make_loader(config: TrainConfig, split: Split, *, training: bool) -> ImageLoader:
@@ -137,7 +152,7 @@ def make_loader(config: TrainConfig, split: Split, *, training: bool) -> ImageLo
         seed=config.seed,
         rank=hvd.rank(),
         world_size=hvd.size(),
-        device=f"cuda:{hvd.local_rank()}" if config.device.startswith("cuda") else "cpu",
+        device=rank_device(config),
         num_threads=max(1, len(os.sched_getaffinity(0)) // hvd.local_size()),
     )
 
@@ -153,7 +168,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     run.loader.load_state_dict(state["loader"])
-    run.step = int(state["step"])
+    run.step = run.begun_at = int(state["step"])
     if len(state["random"]) == hvd.size():
         random_state.reinstate(state["random"][hvd.rank()])
 

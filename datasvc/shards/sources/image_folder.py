@@ -57,7 +57,8 @@ class ImageFolder:
 
         Raises:
             NotFoundError: nothing is there, or no image is.
-            ConfigError: images lie both in class folders and beside them; or the URL has no driver.
+            ConfigError: images lie both in class folders and beside them, or both in split folders and beside
+                them; or the URL has no driver.
             UnavailableError: the store does not answer.
         """
         file_system, root = resolve_url(url)
@@ -73,6 +74,7 @@ class ImageFolder:
                 f"cannot ingest {url}: no images in it ({len(sizes)} other files); "
                 f"looked for {', '.join(sorted(EXTENSIONS))}"
             )
+        _check_splits(images, url)
         placed = {name: _place(name) for name in images}
         classes = _classes(placed, url)
         labels = {name: number for number, name in enumerate(classes)}
@@ -118,6 +120,17 @@ class FileReader:
 
 def _extension(name: str) -> str:
     return os.path.splitext(name)[1].lower()
+
+
+def _check_splits(images: list[str], url: str) -> None:
+    """Refuse sources in which two files would get one key in one split."""
+    tops = {name.partition("/")[0] if "/" in name else "" for name in images}
+    spellings = [top for top in tops if top.lower() in SPLIT_NAMES]
+    if spellings and (len(tops) > len(spellings) or len({top.lower() for top in spellings}) < len(spellings)):
+        raise ConfigError(
+            f"cannot ingest {url}: its top folders {sorted(tops)[:10]} mix splits with others, or spell a split "
+            "in two ways; keep only split folders at the top, or none"
+        )
 
 
 def _place(name: str) -> tuple[str, str | None, str]:

@@ -1,0 +1,82 @@
+"""Every benchmark runs on a tiny workload and prints its figures; nothing here judges a speed."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "tools" / "bench"
+
+
+def run(program, *arguments):
+    """Run a benchmark; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(BENCH / program), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_json(program, *arguments):
+    return json.loads(run(program, "--json", *arguments))
+
+
+def check(found, repeats):
+    assert found.keys() == {"machine", "commit", "rows", "ratios"}
+    assert found["machine"].keys() == {"cpu", "cores", "memory_gib", "python"}
+    assert found["rows"]
+    assert found["ratios"]
+    for figure in found["rows"] + found["ratios"]:
+        assert figure["n"] == repeats
+        low, median, high = (figure[name] for name in ("min", "median", "max"))
+        assert low <= median <= high
+        assert all(map(math.isfinite, (low, high)))
+        # Noise can make what the ranks add to a step look like less than nothing.
+        assert low > 0 or figure["name"].endswith("overhead"), figure
+
+
+def test_the_access_order_is_measured():
+    check(run_json("order.py", "--repeats", 2, "--samples", 20_000, "--shards", 31), repeats=2)
+
+
+def test_ingest_is_measured(tmp_path):
+    check(run_json("ingest.py", "--repeats", 2, "--images", 24, "--folder", tmp_path), repeats=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_loader_is_measured(tmp_path):
+    arguments = ["--repeats", 2, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
+    check(run_json("loader.py", *arguments), repeats=2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_trainer_is_measured():
+    check(run_json("trainer.py", "--repeats", 2, "--steps-small", 2, "--steps-large", 1), repeats=2)
+
+
+def test_figures_are_shown_as_tables_too():
+    shown = run("order.py", "--repeats", 1, "--samples", 2000, "--shards", 3)
+    assert "positions/s" in shown
+    assert "ratio" in shown
+
+
+def test_photos_differ_and_equal_seeds_give_equal_bytes(tmp_path):
+    run("photos.py", tmp_path / "many", "--images", 62)
+    run("photos.py", tmp_path / "few", "--images", 3)
+    many = {path.name: path.read_bytes() for path in (tmp_path / "many").glob("*/*.jpg")}
+    few = {path.name: path.read_bytes() for path in (tmp_path / "few").glob("*/*.jpg")}
+    assert len(few) == 3
+    assert few.items() <= many.items()
+    assert len(set(many.values())) == 62
+    assert 60_000 < sum(map(len, many.values())) / 62 < 160_000
