@@ -1,0 +1,102 @@
+"""The training recipe at two ranks: killed and resumed it ends with the bits of an undisturbed run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from datasvc.models import describe_model, model_log
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def repository(digits_folder, tmp_path_factory):
+    repository = Repository.create(str(tmp_path_factory.mktemp("recipe") / "repo"))
+    ingest(repository, str(digits_folder), "digits", shard_bytes=256 << 10)
+    return repository
+
+
+# The recipe, but for rank 0, which kills itself right after it has reported a step.
+PROGRAM = """
+import os, signal
+from trainer.recipes import train as recipe
+
+real = recipe.report
+def report(event, **facts):
+    real(event, **facts)
+    if event == "step" and facts["step"] == int(os.environ["KILL_AT_STEP"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+recipe.report = report
+
+from trainer.__main__ import main
+main()
+"""
+
+
+def run(repository, name, *, ranks=2, kill_at_step=0, **options):
+    """Run the recipe; returns its exit status, events and standard error."""
+    # fmt: off
+    words = [
+        sys.executable, "-m", "trainer.launch", "-np", str(ranks), "--no-prefix", sys.executable, "-c", PROGRAM,
+        "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
+        "--scale", "0.8", "1", "--flip", "0", "--epochs", "2", "--batch-size", "48", "--checkpoint-every", "4",
+    ]
+    # fmt: on
+    words += [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    environment = {**os.environ, "KILL_AT_STEP": str(kill_at_step)}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.returncode, events, done.stderr
+
+
+def steps(events):
+    return [event["step"] for event in events if event["event"] == "step"]
+
+
+def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(repository):
+    status, whole, _ = run(repository, "whole")
+    assert status == 0
+    assert steps(whole) == list(range(1, 29))  # 14 steps of 96 in each epoch
+    status, killed, error = run(repository, "killed", kill_at_step=18)
+    assert status != 0
+    assert steps(killed) == list(range(1, 19))
+    assert "rank 0" in error
+    assert describe_model(repository, "killed").entry["step"] == 16  # inside epoch 1
+    status, resumed, _ = run(repository, "killed")
+    assert status == 0
+    assert steps(resumed) == list(range(17, 29))
+    final, undisturbed = describe_model(repository, "killed"), describe_model(repository, "whole")
+    assert final.tensors == undisturbed.tensors
+    assert final.entry["metrics"] == undisturbed.entry["metrics"]
+    assert final.entry["parent"] == f"killed@{final.version - 1}"
+
+    assert sorted(event["event"] for event in run(repository, "killed")[1]) == ["end", "start", "start"]
+    assert describe_model(repository, "killed").version == final.version, "a finished run commits nothing more"
+
+
+def test_a_run_resumed_on_one_rank_with_another_batch_size_goes_on_at_the_right_rate(repository):
+    status, _, _ = run(repository, "resized", kill_at_step=6)
+    assert status != 0
+    status, events, _ = run(repository, "resized", ranks=1, batch_size=32)
+    assert status == 0
+    rates = [event["rate"] for event in events if event["event"] == "step"]
+    peak = rates.index(max(rates))
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert (max(rates) > 0.09, rates[-1] < 0.01) == (True, True)
+    (use,) = describe_model(repository, "resized").entry["data"]
+    assert (use["dataset"], use["split"], use["state"]["epoch"]) == ("digits@1", "train", 2)
+    assert all(version.entry["code"].keys() == {"revision", "dirty"} for version in model_log(repository, "resized"))
+
+
+def test_errors_of_a_run_are_said_without_a_traceback(repository):
+    status, _, error = run(repository, "broken", ranks=1, data="letters")
+    assert status == 1
+    assert "no data set 'letters'" in error
+    assert "Traceback" not in error

@@ -1,0 +1,154 @@
+"""Every format that docs/formats.md defines, byte by byte.
+
+The files in `golden/` were written by the first release of each format and must open for ever; writing the same
+content must give the same bytes. A new format gets new files beside the old ones: never change one that is here.
+After a deliberate change of what a format 1 writer emits, `python tests/formats/test_golden.py` writes them anew.
+"""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from datasvc.models.tensors import TensorRecord, encode_table, read_records
+from datasvc.models.tree import flatten, unflatten
+from datasvc.order import AccessOrder, OrderConfig, OrderState
+from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
+from datasvc.repository.log import decode_entry, encode_entry
+from datasvc.repository.objects import digest_of
+from datasvc.shards import Shard, ShardStatistics, ShardTable, ShardWriter, image_schema
+from loaders.augment import AugmentConfig, plan_random_windows
+
+GOLDEN = Path(__file__).parent / "golden"
+SAMPLES = [
+    {"key": "cat/1.jpg", "image": b"\xff\xd8cat\xff\xd9", "width": 3, "height": 2, "label": 0},
+    {"key": "dög/2.jpg", "image": b"\xff\xd8dog!\xff\xd9", "width": 5, "height": 4, "label": 1},
+]
+STATISTICS = ShardStatistics(2, 5, 4, 8)
+SHARD = ObjectInfo(Digest("0123456789abcdef" * 4), 1234)
+ENTRY = {
+    "format": 1,
+    "commit": "00112233445566778899aabbccddeeff",
+    "created": "2026-01-02T03:04:05+00:00",
+    "message": "größer",
+    "splits": {"train": {"table": "ab" * 32, "samples": 2, "bytes": 1234, "shards": 1}},
+}
+RECORDS = [
+    TensorRecord("model.w", "float32", (2, 3), Digest("01" * 32), Digest("01" * 32), 0, 24),
+    TensorRecord("step", "int64", (), Digest("02" * 32), Digest("03" * 32), 8, 8),
+]
+STATE = {"step": 7, "pair": (1, "x"), 3: None, "inf": float("inf"), "raw": b"\x00\xff", "w": torch.zeros(1)}
+LOADER_STATE = OrderState("ab" * 32, 2, 17, OrderConfig(seed=5, shuffle="windowed", lanes=4, block=100, sticky=True))
+
+
+def shard_bytes():
+    sink = io.BytesIO()
+    with ShardWriter(sink, image_schema(labelled=True)) as writer:
+        for sample in SAMPLES:
+            writer.append(sample)
+    return sink.getvalue()
+
+
+def first_samples(config, epoch):
+    shards, rows = AccessOrder([5, 0, 7, 4], config, epoch).locate(np.arange(6))
+    return [f"{shard}:{row}" for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
+
+
+def orders():
+    windowed = {"seed": 7, "shuffle": "windowed", "lanes": 2, "block": 3}
+    sizes = np.array([500, 64]), np.array([375, 64])
+    windows = plan_random_windows(*sizes, np.arange(2), seed=7, epoch=3, config=AugmentConfig())
+    return {
+        "global": first_samples(OrderConfig(seed=7), 0),
+        "global, epoch 3": first_samples(OrderConfig(seed=7), 3),
+        "windowed": first_samples(OrderConfig(**windowed), 1),
+        "sticky": first_samples(OrderConfig(**windowed, sticky=True), 1),
+        "windows": [windows.starts.tolist(), windows.shapes.tolist(), windows.flips.tolist()],
+    }
+
+
+def marker_bytes(folder):
+    Repository.create(str(folder))
+    return (folder / "datasvc.json").read_bytes()
+
+
+def written(folder):
+    """Return what the formats' writers give now."""
+    return {
+        "repository-1.json": marker_bytes(folder),
+        "entry-1.json": encode_entry(ENTRY),
+        "shard-1.arrow": shard_bytes(),
+        "table-1.arrow": ShardTable.build(
+            [(SHARD, STATISTICS)], image_schema(labelled=True), ["cat", "dög"]
+        ).encode(),
+        "tensors-1.arrow": encode_table(RECORDS),
+        "state-1.json": json.dumps(flatten(STATE)[0], sort_keys=True).encode(),
+        "order-1.json": json.dumps(orders(), indent=1, sort_keys=True).encode(),
+        "loader-state-1.json": json.dumps(LOADER_STATE.to_dict(), sort_keys=True).encode(),
+    }
+
+
+def golden(name):
+    return (GOLDEN / name).read_bytes()
+
+
+def test_every_format_is_written_byte_by_byte_as_it_was(tmp_path):
+    now = written(tmp_path)
+    assert sorted(now) == sorted(path.name for path in GOLDEN.iterdir())
+    assert {name: content for name, content in now.items() if content != golden(name)} == {}
+
+
+def test_a_repository_of_format_1_opens(tmp_path):
+    (tmp_path / "datasvc.json").write_bytes(golden("repository-1.json"))
+    assert Repository.open(str(tmp_path)).names("datasets") == []
+
+
+def test_an_entry_of_format_1_opens():
+    assert decode_entry(golden("entry-1.json"), "golden") == ENTRY
+
+
+def test_a_shard_of_format_1_opens():
+    shard = Shard.from_bytes(golden("shard-1.arrow"), "golden")
+    assert [shard.sample(row) for row in range(2)] == SAMPLES
+    assert [view.tobytes() for view in shard.blobs("image", np.arange(2))] == [each["image"] for each in SAMPLES]
+
+
+def test_a_shard_table_of_format_1_opens():
+    table = ShardTable.decode(golden("table-1.arrow"), "golden")
+    assert table.shards() == [SHARD]
+    assert (table.num_samples, table.classes) == (2, ("cat", "dög"))
+    assert [table.largest(name) for name in ("max_width", "max_height", "max_sample_bytes")] == [5, 4, 8]
+
+
+def test_a_tensor_table_of_format_1_opens(tmp_path):
+    objects = Objects(Storage(str(tmp_path)))
+    assert read_records(objects, objects.put(golden("tensors-1.arrow")).digest) == RECORDS
+
+
+def test_a_state_of_format_1_opens():
+    assert unflatten(json.loads(golden("state-1.json")), {"w": STATE["w"]}) == STATE
+
+
+def test_a_loader_state_of_format_1_opens():
+    assert OrderState.from_dict(json.loads(golden("loader-state-1.json"))) == LOADER_STATE
+
+
+def test_the_digest_is_blake3():
+    """The first bytes of the official test vectors: the empty input, and one zero byte."""
+    assert digest_of(b"").startswith("af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262")
+    assert digest_of(b"\0").startswith("2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213")
+
+
+def test_the_order_and_the_crops_of_format_1_are_what_they_were():
+    """Saved positions mean these samples and these windows, for ever: the order itself is a format."""
+    assert json.loads(golden("order-1.json")) == orders()
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as made:
+        for file, content in written(Path(made)).items():
+            (GOLDEN / file).write_bytes(content)
