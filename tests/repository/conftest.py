@@ -9,26 +9,24 @@ from moto.server import ThreadedMotoServer
 
 @pytest.fixture(scope="session")
 def s3_bucket():
-    """Start an S3 server on loopback and return the URL of a bucket."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    settings = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+    """Return the URL of a new bucket: on the S3 server that AWS_ENDPOINT_URL names, else on one started here."""
     import s3fs
 
-    bucket = f"datasvc-{secrets.token_hex(4)}"
-    s3fs.S3FileSystem().mkdir(bucket)
-    yield f"s3://{bucket}"
-    server.stop()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with pytest.MonkeyPatch.context() as patch:
+        server = None
+        if "AWS_ENDPOINT_URL" not in os.environ:
+            server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+            server.start()
+            host, port = server.get_host_and_port()
+            patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+            patch.setenv("AWS_ACCESS_KEY_ID", "test")
+            patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+            patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        bucket = f"datasvc-{secrets.token_hex(4)}"
+        s3fs.S3FileSystem().mkdir(bucket)
+        yield f"s3://{bucket}"
+        if server is not None:
+            server.stop()
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
