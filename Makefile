@@ -22,8 +22,8 @@ demo: setup  ## the main job end to end on real images: ingest, stage, train, ki
 test: setup  ## all tests but the long ones
 	$(BIN)/python -m pytest -m 'not slow'
 
-test-all: setup  ## all tests
-	$(BIN)/python -m pytest
+test-all: test  ## all tests
+	$(BIN)/python -m pytest -m slow
 
 check: setup  ## ruff, mypy and the import directions
 	$(BIN)/ruff format --check .

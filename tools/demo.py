@@ -192,6 +192,8 @@ def main() -> None:
 
     console.rule("what was done and measured")
     table = Table(box=None, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     facts = {
         "data set": f"digits@1: {demo.query('ls')[0]['samples']} real scans, a fifth held out",
         "node cache": f"{usage['resident_bytes']} bytes resident of a budget of {usage['budget_bytes']}",
