@@ -116,8 +116,10 @@ class OrderState:
             own = {name: fields.pop(name) for name in ("version", "epoch", "position")}
             restored = cls(**own, config=OrderConfig(**fields))
             numbers = (restored.epoch, restored.position, restored.config.seed, restored.config.lanes)
-            if not all(isinstance(number, int) and number >= 0 for number in numbers):
-                raise TypeError(f"epoch, position, seed and lanes must be integers from 0 on, not {numbers}")  # noqa: TRY301
+            if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(
+                restored.version, str
+            ):
+                raise TypeError(f"version must be text, epoch, position, seed and lanes integers from 0 on: {own}")  # noqa: TRY301
         except (KeyError, TypeError) as error:
             raise ConfigError(f"this is no loader state: {error}; found the fields {sorted(state)}") from error
         return restored

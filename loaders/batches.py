@@ -54,6 +54,11 @@ class SampleBatch:
     columns: dict[str, npt.NDArray[Any]]
 
     @property
+    def before(self) -> Cursor:
+        """Where the run stands until this batch is served."""
+        return Cursor(self.epoch, self.step.start)
+
+    @property
     def after(self) -> Cursor:
         """Where the run stands once this batch is served."""
         return Cursor(self.epoch, self.step.next_position)
@@ -102,8 +107,9 @@ class _OpenShards:
             self._release(shard)
 
     def _release(self, shard: int) -> None:
-        if self._open.pop(shard, None) is not None:
+        if shard in self._open:
             self._store.release_shard(self._table.shard(shard))
+            del self._open[shard]
 
 
 class SampleBatches:

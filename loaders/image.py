@@ -196,9 +196,8 @@ class ImageLoader:
         """
         epoch = self._cursor.epoch
         while self._cursor.epoch == epoch and self.steps_left:
-            batch, images = self._next()
-            self._cursor = batch.after
-            yield self._finish(batch, images)
+            batch, self._cursor = self._next()
+            yield batch
         if self._cursor.epoch == epoch:
             self._cursor = Cursor(epoch + 1, 0)
 
@@ -234,8 +233,10 @@ class ImageLoader:
     def _global_batch(self) -> int:
         return self.batch_size * self._world_size
 
-    def _next(self) -> tuple[SampleBatch, torch.Tensor]:
-        """Return the next batch decoded, and start decoding one more."""
+    def _next(self) -> tuple[ImageBatch, Cursor]:
+        """Return the next batch and where the run stands after it, and start decoding one more."""
+        if self._under_way and self._under_way[0][0].before != self._cursor:
+            self._discard()  # an interrupt fell between the last batch and the cursor
         if self._pipeline is None:
             self._pipeline = DecodePipeline(self._pipeline_config)
         if self._stream is None:
@@ -246,11 +247,12 @@ class ImageLoader:
             images = self._take(batch)
             self._under_way.popleft()
             self._fill()
+            finished = self._finish(batch, images)
         except BaseException:
             # Ctrl-C or a failing store, anywhere in between: start anew from the cursor, which has not moved.
             self._discard()
             raise
-        return batch, images
+        return finished, batch.after
 
     def _fill(self) -> None:
         """Start decoding until `prefetch` batches are under way; empty ones, which DALI never sees, do not count."""

@@ -5,10 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from datasvc.repository import Repository
 from datasvc.shards import Dataset, ingest, open_dataset
 from tests.samples import write_folder
+
+# A slow machine is no failure: what a property costs is not what its test is about.
+settings.register_profile("datasvc", deadline=None)
+settings.load_profile("datasvc")
 
 ROOT = Path(__file__).parents[1]
 

@@ -59,3 +59,16 @@ def test_folders_are_made_with_their_parents(tmp_path):
     durable.make_folder(tmp_path / "a" / "b")
     durable.make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_creator_killed_before_the_link_leaves_only_a_name_that_readers_skip(tmp_path):
+    code = """
+import os, pathlib, signal, sys
+from datasvc import durable
+os.link = lambda *_names: os.kill(os.getpid(), signal.SIGKILL)
+durable.create_file(pathlib.Path(sys.argv[1]), b"new")
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=False)
+    assert done.returncode == -9
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(durable.TEMPORARY_PREFIX)

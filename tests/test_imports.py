@@ -14,6 +14,7 @@ ALLOWED = {
     "datasvc.errors": set(),
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed": {"datasvc.errors"},
+    "datasvc.sizes": {"datasvc.errors"},
     "datasvc.order": {"datasvc.errors", "datasvc.keyed"},
     "datasvc.repository": {"datasvc.errors", "datasvc.durable"},
 }
@@ -24,7 +25,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.durable",
     "datasvc.errors",
 }
-ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
+ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.models"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api"}

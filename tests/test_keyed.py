@@ -70,3 +70,18 @@ def test_uniform_numbers_fill_the_interval_and_streams_differ():
         assert np.abs(np.histogram(draw, 20, (0, 1))[0] - 2500).max() < 5 * np.sqrt(2500)
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.02
+
+
+def test_permutations_of_different_tweaks_differ():
+    permutation = KeyedPermutation(50, derive_keys(1, 2, 3, KeyedPermutation.num_keys))
+    values = np.arange(50)
+    mapped = [tuple(permutation.permute(values, np.full(50, tweak)).tolist()) for tweak in range(20)]
+    assert len(set(mapped)) == 20
+
+
+def test_every_release_draws_the_same_numbers():
+    """States and versions of earlier releases rest on these: another value here is a new format."""
+    keys = derive_keys(1, 2, 3, KeyedPermutation.num_keys)
+    assert keys[:2].tolist() == [16458012420995149048, 17170766693932515442]
+    assert KeyedPermutation(10, keys).permute(np.arange(10)).tolist() == [4, 3, 9, 5, 2, 7, 0, 6, 1, 8]
+    assert uniform(keys[0], np.arange(2), 5).tolist() == [0.48159862242683404, 0.21508873740579104]

@@ -320,3 +320,65 @@ def test_a_state_of_a_later_format_or_with_other_fields_is_refused(change):
         del state["position"]
     with pytest.raises(ConfigError):
         OrderState.from_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({}, [23, 0, 32, 1, 21, 31, 20, 24, 3, 2, 22, 30]),
+        ({"shuffle": "windowed", "lanes": 2, "block": 3}, [22, 31, 21, 32, 20, 0, 24, 3, 30, 1, 23, 2]),
+        (
+            {"shuffle": "windowed", "lanes": 2, "block": 3, "sticky": True},
+            [22, 0, 21, 1, 20, 2, 31, 24, 32, 3, 30, 23],
+        ),
+    ],
+)
+def test_every_release_serves_the_same_order(shape, expected):
+    """Saved states name positions of it: another order here needs a new STATE_FORMAT."""
+    order = AccessOrder([4, 0, 5, 3], OrderConfig(seed=1, **shape), 2)
+    assert [10 * shard + row for shard, row in served(order, np.arange(12))] == expected
+
+
+def test_a_shard_is_live_from_its_first_position_to_its_last():
+    order = AccessOrder([10] * 5, OrderConfig(shuffle=None), 0)
+    assert order.live_shards(0, 10).tolist() == [0]
+    assert order.live_shards(10, 20).tolist() == [1]
+    assert order.live_shards(9, 21).tolist() == [0, 1, 2]
+
+
+@given(st.integers(0, 1000), st.integers(1, 64), st.integers(1, 8), st.integers(1, 4))
+def test_slices_differ_by_at_most_one_sample_with_lanes_too(start, size, world_size, lanes_per_rank):
+    step, lanes = Step(start, start + size, start + size), world_size * lanes_per_rank
+    lengths = [len(slice_step(step, rank=rank, world_size=world_size, lanes=lanes)[0]) for rank in range(world_size)]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_state_at_the_very_end_of_an_epoch_is_accepted():
+    OrderState("a", 0, 10, OrderConfig()).check_matches("a", OrderConfig(), 10)
+
+
+@pytest.mark.parametrize("change", [{"lanes": 3}, {"block": 5}, {"sticky": True}, {"shuffle": None}])
+def test_a_state_of_an_order_of_another_shape_is_refused(change):
+    shape = {"shuffle": "windowed", "lanes": 2, "block": 4, "sticky": False}
+    other = change if change == {"shuffle": None} else shape | change
+    with pytest.raises(StateMismatchError, match="the state was saved with"):
+        OrderState("a", 0, 0, OrderConfig(**shape)).check_matches("a", OrderConfig(**other), 10)
+
+
+def test_sticky_lanes_take_their_shards_in_another_order_each_epoch():
+    config = OrderConfig(seed=1, shuffle="windowed", lanes=2, block=1, sticky=True)
+    first, second = (served(AccessOrder([1] * 200, config, epoch), np.arange(200)) for epoch in (0, 1))
+    assert sum(one == other for one, other in zip(first, second, strict=True)) < 20
+
+
+@pytest.mark.parametrize("change", [{"epoch": 1.5}, {"position": -1}, {"epoch": "1"}, {"position": None}])
+def test_a_state_whose_numbers_are_none_is_refused(change):
+    with pytest.raises(ConfigError, match="is no loader state"):
+        OrderState.from_dict(OrderState("a", 0, 0, OrderConfig()).to_dict() | change)
+
+
+def test_the_promise_holds_for_runs_that_start_anywhere():
+    config = OrderConfig(shuffle=None)
+    live = AccessOrder([2] * 5, config, 0).live_shards(1, 5)
+    assert live.tolist() == [0, 1, 2]
+    assert max_live_shards([2] * 5, config, 4) == 3

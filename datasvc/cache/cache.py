@@ -57,12 +57,11 @@ class _Node:
         self._ready: set[Digest] = set()
         self._lock = threading.Lock()
         self.process = os.getpid()
+        self.num_users = 0
 
-    def __del__(self) -> None:
-        # In a forked child this object is a copy: lease and database belong to the parent.
-        if getattr(self, "process", None) == os.getpid():
-            self._lease.close()
-            self.catalogue.close()
+    def close(self) -> None:
+        self._lease.close()
+        self.catalogue.close()
 
     def acquire(
         self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None
@@ -86,7 +85,8 @@ class _Node:
     def release(self, digest: Digest) -> None:
         self.check_process()
         with self._lock:
-            assert self._holds[digest] > 0, digest
+            if not self._holds[digest]:
+                raise ConfigError(f"object {digest} was not acquired, or was released already")
             self._holds[digest] -= 1
             if not self._holds[digest]:
                 del self._holds[digest]
@@ -95,20 +95,34 @@ class _Node:
 
     def check_process(self) -> None:
         if self.process != os.getpid():
-            raise ConfigError("this cache was opened before a fork; open it again in the child, or spawn")
+            raise ConfigError(
+                "this cache was opened before a fork, which no database survives; spawn processes instead"
+            )
 
 
-_nodes: weakref.WeakValueDictionary[Path, _Node] = weakref.WeakValueDictionary()
-_nodes_lock = threading.Lock()
+_nodes: dict[Path, _Node] = {}
+_nodes_lock = threading.RLock()  # a finalizer may run while it is held
 
 
-def _open_node(folder: Path) -> _Node:
+def _join_node(folder: Path) -> _Node:
+    """Return the node of `folder`, which stays open until each `_join_node` was answered by `_leave_node`."""
     with _nodes_lock:
-        node = _nodes.get(folder)
-        if node is None or node.process != os.getpid():
-            node = _Node(folder)
-            _nodes[folder] = node
+        if folder not in _nodes:
+            _nodes[folder] = _Node(folder)
+        node = _nodes[folder]
+        node.check_process()
+        node.num_users += 1
         return node
+
+
+def _leave_node(folder: Path, node: _Node) -> None:
+    if node.process != os.getpid():
+        return  # a copy in a forked child: lease and database belong to the parent
+    with _nodes_lock:
+        node.num_users -= 1
+        if not node.num_users:
+            del _nodes[folder]
+            node.close()
 
 
 class Cache:
@@ -128,8 +142,9 @@ class Cache:
     def __init__(self, folder: str | Path, *, budget: int | str | None = None) -> None:
         self.folder = Path(folder).expanduser().resolve()
         wanted = None if budget is None else parse_budget(str(budget), self.folder)
-        node = _open_node(self.folder)
+        node = _join_node(self.folder)
         self._node: _Node | None = node
+        self._leave = weakref.finalize(self, _leave_node, self.folder, node)
         if wanted is not None:
             node.catalogue.set_budget(wanted)
         elif not node.catalogue.budget():
@@ -142,7 +157,8 @@ class Cache:
 
     def shards(self, repository: Repository) -> CachedShards:
         """Return the shards of `repository`, read through this cache; usable for as long as they are kept."""
-        return CachedShards(self._open_node(), repository)
+        self._open_node()
+        return CachedShards(self.folder, repository)
 
     def acquire(
         self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None
@@ -174,7 +190,7 @@ class Cache:
             report: called with the bytes of each part that arrived or was there.
 
         Raises:
-            CacheFullError: they do not fit into the budget; nothing was fetched.
+            CacheFullError: they do not fit into the budget, and nothing was fetched; or beside what jobs hold.
             CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.acquire`.
         """
         wanted = {info.digest: (info, split) for split in splits for info in split.table.shards()}
@@ -211,6 +227,7 @@ class Cache:
     def close(self) -> None:
         """Let go of the folder; closing again does nothing. What is held stays so until released."""
         self._node = None
+        self._leave()
 
     def __enter__(self) -> Self:
         return self
@@ -228,11 +245,16 @@ class Cache:
 
 
 class CachedShards:
-    """The shards of one repository through a node's cache: a `ShardStore`. Made by `Cache.shards`."""
+    """The shards of one repository through a node's cache: a `ShardStore`. Made by `Cache.shards`.
 
-    def __init__(self, node: _Node, repository: Repository) -> None:
-        self._node = node
+    What was not released is released when this object is dropped.
+    """
+
+    def __init__(self, folder: Path, repository: Repository) -> None:
+        self._node = _join_node(folder)
         self._repository = repository
+        self._held: Counter[Digest] = Counter()
+        weakref.finalize(self, _abandon, folder, self._node, self._held)
 
     def open_shard(self, info: ObjectInfo) -> Shard:
         """Return the shard, mapped from the cache; never evicted before `release_shard`.
@@ -241,12 +263,22 @@ class CachedShards:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Cache.acquire`.
         """
         path, _ = self._node.acquire(info, self._repository)
+        self._held[info.digest] += 1
         try:
             return Shard.map(path)
         except BaseException:
-            self._node.release(info.digest)
+            self.release_shard(info)
             raise
 
     def release_shard(self, info: ObjectInfo) -> None:
         """Let the shard be evicted when space is needed; views of it that still exist stay readable."""
         self._node.release(info.digest)
+        self._held[info.digest] -= 1
+
+
+def _abandon(folder: Path, node: _Node, held: Counter[Digest]) -> None:
+    """Release what a dropped `CachedShards` held, and leave the node."""
+    if node.process == os.getpid():
+        for digest in held.elements():
+            node.release(digest)
+    _leave_node(folder, node)

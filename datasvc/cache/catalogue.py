@@ -1,7 +1,7 @@
 """The catalogue of a node's cache: what is resident, reserved and held, by whom. LMDB, one write at a time.
 
 Guards the budget: space is reserved here before a byte is fetched, and no reservation takes reserved + resident
-over it. Files appear under their name, and disappear, inside the transaction that says so.
+over it. Files get their name inside the transaction that says so, and lose it inside the one that forgets them.
 
 A reservation stands exactly as long as the lock of its incoming file: the lock is taken before the reservation is
 visible and freed after it is completed or dropped, so a free lock means that whoever fetched is gone.
@@ -76,7 +76,8 @@ class Catalogue:
 
     Raises:
         ConfigError: the catalogue has a later format.
-        CorruptDataError: it cannot be opened.
+        CorruptDataError: it is damaged.
+        UnavailableError: it cannot be opened.
     """
 
     def __init__(self, files: Files) -> None:
@@ -90,11 +91,13 @@ class Catalogue:
             self._objects = self._env.open_db(b"objects")
             self._holds = self._env.open_db(b"holds")
             self._meta = self._env.open_db(b"meta")
-        except lmdb.Error as error:
+        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise CorruptDataError(
-                f"the cache catalogue {files.catalogue} cannot be opened: {error}. A cache holds copies only: remove "
+                f"the cache catalogue {files.catalogue} is damaged: {error}. A cache holds copies only: remove "
                 "the whole cache folder and stage again"
             ) from error
+        except lmdb.Error as error:
+            raise UnavailableError(f"the cache catalogue {files.catalogue} cannot be opened: {error}") from error
         self._check_format()
 
     def close(self) -> None:
@@ -172,6 +175,8 @@ class Catalogue:
             if record is not None and (record.state, record.owner) == (RESERVED, lease_id):
                 self._delete(txn, digest, record)
                 txn.delete(_hold_key(digest, lease_id), db=self._holds)
+                # Published, or lying there unverified: no record counts it any more.
+                self._files.object_path(digest).unlink(missing_ok=True)
 
     def count_corrupt(self) -> None:
         """Count an object that was found with bad bytes."""

@@ -6,13 +6,11 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from datasvc.cache.catalogue import BUSY, RESIDENT, Catalogue
 from datasvc.cache.files import Files
 from datasvc.errors import CacheFullError, CorruptDataError, DatasvcError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo, Repository
-from datasvc.repository.objects import digest_of
+from datasvc.repository.objects import digest_of_file
 
 # A flipped bit on the way is gone at the second try; a bad origin is not.
 _ATTEMPTS = 2
@@ -78,17 +76,15 @@ class Fetcher:
         return False
 
     def _is_intact(self, digest: Digest) -> bool:
-        """Check a file that lies there unverified; a bad one is removed and counted."""
+        """Check a file that lies there unverified; a bad one is counted."""
         path = self._files.object_path(digest)
         try:
-            found = digest_of(np.memmap(path, np.uint8, mode="r").data)
+            found = digest_of_file(path)
         except FileNotFoundError:
             return False
-        except ValueError:  # an empty file
-            found = None
         if found != digest:
+            # The file stays until the fetched one takes its name, or the reservation is dropped.
             self._catalogue.count_corrupt()
-            path.unlink()
         return found == digest
 
     def _fetch(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> None:

@@ -34,7 +34,7 @@ class Files:
         self.folder = folder
         self.leases = folder / "leases"
         self.catalogue = folder / "catalogue"
-        self._locked: dict[Digest, tuple[BinaryIO, int]] = {}
+        self._locked: dict[tuple[Digest, int], BinaryIO] = {}  # by object and thread
         try:
             for needed in (self.leases, self.catalogue, folder / "objects", folder / "incoming"):
                 needed.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class Files:
         except BaseException:
             file.close()
             raise
-        self._locked[digest] = (file, threading.get_ident())
+        self._locked[digest, threading.get_ident()] = file
 
     def is_incoming_locked(self, digest: Digest) -> bool:
         """Return whether a living process or thread fetches the object."""
@@ -92,18 +92,18 @@ class Files:
 
     def is_locked_by_this_thread(self, digest: Digest) -> bool:
         """Return whether the calling thread has the lock."""
-        return digest in self._locked and self._locked[digest][1] == threading.get_ident()
+        return (digest, threading.get_ident()) in self._locked
 
     def incoming(self, digest: Digest) -> BinaryIO:
         """Return the locked file that this thread fetches into, emptied."""
-        file, _ = self._locked[digest]
+        file = self._locked[digest, threading.get_ident()]
         file.seek(0)
         file.truncate()
         return file
 
     def publish(self, digest: Digest) -> None:
         """Give a complete, verified incoming file its name; the lock stays until `unlock`. Raises OSError."""
-        file, _ = self._locked[digest]
+        file = self._locked[digest, threading.get_ident()]
         file.flush()
         target = self.object_path(digest)
         target.parent.mkdir(exist_ok=True)
@@ -111,8 +111,8 @@ class Files:
         self.incoming_path(digest).rename(target)
 
     def unlock(self, digest: Digest) -> None:
-        """Free the lock, and with it whoever waits for the object; what was not published is removed."""
-        file, _ = self._locked.pop(digest)
+        """Free this thread's lock, and with it whoever waits for the object; what was not published is removed."""
+        file = self._locked.pop((digest, threading.get_ident()))
         with suppress(OSError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(self.incoming_path(digest))):
                 self.incoming_path(digest).unlink()

@@ -31,12 +31,15 @@ class Lease:
         self._path = folder / self.id
         # Locked before it has its name: a lease is never seen unlocked while its holder lives.
         unnamed = folder / f"{TEMPORARY_PREFIX}{self.id}"
-        self._descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        self._descriptor = -1
         try:
+            self._descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             unnamed.rename(self._path)
         except OSError as error:
-            os.close(self._descriptor)
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                unnamed.unlink(missing_ok=True)
             raise ConfigError(
                 f"{folder} cannot hold leases: {error}; put the cache on a local disk with file locks"
             ) from error

@@ -30,10 +30,10 @@ def stage(
     Example: datasvc stage pets@1 --repo s3://bucket/repo --cache /nvme/cache --budget 200GB
     """
     from datasvc.cache import Cache
-    from datasvc.cache.budget import format_size
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.dataset import choose_split
+    from datasvc.sizes import format_size
 
     splits = choose_split(open_dataset(Repository.open(repo), ref), split)
     with Cache(cache, budget=budget) as node, byte_progress(f"staging {ref}") as (set_total, advance):
@@ -55,8 +55,8 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
     Example: datasvc cache status --cache /nvme/cache
     """
     from datasvc.cache import Cache
-    from datasvc.cache.budget import format_size
     from datasvc.errors import NotFoundError
+    from datasvc.sizes import format_size
 
     if not (cache / "catalogue").is_dir():
         raise NotFoundError(f"{cache} is no cache; `datasvc stage REF --cache {cache} --budget SIZE` makes one")

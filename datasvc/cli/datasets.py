@@ -39,11 +39,14 @@ def ingest(
 
     SOURCE/train/cat/1.jpg gives split "train" and label "cat"; without split folders all is "train".
     """
-    from datasvc.cache.budget import format_size, parse_size
     from datasvc.repository import Repository
+    from datasvc.repository.references import check_name
     from datasvc.shards.ingest import ingest as run_ingest
     from datasvc.shards.sources import ImageFolder
+    from datasvc.sizes import format_size, parse_size
 
+    shard_bytes = parse_size(shard_size)
+    check_name(name, "data set")
     listed = ImageFolder.list(source)
     with byte_progress(f"ingesting {name}") as (set_total, advance):
         set_total(listed.size_bytes)
@@ -51,12 +54,12 @@ def ingest(
             Repository.create(repo),
             listed,
             name,
-            shard_bytes=parse_size(shard_size),
+            shard_bytes=shard_bytes,
             on_bad=on_bad.value,
             decode_check=decode_check,
             seed=seed,
             message=message,
-            report=lambda _samples, size_bytes: advance(size_bytes),
+            report=advance,
         )
     if as_json:
         bad = [{"split": each.split, "key": each.key, "reason": each.reason} for each in done.bad]
@@ -182,7 +185,7 @@ def tag(
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    from datasvc.cache.budget import format_size
+    from datasvc.sizes import format_size
 
     tags = ", ".join(f"{tag}={version}" for tag, version in row["tags"].items()) or "-"
     return row["name"], row["version"], row["samples"], format_size(row["bytes"]), tags

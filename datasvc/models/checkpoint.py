@@ -71,13 +71,12 @@ def save(
     check_name(name, "model")
     skeleton, tensors = flatten(state)
     table = store_tensors(repository.objects, tensors)
-    stored = json.dumps({"format": STATE_FORMAT, "state": skeleton}, sort_keys=True, allow_nan=False)
     entry = {
         "step": step,
         "tensors": table.digest,
         "num_tensors": len(tensors),
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "state": repository.objects.put(stored.encode()).digest,
+        "state": repository.objects.put(encode_state(skeleton)).digest,
         "data": [use.to_dict() for use in data],
         "code": asdict(code or describe_code()),
         "config": dict(config or {}),
@@ -99,11 +98,17 @@ def restore(repository: Repository, ref: str) -> Checkpoint:
     version = repository.resolve("models", ref)
     entry = repository.entry(version).content
     tensors = load_tensors(repository.objects, parse_digest(entry["tensors"]))
-    stored = _decode_state(repository.objects.read(parse_digest(entry["state"])), str(version))
+    stored = decode_state(repository.objects.read(parse_digest(entry["state"])), str(version))
     return Checkpoint(version, unflatten(stored, tensors), entry)
 
 
-def _decode_state(raw: bytes, version: str) -> Any:
+def encode_state(skeleton: Any) -> bytes:
+    """Return the bytes of a state object from the skeleton that `tree.flatten` gave."""
+    return json.dumps({"format": STATE_FORMAT, "state": skeleton}, sort_keys=True, allow_nan=False).encode()
+
+
+def decode_state(raw: bytes, version: str) -> Any:
+    """Return the skeleton in a state object of `version`. Raises CorruptDataError, ConfigError (later format)."""
     try:
         stored = json.loads(raw)
         found = int(stored["format"])

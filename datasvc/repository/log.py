@@ -57,13 +57,14 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(raw)
         checksum = content.pop("checksum", None)
         later = int(content.get("format", 0)) > ENTRY_FORMAT
-    except (ValueError, TypeError, AttributeError) as error:
+        intact = checksum == _checksum(content)
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptDataError(f"{location} is corrupt: {error}; restore it from another copy") from error
     if later:
         raise ConfigError(
             f"{location} has format {content['format']}; this datasvc reads up to {ENTRY_FORMAT}: upgrade it"
         )
-    if checksum != _checksum(content):
+    if not intact:
         raise CorruptDataError(f"{location} is corrupt: its checksum does not match; restore it from another copy")
     return content
 

@@ -54,6 +54,11 @@ def digest_of(content: bytes | memoryview) -> Digest:
     return Digest(blake3(content).hexdigest())
 
 
+def digest_of_file(path: Path) -> Digest:
+    """Return the digest of a local file's content. Raises OSError."""
+    return Digest(blake3().update_mmap(path).hexdigest())
+
+
 class ObjectWriter:
     """A growing object: a binary sink that hashes what passes through. Made by `Objects.writing`."""
 

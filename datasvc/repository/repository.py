@@ -44,11 +44,6 @@ class Repository:
         """Where the repository lies."""
         return self._storage.url
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the repository lies on a file system of this machine."""
-        return self._storage.is_local
-
     @classmethod
     def open(cls, url: str) -> Repository:
         """Open an existing repository.

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -20,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from datasvc import durable
 from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
 
+_CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 # Packages whose exceptions mean "the store did not answer", though they are no OSError.
 _CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
 
@@ -37,7 +39,9 @@ def translated(action: str, location: str) -> Iterator[None]:
         yield
     except FileExistsError:
         raise
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except NotADirectoryError as error:
+        raise ConfigError(f"cannot {action} {location}: a part of the path is a file, not a folder") from error
+    except FileNotFoundError as error:
         raise NotFoundError(f"cannot {action} {location}: nothing is there") from error
     except PermissionError as error:
         raise ConfigError(f"cannot {action} {location}: not allowed ({error}); check the credentials") from error
@@ -60,8 +64,23 @@ def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     try:
         file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url))
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"cannot use {url!r}: {error}; is the driver's extra installed?") from error
+        raise ConfigError(f"cannot use {redact_url(url)!r}: {error}; is the driver's extra installed?") from error
     return file_system, root.rstrip("/") or "/"
+
+
+def redact_url(url: str) -> str:
+    """Return `url` for messages and entries: without passwords, keys and queries, every part of a chain."""
+    return "::".join(map(_redact_part, url.split("::")))
+
+
+def _redact_part(part: str) -> str:
+    split = urlsplit(part)
+    if not split.netloc:
+        return part.partition("?")[0] if split.scheme else part
+    user, at, host = split.netloc.rpartition("@")
+    # Azure names a container where others name a user; a password follows a colon.
+    kept = f"{user}{at}" if split.scheme in _CONTAINER_SCHEMES and ":" not in user else ""
+    return urlunsplit((split.scheme, f"{kept}{host}", split.path, "", ""))
 
 
 class Storage:
@@ -100,7 +119,7 @@ class Storage:
 
     def location(self, path: str) -> str:
         """Return `path` as a full URL or local path, for messages."""
-        return self._full(path) if self.is_local else f"{self.url}/{path}"
+        return self._full(path) if self.is_local else f"{redact_url(self.url)}/{path}"
 
     def read(self, path: str) -> bytes:
         """Return the whole content. Raises NotFoundError, UnavailableError."""
@@ -215,7 +234,7 @@ class Storage:
             return self.read(path)
         except NotFoundError:
             return None
-        except UnavailableError as error:
+        except (UnavailableError, ConfigError) as error:
             raise UnknownOutcomeError(
                 f"creating {self.location(path)} ended with {failure!r} and reading it back failed: {error}; "
                 "look at the log before trying again"

@@ -12,7 +12,7 @@ import numpy as np
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.repository import Entry, ObjectInfo, Repository, Resolved
-from datasvc.repository.objects import digest_of, parse_digest
+from datasvc.repository.objects import digest_of_file, parse_digest
 from datasvc.shards.reader import Shard
 from datasvc.shards.table import ShardTable
 
@@ -59,9 +59,9 @@ class OriginShards:
         path = self._objects.local_path(info.digest)
         assert path is not None
         try:
-            found = digest_of(np.memmap(path, np.uint8, mode="r").data)
-        except (FileNotFoundError, ValueError) as error:
-            raise NotFoundError(f"shard {path} is missing or empty: {error}") from error
+            found = digest_of_file(path)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"shard {path} is missing; restore it from another copy") from error
         if found != info.digest:
             raise CorruptDataError(
                 f"shard {path} is corrupt: its bytes hash to {found[:12]}...; restore it from another copy"

@@ -68,7 +68,8 @@ def _is_turned(image: Image.Image) -> bool:
         return False
     if image.format == "PNG" and "exif" not in image.info:
         return False  # Pillow would decode the whole file to look for it behind the pixels
-    return int(image.getexif().get(_ORIENTATION, 1)) >= 5
+    orientation = image.getexif().get(_ORIENTATION)
+    return isinstance(orientation, int) and 5 <= orientation <= 8
 
 
 def _is_complete(kind: str, content: bytes | memoryview) -> bool:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +20,7 @@ from datasvc.errors import BadSampleError, ConfigError
 from datasvc.keyed import KeyedPermutation, derive_keys
 from datasvc.repository import ObjectInfo, Repository, Resolved
 from datasvc.repository.references import check_name
+from datasvc.repository.storage import redact_url
 from datasvc.shards.images import read_header
 from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_schema
 from datasvc.shards.sources.image_folder import FileReader, ImageFile, ImageFolder
@@ -74,7 +74,7 @@ def ingest(
     decode_check: bool = False,
     seed: int = 0,
     message: str = "",
-    report: Callable[[int, int], None] | None = None,
+    report: Callable[[int], None] | None = None,
 ) -> IngestReport:
     """Ingest an image folder as the next version of data set `name`. Existing versions are untouched.
 
@@ -87,7 +87,7 @@ def ingest(
         decode_check: decode every image fully rather than check its header and its end.
         seed: of the permutation that deals samples to shards.
         message: kept with the version.
-        report: called with (1, bytes) after each sample.
+        report: called with the bytes of each sample once it was looked at.
 
     Raises:
         ConfigError: an option is out of range, or the source's layout is mixed.
@@ -112,7 +112,7 @@ def ingest(
     entry = {
         "message": message,
         "splits": {split: _store_table(repository, table) for split, table in tables.items()},
-        "source": {"kind": "image-folder", "url": _without_credentials(source.url), "options": options},
+        "source": {"kind": "image-folder", "url": redact_url(source.url), "options": options},
         "skipped": len(builder.bad),
     }
     committed = repository.versions("datasets", name).append(lambda _head: entry)
@@ -150,7 +150,7 @@ class _ShardBuilder:
         source: ImageFolder,
         *,
         decode_check: bool,
-        report: Callable[[int, int], None] | None,
+        report: Callable[[int], None] | None,
     ) -> None:
         self.schema: pa.Schema = image_schema(labelled=bool(source.classes))
         self.bad: list[BadSample] = []
@@ -169,7 +169,7 @@ class _ShardBuilder:
                 except BadSampleError as error:
                     self.bad.append(BadSample(split, _printable(file.key), str(error)))
                 if self._report is not None:
-                    self._report(1, len(content))
+                    self._report(len(content))
         return sink.info, writer.statistics
 
     def _sample(self, file: ImageFile, content: bytes) -> dict[str, Any]:
@@ -189,8 +189,8 @@ def _check_bad(bad: list[BadSample], source: ImageFolder, on_bad: OnBad) -> None
     named = "; ".join(f"{sample.split}/{sample.key}: {sample.reason}" for sample in bad[:_NAMED_BAD_SAMPLES])
     more = f"; and {len(bad) - _NAMED_BAD_SAMPLES} more" if len(bad) > _NAMED_BAD_SAMPLES else ""
     raise BadSampleError(
-        f"{len(bad)} of {source.num_samples} samples of {source.url} are bad, nothing was committed: {named}{more}. "
-        "Mend or remove them, or leave them out with --on-bad skip, which must leave some in every split"
+        f"{len(bad)} of {source.num_samples} samples of {redact_url(source.url)} are bad, nothing was committed: "
+        f"{named}{more}. Mend or remove them, or leave them out with --on-bad skip, which must leave some in each split"
     )
 
 
@@ -206,11 +206,3 @@ def _store_table(repository: Repository, table: ShardTable) -> dict[str, Any]:
 
 def _printable(key: str) -> str:
     return key.encode("utf-8", "backslashreplace").decode()
-
-
-def _without_credentials(url: str) -> str:
-    """Return `url` without user, password and query: these never go into a repository."""
-    parts = urlsplit(url)
-    if not parts.netloc:
-        return url
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

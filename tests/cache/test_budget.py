@@ -2,29 +2,8 @@ import shutil
 
 import pytest
 
-from datasvc.cache.budget import format_size, parse_budget, parse_size
+from datasvc.cache.budget import parse_budget
 from datasvc.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1000", 1000),
-        ("50GB", 50 * 10**9),
-        ("1.5 kB", 1500),
-        ("64MiB", 64 << 20),
-        ("2TiB", 2 << 40),
-        ("7g", 7 * 10**9),
-    ],
-)
-def test_sizes_as_people_write_them(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "10 apples", "1.2.3", "0x10"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match="is no size"):
-        parse_size(text)
 
 
 def test_a_share_is_one_of_the_disk(tmp_path):
@@ -36,9 +15,3 @@ def test_a_share_is_one_of_the_disk(tmp_path):
 def test_a_budget_of_nothing_is_refused(text, tmp_path):
     with pytest.raises(ConfigError, match="holds nothing"):
         parse_budget(text, tmp_path)
-
-
-def test_sizes_for_people():
-    assert [format_size(size) for size in (12, 1500, 2_000_000, 3.5e9, 1e12)] == [
-        "12 bytes", "1.50 kB", "2.00 MB", "3.50 GB", "1.00 TB",
-    ]  # fmt: skip

@@ -1,6 +1,7 @@
 """The cache with real files: budget, holds, verification."""
 
 import errno
+import gc
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.fetch import boot_id
-from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError
+from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.shards import ingest, open_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -237,7 +238,7 @@ for _ in range(60):
 
 
 def test_six_processes_at_once_never_exceed_the_budget_on_the_disk(cache, origin):
-    """A watcher samples what really lies on the disk while they run."""
+    """A watcher samples what really lies on the disk, and stops the catalogue for as long as a look takes."""
     repository, infos = origin
     arguments = [str(cache.folder), repository.url]
     digests = [info.digest for info in infos]
@@ -247,7 +248,8 @@ def test_six_processes_at_once_never_exceed_the_budget_on_the_disk(cache, origin
     ]
     most = 0
     while any(process.poll() is None for process in stagers):
-        most = max(most, files_bytes(cache.folder))
+        with cache._node.catalogue._writing():
+            most = max(most, files_bytes(cache.folder))
     assert [process.returncode for process in stagers] == [0] * 6
     assert 0 < most <= 5000
     usage = cache.status().usage
@@ -298,7 +300,7 @@ def test_a_file_where_the_cache_shall_be_is_refused(tmp_path):
 def test_a_damaged_catalogue_says_what_to_do(tmp_path):
     (tmp_path / "cache" / "catalogue").mkdir(parents=True)
     (tmp_path / "cache" / "catalogue" / "data.mdb").write_bytes(b"\xff" * 10_000)
-    with pytest.raises(CorruptDataError, match="remove the whole cache folder and stage again"):
+    with pytest.raises(CorruptDataError, match=r"is damaged.*remove the whole cache folder and stage again"):
         Cache(tmp_path / "cache", budget=1000)
 
 
@@ -434,3 +436,204 @@ def test_a_full_disk_is_a_full_cache(cache, origin, monkeypatch):
     with pytest.raises(CacheFullError, match=r"disk of the cache .* is full"):
         cache.acquire(infos[0], repository)
     assert cache.status().usage.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupted_publication_leaves_no_byte_that_nothing_counts(cache, origin, monkeypatch, moment):
+    repository, infos = origin
+    real = cache._node.files.publish
+
+    def interrupted(digest):
+        if moment == "after":
+            real(digest)
+        raise KeyboardInterrupt
+
+    for info in infos[:3]:
+        monkeypatch.setattr(cache._node.files, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.acquire(info, repository)
+    monkeypatch.undo()
+    assert files_bytes(cache.folder) == 0
+    assert cache.status().usage.reserved_bytes == 0
+
+
+def test_caches_opened_and_closed_by_many_threads_do_not_close_each_other(tmp_path):
+    Cache(tmp_path / "cache", budget=1000).close()
+    failed = []
+
+    def open_and_close():
+        for _ in range(200):
+            try:
+                with Cache(tmp_path / "cache") as cache:
+                    cache.status()
+            except BaseException as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=open_and_close) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert failed == []
+
+
+def test_what_dropped_shards_held_is_released(tmp_path, repository, folder):
+    ingest(repository, str(folder), "pets")
+    split = open_dataset(repository, "pets")["train"]
+    with Cache(tmp_path / "cache", budget="1MB") as cache:
+        shards = cache.shards(repository)
+        shard = shards.open_shard(split.table.shard(0))
+        assert cache.status().usage.held_bytes > 0
+        del shards
+        gc.collect()
+        assert cache.status().usage.held_bytes == 0
+        assert shard.sample(0)  # its mapping lives on
+
+
+def test_releasing_what_is_not_held_is_refused(cache, origin):
+    with pytest.raises(ConfigError, match="was not acquired"):
+        cache.release(origin[1][0].digest)
+
+
+def test_two_threads_on_one_object_of_which_one_fails_do_not_harm_each_other(cache, origin, monkeypatch):
+    """The first fetch fails, and frees its lock only after the second thread has reserved anew."""
+    repository, infos = origin
+    real_drop, dropped, reserved = cache._node.catalogue.drop, threading.Event(), threading.Event()
+    real_fetch, calls = repository.objects.fetch, []
+
+    def fetch(*arguments, **options):
+        calls.append(threading.get_ident())
+        if len(calls) == 1:
+            raise UnavailableError("503")
+        reserved.set()
+        return real_fetch(*arguments, **options)
+
+    def drop(*arguments):
+        real_drop(*arguments)
+        if threading.get_ident() == calls[0]:
+            dropped.set()
+            assert reserved.wait(20)
+
+    monkeypatch.setattr(repository.objects, "fetch", fetch)
+    monkeypatch.setattr(cache._node.catalogue, "drop", drop)
+
+    def fail():
+        with pytest.raises(UnavailableError):
+            cache.acquire(infos[0], repository)
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    assert dropped.wait(20)
+    path, _ = cache.acquire(infos[0], repository)
+    failing.join()
+    assert path.read_bytes() == b"\0" * 1000
+    assert cache.status().usage.reserved_bytes == 0
+
+
+def test_a_hit_is_held_like_a_miss(cache, origin):
+    repository, infos = origin
+    cache.acquire(infos[0], repository)
+    cache.release(infos[0].digest)
+    cache.acquire(infos[0], repository)
+    assert cache.status().usage.held_bytes == 1000
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_was_released_last_makes_room_first(cache, origin, backwards):
+    repository, infos = origin
+    for info in infos[:5]:
+        cache.acquire(info, repository)
+    for info in infos[4::-1] if backwards else infos[:5]:
+        cache.release(info.digest)
+    cache.acquire(infos[5], repository)
+    exist = [cache._node.files.object_path(info.digest).exists() for info in infos[:5]]
+    assert exist == ([False] + [True] * 4 if backwards else [True] * 4 + [False])
+
+
+def test_what_a_dead_process_fetched_belongs_to_whoever_released_it_last(cache, origin):
+    repository, infos = origin
+    process = hold_in_a_process(cache, repository, infos[:1])
+    process.kill()
+    process.communicate()
+    for info in infos[:5]:
+        cache.acquire(info, repository)
+        cache.release(info.digest)
+    cache.acquire(infos[5], repository)
+    exist = [cache._node.files.object_path(info.digest).exists() for info in infos[:5]]
+    assert exist == [True] * 4 + [False]
+
+
+def test_the_space_of_a_fetch_killed_half_way_is_free_for_other_objects(cache, origin):
+    repository, infos = origin
+    command = [sys.executable, "-c", FETCHER, str(cache.folder), repository.url, infos[0].digest]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -9
+    for info in infos[1:6]:
+        cache.acquire(info, repository)
+    usage = cache.status().usage
+    assert (usage.resident_bytes, usage.reserved_bytes) == (5000, 0)
+    assert os.listdir(cache.folder / "incoming") == []
+
+
+def test_what_was_verified_in_this_boot_is_not_read_again(cache, origin, monkeypatch):
+    repository, infos = origin
+    path, _ = cache.acquire(infos[0], repository)
+    cache.release(infos[0].digest)
+
+    def reading(*_arguments):
+        raise AssertionError
+
+    monkeypatch.setattr("datasvc.cache.fetch.digest_of_file", reading)
+    assert cache.acquire(infos[0], repository) == (path, True)
+
+
+def test_an_acquire_that_failed_holds_nothing_later(cache, origin):
+    repository, infos = origin
+    path = repository.objects.local_path(infos[0].digest)
+    path.unlink()
+    with pytest.raises(NotFoundError):
+        cache.acquire(infos[0], repository)
+    path.write_bytes(b"\0" * 1000)
+    cache.acquire(infos[0], repository)
+    cache.release(infos[0].digest)
+    assert cache.status().usage.held_bytes == 0
+
+
+def in_a_fork(work):
+    """Return what `work` returns in a forked child, as text."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(work()).encode())
+        except BaseException as error:
+            os.write(writing, repr(error).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as answer:
+        return answer.read()
+
+
+def test_a_forked_child_that_lets_go_of_the_cache_takes_nothing_from_the_parent(cache, origin):
+    repository, infos = origin
+    cache.acquire(infos[0], repository)
+    assert in_a_fork(cache.close) == "None"
+    assert cache.status().usage.held_bytes == 1000
+
+
+def test_a_forked_child_is_told_to_spawn_whatever_it_tries(cache, origin):
+    repository, infos = origin
+    cache.acquire(infos[0], repository)
+
+    def reopen():
+        cache.close()
+        return Cache(cache.folder)
+
+    for attempt in (reopen, lambda: Cache(cache.folder), lambda: cache.acquire(infos[0], repository)):
+        assert "opened before a fork" in in_a_fork(attempt)
+    assert cache.status().usage.held_bytes == 1000
+
+
+def test_an_object_that_is_no_shard_is_not_held(cache, origin):
+    repository, infos = origin
+    with pytest.raises(CorruptDataError, match="no Arrow IPC file"):
+        cache.shards(repository).open_shard(infos[0])
+    assert cache.status().usage.held_bytes == 0

@@ -75,3 +75,22 @@ def test_the_whole_of_a_square_image_is_kept_when_nothing_is_cropped():
 def test_settings_out_of_range_are_refused(options):
     with pytest.raises(ConfigError):
         AugmentConfig(**options)
+
+
+def test_seed_and_epoch_are_not_added():
+    sizes = [(500, 375)] * 50
+    assert rows(draw(sizes, range(50), 3, 5)) != rows(draw(sizes, range(50), 4, 4))
+
+
+def test_windows_reach_every_edge_of_the_image():
+    windows = draw([(10, 10)] * 1000, range(1000), scale=(0.25, 0.25), ratio=(1, 1))
+    for starts in windows.starts.T:
+        assert set(starts.tolist()) == set(range(6))
+
+
+def test_place_size_and_flip_of_a_window_are_independent():
+    windows = draw([(1000, 1000)] * 20_000, range(20_000), scale=(0.2, 0.6), ratio=(0.8, 1.25))
+    heights, widths = windows.shapes.T.astype(float)
+    tops, lefts = windows.starts.T / (1000 - windows.shapes.T + 1)
+    numbers = np.stack([tops, lefts, heights * widths, widths / heights, windows.flips])
+    assert np.abs(np.corrcoef(numbers) - np.eye(5)).max() < 0.05

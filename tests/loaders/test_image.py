@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from datasvc.cache import Cache
+from datasvc.cache.plan import window_bytes
 from datasvc.errors import (
     BadSampleError,
     CacheFullError,
@@ -17,6 +18,7 @@ from datasvc.errors import (
     StateMismatchError,
     UnavailableError,
 )
+from datasvc.order import OrderConfig
 from datasvc.shards import ingest, open_dataset
 from loaders import ImageLoader
 from loaders.augment import AugmentConfig
@@ -379,3 +381,95 @@ def test_progress_counts_epochs_with_their_share(digits):
         assert loader.progress == 0.25
         take(loader, 4)
         assert loader.progress == 1.25
+
+
+def test_a_batch_whose_shards_cannot_be_released_is_not_skipped(digits, tmp_path, monkeypatch):
+    """The release writes to the cache's catalogue, which may fail after the batch was decoded."""
+    with make(digits["val"], 64) as loader:
+        whole = take(loader, 6)
+    with make(digits["val"], 64) as loader:
+        found = take(loader, 2)
+
+        def failing(_batch):
+            raise UnavailableError("catalogue")
+
+        monkeypatch.setattr(loader._batches, "retire", failing)
+        with pytest.raises(UnavailableError):
+            take(loader, 1)
+        monkeypatch.undo()
+        found += take(loader, 4)
+    assert all(same(first, second) for first, second in zip(whole, found, strict=True))
+
+
+def test_an_interrupt_between_a_batch_and_the_cursor_repeats_the_batch(digits):
+    with make(digits["val"], 64) as loader:
+        whole = take(loader, 4)
+    with make(digits["val"], 64) as loader:
+        found = take(loader, 2)
+        loader._next()  # handed to nobody
+        found += take(loader, 2)
+    assert all(same(first, second) for first, second in zip(whole, found, strict=True))
+
+
+def test_the_window_counts_prefetched_batches_of_all_ranks_and_the_next_epochs_first_shards(digits, tmp_path):
+    table = digits["train"].table
+    order = {"shuffle": "windowed", "lanes": 1, "block": 60}
+    window = window_bytes(table.samples_per_shard, table.bytes_per_shard, OrderConfig(**order), 30 * 2 * (3 + 1))
+    assert 2 * window < table.size_bytes
+    cache = Cache(tmp_path / "cache", budget=2 * window - 1)
+    with pytest.raises(CacheFullError, match=f"needs {2 * window} bytes"):
+        make(digits["train"], 30, cache=cache, world_size=2, prefetch=3, **order)
+
+
+def test_evaluation_serves_every_sample_in_table_order_by_default(digits):
+    split, labels = digits["val"], []
+    with make(split, 100, training=False) as loader:
+        for batch in loader:
+            labels += batch.labels[batch.mask].tolist()
+    assert labels == [sample["label"] for sample in split]
+
+
+def test_evaluation_keeps_224_of_256_parts_of_the_shorter_side_by_default(digits):
+    shape = {"training": False, "size": 56}
+    with make(digits["val"], 8, **shape) as first, make(digits["val"], 8, resize=64, **shape) as second:
+        assert same(next(iter(first)), next(iter(second)))
+
+
+def test_windows_of_a_sample_differ_from_epoch_to_epoch_and_seed_to_seed(digits):
+    def images(seed, epoch):
+        with make(digits["val"], 16, shuffle=None, seed=seed) as loader:
+            loader.load_state_dict({**loader.state_dict(), "epoch": epoch})
+            return next(iter(loader)).images
+
+    first = images(0, 0)
+    assert torch.equal(images(0, 0), first)
+    assert not torch.equal(images(0, 1), first)
+    assert not torch.equal(images(1, 0), first)
+
+
+def test_fewer_samples_than_ranks_are_refused(digits):
+    with pytest.raises(ConfigError, match="fewer samples than there are ranks: 361"):
+        make(digits["val"], 1, rank=360, world_size=361, tail="pad")
+
+
+def test_a_flip_mirrors_left_and_right(digits):
+    def images(flip):
+        whole = AugmentConfig(scale=(1, 1), ratio=(1, 1), flip=flip)
+        with make(digits["val"], 8, shuffle=None, size=64, augment=whole) as loader:
+            return next(iter(loader)).images
+
+    assert torch.allclose(images(1.0), images(0.0).flip(-1), atol=1e-3)
+    assert not torch.allclose(images(1.0), images(0.0), atol=1e-3)
+
+
+def test_a_large_image_is_smoothed_and_not_merely_sampled(repository, tmp_path):
+    (tmp_path / "photos").mkdir()
+    stripes = np.zeros((256, 256, 3), np.uint8)
+    stripes[:, 3::8] = stripes[:, 4::8] = 255  # a quarter is white: the middle of each output pixel
+    Image.fromarray(stripes).save(tmp_path / "photos" / "x.png")
+    ingest(repository, str(tmp_path / "photos"), "photos")
+    split = open_dataset(repository, "photos")["train"]
+    plain = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    with make(split, 1, training=False, resize=32, **plain) as loader:
+        images = next(iter(loader)).images
+    assert images.max() < 0.6

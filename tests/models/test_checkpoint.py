@@ -6,7 +6,14 @@ import torch
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import CodeRevision, DataUse, describe_code, describe_model, list_models, model_log, restore, save
-from datasvc.models.tensors import OWN_OBJECT_BYTES, _record, read_records
+from datasvc.models.tensors import (
+    OWN_OBJECT_BYTES,
+    TensorRecord,
+    _record,
+    encode_table,
+    load_tensors,
+    read_records,
+)
 from datasvc.repository import Repository
 
 DTYPES = [
@@ -201,3 +208,47 @@ def test_models_are_listed_with_tags(repository):
         ("b", 1, ()),
     ]
     assert [each.tags for each in model_log(repository, "a")] == [(), ("prod",)]
+
+
+def test_a_table_whose_row_names_other_bytes_is_corrupt_and_the_tensor_named(repository):
+    held = repository.objects.put(b"\0" * 8).digest
+    record = TensorRecord("t", "float32", (2,), repository.objects.put(b"\1" * 8).digest, held, 0, 8)
+    table = repository.objects.put(encode_table([record])).digest
+    with pytest.raises(CorruptDataError, match="tensor 't' is corrupt"):
+        load_tensors(repository.objects, table)
+
+
+def test_conjugate_and_negative_views_are_stored_as_their_values(repository):
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"conjugate": tensor.conj(), "negative": tensor.conj().imag}
+    save(repository, "m", state, step=0)
+    back = restore(repository, "m").state
+    assert back["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+    assert back["negative"].tolist() == [-2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("constant", "message"),
+    [("checkpoint.STATE_FORMAT", "state format 1"), ("tensors.TENSOR_TABLE_FORMAT", "tensor format 1")],
+)
+def test_a_checkpoint_of_a_later_format_is_refused(repository, monkeypatch, constant, message):
+    save(repository, "m", {"w": torch.ones(2)}, step=0)
+    monkeypatch.setattr(f"datasvc.models.{constant}", 0)
+    with pytest.raises(ConfigError, match=f"{message}; this datasvc reads up to 0"):
+        restore(repository, "m")
+
+
+def test_files_git_does_not_track_do_not_make_the_code_dirty(tmp_path):
+    import subprocess
+
+    for arguments in (["init"], ["-c", "user.name=t", "-c", "user.email=t@x", "commit", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True)
+    (tmp_path / "notes").write_text("x")
+    assert not describe_code(tmp_path).dirty
+
+
+def test_the_order_of_a_states_keys_does_not_change_its_tensor_table(repository):
+    first, second = torch.zeros(2), torch.ones(2)
+    save(repository, "m", {"a": first, "b": second}, step=0)
+    save(repository, "m", {"b": second, "a": first}, step=0)
+    assert describe_model(repository, "m@1").tensors == describe_model(repository, "m@2").tensors

@@ -114,3 +114,8 @@ def test_arrays_of_any_byte_order_and_stride_are_stored(array):
 def test_arrays_torch_cannot_hold_are_named():
     with pytest.raises(ConfigError, match=r"state value a\.b is an array of <U1"):
         flatten({"a": {"b": np.array(["x"])}})
+
+
+@pytest.mark.parametrize("state", [{"$tensor": "x"}, {"$new": 1}, {"a": {"$tuple": [1]}}])
+def test_keys_that_look_like_marks_come_back(state):
+    assert unflatten(*flatten(state)) == state

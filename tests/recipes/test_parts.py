@@ -49,7 +49,9 @@ def test_every_setting_is_an_option():
     "change",
     [
         {"epochs": 0},
-        {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"momentum": -1.0},
+        {"scale": (2.0, 3.0)},
         {"warmup_epochs": -1},
         {"resume": "maybe"},
         {"name": "Bad/Name"},

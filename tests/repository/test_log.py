@@ -98,7 +98,10 @@ def test_an_entry_of_a_later_format_is_refused():
         decode_entry(raw, "here")
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"format": 1}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"null", b'{"format": 1}', b"\xff\xfe", b'{"format": 1, "a": NaN}', b'{"format": 1e400}'],
+)
 def test_what_is_no_entry_is_corrupt(raw):
     with pytest.raises(CorruptDataError):
         decode_entry(raw, "here")
@@ -107,3 +110,32 @@ def test_what_is_no_entry_is_corrupt(raw):
 def test_content_that_is_no_json_is_refused():
     with pytest.raises(ConfigError, match="cannot be stored as JSON"):
         encode_entry({"loss": float("nan")})
+
+
+def test_two_writers_of_equal_content_both_land(url, monkeypatch):
+    """Each knows its own entry by the commit id, even in the same second."""
+    monkeypatch.setattr("datasvc.repository.log._now", lambda: "2026-01-01T00:00:00+00:00")
+    log = Log(Storage(url), "log")
+
+    def build(head):
+        if head == 0:
+            log.append(lambda _head: {"same": True})
+        return {"same": True}
+
+    assert log.append(build).number == 2
+    assert log.head() == 2
+
+
+def test_the_fields_of_the_log_itself_are_never_replaced_by_content(tmp_path):
+    log = Log(Storage(str(tmp_path)), "log")
+    content = log.append(lambda _head: {"format": 7, "commit": "mine"}).content
+    assert content["format"] == 1
+    assert content["commit"] != "mine"
+
+
+def test_a_store_whose_listings_lag_behind_does_not_stop_an_append(tmp_path, monkeypatch):
+    log = Log(Storage(str(tmp_path)), "log")
+    for _ in range(3):
+        log.append(lambda _head: {})
+    monkeypatch.setattr(log, "head", lambda: 1)
+    assert log.append(lambda head: {"on": head}).content["on"] == 3

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Objects, Storage
 from datasvc.repository.objects import digest_of, parse_digest
 
@@ -93,3 +93,30 @@ def test_an_object_cut_short_in_any_store_is_corrupt_and_not_unavailable(objects
         objects.fetch(info.digest, info.size_bytes, io.BytesIO())
     with pytest.raises(CorruptDataError):
         objects.read(info.digest)
+
+
+def test_a_store_that_fails_while_the_object_is_whole_is_unavailable_and_not_corrupt(objects, monkeypatch):
+    info = objects.put(b"whole")
+
+    def failing(*_arguments):
+        raise UnavailableError("503")
+
+    monkeypatch.setattr(objects._storage, "read_range", failing)
+    with pytest.raises(UnavailableError, match="503"):
+        objects.fetch(info.digest, info.size_bytes, io.BytesIO())
+
+
+def test_an_object_that_is_there_is_not_written_again(objects, monkeypatch):
+    info = objects.put(b"once")
+
+    def refusing(*_arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(objects._storage, "put_bytes", refusing)
+    assert objects.put(b"once") == info
+
+
+@pytest.mark.parametrize("tail", ["/../../x", "0", "\n"])
+def test_a_digest_with_something_behind_it_is_refused(tail):
+    with pytest.raises(CorruptDataError, match="is not a digest"):
+        parse_digest("0" * 64 + tail)

@@ -118,3 +118,22 @@ def test_stray_files_beside_the_names_harm_nobody(tmp_path):
         (tmp_path / folder / "Not A Name").write_text("x")
     assert repository.names("datasets") == ["digits"]
     assert repository.tags("datasets", "digits") == {"stable": 1}
+
+
+def test_the_probe_of_a_store_that_overwrites_leaves_the_marker_as_it_was(monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    overwriting = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "pipe_file", lambda self, path, value, **_options: overwriting(self, path, value)
+    )
+    with pytest.raises(ConfigError):
+        Repository.create("memory://probed-store")
+    assert json.loads(MemoryFileSystem().cat_file("/probed-store/datasvc.json")) == {"format": 1}
+
+
+def test_a_name_without_a_version_is_not_listed(tmp_path):
+    repository = Repository.create(str(tmp_path))
+    commit(repository, "digits")
+    (tmp_path / "datasets" / "begun" / "versions").mkdir(parents=True)
+    assert repository.names("datasets") == ["digits"]

@@ -1,12 +1,15 @@
 """One conformance suite for every kind of store."""
 
 import pickle
+import secrets
 import threading
+from pathlib import Path
 
 import pytest
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
 from datasvc.repository import Storage
+from datasvc.repository.storage import redact_url
 
 
 @pytest.fixture
@@ -149,3 +152,79 @@ def test_a_local_create_whose_last_sync_failed_is_not_reported_as_not_happened(t
     with pytest.raises(UnknownOutcomeError, match="was created, but may not survive"):
         storage.create("log/2", b"second")
     assert storage.read("log/2") == b"second"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://user:secret@host/path?sig=secret", "https://host/path"),
+        ("simplecache::s3://key:secret@bucket/x", "simplecache::s3://bucket/x"),
+        ("zip://a.jpg::https://u:p@host/p.zip?token=secret", "zip://a.jpg::https://host/p.zip"),
+        ("abfs://container@account/path", "abfs://container@account/path"),
+        ("/plain/path?x", "/plain/path?x"),
+    ],
+)
+def test_secrets_in_a_url_are_never_shown_or_stored(url, shown):
+    assert redact_url(url) == shown
+
+
+def test_a_create_that_may_not_be_read_back_has_an_unknown_outcome(remote):
+    remote._fs = FlakyStore(remote._fs, writes=True)
+    remote._fs.cat_file = lambda *_arguments, **_options: (_ for _ in ()).throw(PermissionError("expired"))
+    with pytest.raises(UnknownOutcomeError, match="expired"):
+        remote.create("expired", b"mine")
+
+
+def test_a_path_below_a_file_says_so(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="a part of the path is a file"):
+        Storage(str(tmp_path / "file")).put_bytes("a/b", b"x")
+
+
+def test_a_create_that_the_store_acknowledged_but_lost_is_unavailable(remote, monkeypatch):
+    monkeypatch.setattr(type(remote._fs), "pipe_file", lambda *_arguments, **_options: None)
+    with pytest.raises(UnavailableError, match="it vanished"):
+        remote.create("acknowledged-and-lost", b"mine")
+
+
+def test_a_store_that_refuses_for_lack_of_rights_is_a_matter_of_settings(remote, monkeypatch):
+    def refusing(*_arguments, **_options):
+        raise PermissionError("AccessDenied")
+
+    monkeypatch.setattr(type(remote._fs), "cat_file", refusing)
+    with pytest.raises(ConfigError, match=r"not allowed .* check the credentials"):
+        remote.read("anything")
+
+
+def test_a_finished_file_of_another_file_system_is_copied_and_gone(tmp_path):
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs two file systems")
+    finished = shared / f"datasvc-test-{secrets.token_hex(8)}"
+    finished.write_bytes(b"x" * 1000)
+    try:
+        storage = Storage(str(tmp_path))
+        storage.adopt("objects/x", finished)
+        assert storage.read("objects/x") == b"x" * 1000
+        assert not finished.exists()
+    finally:
+        finished.unlink(missing_ok=True)
+
+
+def test_what_another_client_writes_is_seen_at_once(storage):
+    """Clients cache listings, and s3fs answers for sizes from them."""
+    storage.put_bytes("log/1", b"x")
+    assert (storage.list("log"), storage.size("log/1")) == (["1"], 1)
+    other = Storage(storage.url)
+    other._fs = type(storage._fs)(skip_instance_cache=True)
+    other.put_bytes("log/1", b"longer")
+    assert storage.size("log/1") == 6
+    other.put_bytes("log/2", b"x")
+    assert storage.list("log") == ["1", "2"]
+
+
+def test_a_store_that_lists_the_folder_itself_gives_its_children_only(remote, monkeypatch):
+    remote.put_bytes("marked/1", b"x")
+    real = type(remote._fs).ls
+    monkeypatch.setattr(type(remote._fs), "ls", lambda self, path, **options: [path, *real(self, path, **options)])
+    assert remote.list("marked") == ["1"]

@@ -71,3 +71,23 @@ def test_a_full_decode_finds_what_the_header_does_not_show():
 
 def test_padding_after_the_end_of_a_jpeg_is_accepted():
     assert read_header(jpeg() + b"\0" * 1000).kind == "JPEG"
+
+
+def test_an_orientation_that_is_no_number_is_ignored():
+    tags = b"MM\0*\0\0\0\x08" + b"\0\x01" + b"\x01\x12\0\x02\0\0\0\x02" + b"6\0\0\0" + b"\0\0\0\0"  # the text "6"
+    header = read_header(encoded("JPEG", exif=b"Exif\0\0" + tags))
+    assert (header.width, header.height) == (30, 20)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_only_quarter_turns_swap_width_and_height(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    header = read_header(encoded("JPEG", exif=exif.tobytes()))
+    assert (header.width, header.height) == ((20, 30) if orientation >= 5 else (30, 20))
+
+
+def test_an_image_of_absurd_size_is_a_bad_sample(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadSampleError, match="decompression bomb"):
+        read_header(jpeg())

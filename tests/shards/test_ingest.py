@@ -1,5 +1,6 @@
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.ingest import plan_shards
-from datasvc.shards.sources import ImageFile
+from datasvc.shards.sources import ImageFile, ImageFolder
 from tests.samples import jpeg, write_folder
 
 
@@ -154,13 +155,6 @@ def test_options_out_of_range_are_refused(repository, folder, options):
         ingest(repository, str(folder), **{"name": "pets", **options})
 
 
-def test_credentials_in_a_source_url_stay_out_of_the_repository():
-    from datasvc.shards.ingest import _without_credentials
-
-    assert _without_credentials("https://user:secret@host/path?sig=secret") == "https://host/path"
-    assert _without_credentials("/plain/path") == "/plain/path"
-
-
 def test_nothing_unfinished_is_left_behind(repository, folder):
     (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
     with pytest.raises(BadSampleError):
@@ -188,6 +182,43 @@ def test_a_name_that_is_not_utf8_is_a_bad_sample_and_no_crash(repository, folder
 def test_a_split_that_would_be_empty_is_never_committed(repository, folder):
     for path in (folder / "val").rglob("*.jpg"):
         path.write_bytes(b"")
-    with pytest.raises(BadSampleError, match=r"6 of 26 .* must leave some in every split"):
+    with pytest.raises(BadSampleError, match=r"6 of 26 .* must leave some in each split"):
         ingest(repository, str(folder), "pets", on_bad="skip")
     assert repository.names("datasets") == []
+
+
+def test_a_shard_of_bad_samples_only_is_not_in_the_table(repository, folder):
+    (folder / "train" / "b" / "bad.jpg").write_bytes(b"no image")
+    ingest(repository, str(folder), "pets", on_bad="skip", shard_bytes=1)
+    table = open_dataset(repository, "pets")["train"].table
+    assert table.samples_per_shard.tolist() == [1] * 20
+
+
+def test_another_seed_deals_the_samples_differently(repository, folder):
+    for seed in (0, 1):
+        ingest(repository, str(folder), "pets", seed=seed)
+    first, second = (open_dataset(repository, f"pets@{version}")["train"] for version in (1, 2))
+    assert contents(first) == contents(second)
+    assert [sample["key"] for sample in first] != [sample["key"] for sample in second]
+
+
+def test_a_decode_check_finds_what_headers_do_not_show(repository, folder):
+    damaged = bytearray(jpeg(seed=1))
+    table = damaged.index(b"\xff\xc4")
+    damaged[table + 5 : table + 21] = b"\xff" * 16
+    (folder / "train" / "b" / "bad.jpg").write_bytes(damaged)
+    with pytest.raises(BadSampleError, match=r"train/b/bad\.jpg: does not decode"):
+        ingest(repository, str(folder), "pets", decode_check=True)
+    assert str(ingest(repository, str(folder), "pets").version) == "pets@1"
+
+
+def test_extensions_and_split_folders_are_recognised_in_any_case(repository, folder):
+    (folder / "train" / "a" / "loud.JPG").write_bytes(jpeg(seed=99))
+    (folder / "train").rename(folder / "TRAIN")
+    assert ingest(repository, str(folder), "pets").num_samples == {"train": 21, "val": 6}
+
+
+def test_credentials_of_a_source_never_reach_the_entry(repository, folder):
+    source = replace(ImageFolder.list(str(folder)), url="file://user:secret@host/pets?sig=secret")
+    ingest(repository, source, "pets")
+    assert open_dataset(repository, "pets").entry.content["source"]["url"] == "file://host/pets"

@@ -121,3 +121,24 @@ def test_a_later_or_foreign_shard_format_is_refused():
 def test_a_missing_file_is_not_found(tmp_path):
     with pytest.raises(NotFoundError):
         Shard.map(tmp_path / "missing")
+
+
+def test_statistics_and_batches_cover_the_whole_shard_whatever_its_number_of_batches(monkeypatch):
+    monkeypatch.setattr("datasvc.shards.writer.BATCH_BYTES", 200)
+    sample = {"key": "a", "image": b"1" * 150, "width": 3, "height": 4, "label": 0}
+    largest = {**sample, "image": b"1" * 500, "width": 50, "height": 60}
+    raw, statistics = write([largest, *[sample] * 7])
+    assert (statistics.num_samples, statistics.max_width, statistics.max_height) == (8, 50, 60)
+    assert statistics.max_sample_bytes == 500
+    assert pa.ipc.open_file(raw).num_record_batches == 5  # one, then two at a time
+
+
+def test_blobs_larger_than_a_batch_and_shards_of_many_batches_read_back(monkeypatch):
+    monkeypatch.setattr("datasvc.shards.writer.BATCH_BYTES", 200)
+    blobs = [bytes([number]) * size for number, size in enumerate([150, 900, 10, 190, 2000, 0, 70, 80, 90])]
+    raw, _ = write([{"key": "", "image": blob, "width": 1, "height": 1, "label": n} for n, blob in enumerate(blobs)])
+    shard = Shard.from_bytes(raw, "test")
+    rows = np.array([8, 0, 3, 2, 1, 4, 7, 5, 6])
+    assert [view.tobytes() for view in shard.blobs("image", rows)] == [blobs[row] for row in rows]
+    assert [shard.sample(row)["image"] for row in range(9)] == blobs
+    assert shard.values("label").tolist() == list(range(9))

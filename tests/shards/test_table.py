@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.errors import CorruptDataError
+from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import ShardStatistics, ShardTable, image_schema
 
@@ -40,4 +40,21 @@ def test_a_table_costs_some_hundred_bytes_a_shard():
 @pytest.mark.parametrize("raw", [b"", b"no arrow"])
 def test_what_is_no_table_is_corrupt(raw):
     with pytest.raises(CorruptDataError, match="no shard table"):
+        ShardTable.decode(raw, "test")
+
+
+def test_every_column_holds_what_it_is_named_after():
+    row = (ObjectInfo(Digest("ab" * 32), 1000), ShardStatistics(6, 50, 40, 300))
+    table = ShardTable.decode(ShardTable.build([row, row], image_schema(labelled=True)).encode(), "test")
+    assert table.rows.to_pylist()[1] == {
+        "digest": bytes.fromhex("ab" * 32), "samples": 6, "bytes": 1000,
+        "max_width": 50, "max_height": 40, "max_sample_bytes": 300,
+    }  # fmt: skip
+    assert (table.num_samples, table.size_bytes, table.bytes_per_shard.tolist()) == (12, 2000, [1000, 1000])
+
+
+def test_a_table_of_a_later_format_is_refused(monkeypatch):
+    raw = ShardTable.build([], image_schema(labelled=True)).encode()
+    monkeypatch.setattr("datasvc.shards.table.TABLE_FORMAT", 0)
+    with pytest.raises(ConfigError, match="shard table format 1; this datasvc reads up to 0"):
         ShardTable.decode(raw, "test")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError
 from datasvc.repository.references import check_name
+from loaders.augment import AugmentConfig
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,11 @@ class TrainConfig:
         for name in ("epochs", "batch_size", "checkpoint_every", "size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.learning_rate <= 0 or self.warmup_epochs < 0:
-            raise ConfigError(
-                f"learning_rate is {self.learning_rate}, warmup_epochs {self.warmup_epochs}; "
-                "expected a positive rate and no negative warm-up"
-            )
+        for name in ("learning_rate", "momentum", "weight_decay", "warmup_epochs"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected a finite number, not below 0")
         check_name(self.name, "model")
+        AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device is {self.device!r}; expected 'cpu' or 'cuda'")
         if self.resume not in ("auto", "never"):

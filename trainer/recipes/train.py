@@ -40,6 +40,7 @@ class Run:
     repo: DataRepository
     dataset: Dataset
     loader: ImageLoader
+    val_loader: ImageLoader | None
     model: nn.Module
     optimizer: torch.optim.Optimizer
     device: torch.device
@@ -81,7 +82,7 @@ def train(config: TrainConfig) -> str:
             loss.backward()  # type: ignore[no-untyped-call]
             run.optimizer.step()
             run.step += 1
-            step_s, ended = time.perf_counter() - ended, time.perf_counter()
+            step_s = time.perf_counter() - ended
             if hvd.rank() == 0:
                 timed = {"rate": rate, "step_s": step_s, "wait_s": wait_s}
                 share = run.loader.progress / config.epochs
@@ -89,12 +90,14 @@ def train(config: TrainConfig) -> str:
             is_last = run.loader.epoch == config.epochs - 1 and not run.loader.steps_left
             if run.step % config.checkpoint_every == 0 and not is_last:
                 commit(run, {})
+            ended = time.perf_counter()
     # Released before the evaluation: both loaders' shards need not fit the cache together.
     run.loader.close()
-    with make_loader(config, run.dataset["val"], training=False) as val_loader:
-        metrics = evaluate(run.model, val_loader, run.device)
+    metrics = {} if run.val_loader is None else evaluate(run.model, run.val_loader, run.device)
     version = run.version if run.step == run.begun_at else commit(run, metrics)
     assert version is not None
+    if run.val_loader is not None:
+        run.val_loader.close()
     if hvd.rank() == 0:
         report("end", version=version, step=run.step, **metrics)
     hvd.shutdown()
@@ -107,6 +110,8 @@ def start(config: TrainConfig) -> Run:
     begin = hvd.broadcast_object(resolve_start(repo, config) if hvd.rank() == 0 else None, name="start")
     dataset = repo.dataset(begin["data"])
     loader = make_loader(config, dataset["train"], training=True)
+    # Made before the first step, so that what is wrong with it is said now; without `val` nothing is evaluated.
+    val_loader = make_loader(config, dataset["val"], training=False) if "val" in dataset else None
     device = torch.device(rank_device(config))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -115,7 +120,7 @@ def start(config: TrainConfig) -> Run:
         model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
     )
     optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
-    run = Run(config, repo, dataset, loader, model, optimizer, device, version=begin["checkpoint"])
+    run = Run(config, repo, dataset, loader, val_loader, model, optimizer, device, version=begin["checkpoint"])
     if run.version is not None:
         resume(run, repo.restore(run.version))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -158,16 +163,24 @@ def make_loader(config: TrainConfig, split: Split, *, training: bool) -> ImageLo
 
 
 def resume(run: Run, checkpoint: Checkpoint) -> None:
-    """Put every part of the run where the checkpoint left it. Raises ConfigError for another model."""
+    """Put every part of the run where the checkpoint left it.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+        StateMismatchError: it was trained on other data, or in another order.
+    """
     state = checkpoint.state
     if state["model_name"] != run.config.model:
         raise ConfigError(
             f"{checkpoint.version} is a {state['model_name']!r}, this run trains a {run.config.model!r}; "
             "use another --name, or --resume never"
         )
-    run.model.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
     run.loader.load_state_dict(state["loader"])
+    try:
+        run.model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise ConfigError(f"{checkpoint.version} does not fit this run's model: {error}") from error
+    run.optimizer.load_state_dict(state["optimizer"])
     run.step = run.begun_at = int(state["step"])
     if len(state["random"]) == hvd.size():
         random_state.reinstate(state["random"][hvd.rank()])

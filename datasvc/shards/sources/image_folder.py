@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.storage import resolve_url, translated
+from datasvc.repository.storage import redact_url, resolve_url, translated
 from datasvc.shards.images import EXTENSIONS
 
 SPLIT_NAMES: Final = frozenset({"train", "val", "valid", "validation", "test"})
@@ -62,16 +62,16 @@ class ImageFolder:
             UnavailableError: the store does not answer.
         """
         file_system, root = resolve_url(url)
-        with translated("list", url):
+        with translated("list", redact_url(url)):
             if not file_system.isdir(root):
-                raise NotFoundError(f"cannot ingest {url}: there is no such folder")
+                raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
             found = file_system.find(root, detail=True)
         sizes = {path[len(root) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
         images = sorted(name for name in sizes if _extension(name) in EXTENSIONS)
         ignored = Counter(_extension(name) or "(none)" for name in sizes if _extension(name) not in EXTENSIONS)
         if not images:
             raise NotFoundError(
-                f"cannot ingest {url}: no images in it ({len(sizes)} other files); "
+                f"cannot ingest {redact_url(url)}: no images in it ({len(sizes)} other files); "
                 f"looked for {', '.join(sorted(EXTENSIONS))}"
             )
         _check_splits(images, url)
@@ -128,8 +128,8 @@ def _check_splits(images: list[str], url: str) -> None:
     spellings = [top for top in tops if top.lower() in SPLIT_NAMES]
     if spellings and (len(tops) > len(spellings) or len({top.lower() for top in spellings}) < len(spellings)):
         raise ConfigError(
-            f"cannot ingest {url}: its top folders {sorted(tops)[:10]} mix splits with others, or spell a split "
-            "in two ways; keep only split folders at the top, or none"
+            f"cannot ingest {redact_url(url)}: its top folders {sorted(tops)[:10]} mix splits with others, or spell "
+            "a split in two ways; keep only split folders at the top, or none"
         )
 
 
@@ -145,7 +145,7 @@ def _classes(placed: dict[str, tuple[str, str | None, str]], url: str) -> tuple[
     if None in names and len(names) > 1:
         flat = next(name for name, place in placed.items() if place[1] is None)
         raise ConfigError(
-            f"cannot ingest {url}: some images lie in class folders and some beside them, such as {flat}; "
-            "move these into a class folder or out of the source"
+            f"cannot ingest {redact_url(url)}: some images lie in class folders and some beside them, such as "
+            f"{flat}; move these into a class folder or out of the source"
         )
     return tuple(sorted(name for name in names if name is not None))
