@@ -190,7 +190,8 @@ def _check_bad(bad: list[BadSample], source: ImageFolder, on_bad: OnBad) -> None
     more = f"; and {len(bad) - _NAMED_BAD_SAMPLES} more" if len(bad) > _NAMED_BAD_SAMPLES else ""
     raise BadSampleError(
         f"{len(bad)} of {source.num_samples} samples of {redact_url(source.url)} are bad, nothing was committed: "
-        f"{named}{more}. Mend or remove them, or leave them out with --on-bad skip, which must leave some in each split"
+        f"{named}{more}. "
+        "Mend or remove them, or leave them out with --on-bad skip, which must leave some in each split"
     )
 
 
