@@ -76,7 +76,7 @@ def _is_complete(kind: str, content: bytes | memoryview) -> bool:
     """Return whether the end of the file proves that nothing is cut off; where it cannot, decode to find out."""
     raw = bytes(content)
     if kind == "JPEG":
-        return raw.find(_END_OF_IMAGE, _scan_offset(raw)) > 0
+        return raw.rfind(_END_OF_IMAGE, _scan_offset(raw)) > 0
     if kind == "PNG":
         return b"IEND" in raw[-64:]
     if kind == "WEBP":
