@@ -15,7 +15,8 @@ ALLOWED = {
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
-    "datasvc.order": {"datasvc.errors", "datasvc.keyed"},
+    "datasvc.spans": {"datasvc.keyed"},
+    "datasvc.order": {"datasvc.errors", "datasvc.keyed", "datasvc.spans"},
     "datasvc.repository": {"datasvc.errors", "datasvc.durable"},
 }
 ALLOWED["datasvc.shards"] = {

@@ -12,13 +12,13 @@ from datasvc.order import (
     AccessOrder,
     OrderConfig,
     OrderState,
-    SpanSearch,
     Step,
     count_steps,
     max_live_shards,
     plan_step,
     slice_step,
 )
+from datasvc.spans import SpanSearch
 
 shard_sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)
 

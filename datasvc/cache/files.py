@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from datasvc.cache.lease import is_locked
 from datasvc.errors import ConfigError
 from datasvc.repository import Digest
 from datasvc.repository.objects import parse_digest
@@ -66,18 +67,7 @@ class Files:
 
     def is_incoming_locked(self, digest: Digest) -> bool:
         """Return whether a living process or thread fetches the object."""
-        try:
-            descriptor = os.open(self.incoming_path(digest), os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        else:
-            return False
-        finally:
-            os.close(descriptor)
+        return is_locked(self.incoming_path(digest))
 
     def wait_for_incoming(self, digest: Digest) -> None:
         """Return once whoever fetches the object has finished, failed or died: the kernel frees its lock then."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from contextlib import suppress
 from pathlib import Path
 
 from datasvc.durable import TEMPORARY_PREFIX
@@ -52,9 +51,8 @@ class Lease:
             self._descriptor = -1
 
 
-def is_held(folder: Path, lease_id: str) -> bool:
-    """Return whether the holder of a lease still lives; a dead one's file is removed."""
-    path = folder / lease_id
+def is_locked(path: Path) -> bool:
+    """Return whether a living process or thread keeps `path` locked; False where there is no such file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -64,11 +62,18 @@ def is_held(folder: Path, lease_id: str) -> bool:
     except BlockingIOError:
         return True
     else:
-        with suppress(FileNotFoundError):
-            path.unlink()
         return False
     finally:
         os.close(descriptor)
+
+
+def is_held(folder: Path, lease_id: str) -> bool:
+    """Return whether the holder of a lease still lives; a dead one's file is removed."""
+    path = folder / lease_id
+    held = is_locked(path)
+    if not held:
+        path.unlink(missing_ok=True)
+    return held
 
 
 def sweep(folder: Path) -> None:
