@@ -57,19 +57,19 @@ class Demo:
         self.restored = folder / "restored"
         self.environment = {**os.environ, "DATASVC_REPO": str(self.repo), "DATASVC_CACHE": str(self.cache)}
 
-    def datasvc(self, *arguments: str) -> str:
-        """Run a `datasvc` command, shown with its output; returns the output."""
+    def datasvc(self, *arguments: str) -> None:
+        """Run a `datasvc` command, shown with its output."""
         console.print(f"[bold]$ datasvc {' '.join(arguments)}[/bold]")
-        command = [sys.executable, "-m", "datasvc.cli.main", *arguments]
-        done = subprocess.run(command, env=self.environment, check=True, stdout=subprocess.PIPE, text=True)
-        console.print(done.stdout.rstrip(), markup=False)
-        return done.stdout
+        console.print(self._run(*arguments).rstrip(), markup=False)
 
     def query(self, *arguments: str) -> Any:
         """Run a `datasvc` command with --json; returns its value."""
-        command = [sys.executable, "-m", "datasvc.cli.main", *arguments, "--json"]
+        return json.loads(self._run(*arguments, "--json"))
+
+    def _run(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "datasvc.cli.main", *arguments]
         done = subprocess.run(command, env=self.environment, check=True, stdout=subprocess.PIPE, text=True)
-        return json.loads(done.stdout)
+        return done.stdout
 
     def train(self, name: str, title: str, *, kill_at_step: int | None = None) -> Run:
         """Train `name` on two ranks, from its newest checkpoint where it has one."""

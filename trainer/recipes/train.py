@@ -131,7 +131,7 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> dict[str, str | 
     """Decide, on one rank for all, which immutable versions this run reads: data and, to continue, checkpoint."""
     data = str(repo.dataset(config.data).resolved)
     checkpoint = None
-    if config.resume == "auto" and config.name in repo.models():
+    if config.resume == "auto" and repo.repository.versions("models", config.name).head():
         checkpoint = str(repo.repository.resolve("models", config.name))
     return {"data": data, "checkpoint": checkpoint}
 
