@@ -37,8 +37,13 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file that becomes `path` when the block ends well, replacing what was there.
+
+    Args:
+        path: the file.
+        synced: survive a power cut too. Without it a crash of the machine may leave a file of any content under
+            the name; a killed process never does.
 
     Yields:
         A binary file open for writing, in the folder of `path`.
@@ -51,19 +56,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if not synced:
+        return
     # Sync after the rename: a name must never outlive a power cut while a caller already relies on it.
     fsync_folder(path.parent)
 
 
-def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Write `content` to `path`, replacing an old file atomically. Raises OSError; see `replacing`."""
-    with replacing(path) as file:
+def write_file(path: Path, content: bytes | memoryview, *, synced: bool = True) -> None:
+    """Write `content` to `path`, replacing an old file atomically. Arguments and errors as of `replacing`."""
+    with replacing(path, synced=synced) as file:
         file.write(content)
 
 

@@ -4,6 +4,7 @@
     |-- ConfigError                  a setting or argument is wrong: correct it and call again
     |-- NotFoundError                a name, version, tag or file is not there: the message says what is
     |-- ConflictError                somebody else committed first: look at the new head, decide, retry
+    |   `-- SourceChangedError       a source changed while it was read: run the same command again
     |-- UnknownOutcomeError          a commit may or may not have happened: read the log before retrying
     |-- CorruptDataError             bytes differ from their digest, or do not parse: never used, never served
     |-- BadSampleError               one sample cannot be decoded: fix it, or ask for bad samples to be skipped
@@ -44,6 +45,10 @@ class ConflictError(DatasvcError):
     """Another writer committed first and the bounded retries are used up; nothing of this commit is visible."""
 
     exit_code = 4
+
+
+class SourceChangedError(ConflictError):
+    """A file of a source is not what its listing said: it changed meanwhile. Nothing of it is visible."""
 
 
 class UnknownOutcomeError(DatasvcError):

@@ -60,10 +60,11 @@ def digest_of_file(path: Path) -> Digest:
 
 
 class ObjectWriter:
-    """A growing object: a binary sink that hashes what passes through. Made by `Objects.writing`."""
+    """A growing object: a binary sink that hashes what passes through. Made by `Objects.writing` and `begin`."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("xb", buffering=0)
         self._hash = blake3()
         self._size_bytes = 0
 
@@ -71,9 +72,20 @@ class ObjectWriter:
         """Append `content`; returns its length in bytes. Raises OSError."""
         view = memoryview(content)
         self._hash.update(view)
-        self._file.write(view)
+        left = view.cast("B")
+        while left:
+            left = left[self._file.write(left) :]
         self._size_bytes += view.nbytes
         return view.nbytes
+
+    def sync(self) -> None:
+        """Make what was written survive a power cut, and close the file. Raises OSError."""
+        with self._file:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
 
     @property
     def info(self) -> ObjectInfo:
@@ -104,11 +116,25 @@ class Objects:
         """Return the object's file when the repository lies on this machine, else None."""
         return self._storage.local_path(self.path(digest))
 
+    def size(self, digest: Digest) -> int | None:
+        """Return the stored size in bytes, None where the repository lacks the object. Raises UnavailableError."""
+        return self._storage.size(self.path(digest))
+
+    def reuse(self, info: ObjectInfo) -> bool:
+        """Return whether the object is there already, whole, so that an entry may name it without writing it again.
+
+        It then counts as new: `gc` would otherwise remove an old object that nothing names yet in the time until
+        the entry that names it is committed. False also where it cannot be made to count as new without writing it
+        again, as remote objects that are older than a day. A size that differs is damage: write it again rather
+        than trust it. Raises UnavailableError.
+        """
+        return self._storage.refresh(self.path(info.digest), info.size_bytes)
+
     def put(self, content: bytes | memoryview) -> ObjectInfo:
         """Store `content`; an object that exists already is not written again. Raises UnavailableError."""
         view = memoryview(content)
         info = ObjectInfo(digest_of(view), view.nbytes)
-        if not self._is_complete(info):
+        if not self.reuse(info):
             self._storage.put_bytes(self.path(info.digest), view)
         return info
 
@@ -119,19 +145,34 @@ class Objects:
         Written once: straight into the repository's folder when that is local, else to a temporary file that
         is uploaded in parts. After the block `writer.info` names the object. Raises UnavailableError.
         """
-        temporary = self._temporary_path()
+        writer = self.begin()
         try:
-            with translated("write", str(temporary)), temporary.open("xb") as file:
-                writer = ObjectWriter(file)
+            with translated("write", str(writer.path)):
                 yield writer
-                file.flush()
-                os.fsync(file.fileno())
-            if self._is_complete(writer.info):
-                temporary.unlink()
-            else:
-                self._storage.adopt(self.path(writer.info.digest), temporary)
+            self.finish(writer)
         finally:
-            temporary.unlink(missing_ok=True)
+            self.abandon(writer)
+
+    def begin(self) -> ObjectWriter:
+        """Open a new object, as `writing` does; `finish` it from any thread, or `abandon` it."""
+        temporary = self._temporary_path()
+        with translated("write", str(temporary)):
+            return ObjectWriter(temporary)
+
+    def finish(self, writer: ObjectWriter) -> ObjectInfo:
+        """Sync the object and let it exist under its digest. Raises UnavailableError."""
+        with translated("write", str(writer.path)):
+            writer.sync()
+        if self.reuse(writer.info):
+            writer.path.unlink()
+        else:
+            self._storage.adopt(self.path(writer.info.digest), writer.path)
+        return writer.info
+
+    def abandon(self, writer: ObjectWriter) -> None:
+        """Close the object and remove what is not finished of it; after `finish` this does nothing."""
+        writer.close()
+        writer.path.unlink(missing_ok=True)
 
     def read(self, digest: Digest) -> bytes:
         """Return the object's bytes, verified.
@@ -206,10 +247,6 @@ class Objects:
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()
-
-    def _is_complete(self, info: ObjectInfo) -> bool:
-        # A size that differs is damage: write it again rather than trust it.
-        return self._storage.size(self.path(info.digest)) == info.size_bytes
 
     def _temporary_path(self) -> Path:
         folder = self._storage.local_path("objects")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
+from datasvc.repository.journal import Journal
 from datasvc.repository.log import Entry, Log
 from datasvc.repository.objects import Objects
 from datasvc.repository.references import check_name, check_tag, is_name, parse_reference
@@ -38,6 +39,11 @@ class Repository:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self.objects = Objects(storage)
+
+    @property
+    def storage(self) -> Storage:
+        """The tree itself, for what looks at all of it: gc."""
+        return self._storage
 
     @property
     def url(self) -> str:
@@ -79,6 +85,10 @@ class Repository:
             return cls.open(url)
         _check_create_only(storage)
         return cls(storage)
+
+    def journal(self, plan: str) -> Journal:
+        """Return the journal of the work named `plan`, which may not have begun."""
+        return Journal(self._storage, plan)
 
     def names(self, kind: Kind) -> list[str]:
         """Return the names that have at least one version, sorted. Raises UnavailableError."""

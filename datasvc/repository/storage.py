@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from datasvc import durable
 from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
+from datasvc.repository import age
 
 _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 # Packages whose exceptions mean "the store did not answer", though they are no OSError.
@@ -169,15 +171,99 @@ class Storage:
         else:
             self._create_remote(path, content)
 
-    def put_bytes(self, path: str, content: bytes | memoryview) -> None:
-        """Write an immutable object; writing the same content again is harmless. Raises UnavailableError."""
+    def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool = True) -> None:
+        """Write an immutable object; writing the same content again is harmless.
+
+        Args:
+            path: where.
+            content: all of it.
+            synced: as of `durable.replacing`; stores that are not local always keep what they acknowledge.
+
+        Raises:
+            UnavailableError: the store failed.
+        """
         with translated("write", self.location(path)):
             if self.is_local:
                 target = Path(self._full(path))
                 durable.make_folder(target.parent)
-                durable.write_file(target, content)
+                durable.write_file(target, content, synced=synced)
             else:
                 self._fs.pipe_file(self._full(path), bytes(content))
+
+    def refresh(self, path: str, size_bytes: int) -> bool:
+        """Make the file at `path` young, see `age`; returns False where it must be written (again) for that.
+
+        Raises UnavailableError.
+        """
+        if self.is_local:
+            return age.refresh_local(Path(self._full(path)), size_bytes)
+        found = self._file(path)
+        return found is not None and found.size_bytes == size_bytes and found.modified_s > time.time() - age.REWRITE_S
+
+    def delete_if_older(self, path: str, before_s: float) -> bool:
+        """Delete the file at `path` if it changed last before `before_s`; returns whether it did.
+
+        On local files no writer can make it young unseen. Elsewhere one that does so in the moment between the look
+        and the deletion is not seen. Raises UnavailableError, ConfigError.
+        """
+        with translated("delete", self.location(path)):
+            if self.is_local:
+                return age.delete_local_if_older(Path(self._full(path)), before_s)
+            found = self._file(path)
+            if found is None or found.modified_s >= before_s:
+                return False
+            try:
+                self._fs.rm_file(self._full(path))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def walk(self, folder: str) -> Iterator[age.StoredFile]:
+        """Yield every file below `folder`, unfinished temporary ones too, in no certain order.
+
+        Raises:
+            UnavailableError: the store does not answer.
+            ConfigError: the store does not say how old a file is.
+        """
+        if self.is_local:
+            with translated("list", self.location(folder)):
+                yield from age.walk_local(Path(self._root), folder)
+            return
+        for info in self._listing(folder):
+            path = f"{folder}/{info['name'].rstrip('/').rpartition('/')[2]}".lstrip("/")
+            if info["type"] == "directory":
+                yield from self.walk(path)
+            else:
+                yield age.StoredFile(path, int(info["size"]), age.modified_s(info, self.location(path)))
+
+    def _listing(self, folder: str) -> Sequence[dict[str, Any]]:
+        """Return what a remote store says of each entry of `folder`, without the folder itself."""
+        full = self._full(folder)
+        try:
+            with translated("list", self.location(folder)):
+                self._fs.invalidate_cache(full)
+                entries = self._fs.ls(full, detail=True)
+                self._fs.invalidate_cache(full)  # a whole repository's listings would stay in memory
+        except NotFoundError:
+            return []
+        own = self._fs._strip_protocol(full)  # noqa: SLF001 - fsspec's own name for its documented rule
+        return [entry for entry in entries if self._fs._strip_protocol(entry["name"]) != own]  # noqa: SLF001
+
+    def _file(self, path: str) -> age.StoredFile | None:
+        try:
+            with translated("look at", self.location(path)):
+                info = self._fs.info(self._full(path), **self._fresh())
+        except NotFoundError:
+            return None
+        return age.StoredFile(path, int(info["size"]), age.modified_s(info, self.location(path)))
+
+    def delete_folder(self, folder: str) -> None:
+        """Delete everything below `folder`; nothing happens where there is none. Raises UnavailableError."""
+        try:
+            with translated("delete", self.location(folder)):
+                self._fs.rm(self._full(folder), recursive=True)
+        except NotFoundError:
+            return
 
     def adopt(self, path: str, finished: Path) -> None:
         """Move the local file `finished`, synced by the caller, to `path`; `finished` is gone afterwards.
