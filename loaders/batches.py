@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from datasvc.errors import ConfigError
 from datasvc.keyed import Integers
 from datasvc.order import AccessOrder, OrderConfig, Step, Tail, plan_step, slice_step
 from datasvc.shards import Shard, ShardStore, Split
@@ -39,7 +40,7 @@ class SampleBatch:
         positions: `int64[n]`, of this rank's samples.
         mask: `bool[n]`, False for samples that only pad.
         shards: `int64[n]`, number of each sample's shard in the shard table.
-        rows: `int64[n]`, its row there.
+        rows: `int64[n]`, its row there, deleted samples counted too.
         blobs: views of the encoded images, `uint8[size]` each; they keep their mapping alive.
         columns: other columns of fixed width, `dtype[n]` by name.
     """
@@ -125,6 +126,9 @@ class SampleBatches:
         tail: what becomes of the samples that fill no global batch.
         blob: column with the encoded images.
         columns: other columns, of fixed width, to deliver beside.
+
+    Raises:
+        ConfigError: the split has no such column; or, when a batch is read, a sample of it is null there.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class SampleBatches:
         self._global_batch = batch_size * world_size
         self._rank, self._world_size, self._tail = rank, world_size, tail
         self._blob, self._columns = blob, columns
+        self._check_columns()
         self._counts = split.table.samples_per_shard
         self._epochs: dict[int, tuple[AccessOrder, _OpenShards]] = {}
 
@@ -192,12 +197,30 @@ class SampleBatches:
         }
         for shard in np.unique(shards).tolist():
             chosen = np.flatnonzero(shards == shard)
+            stored = rows[chosen] = self._split.stored_rows(shard, rows[chosen])
             opened = open_shards.get(shard)
-            for index, view in zip(chosen.tolist(), opened.blobs(self._blob, rows[chosen]), strict=True):
+            for index, view in zip(chosen.tolist(), opened.blobs(self._blob, stored), strict=True):
                 blobs[index] = view
             for name in self._columns:
-                columns[name][chosen] = opened.values(name)[rows[chosen]]
+                columns[name][chosen] = self._values(opened, name, stored)
         return SampleBatch(cursor.epoch, step, positions, mask, shards, rows, blobs, columns)
+
+    def _values(self, shard: Shard, column: str, rows: Integers) -> npt.NDArray[Any]:
+        if not shard.is_valid(column, rows):
+            raise ConfigError(
+                f"column {column!r} of {self._split.dataset}/{self._split.name} is null for samples of shard "
+                f"{shard.name}: they were added without it; delete them, or ask for columns that every sample has"
+            )
+        values: npt.NDArray[Any] = shard.values(column)[rows]
+        return values
+
+    def _check_columns(self) -> None:
+        names = self._split.table.sample_schema.names
+        for column in (self._blob, *self._columns):
+            if column not in names:
+                raise ConfigError(
+                    f"{self._split.dataset}/{self._split.name} has no column {column!r}; its columns are {names}"
+                )
 
     def _epoch(self, cursor: Cursor) -> tuple[AccessOrder, _OpenShards]:
         if cursor.epoch not in self._epochs:

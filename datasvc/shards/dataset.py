@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import NotFoundError
+from datasvc.keyed import Integers
 from datasvc.repository import Entry, ObjectInfo, Repository, Resolved
-from datasvc.repository.objects import digest_of_file, parse_digest
-from datasvc.shards.reader import Shard
+from datasvc.repository.objects import parse_digest
+from datasvc.shards.deletions import Deletions, load_deletions
+from datasvc.shards.reader import Shard, open_shard
 from datasvc.shards.table import ShardTable
 
 # Shards that random access keeps open, in memory where the repository is remote.
@@ -46,31 +48,18 @@ class OriginShards:
     def open_shard(self, info: ObjectInfo) -> Shard:
         """Return the shard. Raises CorruptDataError, NotFoundError, UnavailableError."""
         path = self._objects.local_path(info.digest)
-        if path is None:
-            return Shard.from_bytes(self._objects.read(info.digest), self._objects.location(info.digest))
-        shard = Shard.map(path) if info.digest in self._verified else self._open_verified(info)
+        if path is not None and info.digest in self._verified:
+            return Shard.map(path)
+        shard = open_shard(self._objects, info)
         self._verified.add(info.digest)
         return shard
 
     def release_shard(self, info: ObjectInfo) -> None:
         """Nothing to do: the mapping goes with the last reference."""
 
-    def _open_verified(self, info: ObjectInfo) -> Shard:
-        path = self._objects.local_path(info.digest)
-        assert path is not None
-        try:
-            found = digest_of_file(path)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"shard {path} is missing; restore it from another copy") from error
-        if found != info.digest:
-            raise CorruptDataError(
-                f"shard {path} is corrupt: its bytes hash to {found[:12]}...; restore it from another copy"
-            )
-        return Shard.map(path)
-
 
 class Split:
-    """The samples of one split; `split[5]` is a dict, `len(split)` their number.
+    """The samples of one split that are not deleted; `split[5]` is a dict, `len(split)` their number.
 
     Args:
         name: such as "train".
@@ -108,7 +97,7 @@ class Split:
         return int(self._stops[-1]) if len(self._stops) else 0
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return sample `number` in table order as Python values; blobs as bytes.
+        """Return sample `number` in table order as Python values; blobs as bytes, None for what it lacks.
 
         Raises:
             IndexError: out of range; negative numbers count from the end.
@@ -119,7 +108,9 @@ class Split:
             raise IndexError(f"sample {number} is outside 0..{len(self) - 1} of {self.dataset}/{self.name}")
         shard = int(np.searchsorted(self._stops, wanted, side="right"))
         row = wanted - (int(self._stops[shard - 1]) if shard else 0)
-        return self._open_shard(shard).sample(row)
+        (stored,) = self.stored_rows(shard, np.array([row])).tolist()
+        found = self._open_shard(shard).sample(stored)
+        return {name: found.get(name) for name in self.table.sample_schema.names}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[number] for number in range(len(self)))
@@ -130,10 +121,34 @@ class Split:
         objects = self.repository.objects
         return ShardTable.decode(objects.read(self.digest), objects.location(self.digest))
 
+    def stored_rows(self, shard: int, rows: Integers) -> Integers:
+        """Return where a shard's file holds the samples that the access order means.
+
+        Args:
+            shard: number in the table.
+            rows: `int64[n]`, counted over the samples of the shard that are not deleted.
+
+        Returns:
+            `int64[n]`, counted over all samples of the file; `rows` itself where none is deleted.
+
+        Raises:
+            CorruptDataError, NotFoundError, UnavailableError: the deletions cannot be read.
+        """
+        return self.deletions.kept_rows(shard)[rows] if self._deleted[shard] else rows
+
+    @cached_property
+    def deletions(self) -> Deletions:
+        """Which samples are deleted. Raises as `load_deletions`."""
+        return load_deletions(self.repository.objects, self.table)
+
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the labels, index by index; empty without labels."""
         return self.table.classes
+
+    @cached_property
+    def _deleted(self) -> Integers:
+        return self.table.deleted_per_shard
 
     @cached_property
     def _stops(self) -> Any:

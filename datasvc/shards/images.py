@@ -1,23 +1,30 @@
-"""What can be said of an encoded image without decoding it, and whether it decodes at all.
+"""What can be said of an encoded image without decoding it, whether it decodes at all, and how it is made smaller.
 
-Pillow parses the headers of every common format. It is lenient about missing ends, which a decoder on the way to
-a GPU is not, so the end of a file is looked at here; where it says nothing, the image is decoded.
+A plain JPEG's header is read here, some twenty times faster than Pillow does it; whatever is not plain goes to
+Pillow, which knows the headers of every common format. Pillow is lenient about missing ends, which a decoder on the
+way to a GPU is not, so the end of a file is looked at here; where it says nothing, the image is decoded.
 """
 
 from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import Final, Literal
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-from datasvc.errors import BadSampleError
+from datasvc.errors import BadSampleError, ConfigError
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
+REENCODE_QUALITY: Final = 90
 
 _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
 _SIZES_UPRIGHT = frozenset({"TIFF"})  # formats whose sizes Pillow turns itself
 _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
+_PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
+_APP1, _APP2 = 0xE1, 0xE2
+_MAX_SEGMENTS = 64
+_ENCODERS: Final = {"JPEG", "PNG", "WEBP"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,33 @@ class ImageHeader:
     height: int
 
 
+@dataclass(frozen=True)
+class Reencoding:
+    """How images are made smaller.
+
+    Attributes:
+        max_side: longer images are scaled down to this many pixels on their longer side; None: none is.
+        quality: of JPEG and WebP, 1 to 100; given without `max_side` it re-encodes every one of them.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    max_side: int | None = None
+    quality: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_side is not None and self.max_side < 1:
+            raise ConfigError(f"max_side is {self.max_side}; expected at least 1 pixel")
+        if self.quality is not None and not 1 <= self.quality <= 100:
+            raise ConfigError(f"quality is {self.quality}; expected 1 to 100")
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything is to be done at all."""
+        return self.max_side is not None or self.quality is not None
+
+
 def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHeader:
     """Check an encoded image and return its header.
 
@@ -47,6 +81,104 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
     """
     if not len(content):
         raise BadSampleError("empty file")
+    plain = None if decode else _read_plain_jpeg(memoryview(content))
+    return plain or _read_with_pillow(content, decode=decode)
+
+
+def reencode(content: bytes | memoryview, how: Reencoding) -> bytes | None:
+    """Return the image scaled down and encoded again as `how` says, upright; None where it stays as it is.
+
+    Raises:
+        BadSampleError: it does not decode.
+    """
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            kind = image.format or ""
+            too_long = how.max_side is not None and max(image.size) > how.max_side
+            again = how.max_side is None and kind in {"JPEG", "WEBP"}
+            if not too_long and not again:
+                return None
+            upright = ImageOps.exif_transpose(image)
+            if too_long and how.max_side is not None:
+                upright.thumbnail((how.max_side, how.max_side), Image.Resampling.LANCZOS)
+            return _encode(upright, kind, how.quality or REENCODE_QUALITY)
+    except UnidentifiedImageError as error:
+        raise BadSampleError(f"no image: it starts with {bytes(content[:16])!r}") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise BadSampleError(f"does not decode: {error}") from error
+
+
+def _encode(image: Image.Image, kind: str, quality: int) -> bytes:
+    buffer = io.BytesIO()
+    kind = "JPEG" if kind == "MPO" else kind if kind in _ENCODERS else "PNG"
+    image.save(buffer, kind, quality=quality)
+    return buffer.getvalue()
+
+
+def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
+    """Return the header of a whole, plain JPEG; None for anything that somebody should look at more closely."""
+    stop = len(raw)
+    if stop < 4 or raw[0] != 0xFF or raw[1] != 0xD8 or raw[stop - 2] != 0xFF or raw[stop - 1] != 0xD9:
+        return None
+    offset, size, turned = 2, None, False
+    for _ in range(_MAX_SEGMENTS):
+        if offset + 10 > stop or raw[offset] != 0xFF:
+            return None
+        marker = raw[offset + 1]
+        if marker == _START_OF_SCAN:
+            return ImageHeader("JPEG", *(size[::-1] if turned else size)) if size is not None else None
+        length = raw[offset + 2] << 8 | raw[offset + 3]
+        if marker in _PLAIN_FRAMES:
+            height, width = raw[offset + 5] << 8 | raw[offset + 6], raw[offset + 7] << 8 | raw[offset + 8]
+            is_plain = raw[offset + 4] == 8 and raw[offset + 9] in (1, 3) and 0 < width * height < _most_pixels()
+            if size is not None or not is_plain:
+                return None
+            size = (width, height)
+        elif marker == _APP1 and bytes(raw[offset + 4 : offset + 10]) == b"Exif\0\0":
+            orientation = _read_orientation(raw[offset + 10 : offset + 2 + length])
+            if orientation is None:
+                return None
+            turned = 5 <= orientation <= 8
+        elif (marker == _APP2 and bytes(raw[offset + 4 : offset + 8]) == b"MPF\0") or not _is_known(marker):
+            return None  # several pictures in one file; other ways to code
+        if length < 2:
+            return None
+        offset += 2 + length
+    return None
+
+
+def _is_known(marker: int) -> bool:
+    """Return whether a marker says nothing about size: tables, application data, comments."""
+    return marker in (0xC4, 0xDB, 0xDD, 0xFE) or 0xE0 <= marker <= 0xEF
+
+
+def _most_pixels() -> int:
+    return Image.MAX_IMAGE_PIXELS or 1 << 60
+
+
+def _read_orientation(tiff: memoryview) -> int | None:
+    """Return the EXIF orientation in a TIFF header, 1 when there is none, None when it is not to be understood."""
+    start = bytes(tiff[:2])
+    if start not in (b"II", b"MM"):
+        return None
+    order: Literal["little", "big"] = "little" if start == b"II" else "big"
+
+    def number(offset: int, length: int) -> int:
+        return int.from_bytes(tiff[offset : offset + length], order)
+
+    first = number(4, 4)
+    if number(2, 2) != 42 or not 8 <= first <= len(tiff) - 2:
+        return None
+    for entry in range(number(first, 2)):
+        offset = first + 2 + 12 * entry
+        if offset + 12 > len(tiff):
+            return None
+        if number(offset, 2) == _ORIENTATION:
+            return number(offset + 8, 2) if number(offset + 2, 2) == 3 else None
+    return 1
+
+
+def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHeader:
     try:
         with Image.open(io.BytesIO(content)) as image:
             kind, (width, height) = image.format or "?", image.size

@@ -5,6 +5,7 @@ Views are slices of Arrow's own buffers, some thirty times faster than going thr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -12,11 +13,16 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.repository import ObjectInfo, Objects
+from datasvc.repository.objects import digest_of_file
 from datasvc.shards.schema import check_shard_format, is_blob
 
 Bytes = npt.NDArray[np.uint8]
+_BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]
+_NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
 class Shard:
@@ -60,35 +66,59 @@ class Shard:
         """Open a file held in memory. Raises CorruptDataError, ConfigError."""
         return cls(pa.py_buffer(content), name)
 
+    @property
+    def batches(self) -> Sequence[pa.RecordBatch]:
+        """The record batches, in order: views of the file."""
+        return self._batches
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """Return one column that the shard has: a view of the file."""
+        field = self.schema.field(name)
+        return pa.chunked_array([batch.column(name) for batch in self._batches], field.type)
+
     def blobs(self, column: str, rows: npt.NDArray[np.int64]) -> list[Bytes]:
         """Return the blobs of `rows`, in that order.
 
         Args:
-            column: a blob column.
+            column: a blob column; one that the shard lacks is null throughout.
             rows: `int64[n]` in range(num_samples).
 
         Returns:
-            Views, `uint8[size]` each; they keep the mapping alive.
+            Views, `uint8[size]` each, empty for null; they keep the mapping alive.
         """
+        if column not in self._blob_parts:
+            return [_NO_BYTES] * len(rows)
         parts = self._blob_parts[column]
         if len(parts) == 1:
-            content, offsets = parts[0]
-            starts, stops = offsets[rows].tolist(), offsets[rows + 1].tolist()
-            return [content[start:stop] for start, stop in zip(starts, stops, strict=True)]
+            content, starts, stops = parts[0]
+            return [
+                content[start:stop] for start, stop in zip(starts[rows].tolist(), stops[rows].tolist(), strict=True)
+            ]
         batches = np.searchsorted(self._starts, rows, side="right") - 1
         within = rows - self._starts[batches]
         views = []
         for batch, row in zip(batches.tolist(), within.tolist(), strict=True):
-            content, offsets = parts[batch]
-            views.append(content[offsets[row] : offsets[row + 1]])
+            content, starts, stops = parts[batch]
+            views.append(content[starts[row] : stops[row]])
         return views
 
     def values(self, column: str) -> npt.NDArray[Any]:
-        """Return a whole column of fixed width without nulls: `dtype[num_samples]`, made once."""
+        """Return a whole column of fixed width: `dtype[num_samples]`, made once; 0 for null, see `is_valid`."""
         if column not in self._arrays:
-            chunks = [batch.column(column).to_numpy(zero_copy_only=False) for batch in self._batches]
-            self._arrays[column] = np.concatenate(chunks) if chunks else np.empty(0)
+            values = self.column(column)
+            filled = pc.fill_null(values, pa.scalar(0).cast(values.type)) if values.null_count else values
+            self._arrays[column] = filled.to_numpy() if filled.num_chunks else np.empty(0)
         return self._arrays[column]
+
+    def is_valid(self, column: str, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether the shard has that column, and it is not null for any of `rows`."""
+        if column not in self.schema.names:
+            return False
+        if column not in self._valid:
+            values = self.column(column)
+            self._valid[column] = values.is_valid().to_numpy() if values.null_count else None
+        valid = self._valid[column]
+        return valid is None or bool(valid[rows].all())
 
     def sample(self, row: int) -> dict[str, Any]:
         """Return one sample as Python values; blobs as bytes (copies)."""
@@ -103,13 +133,45 @@ class Shard:
         return {}
 
     @cached_property
-    def _blob_parts(self) -> dict[str, list[tuple[Bytes, npt.NDArray[np.int64]]]]:
+    def _valid(self) -> dict[str, npt.NDArray[np.bool_] | None]:
+        return {}
+
+    @cached_property
+    def _blob_parts(self) -> dict[str, list[_BlobPart]]:
         names = [field.name for field in self.schema if is_blob(field.type)]
         return {name: [_blob_part(batch.column(name)) for batch in self._batches] for name in names}
 
 
-def _blob_part(array: pa.Array) -> tuple[Bytes, npt.NDArray[np.int64]]:
+def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
+    """Return a shard straight from a repository, verified: mapped where it is local, read into memory where not.
+
+    Raises:
+        NotFoundError: the repository lacks it.
+        CorruptDataError: its bytes differ from its name.
+        UnavailableError: the store did not answer.
+    """
+    path = objects.local_path(info.digest)
+    if path is None:
+        return Shard.from_bytes(objects.read(info.digest), objects.location(info.digest))
+    try:
+        found = digest_of_file(path)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"shard {path} is missing; restore it from another copy") from error
+    if found != info.digest:
+        raise CorruptDataError(
+            f"shard {path} is corrupt: its bytes hash to {found[:12]}...; restore it from another copy"
+        )
+    return Shard.map(path)
+
+
+def _blob_part(array: pa.Array) -> _BlobPart:
     _, offsets, content = array.buffers()
+    held = np.frombuffer(content, np.uint8) if content is not None and content.size else _NO_BYTES
+    if not len(array):
+        return held, np.empty(0, np.int64), np.empty(0, np.int64)
     every = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
-    held = np.frombuffer(content, np.uint8) if content is not None and content.size else np.empty(0, np.uint8)
-    return held, every
+    starts, stops = every[:-1], every[1:]
+    if array.null_count:
+        # Arrow lets a null have bytes of its own; nobody shall see them.
+        stops = np.where(array.is_valid().to_numpy(zero_copy_only=False), stops, starts)
+    return held, starts, stops

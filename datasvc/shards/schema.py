@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
@@ -10,6 +12,7 @@ SHARD_FORMAT = 1
 _METADATA = {b"datasvc.shard.format": str(SHARD_FORMAT).encode()}
 
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
+_KIND: Final = b"datasvc.kind"
 
 
 def image_schema(*, labelled: bool) -> pa.Schema:
@@ -18,14 +21,37 @@ def image_schema(*, labelled: bool) -> pa.Schema:
     `image` holds the encoded file verbatim; `width` and `height` are pixels after the EXIF rotation, so that a
     crop can be drawn before anything is decoded; `label` is an index into the shard table's class names.
     """
-    fields = [
-        pa.field(KEY, pa.string(), nullable=False),
-        pa.field(IMAGE, pa.large_binary(), nullable=False),
-        pa.field(WIDTH, pa.int32(), nullable=False),
-        pa.field(HEIGHT, pa.int32(), nullable=False),
-    ]
+    fields = [pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE)]
     if labelled:
         fields.append(pa.field(LABEL, pa.int32(), nullable=False))
+    return stored_schema(pa.schema(fields))
+
+
+def image_field(name: str, *, nullable: bool = False) -> pa.Field:
+    """Return a column of encoded images, as sources declare them."""
+    return pa.field(name, pa.large_binary(), nullable=nullable, metadata={_KIND: b"image"})
+
+
+def is_image(field: pa.Field) -> bool:
+    """Return whether a column of a source holds encoded images."""
+    return (field.metadata or {}).get(_KIND) == b"image"
+
+
+def stored_schema(source: pa.Schema) -> pa.Schema:
+    """Return the shard schema for a source's columns: `width` and `height` follow the column `image`.
+
+    Raises:
+        ConfigError: as `shard_schema`.
+    """
+    fields: list[pa.Field] = []
+    for field in source:
+        if field.name == IMAGE and is_image(field):
+            fields += [
+                field.remove_metadata(),
+                *(pa.field(name, pa.int32(), nullable=False) for name in (WIDTH, HEIGHT)),
+            ]
+        else:
+            fields.append(field)
     return shard_schema(fields)
 
 

@@ -6,8 +6,9 @@ Some hundred bytes a shard, whatever the samples: a billion of them open in seco
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from datasvc.keyed import Integers
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards.writer import ShardStatistics
 
-TABLE_FORMAT = 1
+TABLE_FORMAT = 2
 _COLUMNS = pa.schema(
     [
         pa.field("digest", pa.binary(32), nullable=False),
@@ -27,9 +28,26 @@ _COLUMNS = pa.schema(
         pa.field("max_width", pa.int32(), nullable=False),
         pa.field("max_height", pa.int32(), nullable=False),
         pa.field("max_sample_bytes", pa.int64(), nullable=False),
+        pa.field("index", pa.binary(32)),
+        pa.field("deleted", pa.int64(), nullable=False),
     ]
 )
 _METADATA_KEY = b"datasvc.table"
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """What the table says of one shard.
+
+    Attributes:
+        shard: its object.
+        statistics: of the samples stored in it.
+        index: its sample index; None for shards that were written before there was one.
+    """
+
+    shard: ObjectInfo
+    statistics: ShardStatistics
+    index: Digest | None = None
 
 
 @dataclass(frozen=True)
@@ -38,41 +56,52 @@ class ShardTable:
 
     Attributes:
         rows: Arrow table with the columns of docs/formats.md.
-        sample_schema: the columns of the samples.
+        sample_schema: the columns of the samples; a shard may lack some, which are null in it.
         classes: names of the labels, index by index; empty without labels.
+        label_counts: samples of each label, deleted ones left out; empty where nobody counted.
+        image_kinds: images of each encoding, deleted ones included.
+        deletions: the object that says which samples are deleted; None when none is.
     """
 
     rows: pa.Table
     sample_schema: pa.Schema
     classes: tuple[str, ...] = ()
+    label_counts: Mapping[int, int] = field(default_factory=dict)
+    image_kinds: Mapping[str, int] = field(default_factory=dict)
+    deletions: Digest | None = None
 
     @classmethod
-    def build(
-        cls,
-        shards: Sequence[tuple[ObjectInfo, ShardStatistics]],
-        sample_schema: pa.Schema,
-        classes: Sequence[str] = (),
-    ) -> ShardTable:
-        """Return the table of `shards`, in that order."""
-        rows = [
-            {
-                "digest": bytes.fromhex(info.digest),
-                "samples": statistics.num_samples,
-                "bytes": info.size_bytes,
-                "max_width": statistics.max_width,
-                "max_height": statistics.max_height,
-                "max_sample_bytes": statistics.max_sample_bytes,
-            }
-            for info, statistics in shards
+    def build(cls, rows: Sequence[TableRow], sample_schema: pa.Schema, classes: Sequence[str] = ()) -> ShardTable:
+        """Return the table of shards in which nothing is deleted, in that order."""
+        statistics = [row.statistics for row in rows]
+        columns = [
+            [bytes.fromhex(row.shard.digest) for row in rows],
+            [each.num_samples for each in statistics],
+            [row.shard.size_bytes for row in rows],
+            [each.max_width for each in statistics],
+            [each.max_height for each in statistics],
+            [each.max_sample_bytes for each in statistics],
+            [bytes.fromhex(row.index) if row.index else None for row in rows],
+            [0] * len(rows),
         ]
-        return cls(pa.Table.from_pylist(rows, schema=_COLUMNS), sample_schema, tuple(classes))
+        arrays = [pa.array(values, column.type) for values, column in zip(columns, _COLUMNS, strict=True)]
+        return cls(
+            pa.Table.from_arrays(arrays, schema=_COLUMNS),
+            sample_schema,
+            tuple(classes),
+            _total([each.label_counts for each in statistics]),
+            _total([each.image_kinds for each in statistics]),
+        )
 
     def encode(self) -> bytes:
         """Return the table as an Arrow IPC file; equal tables give equal bytes."""
         described: dict[str, Any] = {
             "format": TABLE_FORMAT,
             "classes": list(self.classes),
-            "columns": {field.name: str(field.type) for field in self.sample_schema},
+            "columns": {column.name: str(column.type) for column in self.sample_schema},
+            "label_counts": {str(label): count for label, count in self.label_counts.items()},
+            "image_kinds": dict(self.image_kinds),
+            "deletions": self.deletions,
         }
         metadata = {
             _METADATA_KEY: json.dumps(described, sort_keys=True, ensure_ascii=False).encode(),
@@ -86,7 +115,7 @@ class ShardTable:
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> ShardTable:
-        """Return the table that `encode` gave.
+        """Return the table that `encode` gave, in this or an earlier format.
 
         Raises:
             CorruptDataError: not a shard table.
@@ -96,14 +125,19 @@ class ShardTable:
             rows = pa.ipc.open_file(pa.py_buffer(content)).read_all()
             described = json.loads(rows.schema.metadata[_METADATA_KEY])
             schema = pa.ipc.read_schema(pa.py_buffer(rows.schema.metadata[b"datasvc.sample_schema"]))
-            later = int(described["format"]) > TABLE_FORMAT
+            found = int(described["format"])
         except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
             raise CorruptDataError(f"{name} is no shard table: {error!r}") from error
-        if later:
-            raise ConfigError(
-                f"{name} has shard table format {described['format']}; this datasvc reads up to {TABLE_FORMAT}"
-            )
-        return cls(rows, schema, tuple(described["classes"]))
+        if found > TABLE_FORMAT:
+            raise ConfigError(f"{name} has shard table format {found}; this datasvc reads up to {TABLE_FORMAT}")
+        return cls(
+            rows if found > 1 else _upgraded(rows),
+            schema,
+            tuple(described["classes"]),
+            {int(label): count for label, count in described.get("label_counts", {}).items()},
+            described.get("image_kinds", {}),
+            described.get("deletions"),
+        )
 
     @property
     def num_shards(self) -> int:
@@ -112,17 +146,27 @@ class ShardTable:
 
     @property
     def samples_per_shard(self) -> Integers:
-        """Samples of each shard: `int64[num_shards]`."""
-        return np.asarray(self.rows.column("samples").to_numpy(), np.int64)
+        """Samples of each shard that are not deleted: `int64[num_shards]`. What the access order counts."""
+        return self.stored_per_shard - self.deleted_per_shard
+
+    @property
+    def stored_per_shard(self) -> Integers:
+        """Samples that each shard's file holds: `int64[num_shards]`."""
+        return self._integers("samples")
+
+    @property
+    def deleted_per_shard(self) -> Integers:
+        """How many of the stored samples are deleted: `int64[num_shards]`."""
+        return self._integers("deleted")
 
     @property
     def bytes_per_shard(self) -> Integers:
         """Size of each shard's file: `int64[num_shards]`."""
-        return np.asarray(self.rows.column("bytes").to_numpy(), np.int64)
+        return self._integers("bytes")
 
     @property
     def num_samples(self) -> int:
-        """Samples of the split."""
+        """Samples of the split, deleted ones left out."""
         return int(self.samples_per_shard.sum())
 
     @property
@@ -143,3 +187,36 @@ class ShardTable:
         """Return all shards in table order."""
         digests, sizes = self.rows.column("digest").to_pylist(), self.rows.column("bytes").to_pylist()
         return [ObjectInfo(Digest(digest.hex()), size) for digest, size in zip(digests, sizes, strict=True)]
+
+    def index(self, number: int) -> Digest | None:
+        """Return the object that is the sample index of one shard; None where there is none."""
+        index = self.rows.column("index")[number].as_py()
+        return Digest(index.hex()) if index is not None else None
+
+    def objects(self) -> set[Digest]:
+        """Return every object that the table names: shards, sample indexes, deletions."""
+        named = [*self.rows.column("digest").to_pylist(), *self.rows.column("index").to_pylist()]
+        own = {Digest(digest.hex()) for digest in named if digest is not None}
+        return own | ({self.deletions} if self.deletions is not None else set())
+
+    def with_column(self, name: str, values: Sequence[Any] | Integers) -> ShardTable:
+        """Return the table with other values in one column of its rows: one for each shard."""
+        column = _COLUMNS.field(name)
+        number = self.rows.schema.get_field_index(name)
+        return replace(self, rows=self.rows.set_column(number, column, pa.array(values, column.type)))
+
+    def _integers(self, column: str) -> Integers:
+        return np.asarray(self.rows.column(column).to_numpy(), np.int64)
+
+
+def _upgraded(rows: pa.Table) -> pa.Table:
+    """Return the rows of a table of format 1: no sample indexes, nothing deleted."""
+    rows = rows.append_column(_COLUMNS.field("index"), pa.nulls(rows.num_rows, pa.binary(32)))
+    return rows.append_column(_COLUMNS.field("deleted"), pa.array(np.zeros(rows.num_rows, np.int64)))
+
+
+def _total(counts: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
+    total: Counter[Any] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items()))

@@ -6,8 +6,9 @@ record batch: fresh memory costs more than the copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.schema import HEIGHT, WIDTH, is_blob
+from datasvc.shards.schema import HEIGHT, LABEL, WIDTH, is_blob
 
 # Small enough that a ranged read of one batch is quick, large enough that its overhead is nothing.
 BATCH_BYTES = 4 << 20
@@ -40,20 +41,32 @@ class ShardStatistics:
         max_width: widest image in pixels, 0 without images.
         max_height: highest image in pixels, 0 without images.
         max_sample_bytes: blob bytes of the largest sample.
+        label_counts: samples of each label.
+        image_kinds: images of each encoding, "JPEG".
     """
 
     num_samples: int
     max_width: int = 0
     max_height: int = 0
     max_sample_bytes: int = 0
+    label_counts: Mapping[int, int] = field(default_factory=dict)
+    image_kinds: Mapping[str, int] = field(default_factory=dict)
+
+
+def is_gathered(data_type: pa.DataType) -> bool:
+    """Return whether values of this type are gathered one by one into a buffer: blobs and text."""
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(check(data_type) for check in checks)
 
 
 class _BlobColumn:
-    """Blobs of the batch being filled, end to end in a buffer that only ever grows."""
+    """Blobs or texts of the batch being filled, end to end in a buffer that only ever grows."""
 
     def __init__(self) -> None:
         self._buffer = np.empty(BATCH_BYTES + (BATCH_BYTES >> 2), np.uint8)
         self._offsets = [0]
+        self._nulls: list[int] = []
+        self._room: memoryview | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -65,22 +78,35 @@ class _BlobColumn:
         offsets = np.array(self._offsets, np.int64)
         return offsets[1:] - offsets[:-1]
 
-    def append(self, blob: bytes | memoryview) -> None:
-        view = np.frombuffer(blob, np.uint8)
-        stop = self._offsets[-1] + len(view)
-        if stop > len(self._buffer):
-            grown = np.empty(max(stop, 2 * len(self._buffer)), np.uint8)
-            grown[: self._offsets[-1]] = self._buffer[: self._offsets[-1]]
+    def room(self, size_bytes: int) -> memoryview:
+        """Return where the next blob will lie: what is written there needs no copy when it is appended."""
+        start = self._offsets[-1]
+        if start + size_bytes > len(self._buffer):
+            grown = np.empty(max(start + size_bytes, 2 * len(self._buffer)), np.uint8)
+            grown[:start] = self._buffer[:start]
             self._buffer = grown
-        self._buffer[self._offsets[-1] : stop] = view
-        self._offsets.append(stop)
+        self._room = self._buffer.data[start : start + size_bytes]
+        return self._room
+
+    def append(self, blob: bytes | memoryview | npt.NDArray[np.uint8] | None) -> None:
+        if blob is None:
+            self._nulls.append(len(self._offsets) - 1)
+            self._offsets.append(self._offsets[-1])
+            return
+        if blob is not self._room:
+            view = np.frombuffer(blob, np.uint8)
+            self.room(len(view))[:] = view.data
+        self._offsets.append(self._offsets[-1] + len(blob))
+        self._room = None
 
     def take(self, data_type: pa.DataType) -> pa.Array:
         """Return the blobs as an array that is valid until the next `append`, and start over."""
-        offsets = pa.py_buffer(np.array(self._offsets, np.int64))
+        count = len(self._offsets) - 1
+        is_large = pa.types.is_large_binary(data_type) or pa.types.is_large_string(data_type)
+        offsets = pa.py_buffer(np.array(self._offsets, np.int64 if is_large else np.int32))
         content = pa.py_buffer(self._buffer[: self._offsets[-1]])
-        array = pa.Array.from_buffers(data_type, len(self._offsets) - 1, [None, offsets, content])
-        self._offsets = [0]
+        array = pa.Array.from_buffers(data_type, count, [_validity(count, self._nulls), offsets, content])
+        self._offsets, self._nulls, self._room = [0], [], None
         return array
 
 
@@ -96,6 +122,7 @@ class ShardWriter:
         self._schema = schema
         self._file = pa.ipc.new_file(pa.PythonFile(_SinkFile(sink), mode="w"), schema)
         self._blobs = {field.name: _BlobColumn() for field in schema if is_blob(field.type)}
+        self._texts: dict[str, _BlobColumn] = {}
         self._values: dict[str, list[Any]] = {name: [] for name in schema.names if name not in self._blobs}
         self._batch_samples = 0
         self._statistics = ShardStatistics(0)
@@ -104,7 +131,8 @@ class ShardWriter:
         """Add a sample.
 
         Args:
-            sample: one value for every column; blobs as bytes or memoryview, copied before this returns.
+            sample: one value for every column; blobs as bytes or memoryview, copied before this returns, unless
+                it is what `blob_room` returned last for that column.
 
         Raises:
             ConfigError: columns are missing or unknown.
@@ -118,6 +146,41 @@ class ShardWriter:
         self._batch_samples += 1
         if self._is_batch_full():
             self._flush()
+
+    def append_columns(
+        self, blobs: Mapping[str, Sequence[memoryview | npt.NDArray[np.uint8] | None]], values: pa.RecordBatch
+    ) -> None:
+        """Add many samples, column by column.
+
+        Args:
+            blobs: by column of blobs or text (`is_gathered`), the bytes of each sample, None for null; copied before
+                this returns.
+            values: all other columns of the same samples.
+
+        Raises:
+            ConfigError: columns are missing or unknown.
+        """
+        found = {*blobs, *values.schema.names}
+        if found != set(self._schema.names):
+            raise ConfigError(f"samples have the columns {sorted(found)}; expected {sorted(self._schema.names)}")
+        self._flush()
+        for name in blobs:
+            self._texts.setdefault(name, _BlobColumn()) if name not in self._blobs else None
+        gathered = [((self._blobs | self._texts)[name], views) for name, views in blobs.items()]
+        start = 0
+        for row in range(values.num_rows):
+            size_bytes = 0
+            for column, views in gathered:
+                column.append(views[row])
+                size_bytes += column.size_bytes
+            if size_bytes >= BATCH_BYTES or row + 1 - start >= _BATCH_SAMPLES or row + 1 == values.num_rows:
+                part = values.slice(start, row + 1 - start)
+                self._write([part.column(name) if name not in blobs else None for name in self._schema.names])
+                start = row + 1
+
+    def blob_room(self, column: str, size_bytes: int) -> memoryview:
+        """Return memory of the writer's own to read the next blob of `column` into; `append` it or ask again."""
+        return self._blobs[column].room(size_bytes)
 
     def close(self) -> ShardStatistics:
         """Write what is left and the file's footer; returns the shard's statistics."""
@@ -146,8 +209,18 @@ class ShardWriter:
     def _flush(self) -> None:
         if not self._batch_samples:
             return
+        self._write([self._take(field) for field in self._schema])
+        self._batch_samples = 0
+
+    def _write(self, columns: Sequence[pa.Array | None]) -> None:
+        """Write a record batch; columns that are None are the blobs collected so far."""
         sample_bytes = sum(column.sizes for column in self._blobs.values())
-        batch = pa.RecordBatch.from_arrays([self._take(field) for field in self._schema], schema=self._schema)
+        gathered = self._blobs | self._texts
+        arrays = [
+            gathered[field.name].take(field.type) if column is None else column
+            for field, column in zip(self._schema, columns, strict=True)
+        ]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         self._file.write_batch(batch)
         so_far = self._statistics
         self._statistics = ShardStatistics(
@@ -155,12 +228,13 @@ class ShardWriter:
             max(so_far.max_width, _largest(batch, WIDTH)),
             max(so_far.max_height, _largest(batch, HEIGHT)),
             max(so_far.max_sample_bytes, int(np.max(sample_bytes))),
+            _add(so_far.label_counts, _count_labels(batch)),
+            so_far.image_kinds,
         )
-        self._batch_samples = 0
 
-    def _take(self, field: pa.Field) -> pa.Array:
+    def _take(self, field: pa.Field) -> pa.Array | None:
         if field.name in self._blobs:
-            return self._blobs[field.name].take(field.type)
+            return None
         values, self._values[field.name] = self._values[field.name], []
         try:
             return pa.array(values, field.type)
@@ -170,6 +244,25 @@ class ShardWriter:
 
 def _largest(batch: pa.RecordBatch, column: str) -> int:
     return int(batch.column(column).to_numpy().max()) if column in batch.schema.names else 0
+
+
+def _count_labels(batch: pa.RecordBatch) -> dict[int, int]:
+    if LABEL not in batch.schema.names or not pa.types.is_integer(batch.schema.field(LABEL).type):
+        return {}
+    labels, counts = np.unique(batch.column(LABEL).drop_null().to_numpy(), return_counts=True)
+    return dict(zip(labels.tolist(), counts.tolist(), strict=True))
+
+
+def _add(some: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
+    return dict(sorted((Counter(some) + Counter(more)).items()))
+
+
+def _validity(count: int, nulls: list[int]) -> pa.Buffer | None:
+    if not nulls:
+        return None
+    valid = np.ones(count, np.bool_)
+    valid[nulls] = False
+    return pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
 class _SinkFile:

@@ -5,11 +5,13 @@ content must give the same bytes. A new format gets new files beside the old one
 `python tests/formats/test_golden.py` writes; a file that is here never changes.
 """
 
+import dataclasses
 import io
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from datasvc.models.checkpoint import decode_state, encode_state
@@ -20,8 +22,12 @@ from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.log import decode_entry, encode_entry
 from datasvc.repository.objects import digest_of
 from datasvc.shards import Shard, ShardStatistics, ShardTable, ShardWriter, image_schema
-from datasvc.shards.ingest import plan_shards
+from datasvc.shards.deletions import Deletions
+from datasvc.shards.digests import digest_batch
+from datasvc.shards.index import SampleIndex
+from datasvc.shards.plan import plan_shards
 from datasvc.shards.sources import ImageFile
+from datasvc.shards.table import TableRow
 from loaders.augment import AugmentConfig, plan_random_windows
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -74,6 +80,26 @@ def orders():
     }
 
 
+def index():
+    return SampleIndex.build([sample["key"] for sample in SAMPLES], *digest_batch(batch()))
+
+
+def batch():
+    return pa.RecordBatch.from_pylist(SAMPLES, image_schema(labelled=True))
+
+
+def deletions():
+    """Of shard 2, which has eleven samples, those in rows 0, 3 and 9; of shard 70, its only sample."""
+    return Deletions.build({2: np.isin(np.arange(11), [0, 3, 9]), 5: np.zeros(4, np.bool_), 70: np.array([True])})
+
+
+def table():
+    counted = dataclasses.replace(STATISTICS, label_counts={0: 1, 1: 1}, image_kinds={"JPEG": 2})
+    rows = [TableRow(SHARD, counted, Digest("cd" * 32)), TableRow(SHARD, STATISTICS)]
+    built = ShardTable.build(rows, image_schema(labelled=True), ["cat", "dög"])
+    return dataclasses.replace(built.with_column("deleted", [0, 1]), deletions=Digest("ef" * 32))
+
+
 def marker_bytes(folder):
     Repository.create(str(folder))
     return (folder / "datasvc.json").read_bytes()
@@ -85,14 +111,18 @@ def written(folder):
         "repository-1.json": marker_bytes(folder),
         "entry-1.json": encode_entry(ENTRY),
         "shard-1.arrow": shard_bytes(),
-        "table-1.arrow": ShardTable.build(
-            [(SHARD, STATISTICS)], image_schema(labelled=True), ["cat", "dög"]
-        ).encode(),
+        "table-2.arrow": table().encode(),
+        "index-1.arrow": index().encode(),
+        "deletions-1.arrow": deletions().encode(),
         "tensors-1.arrow": encode_table(RECORDS),
         "state-1.json": encode_state(flatten(STATE)[0]),
         "order-1.json": json.dumps(orders(), indent=1, sort_keys=True).encode(),
         "loader-state-1.json": json.dumps(LOADER_STATE.to_dict(), sort_keys=True).encode(),
     }
+
+
+# Earlier formats: read for ever, written no more.
+ONLY_READ = {"table-1.arrow"}
 
 
 def golden(name):
@@ -101,7 +131,7 @@ def golden(name):
 
 def test_every_format_is_written_byte_by_byte_as_it_was(tmp_path):
     now = written(tmp_path)
-    assert sorted(now) == sorted(path.name for path in GOLDEN.iterdir())
+    assert sorted({*now, *ONLY_READ}) == sorted(path.name for path in GOLDEN.iterdir())
     assert {name: content for name, content in now.items() if content != golden(name)} == {}
 
 
@@ -124,7 +154,37 @@ def test_a_shard_table_of_format_1_opens():
     table = ShardTable.decode(golden("table-1.arrow"), "golden")
     assert table.shards() == [SHARD]
     assert (table.num_samples, table.classes) == (2, ("cat", "dög"))
+    assert (table.stored_per_shard.tolist(), table.deleted_per_shard.tolist()) == ([2], [0])
+    assert (table.index(0), table.deletions, table.objects()) == (None, None, {SHARD.digest})
+    assert (dict(table.label_counts), dict(table.image_kinds)) == ({}, {})
     assert [table.largest(name) for name in ("max_width", "max_height", "max_sample_bytes")] == [5, 4, 8]
+
+
+def test_a_shard_table_of_format_2_opens():
+    table = ShardTable.decode(golden("table-2.arrow"), "golden")
+    assert table.shards() == [SHARD, SHARD]
+    assert (table.num_samples, table.classes) == (3, ("cat", "dög"))
+    assert (table.stored_per_shard.tolist(), table.deleted_per_shard.tolist()) == ([2, 2], [0, 1])
+    assert (table.index(0), table.index(1), table.deletions) == (Digest("cd" * 32), None, Digest("ef" * 32))
+    assert (dict(table.label_counts), dict(table.image_kinds)) == ({0: 1, 1: 1}, {"JPEG": 2})
+    assert [table.largest(name) for name in ("max_width", "max_height", "max_sample_bytes")] == [5, 4, 8]
+
+
+def test_a_sample_index_of_format_1_opens():
+    """Its digests are a format too: they are compared with those of later samples."""
+    index = SampleIndex.decode(golden("index-1.arrow"), "golden")
+    assert index.keys == ["cat/1.jpg", "dög/2.jpg"]
+    samples, payloads = digest_batch(batch())
+    assert [digest.tobytes() for digest in index.digests("sample")] == samples
+    assert [digest.tobytes() for digest in index.digests("payload")] == payloads
+    assert payloads[0] == bytes.fromhex(digest_of(SAMPLES[0]["image"]))[:16]
+
+
+def test_deletions_of_format_1_open():
+    found = Deletions.decode(golden("deletions-1.arrow"), "golden")
+    assert (found.shards.tolist(), found.samples.tolist()) == ([2, 70], [11, 1])
+    assert found.bitmap(2) == bytes([0b00001001, 0b00000010])
+    assert found.kept_rows(2).tolist() == [1, 2, 4, 5, 6, 7, 8, 10]
 
 
 def test_a_tensor_table_of_format_1_opens(tmp_path):

@@ -1,0 +1,138 @@
+"""Digests of single samples: what tells a changed sample from an unchanged one, and finds duplicates.
+
+Two digests, BLAKE3 cut to 128 bits, neither depends on the key, on the order of columns, on columns that are null, or
+on what is measured rather than given (`width`, `height` of an image):
+
+- *sample*: over the values of all columns. Equal digests mean equal samples.
+- *payload*: over the blobs alone, where there are any: equal images with other labels share it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from blake3 import blake3
+
+from datasvc.shards.schema import HEIGHT, IMAGE, KEY, WIDTH, is_blob
+
+DIGEST_BYTES: Final = 16
+
+
+def digest_blob(blob: Any) -> bytes:
+    """Return the digest of one blob: a buffer of bytes."""
+    return blake3(blob).digest(DIGEST_BYTES)
+
+
+def digest_sample(blobs: Mapping[str, bytes], values: Mapping[str, bytes | None]) -> tuple[bytes, bytes]:
+    """Return the sample and the payload digest of one sample.
+
+    Args:
+        blobs: digest of each blob that is not null, by column.
+        values: what `encode_value` gave for the other columns.
+    """
+    given = {**{name: b"\2" + digest for name, digest in blobs.items()}, **values}
+    sample = blake3(_join(given)).digest(DIGEST_BYTES)
+    return sample, _payload([blobs[name] for name in sorted(blobs)], sample)
+
+
+def digest_batch(batch: pa.RecordBatch) -> tuple[list[bytes], list[bytes]]:
+    """Return the sample and the payload digests of a batch, in its order."""
+    measured = (WIDTH, HEIGHT) if IMAGE in batch.schema.names else ()
+    columns: dict[str, Sequence[bytes | None]] = {}
+    blobs: dict[str, Sequence[bytes | None]] = {}
+    for name in sorted(batch.schema.names):
+        column = batch.column(name)
+        if name == KEY or name in measured:
+            continue
+        if is_blob(column.type):
+            blobs[name] = [None if blob is None else digest_blob(blob) for blob in blob_views(column)]
+            columns[name] = [None if digest is None else b"\2" + digest for digest in blobs[name]]
+        else:
+            columns[name] = _encode_column(column)
+    prefixes = [_prefix(name) for name in columns]
+    samples = [
+        blake3(
+            b"".join(
+                [prefix + _sized(value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
+            )
+        ).digest(DIGEST_BYTES)
+        for values in (zip(*columns.values(), strict=True) if columns else [()] * batch.num_rows)
+    ]
+    if not blobs:
+        return samples, samples
+    held = zip(*blobs.values(), strict=True)
+    return samples, [_payload([digest for digest in each if digest], samples[row]) for row, each in enumerate(held)]
+
+
+def encode_value(value: Any) -> bytes | None:
+    """Return a Python value in the one way that digests see it; None for null."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return b"b1" if value else b"b0"
+    if isinstance(value, int):
+        return b"i%d" % value
+    if isinstance(value, float):
+        return b"f" + struct.pack("<d", value)
+    if isinstance(value, str):
+        return b"s" + value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return b"\2" + digest_blob(value)
+    if isinstance(value, Mapping):
+        return b"{" + _join({str(name): encode_value(each) for name, each in value.items()})
+    if isinstance(value, Iterable):
+        inner = [encode_value(each) for each in value]
+        return b"[" + b"".join(struct.pack("<q", -1) if each is None else _sized(each) for each in inner)
+    return b"o" + str(value).encode()  # dates, times and decimals have one way to be written
+
+
+def blob_views(column: pa.Array) -> list[npt.NDArray[np.uint8] | None]:
+    """Return the values of an array of blobs or text as views of their bytes, `uint8[size]`; None for null."""
+    _, offsets, content = column.buffers()
+    if len(column) == 0:
+        return []
+    is_large = pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type)
+    stops = np.frombuffer(offsets, np.int64 if is_large else np.int32)[
+        column.offset : column.offset + len(column) + 1
+    ].tolist()
+    held = np.frombuffer(content, np.uint8) if content is not None and content.size else np.empty(0, np.uint8)
+    views: list[npt.NDArray[np.uint8] | None] = [held[start:stop] for start, stop in pairwise(stops)]
+    if column.null_count:
+        for row in np.flatnonzero(~column.is_valid().to_numpy(zero_copy_only=False)).tolist():
+            views[row] = None
+    return views
+
+
+def _encode_column(column: pa.Array) -> list[bytes | None]:
+    values = column.to_numpy().tolist() if _is_plain(column) else column.to_pylist()
+    return [encode_value(value) for value in values]
+
+
+def _is_plain(column: pa.Array) -> bool:
+    """Return whether numpy gives the same Python values as Arrow, only faster."""
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    return bool(is_number and column.null_count == 0)
+
+
+def _payload(blobs: Sequence[bytes], sample: bytes) -> bytes:
+    if not blobs:
+        return sample
+    return blobs[0] if len(blobs) == 1 else blake3(b"".join(blobs)).digest(DIGEST_BYTES)
+
+
+def _join(values: Mapping[str, bytes | None]) -> bytes:
+    return b"".join(_prefix(name) + _sized(value) for name, value in sorted(values.items()) if value is not None)
+
+
+def _prefix(name: str) -> bytes:
+    return _sized(name.encode())
+
+
+def _sized(value: bytes) -> bytes:
+    return struct.pack("<q", len(value)) + value
