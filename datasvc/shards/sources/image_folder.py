@@ -9,34 +9,23 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, ClassVar
+
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.storage import redact_url, resolve_url, translated
 from datasvc.shards.images import EXTENSIONS
-
-SPLIT_NAMES: Final = frozenset({"train", "val", "valid", "validation", "test"})
-
-
-@dataclass(frozen=True)
-class ImageFile:
-    """One file of a source.
-
-    Attributes:
-        key: its path inside its split, unique there.
-        path: where it lies on the source's file system.
-        size_bytes: as listed.
-        label: index of its class, None in a flat folder.
-    """
-
-    key: str
-    path: str
-    size_bytes: int
-    label: int | None
+from datasvc.shards.schema import IMAGE, KEY, LABEL, image_field
+from datasvc.shards.sources.files import check_inside, stamp_of
+from datasvc.shards.sources.options import SourceOptions
+from datasvc.shards.sources.source import ImageFile, ListedSource
+from datasvc.shards.sources.splits import DEFAULT_SPLIT, SPLIT_NAMES
 
 
 @dataclass(frozen=True)
-class ImageFolder:
+class ImageFolder(ListedSource):
     """A listed image folder.
 
     Attributes:
@@ -46,76 +35,64 @@ class ImageFolder:
         ignored: how many files of each other extension were left out.
     """
 
+    kind: ClassVar[str] = "image-folder"
+
     url: str
     splits: dict[str, list[ImageFile]]
     classes: tuple[str, ...]
     ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def list(cls, url: str) -> ImageFolder:
+    def list(cls, url: str, options: SourceOptions | None = None) -> ImageFolder:
         """List the source.
 
         Raises:
             NotFoundError: nothing is there, or no image is.
             ConfigError: images lie both in class folders and beside them, or both in split folders and beside
-                them; or the URL has no driver.
+                them; a link leads out of the source; or the URL has no driver.
             UnavailableError: the store does not answer.
         """
-        file_system, root = resolve_url(url)
-        with translated("list", redact_url(url)):
-            if not file_system.isdir(root):
-                raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
-            found = file_system.find(root, detail=True)
-        sizes = {path[len(root) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
-        images = sorted(name for name in sizes if _extension(name) in EXTENSIONS)
-        ignored = Counter(_extension(name) or "(none)" for name in sizes if _extension(name) not in EXTENSIONS)
+        options = options or SourceOptions()
+        found, root = _find(url)
+        infos = {path[len(root) :].lstrip("/"): info for path, info in found.items()}
+        images = sorted(name for name in infos if _extension(name) in EXTENSIONS)
+        ignored = Counter(_extension(name) or "(none)" for name in infos if _extension(name) not in EXTENSIONS)
         if not images:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: no images in it ({len(sizes)} other files); "
+                f"cannot ingest {redact_url(url)}: no images in it ({len(infos)} other files); "
                 f"looked for {', '.join(sorted(EXTENSIONS))}"
             )
-        _check_splits(images, url)
-        placed = {name: _place(name) for name in images}
+        if options.split is None:
+            _check_splits(images, url)
+        placed = {name: _place(name, options.split) for name in images}
         classes = _classes(placed, url)
         labels = {name: number for number, name in enumerate(classes)}
         splits: dict[str, list[ImageFile]] = {}
         for name in images:
             split, class_name, key = placed[name]
             label = labels[class_name] if class_name is not None else None
-            splits.setdefault(split, []).append(ImageFile(key, f"{root}/{name}", sizes[name], label))
+            file = ImageFile(key, f"{root}/{name}", int(infos[name]["size"]), label, stamp_of(infos[name]))
+            splits.setdefault(split, []).append(file)
         for files in splits.values():
             files.sort(key=lambda file: file.key)
         return cls(url, splits, classes, ignored)
 
     @property
-    def num_samples(self) -> int:
-        """Images over all splits."""
-        return sum(map(len, self.splits.values()))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all images, as listed."""
-        return sum(file.size_bytes for files in self.splits.values() for file in files)
+    def schema(self) -> pa.Schema:
+        """Columns of the samples."""
+        label = [pa.field(LABEL, pa.int32(), nullable=False)] if self.classes else []
+        return pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), *label])
 
 
-class FileReader:
-    """Reads the files of one source; local ones without going through fsspec, which takes longer than the read.
-
-    Args:
-        url: of the source.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._fs, _ = resolve_url(url)
-        self._is_local = "file" in self._fs.protocol
-
-    def read(self, file: ImageFile) -> bytes:
-        """Return the whole file. Raises NotFoundError, UnavailableError."""
-        with translated("read", file.path):
-            if not self._is_local:
-                return bytes(self._fs.cat_file(file.path))
-            with open(file.path, "rb", buffering=0) as opened:
-                return opened.read()
+def _find(url: str) -> tuple[dict[str, dict[str, Any]], str]:
+    file_system, root = resolve_url(url)
+    with translated("list", redact_url(url)):
+        if not file_system.isdir(root):
+            raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
+        found = file_system.find(root, detail=True)
+    if isinstance(file_system, LocalFileSystem):
+        check_inside(root, [(path, bool(info.get("islink"))) for path, info in found.items()])
+    return found, root
 
 
 def _extension(name: str) -> str:
@@ -133,10 +110,13 @@ def _check_splits(images: list[str], url: str) -> None:
         )
 
 
-def _place(name: str) -> tuple[str, str | None, str]:
-    """Return split, class and key of a file from its path below the source."""
+def _place(name: str, only: str | None) -> tuple[str, str | None, str]:
+    """Return split, class and key of a file from its path below the source; `only`: the split of all."""
     parts = name.split("/")
-    split = parts.pop(0) if len(parts) > 1 and parts[0].lower() in SPLIT_NAMES else "train"
+    if only is not None:
+        split = only
+    else:
+        split = parts.pop(0) if len(parts) > 1 and parts[0].lower() in SPLIT_NAMES else DEFAULT_SPLIT
     return split.lower(), (parts[0] if len(parts) > 1 else None), "/".join(parts)
 
 

@@ -1,0 +1,91 @@
+"""Packed token blocks: documents end to end, cut where a block is full, so that training wastes nothing on padding.
+
+Nothing is lost or repeated: the real tokens of all blocks, one after the other, are the documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Some blocks in a row.
+
+    Attributes:
+        tokens: `uint16` or `uint32[blocks, block_tokens]`.
+        lengths: `int32[blocks]`: real tokens; fewer than all in the last block of a part alone.
+        starts: `int32[documents]`: positions in its block of each document that starts in one of them.
+        start_offsets: `int32[blocks + 1]`: where each block's `starts` begin.
+    """
+
+    tokens: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
+    start_offsets: npt.NDArray[np.int32]
+
+
+class BlockPacker:
+    """Packs documents into blocks.
+
+    Args:
+        block_tokens: tokens of a block.
+        dtype: of a token.
+        padding: token that fills the last block.
+    """
+
+    def __init__(self, block_tokens: int, dtype: npt.DTypeLike, padding: int) -> None:
+        self._block_tokens, self._dtype, self._padding = block_tokens, np.dtype(dtype), padding
+        self._documents: list[npt.NDArray[Any]] = []
+        self._starts: list[int] = []
+        self._num_tokens = 0
+
+    @property
+    def num_full(self) -> int:
+        """Blocks that are full and not taken yet."""
+        return self._num_tokens // self._block_tokens
+
+    def add(self, tokens: npt.NDArray[Any]) -> None:
+        """Take a document: `int[tokens]`, not empty, with the token that ends it."""
+        assert len(tokens)
+        self._starts.append(self._num_tokens)
+        self._documents.append(tokens.astype(self._dtype, copy=False))
+        self._num_tokens += len(tokens)
+
+    def take(self, num_blocks: int) -> Blocks:
+        """Return the first `num_blocks` full blocks; at least 1, and there must be as many."""
+        assert 1 <= num_blocks <= self.num_full
+        taken = num_blocks * self._block_tokens
+        tokens = self._documents[0] if len(self._documents) == 1 else np.concatenate(self._documents)
+        num_starts = int(np.searchsorted(self._starts, taken))
+        blocks = self._cut(tokens[:taken], np.array(self._starts[:num_starts], np.int64))
+        self._documents = [tokens[taken:]]
+        self._starts = [start - taken for start in self._starts[num_starts:]]
+        self._num_tokens -= taken
+        return blocks
+
+    def finish(self) -> Blocks | None:
+        """Return the last block, padded, when less than one is left; None when nothing is."""
+        assert not self.num_full
+        if not self._num_tokens:
+            return None
+        tokens = np.full(self._block_tokens, self._padding, self._dtype)
+        tokens[: self._num_tokens] = np.concatenate(self._documents)
+        blocks = self._cut(tokens, np.array(self._starts, np.int64))
+        blocks.lengths[-1] = self._num_tokens
+        self._documents, self._starts, self._num_tokens = [], [], 0
+        return blocks
+
+    def _cut(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
+        num_blocks = len(tokens) // self._block_tokens
+        counts = np.bincount(starts // self._block_tokens, minlength=num_blocks)
+        return Blocks(
+            tokens=tokens.reshape(num_blocks, self._block_tokens),
+            lengths=np.full(num_blocks, self._block_tokens, np.int32),
+            starts=(starts % self._block_tokens).astype(np.int32),
+            start_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        )

@@ -1,0 +1,190 @@
+"""Which type a format's column has in our samples, and which type serves the columns of two files.
+
+Top-level bytes become `large_binary`, text `string`; run ends and views of lists are decoded there, dictionaries at
+any depth. All else keeps its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from datasvc.errors import ConfigError
+
+_TEXT: Final = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+_BINARY: Final = (
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_binary_view,
+    pa.types.is_fixed_size_binary,
+)
+
+
+def sample_type(raw: pa.DataType) -> pa.DataType:
+    """Return the type that a raw column has in samples."""
+    raw = _decoded(raw)
+    if is_binary(raw) or is_file(raw):
+        return pa.large_binary()
+    if pa.types.is_list_view(raw) or pa.types.is_large_list_view(raw):
+        raw = pa.list_(raw.value_type) if pa.types.is_list_view(raw) else pa.large_list(raw.value_type)
+    return _nested_type(raw)
+
+
+def is_text(data_type: pa.DataType) -> bool:
+    """Return whether a raw column holds text."""
+    return any(check(_decoded(data_type)) for check in _TEXT)
+
+
+def is_binary(data_type: pa.DataType) -> bool:
+    """Return whether a raw column holds bytes."""
+    return any(check(_decoded(data_type)) for check in _BINARY)
+
+
+def is_file(data_type: pa.DataType) -> bool:
+    """Return whether this is how Hugging Face keeps images and sounds: `struct<bytes, path>`."""
+    if not pa.types.is_struct(data_type):
+        return False
+    names = {data_type.field(index).name for index in range(data_type.num_fields)}
+    return names == {"bytes", "path"} and is_binary(data_type.field("bytes").type)
+
+
+def plain(column: pa.Array) -> pa.Array:
+    """Return a raw column without dictionary, run ends, list views or file structs.
+
+    Raises:
+        ConfigError: a file struct names a path and holds no bytes.
+    """
+    if pa.types.is_dictionary(column.type):
+        return plain(column.dictionary_decode())
+    if pa.types.is_run_end_encoded(column.type):
+        return plain(pc.run_end_decode(column))
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        return _list_of(column)
+    if is_file(column.type):
+        content = pc.struct_field(column, "bytes")
+        named = pc.and_(content.is_null(), pc.struct_field(column, "path").is_valid())
+        if content.null_count and pc.any(named).as_py():
+            path = pc.struct_field(column, "path").filter(named)[0].as_py()
+            raise ConfigError(f"only the path {path!r} is stored, no bytes; store the files' content in the column")
+        return content
+    return column
+
+
+def converted(column: pa.Array, wanted: pa.DataType) -> pa.Array:
+    """Return a raw column as `wanted`, its own buffers where the type is that already.
+
+    Raises:
+        pa.ArrowException: a value does not convert without loss.
+        ConfigError: as `plain`.
+    """
+    values = plain(column)
+    return values if values.type == wanted else values.cast(wanted)
+
+
+def join_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
+    """Return the raw columns that several files share, in the order of the first.
+
+    Integers of different widths become the widest, floats likewise; a column without values takes any type.
+
+    Args:
+        schemas: a file's name for messages, and its raw schema.
+
+    Raises:
+        ConfigError: files differ in names or types of columns, or a name occurs twice in one; names the files
+            and the difference.
+    """
+    first, joined = "", None
+    for name, schema in schemas:
+        check_unique(schema.names, name)
+        if joined is None:
+            first, joined = name, schema
+        elif not schema.equals(joined):
+            joined = _join_two(first, joined, name, schema)
+    assert joined is not None, "at least one file"
+    return joined
+
+
+def check_unique(names: list[str], location: str) -> None:
+    """Raise ConfigError when a column name occurs twice."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{location} has two columns called {twice}; rename one of them")
+
+
+def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa.Schema:
+    lacking = [column for column in joined.names if column not in schema.names]
+    extra = [column for column in schema.names if column not in joined.names]
+    if lacking or extra:
+        raise ConfigError(
+            f"{name} has other columns than {first}: it lacks {lacking} and has {extra} beside; "
+            "give all files the same columns, or ingest them apart"
+        )
+    fields = []
+    for field in joined:
+        other = schema.field(field.name)
+        data_type = _join_types(field.type, other.type)
+        if data_type is None:
+            raise ConfigError(
+                f"column {field.name!r} is {other.type} in {name}, but {field.type} in {first}; "
+                "give it one type in all files, or ingest them apart"
+            )
+        fields.append(field.with_type(data_type).with_nullable(field.nullable or other.nullable))
+    return pa.schema(fields, metadata=joined.metadata)
+
+
+def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return a type that holds the values of both, or None."""
+    if sample_type(one) == sample_type(other) or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    for kind in (pa.types.is_integer, pa.types.is_floating):
+        if kind(one) and kind(other):
+            schemas = [pa.schema([("", data_type)]) for data_type in (one, other)]
+            return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    if pa.types.is_list(_decoded(one)) and pa.types.is_list(_decoded(other)):
+        inner = _join_types(one.value_type, other.value_type)
+        return None if inner is None else pa.list_(inner)
+    return None
+
+
+def _list_of(views: pa.Array) -> pa.Array:
+    """Return lists for list views; Arrow's own cast gives offsets that lead astray (seen in pyarrow 26)."""
+    kind, offset = (
+        (pa.ListArray, pa.int32()) if pa.types.is_list_view(views.type) else (pa.LargeListArray, pa.int64())
+    )
+    lengths = pc.fill_null(pc.list_value_length(views), 0)
+    offsets = pc.cumulative_sum(pa.concat_arrays([pa.array([0], offset), lengths]))
+    return kind.from_arrays(offsets, views.flatten(), mask=views.is_null())
+
+
+def _decoded(raw: pa.DataType) -> pa.DataType:
+    while pa.types.is_dictionary(raw) or pa.types.is_run_end_encoded(raw):
+        raw = raw.value_type
+    return raw
+
+
+def _nested_type(raw: pa.DataType) -> pa.DataType:
+    raw = _decoded(raw)
+    if is_text(raw) or pa.types.is_null(raw):
+        return pa.string()  # nothing but nulls: text holds them, and whatever comes later
+    if pa.types.is_binary_view(raw):
+        return pa.large_binary()
+    if pa.types.is_list(raw):
+        return pa.list_(_nested_field(raw.value_field, "item"))
+    if pa.types.is_large_list(raw):
+        return pa.large_list(_nested_field(raw.value_field, "item"))
+    if pa.types.is_fixed_size_list(raw):
+        return pa.list_(_nested_field(raw.value_field, "item"), raw.list_size)
+    if pa.types.is_struct(raw):
+        return pa.struct([_nested_field(raw.field(index)) for index in range(raw.num_fields)])
+    if pa.types.is_map(raw):
+        return pa.map_(_nested_type(raw.key_type), _nested_type(raw.item_type), raw.keys_sorted)
+    return raw
+
+
+def _nested_field(field: pa.Field, name: str | None = None) -> pa.Field:
+    return pa.field(field.name if name is None else name, _nested_type(field.type), nullable=field.nullable)

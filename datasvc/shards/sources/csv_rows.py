@@ -1,0 +1,172 @@
+"""Rows of a CSV file as columns of bytes, each row with its number, and those whose columns do not count up."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv
+
+from datasvc.errors import ConfigError
+
+# A row must fit into a block; the next size is tried where one does not.
+BLOCKS_BYTES: Final = (1 << 20, 8 << 20, 64 << 20)
+# Numbers of rows, from 0 behind the header, and what is wrong with each.
+Skipped = list[tuple[int, str]]
+_TOO_LONG: Final = "straddling object"
+_EMPTY: Final = "Empty CSV file"
+_SHOWN_CHARACTERS: Final = 100
+_BYTE_ORDER_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True)
+class CsvRows:
+    """Consecutive rows of a file.
+
+    Attributes:
+        batch: columns of bytes.
+        numbers: of the rows in `batch`, from 0 behind the header, `int64[samples]`.
+        bad: numbers of the rows left out, and what is wrong with each.
+        stop: number behind the last row.
+    """
+
+    batch: pa.RecordBatch
+    numbers: npt.NDArray[np.int64]
+    bad: Skipped
+    stop: int
+
+    def since(self, first: int) -> CsvRows:
+        """Return the rows from number `first` on."""
+        keep = self.numbers >= first
+        if keep.all():
+            return self
+        bad = [each for each in self.bad if each[0] >= first]
+        return replace(self, batch=self.batch.filter(pa.array(keep)), numbers=self.numbers[keep], bad=bad)
+
+
+def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter: str) -> Iterator[CsvRows]:
+    """Yield the rows of a file in order.
+
+    Args:
+        open_file: opens it from its start.
+        names: of its header.
+        delimiter: between values.
+
+    Raises:
+        pa.ArrowException: a row is longer than the largest block, or the file is no CSV.
+        ConfigError: it has another header.
+        OSError, EOFError, zlib.error, zstandard.ZstdError: from the file.
+    """
+    first = 0
+    for block_bytes in BLOCKS_BYTES:
+        try:
+            for rows in _read_blocks(open_file, names, delimiter, block_bytes):
+                if rows.stop > first:
+                    yield rows.since(first)
+                    first = rows.stop
+        except pa.ArrowInvalid as error:
+            if not is_too_long(error):
+                raise
+            if block_bytes == BLOCKS_BYTES[-1]:
+                limit = f"longer than {block_bytes >> 20} MiB"
+                raise pa.ArrowInvalid(f"a row is {limit}; is a quote never closed?") from error
+        else:
+            return
+
+
+def open_csv(
+    stream: BinaryIO,
+    delimiter: str,
+    *,
+    block_bytes: int,
+    types: dict[str, pa.DataType] | None = None,
+    skipped: Skipped | None = None,
+) -> pyarrow.csv.CSVStreamingReader | None:
+    """Open a file for reading block by block; None where it holds nothing.
+
+    Args:
+        stream: the file.
+        delimiter: between values.
+        block_bytes: most that is looked at together.
+        types: of the columns; None: as the first block has them.
+        skipped: takes the rows that have too few or too many columns.
+
+    Raises:
+        pa.ArrowInvalid: as `read_rows`.
+    """
+
+    def skip(row: Any) -> str:
+        if skipped is not None:
+            counts = f"expected {row.expected_columns} columns, found {row.actual_columns}"
+            lines = row.text.count("\n") + 1
+            spans = f" (it spans {lines} lines: is a quote never closed?)" if lines > 1 else ""
+            # Arrow counts the header as row 1.
+            skipped.append((row.number - 2, f"{counts}: {_shown(row.text)}{spans}"))
+        return "skip"
+
+    try:
+        return pyarrow.csv.open_csv(
+            stream,
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=block_bytes),
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(column_types=types),
+        )
+    except pa.ArrowInvalid as error:
+        if _EMPTY in str(error):
+            return None
+        raise
+
+
+def header_of(start: bytes, delimiter: str) -> list[str] | None:
+    """Return the column names of a file that begins with `start`; None where it holds nothing.
+
+    Raises:
+        ConfigError: it is UTF-16, or its names are not UTF-8.
+        pa.ArrowInvalid: it is no CSV.
+    """
+    if start.startswith(_BYTE_ORDER_MARKS):
+        raise ConfigError("is UTF-16; convert it to UTF-8, for instance with `iconv -f UTF-16 -t UTF-8`")
+    opened = open_csv(io.BytesIO(start), delimiter, block_bytes=len(start) + 1)
+    try:
+        return None if opened is None else list(opened.schema.names)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"has a header that is not UTF-8 ({error}); convert it to UTF-8") from error
+
+
+def is_too_long(error: BaseException) -> bool:
+    """Return whether a block was too small for a row."""
+    return _TOO_LONG in str(error)
+
+
+def _read_blocks(
+    open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter: str, block_bytes: int
+) -> Iterator[CsvRows]:
+    skipped: Skipped = []
+    types = dict.fromkeys(names, pa.binary())
+    start = 0
+    with open_file() as stream:
+        opened = open_csv(stream, delimiter, block_bytes=block_bytes, types=types, skipped=skipped)
+        if opened is None:
+            return
+        if opened.schema.names != list(names):
+            raise ConfigError(f"its header has changed since it was listed, to {opened.schema.names}; list it again")
+        for batch in opened:
+            candidates = np.arange(start, start + batch.num_rows + len(skipped))
+            numbers = candidates[~np.isin(candidates, [number for number, _ in skipped])][: batch.num_rows]
+            start = int(numbers[-1]) + 1 if len(numbers) else start
+            yield CsvRows(batch, numbers, [each for each in skipped if each[0] < start], start)
+            skipped[:] = [each for each in skipped if each[0] >= start]
+    if skipped:
+        nothing = pa.RecordBatch.from_pylist([], opened.schema)
+        yield CsvRows(nothing, np.arange(0), skipped, skipped[-1][0] + 1)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")

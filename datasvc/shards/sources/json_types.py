@@ -1,0 +1,115 @@
+"""Types of the columns of JSON objects, found from some of them and held by the rest."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pj
+
+from datasvc.errors import ConfigError
+
+# Arrow's parser calls itself for each level while it does not know the types, and falls over a few thousand.
+_MAX_DEPTH: Final = 64
+_TEXT: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_ARROW_DETAIL: Final = "JSON parse error: "
+
+
+def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> pa.RecordBatch | str:
+    """Return objects, one a line, as a batch; a text that says why where that fails.
+
+    Args:
+        content: lines, blank ones among them.
+        schema: of the objects; None: find it.
+        num_lines: that are not blank.
+    """
+    options = pj.ParseOptions(
+        explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
+    )
+    block_bytes = len(content) + 1  # one block: what is found is one batch
+    try:
+        table = pj.read_json(
+            io.BytesIO(content), pj.ReadOptions(use_threads=False, block_size=block_bytes), options
+        ).combine_chunks()
+    except pa.ArrowException as error:
+        return str(error).removeprefix(_ARROW_DETAIL)
+    if table.num_rows != num_lines:
+        return f"{num_lines} lines hold {table.num_rows} objects"
+    return table.to_batches()[0]
+
+
+def infer_json_types(content: bytes, name: str) -> pa.Schema:
+    """Return the columns of some lines, those of their fields together.
+
+    Lines that do not parse are left out: they are bad samples.
+
+    Raises:
+        ConfigError: no line is an object, or the values of a column have several types.
+    """
+    lines = [line for line in content.split(b"\n") if line and not line.isspace()]
+    flat = [line for line in lines if _depth(line) <= _MAX_DEPTH]
+    batch = parse_json(b"\n".join(flat), None, num_lines=len(flat)) if flat else "nested too deeply"
+    if isinstance(batch, pa.RecordBatch):
+        schema = _json_schema(batch.schema)
+    else:
+        each = [parse_json(line, None, num_lines=1) for line in flat]
+        schemas = [_json_schema(found.schema) for found in each if isinstance(found, pa.RecordBatch)]
+        if not schemas:
+            raise ConfigError(
+                f"no line at the start of {name} is a JSON object ({batch}); expected one object a line"
+            )
+        schema = join_json_schemas((name, found) for found in schemas)
+    if not schema.names:
+        raise ConfigError(f"the objects at the start of {name} have no fields")
+    return schema
+
+
+def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
+    """Return the columns of all; a number is a float where any is.
+
+    Args:
+        schemas: a file's name and its columns.
+
+    Raises:
+        ConfigError: a column has two types.
+    """
+    joined, first = pa.schema([]), ""
+    for name, schema in schemas:
+        try:
+            joined = pa.unify_schemas([joined, schema], promote_options="permissive")
+        except pa.ArrowException as error:
+            detail = str(error).removeprefix("Unable to merge: ")
+            places = name if name == first or not first else f"{first} and {name}"
+            raise ConfigError(
+                f"the first lines of {places} do not agree: {detail}; give each column one type"
+            ) from error
+        first = first or name
+    return joined
+
+
+def _json_schema(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([pa.field(field.name, _json_type(field.type)) for field in schema])
+
+
+def _json_type(found: pa.DataType) -> pa.DataType:
+    """Return a type that Arrow found, with text for what it takes for dates."""
+    if pa.types.is_timestamp(found):
+        return pa.string()
+    if pa.types.is_list(found):
+        return pa.list_(_json_type(found.value_type))
+    if pa.types.is_struct(found):
+        return pa.struct([(field.name, _json_type(field.type)) for field in found.fields])
+    return found
+
+
+def _depth(line: bytes) -> int:
+    """Return how deeply a line is nested, 0 where that cannot be too deep."""
+    if line.count(b"[") + line.count(b"{") <= _MAX_DEPTH:
+        return 0
+    signs = np.frombuffer(_TEXT.sub(b"", line), np.uint8)
+    steps = np.isin(signs, [0x5B, 0x7B]).astype(np.int64) - np.isin(signs, [0x5D, 0x7D])
+    return int(np.cumsum(steps).max(initial=0))

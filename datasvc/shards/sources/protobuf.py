@@ -1,0 +1,92 @@
+"""Protocol Buffers on the wire: the fields of one message, without generated code.
+
+After https://protobuf.dev/programming-guides/encoding/. Enough for Caffe's Datum and TensorFlow's Example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.errors import BadSampleError
+
+VARINT: Final = 0
+FIXED64: Final = 1
+BYTES: Final = 2
+FIXED32: Final = 5
+_FIXED_SIZES: Final = {FIXED64: 8, FIXED32: 4}
+_MAX_VARINT_BYTES: Final = 10
+
+
+def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
+    """Yield number, wire type and value of each field in the message's order.
+
+    Values are an int of a varint, as it stands unsigned, and else a view of the bytes.
+
+    Raises:
+        BadSampleError: this is no message: cut off, a group, or a wire type that does not exist.
+    """
+    view = memoryview(message)
+    offset = 0
+    while offset < len(view):
+        tag, offset = _read_varint(view, offset)
+        number, wire_type = tag >> 3, tag & 7
+        if number == 0:
+            raise BadSampleError("no protobuf message: a field has the number 0")
+        if wire_type == VARINT:
+            value, offset = _read_varint(view, offset)
+            yield number, wire_type, value
+            continue
+        if wire_type == BYTES:
+            length, offset = _read_varint(view, offset)
+        elif wire_type in _FIXED_SIZES:
+            length = _FIXED_SIZES[wire_type]
+        else:
+            raise BadSampleError(f"no protobuf message that is supported: wire type {wire_type} of field {number}")
+        if length > len(view) - offset:
+            raise BadSampleError(f"field {number} wants {length} bytes; {len(view) - offset} are left")
+        yield number, wire_type, view[offset : offset + length]
+        offset += length
+
+
+def read_packed_varints(packed: memoryview) -> npt.NDArray[np.int64]:
+    """Return the numbers of a packed list of varints: `int64[n]`.
+
+    Raises:
+        BadSampleError: a number is cut off or too long.
+    """
+    raw = np.frombuffer(packed, np.uint8)
+    (ends,) = np.nonzero(raw < 0x80)
+    if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):
+        raise BadSampleError("the last number of a list is cut off")
+    if not len(raw):
+        return np.empty(0, np.int64)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    sizes = ends - starts + 1
+    if sizes.max() > _MAX_VARINT_BYTES:
+        raise BadSampleError(f"a number takes {sizes.max()} bytes; expected at most {_MAX_VARINT_BYTES}")
+    shifts = 7 * (np.arange(len(raw)) - np.repeat(starts, sizes))
+    parts = (raw & 0x7F).astype(np.uint64) << shifts.astype(np.uint64)
+    return np.add.reduceat(parts, starts).view(np.int64)
+
+
+def to_signed(varint: int, bits: int = 64) -> int:
+    """Return the two's complement number of `bits` bits that a varint stands for."""
+    low = varint & ((1 << bits) - 1)
+    return low - (1 << bits) if low >> (bits - 1) else low
+
+
+def _read_varint(view: memoryview, offset: int) -> tuple[int, int]:
+    """Return the number at `offset` and where the next field starts."""
+    value = 0
+    for index in range(_MAX_VARINT_BYTES):
+        if offset + index >= len(view):
+            raise BadSampleError("a number is cut off")
+        byte = view[offset + index]
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value, offset + index + 1
+    raise BadSampleError(f"a number takes more than {_MAX_VARINT_BYTES} bytes")

@@ -1,0 +1,87 @@
+"""Samples that a Python program makes: any iterable of dicts."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+import pyarrow as pa
+
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.repository.objects import Digest, digest_of
+from datasvc.shards.schema import KEY
+from datasvc.shards.sources.columns import ColumnMap, SampleBatcher, infer_columns
+from datasvc.shards.sources.options import SourceOptions
+from datasvc.shards.sources.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.splits import DEFAULT_SPLIT
+
+_LOOKED_AT: Final = 100
+
+
+class PythonSamples(StreamedSource):
+    """Samples from an iterable, read once, in this process.
+
+    Columns and their types come from the first samples; a sample that does not fit is a bad one.
+
+    Args:
+        samples: dicts of Python values by column; images as bytes, arrays as lists.
+        options: `split` and `key` are of use.
+
+    Raises:
+        NotFoundError: there is no sample.
+        ConfigError: a sample is no mapping, or a column holds values of several types.
+    """
+
+    kind: ClassVar[str] = "python"
+
+    def __init__(self, samples: Iterable[Mapping[str, Any]], options: SourceOptions | None = None) -> None:
+        options = options or SourceOptions()
+        iterator = iter(samples)
+        first = list(itertools.islice(iterator, _LOOKED_AT))
+        if not first:
+            raise NotFoundError("cannot ingest an iterable without samples")
+        for sample in first:
+            _check_mapping(sample)
+        self._columns: ColumnMap = infer_columns(first, key=options.key)
+        names = self._columns.raw_names
+        self._raw = pa.schema([(name, pa.array([sample.get(name) for sample in first]).type) for name in names])
+        self._samples = itertools.chain(first, iterator)
+        self.url = "python"
+        self.schema = self._columns.schema
+        self.classes: tuple[str, ...] = ()
+        self.ignored: Counter[str] = Counter()
+        self.parts = [Part(options.split or DEFAULT_SPLIT, "python", 0)]
+
+    def fingerprint(self) -> Digest:
+        """Return a digest that no other iterable has: what an iterable will yield cannot be known before."""
+        return digest_of(secrets.token_bytes(32))
+
+    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield the samples, the first time. Raises ConfigError for a sample that is no mapping."""
+        names = set(self._raw.names)
+        raw = SampleBatcher(self._raw, part.split)
+        numbers = itertools.count()
+        for sample in self._samples:
+            _check_mapping(sample)
+            unknown = sample.keys() - names
+            if unknown:
+                yield BadSample(
+                    part.split, str(sample.get(self._columns.key or KEY)), f"has unknown columns {sorted(unknown)}"
+                )
+                continue
+            for piece in raw.add(sample):
+                yield piece if isinstance(piece, BadSample) else self._converted(piece, numbers)
+        for piece in raw.flush():
+            yield piece if isinstance(piece, BadSample) else self._converted(piece, numbers)
+
+    def _converted(self, batch: pa.RecordBatch, numbers: Iterator[int]) -> pa.RecordBatch:
+        keys = [f"{next(numbers):09d}" for _ in range(batch.num_rows)]
+        return self._columns.convert(batch, keys)
+
+
+def _check_mapping(sample: Any) -> None:
+    if not isinstance(sample, Mapping):
+        raise ConfigError(f"a sample must be a dict of values by column; got {type(sample).__name__}")

@@ -1,0 +1,24 @@
+"""Which split a file of a source belongs to, by its folder or its name."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+SPLIT_NAMES: Final = frozenset({"train", "val", "valid", "validation", "test"})
+DEFAULT_SPLIT: Final = "train"
+_PREFIX: Final = re.compile(rf"(.*[-_.])?({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})([-_.\d].*)?")
+
+
+def split_of(name: str) -> str:
+    """Return the split of the file `name`, a path below the source's root.
+
+    The first folder counts when it is called like a split, else a part of the file's own name, as in
+    `data/validation-00000-of-00004.parquet` or `pets-train-000.tar`; "train" where neither says.
+    """
+    folders, _, own = name.rpartition("/")
+    for folder in folders.split("/"):
+        if folder.lower() in SPLIT_NAMES:
+            return folder.lower()
+    match = _PREFIX.fullmatch(own.lower())
+    return match[2] if match else DEFAULT_SPLIT

@@ -1,0 +1,64 @@
+"""Columns of tensors: `fixed_size_list`, flattened in C order, the shape in the field's metadata."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+
+# JSON of the shape of one sample's tensor.
+SHAPE: Final = b"datasvc.shape"
+MAX_SAMPLE_BYTES: Final = 256 << 20
+
+
+def tensor_field(name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> pa.Field:
+    """Return the column of one tensor a sample; one value a sample is a plain column.
+
+    Args:
+        name: of the column.
+        dtype: of the values: bool, integers or floats.
+        shape: of one sample.
+
+    Raises:
+        ConfigError: values of this type are no numbers, a dimension is not positive, or a sample is absurdly large.
+    """
+    value_type = _value_type(name, np.dtype(dtype))
+    num_values = math.prod(shape)
+    if any(size < 1 for size in shape):
+        raise ConfigError(f"samples of {name!r} have the shape {list(shape)}; expected positive sizes")
+    if num_values * np.dtype(dtype).itemsize > MAX_SAMPLE_BYTES:
+        raise ConfigError(
+            f"one sample of {name!r} has the shape {list(shape)}, over {MAX_SAMPLE_BYTES >> 20} MiB; "
+            "the first axis must be the samples"
+        )
+    if num_values == 1:
+        return pa.field(name, value_type, nullable=False)
+    metadata = {SHAPE: json.dumps(list(shape)).encode()}
+    return pa.field(name, pa.list_(value_type, num_values), nullable=False, metadata=metadata)
+
+
+def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
+    """Return `values`, first axis the samples, as the array of a column from `tensor_field`."""
+    native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
+    if not pa.types.is_fixed_size_list(field.type):
+        return pa.array(native.reshape(-1), field.type)
+    return pa.FixedSizeListArray.from_arrays(pa.array(native.reshape(-1)), type=field.type)
+
+
+def shape_of(field: pa.Field) -> tuple[int, ...]:
+    """Return the shape of one sample of a column; () of a plain one."""
+    raw = (field.metadata or {}).get(SHAPE)
+    return () if raw is None else tuple(json.loads(raw))
+
+
+def _value_type(name: str, dtype: np.dtype[Any]) -> pa.DataType:
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise ConfigError(f"{name!r} holds values of type {dtype}; expected bool, integers or floats")
+    return pa.from_numpy_dtype(dtype.newbyteorder("="))
