@@ -5,15 +5,19 @@ Importing this is cheap: torch, DALI, Arrow and cloud clients load where they ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from datasvc.errors import DatasvcError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from datasvc.api import DataRepository
+    from datasvc.shards.ingest import IngestReport
+    from datasvc.shards.sources import Source
 
 __version__ = "0.1.0"
-__all__ = ["DatasvcError", "__version__", "open"]
+__all__ = ["DatasvcError", "__version__", "ingest", "open"]
 
 
 def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - reads as `datasvc.open(url)`
@@ -31,3 +35,20 @@ def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - r
     from datasvc.api import DataRepository
 
     return DataRepository.open(url, create=create)
+
+
+def ingest(
+    source: str | Source | Iterable[Mapping[str, Any]], name: str, *, repo: str, **options: Any
+) -> IngestReport:
+    """Ingest `source` as the next version of data set `name` in the repository at `repo`, made where there is none.
+
+    Args:
+        source: folder, file, pattern or any fsspec URL; or an iterable of samples, dicts of Python values by column.
+        name: of the data set.
+        repo: local folder or any fsspec URL.
+        options: those of `datasvc.shards.ingest`, such as `workers=8` or `append=True`.
+
+    Raises:
+        DatasvcError: as `datasvc.shards.ingest`.
+    """
+    return open(repo, create=True).ingest(source, name, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from datasvc.models.checkpoint import Checkpoint, restore, save
@@ -10,6 +10,7 @@ from datasvc.models.registry import ModelVersion, describe_model
 from datasvc.repository import Kind, Repository, Resolved
 from datasvc.shards.dataset import Dataset, open_dataset
 from datasvc.shards.ingest import IngestReport, ingest
+from datasvc.shards.sources import Source
 
 
 class DataRepository:
@@ -42,9 +43,9 @@ class DataRepository:
         """Return a data-set version: a mapping from split names to splits. Raises as `open_dataset`."""
         return open_dataset(self.repository, ref)
 
-    def ingest(self, source_url: str, name: str, **options: Any) -> IngestReport:
+    def ingest(self, source: str | Source | Iterable[Mapping[str, Any]], name: str, **options: Any) -> IngestReport:
         """Ingest a source as the next version of `name`; options and errors are those of `shards.ingest`."""
-        return ingest(self.repository, source_url, name, **options)
+        return ingest(self.repository, source, name, **options)
 
     def model(self, ref: str) -> ModelVersion:
         """Return what a model version says of itself. Raises as `describe_model`."""

@@ -28,9 +28,10 @@ ALLOWED["datasvc.shards"] = {
 }
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
+ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.models"}
-ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
-ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api"}
+ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.gc"}
+ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
 ALLOWED["loaders"] = {"datasvc.shards", "datasvc.order", "datasvc.keyed", "datasvc.cache", "datasvc.errors"}
 ALLOWED["trainer.recipes"] = {"trainer", "loaders", "datasvc"} | ALLOWED["datasvc.cli"]
 ALLOWED["trainer.__main__"] = {"trainer.recipes", "datasvc.errors"}

@@ -6,20 +6,29 @@ import sys
 
 import typer
 
-from datasvc.cli import cache, datasets, models
+from datasvc.cli import cache, datasets, export, ingest, look, maintain, models, versions
 from datasvc.errors import DatasvcError
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Training data and model versions. Exit status: 1 failed, 2 usage, 3 corrupt, 4 conflict, 5 unavailable.",
+    help="Training data and model versions. Exit status: 1 failed, 2 usage, 3 corrupt, 4 conflict, 5 unavailable, "
+    "6 done, but bad samples were left out.",
 )
-app.command()(datasets.ingest)
+app.command()(ingest.ingest)
 app.command()(datasets.ls)
-app.command()(datasets.show)
+app.command()(look.show)
+app.command()(look.head)
+app.command()(look.sql)
 app.command()(datasets.log)
 app.command()(datasets.tag)
+app.command()(versions.delete)
+app.command()(versions.diff)
+app.command()(versions.merge)
+app.command()(export.export)
+app.command()(maintain.verify)
+app.command()(maintain.gc)
 app.command()(cache.stage)
 app.add_typer(cache.app, name="cache")
 app.add_typer(models.app, name="models")

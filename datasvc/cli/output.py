@@ -31,6 +31,12 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
+def print_json_line(value: Any) -> None:
+    """Print one JSON document on a line of its own, at once: for commands that report while they work."""
+    sys.stdout.write(json.dumps(value, sort_keys=True, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows for people; plain tab-separated text where the output is no terminal."""
     if not sys.stdout.isatty():

@@ -1,46 +1,48 @@
 """Ingest: a source becomes the next version of a data set.
 
-The plan - which sample goes to which shard, in which order - is a pure function of the source's listing and the
-options, so the same source gives the same shards, byte for byte. Samples are dealt to shards by a permutation keyed
-by the seed, so class-sorted sources do no harm. All objects are stored before the one commit; whatever fails
-before it leaves nothing visible.
+What goes where is planned from the source's listing and the options alone (`plan`), units of work are built by
+whatever engine (`engines`), and all objects are stored before the one commit: whatever fails before it leaves nothing
+visible. Finished shards are recorded in a journal, so the same command goes on where an interrupted one stopped.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-import pyarrow as pa
-
-from datasvc.errors import BadSampleError, ConfigError
-from datasvc.keyed import KeyedPermutation, derive_keys
-from datasvc.repository import ObjectInfo, Repository, Resolved
+from datasvc.errors import ConfigError
+from datasvc.repository import Entry, ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository.journal import Journal
+from datasvc.repository.objects import digest_of
 from datasvc.repository.references import check_name
 from datasvc.repository.storage import redact_url
-from datasvc.shards.images import read_header
-from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_schema
-from datasvc.shards.sources.image_folder import FileReader, ImageFile, ImageFolder
-from datasvc.shards.table import ShardTable
-from datasvc.shards.writer import ShardStatistics, ShardWriter
+from datasvc.shards.build import BuildOptions, BuiltShard, Progress, Report, UnitResult, Work
+from datasvc.shards.combine import OnCommon, append_splits
+from datasvc.shards.dataset import open_dataset
+from datasvc.shards.engines import EngineName, run_units
+from datasvc.shards.images import Reencoding
+from datasvc.shards.labels import combine_classes, plan_labels
+from datasvc.shards.plan import SHARD_BYTES, Unit, plan_units, relabelled
+from datasvc.shards.quarantine import check_bad, check_duplicates, store_quarantine
+from datasvc.shards.repeats import Repeat, Repeats, drop_repeats
+from datasvc.shards.schema import stored_schema
+from datasvc.shards.sources.choose import open_source
+from datasvc.shards.sources.options import SourceOptions
+from datasvc.shards.sources.python_samples import PythonSamples
+from datasvc.shards.sources.source import BadSample, ListedSource, Source
+from datasvc.shards.table import ShardTable, TableRow
+from datasvc.shards.versions import describe_tables
 
 OnBad = Literal["fail", "skip"]
+Duplicates = Literal["keep", "drop", "fail"]
 
-SHARD_BYTES = 64 << 20
-_PERMUTATION = 16  # purpose of keys; those of the access order are below
-_NAMED_BAD_SAMPLES = 10
-
-
-@dataclass(frozen=True)
-class BadSample:
-    """A sample that was not ingested, and why."""
-
-    split: str
-    key: str
-    reason: str
+_LOOKED_BACK = 64
+PLAN_FORMAT = 1  # part of a journal's name: shards made by another rule are never continued
 
 
 @dataclass(frozen=True)
@@ -49,161 +51,310 @@ class IngestReport:
 
     Attributes:
         version: the committed version.
-        num_samples: samples in each split.
-        num_shards: shards in each split.
-        size_bytes: bytes of all shards.
-        bad: samples that were skipped.
-        ignored: files of the source that are no images, by extension.
+        num_samples: samples in each split of the version.
+        num_shards: shards in each split of the version.
+        size_bytes: bytes of all shards of the version.
+        num_added: samples that this ingest added to each split; without `append` all of them.
+        bad: samples that were left out because they are damaged or repeat a key.
+        duplicates: samples that hold the same as an earlier one of their split, by split; left out with "drop".
+        ignored: files of the source that it does not ingest, by extension.
+        num_resumed: shards that an earlier, interrupted run had stored.
+        has_source_changed: an interrupted run was of another state of the source, so that it was not continued.
     """
 
     version: Resolved
     num_samples: dict[str, int]
     num_shards: dict[str, int]
     size_bytes: int
+    num_added: dict[str, int]
     bad: list[BadSample] = field(default_factory=list)
+    duplicates: Mapping[str, Sequence[Repeat]] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
+    num_resumed: int = 0
+    has_source_changed: bool = False
 
 
 def ingest(
     repository: Repository,
-    source: str | ImageFolder,
+    source: str | Source | Iterable[Mapping[str, Any]],
     name: str,
     *,
+    source_options: SourceOptions | None = None,
     shard_bytes: int = SHARD_BYTES,
     on_bad: OnBad = "fail",
     decode_check: bool = False,
+    duplicates: Duplicates = "keep",
+    max_side: int | None = None,
+    quality: int | None = None,
+    keep_order: bool = False,
+    val_fraction: float = 0.0,
+    limit: int | None = None,
     seed: int = 0,
+    append: bool = False,
+    on_common: OnCommon = "fail",
+    engine: EngineName = "local",
+    workers: int | None = 1,
     message: str = "",
-    report: Callable[[int], None] | None = None,
+    report: Report | None = None,
 ) -> IngestReport:
-    """Ingest an image folder as the next version of data set `name`. Existing versions are untouched.
+    """Ingest a source as the next version of data set `name`. Existing versions are untouched.
 
     Args:
         repository: where to.
-        source: local folder or fsspec URL, see `sources.image_folder`; or one that was listed already.
+        source: folder, file or any fsspec URL; a source that was listed already; or an iterable of samples, dicts of
+            Python values by column, which is read once and by this process.
         name: of the data set, made when new.
-        shard_bytes: image bytes at which a shard is full.
+        source_options: what the source is and how to read it.
+        shard_bytes: sample bytes at which a shard is full.
         on_bad: "fail" commits nothing when a sample is bad, after all were looked at; "skip" leaves it out.
         decode_check: decode every image fully rather than check its header and its end.
+        duplicates: samples that hold the same as an earlier one of their split: "keep" and report them, "drop" them,
+            or "fail".
+        max_side: scale longer images down to so many pixels on their longer side, and encode them again.
+        quality: of images that are encoded again, 1 to 100; without `max_side` all JPEG and WebP images are.
+        keep_order: keep the source's order rather than deal samples to shards by a permutation.
+        val_fraction: share of "train" that becomes "val", by the hash of each key, so it stays when data is added.
+        limit: ingest so many samples of each split only: the first of the source.
         seed: of the permutation that deals samples to shards.
+        append: add the samples to those of the newest version.
+        on_common: append: what becomes of keys that the newest version has, see `combine.append_table`.
+        engine: "local" processes, or a "ray" cluster.
+        workers: processes that build shards; 1: this one; None: one for each core.
         message: kept with the version.
-        report: called with the bytes of each sample once it was looked at.
+        report: called with what was done since it was called last.
 
     Raises:
-        ConfigError: an option is out of range, or the source's layout is mixed.
-        NotFoundError: the source is not there or holds no image.
-        BadSampleError: samples are bad and `on_bad` is "fail"; names and counts them.
-        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
+        ConfigError: an option is out of range, the source's layout is mixed, its columns contradict each other or
+            those that it is appended to.
+        NotFoundError: the source is not there or holds no sample.
+        BadSampleError: samples are bad and `on_bad` is "fail", or duplicates and "fail"; names and counts them.
+        SourceChangedError: a file changed after it was listed.
+        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`, `combine.append_table`.
     """
     check_name(name, "data set")
-    if shard_bytes < 1:
-        raise ConfigError(f"shard_bytes is {shard_bytes}; expected at least 1")
-    if on_bad not in ("fail", "skip"):
-        raise ConfigError(f"on_bad is {on_bad!r}; expected 'fail' or 'skip'")
-    source = ImageFolder.list(source) if isinstance(source, str) else source
-    builder = _ShardBuilder(repository, source, decode_check=decode_check, report=report)
-    tables = {}
-    for split, files in source.splits.items():
-        shards = [builder.build(split, plan) for plan in plan_shards(files, shard_bytes, seed)]
-        kept = [shard for shard in shards if shard[1].num_samples]
-        tables[split] = ShardTable.build(kept, builder.schema, source.classes)
-    _check_bad(builder.bad, source, on_bad)
-    options = {"shard_bytes": shard_bytes, "on_bad": on_bad, "decode_check": decode_check, "seed": seed}
-    entry = {
+    _check_choice("on_bad", on_bad, ("fail", "skip"))
+    _check_choice("duplicates", duplicates, ("keep", "drop", "fail"))
+    _check_choice("engine", engine, ("local", "ray"))
+    options = BuildOptions(
+        shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, val_fraction, limit
+    )
+    opened = open_any_source(source, source_options)
+    classes = combine_classes(_classes_of_head(repository, name) if append else (), [opened.classes])
+    plan = _make_plan(repository, name, opened, options, classes)
+    results, num_resumed = _build(plan, engine, count_workers(opened, workers), report or _ignore)
+    tables = _tables(plan, results)
+    # A file system gives no two files one path.
+    repeats = Repeats.find(repository.objects, tables, by_key=not isinstance(opened, ListedSource))
+    bad = [sample for result in results for sample in result.bad]
+    check_bad(bad, repeats.bad, tables, opened, fails=on_bad == "fail")
+    bad += repeats.bad
+    if duplicates == "fail":
+        check_duplicates(repeats.payloads, opened)
+    dropped = [repeats.keys, *([repeats.payloads] if duplicates == "drop" else [])]
+    tables = drop_repeats(repository.objects, tables, dropped)
+    about = {
         "message": message,
-        "splits": {split: _store_table(repository, table) for split, table in tables.items()},
-        "source": {"kind": "image-folder", "url": redact_url(source.url), "options": options},
-        "skipped": len(builder.bad),
+        "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
+        "skipped": len(bad),
+        "quarantine": store_quarantine(repository.objects, bad),
+        "ingest": plan.attempt,
     }
-    committed = repository.versions("datasets", name).append(lambda _head: entry)
+    committed = plan.find_committed() or _commit(repository, name, tables, about, append=append, on_common=on_common)
+    plan.journal.remove()
+    splits = committed.content["splits"]
     return IngestReport(
         version=Resolved("datasets", name, committed.number),
-        num_samples={split: table.num_samples for split, table in tables.items()},
-        num_shards={split: table.num_shards for split, table in tables.items()},
-        size_bytes=sum(table.size_bytes for table in tables.values()),
-        bad=builder.bad,
-        ignored=source.ignored,
+        num_samples={split: facts["samples"] for split, facts in splits.items()},
+        num_shards={split: facts["shards"] for split, facts in splits.items()},
+        size_bytes=sum(facts["bytes"] for facts in splits.values()),
+        num_added={split: table.num_samples for split, table in tables.items()},
+        bad=bad,
+        duplicates=repeats.payloads,
+        ignored=opened.ignored,
+        num_resumed=num_resumed,
+        has_source_changed=plan.has_source_changed,
     )
 
 
-def plan_shards(files: Sequence[ImageFile], shard_bytes: int, seed: int) -> list[list[ImageFile]]:
-    """Deal files to shards: permute them by the seed, then cut where `shard_bytes` are reached."""
-    keys = derive_keys(seed, 0, _PERMUTATION, KeyedPermutation.num_keys)
-    order = KeyedPermutation(len(files), keys).permute(np.arange(len(files)))
-    plans: list[list[ImageFile]] = []
-    room = 0
-    for number in order.tolist():
-        if room <= 0:
-            plans.append([])
-            room = shard_bytes
-        plans[-1].append(files[number])
-        room -= files[number].size_bytes
-    return plans
+def open_any_source(
+    source: str | Source | Iterable[Mapping[str, Any]], options: SourceOptions | None = None
+) -> Source:
+    """Return a listed source for whatever `ingest` takes as one. Raises as `open_source`."""
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return open_source(os.fspath(source), options)
+    return PythonSamples(source, options)
 
 
-class _ShardBuilder:
-    """Reads, checks and writes the samples of one shard after the other."""
+@dataclass(frozen=True)
+class _Plan:
+    """All that is decided before anything is read."""
 
-    def __init__(
-        self,
-        repository: Repository,
-        source: ImageFolder,
-        *,
-        decode_check: bool,
-        report: Callable[[int], None] | None,
-    ) -> None:
-        self.schema: pa.Schema = image_schema(labelled=bool(source.classes))
-        self.bad: list[BadSample] = []
-        self._repository = repository
-        self._reader = FileReader(source.url)
-        self._decode_check = decode_check
-        self._report = report
+    name: str
+    repository: Repository
+    work: Work
+    units: Sequence[Unit]
+    journal: Journal
+    attempt: str
+    has_source_changed: bool
 
-    def build(self, split: str, files: Sequence[ImageFile]) -> tuple[ObjectInfo, ShardStatistics]:
-        """Store one shard; returns its name, size and statistics."""
-        with self._repository.objects.writing() as sink, ShardWriter(sink, self.schema) as writer:
-            for file in files:
-                content = self._reader.read(file)
-                try:
-                    writer.append(self._sample(file, content))
-                except BadSampleError as error:
-                    self.bad.append(BadSample(split, _printable(file.key), str(error)))
-                if self._report is not None:
-                    self._report(len(content))
-        return sink.info, writer.statistics
-
-    def _sample(self, file: ImageFile, content: bytes) -> dict[str, Any]:
-        if _printable(file.key) != file.key:
-            raise BadSampleError("its name is not UTF-8: rename it")
-        header = read_header(content, decode=self._decode_check)
-        sample = {KEY: file.key, IMAGE: content, WIDTH: header.width, HEIGHT: header.height}
-        return sample if file.label is None else {**sample, LABEL: file.label}
+    def find_committed(self) -> Entry | None:
+        """Return the version that this very ingest committed before it was interrupted, if it came so far."""
+        log = self.repository.versions("datasets", self.name)
+        for number in log.numbers()[: -_LOOKED_BACK - 1 : -1]:
+            entry = log.read(number)
+            if entry.content.get("ingest") == self.attempt:
+                return entry
+        return None
 
 
-def _check_bad(bad: list[BadSample], source: ImageFolder, on_bad: OnBad) -> None:
-    """Raise BadSampleError where bad samples forbid a commit: any with "fail", all of a split always."""
-    in_split = Counter(sample.split for sample in bad)
-    emptied = any(count == len(source.splits[split]) for split, count in in_split.items())
-    if not bad or (on_bad == "skip" and not emptied):
-        return
-    named = "; ".join(f"{sample.split}/{sample.key}: {sample.reason}" for sample in bad[:_NAMED_BAD_SAMPLES])
-    more = f"; and {len(bad) - _NAMED_BAD_SAMPLES} more" if len(bad) > _NAMED_BAD_SAMPLES else ""
-    raise BadSampleError(
-        f"{len(bad)} of {source.num_samples} samples of {redact_url(source.url)} are bad, nothing was committed: "
-        f"{named}{more}. "
-        "Mend or remove them, or leave them out with --on-bad skip, which must leave some in each split"
+def _make_plan(
+    repository: Repository, name: str, source: Source, options: BuildOptions, classes: tuple[str, ...]
+) -> _Plan:
+    mapping = plan_labels(source.classes, classes)
+    labels = tuple(mapping[label] for label in range(len(mapping))) if mapping else None
+    schema = stored_schema(source.schema)
+    about = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
+    plan = digest_of(json.dumps([about, dataclasses.asdict(options)], sort_keys=True).encode())
+    journal = repository.journal(plan)
+    attempt, has_changed = journal.begin(source.fingerprint())
+    units = plan_units(
+        source,
+        shard_bytes=options.shard_bytes,
+        seed=options.seed,
+        keep_order=options.keep_order,
+        val_fraction=options.val_fraction,
+        limit=options.limit,
+    )
+    units = [relabelled(unit, labels) for unit in units] if labels else units
+    work = Work(repository.url, plan, source, schema, options, classes, labels)
+    return _Plan(name, repository, work, units, journal, attempt, has_changed)
+
+
+def _build(plan: _Plan, engine: EngineName, workers: int, report: Report) -> tuple[list[UnitResult], int]:
+    """Build what is not built yet; returns the results of all units in order, and how many shards were there."""
+    done, earlier = _read_journal(plan)
+    results = {result.number: result for result in done}
+    num_resumed = sum(len(result.shards) for result in done) + sum(map(len, earlier.values()))
+    for unit in plan.units:
+        if unit.number in results:
+            shards = results[unit.number].shards
+            num_samples = sum(shard.row.statistics.num_samples for shard in shards)
+            report(Progress(num_samples, unit.size_bytes, len(shards)))
+
+    def take(result: UnitResult) -> None:
+        results[result.number] = result
+
+    left = [unit for unit in plan.units if unit.number not in results]
+    run_units(plan.work, left, earlier, engine=engine, workers=workers, report=report, on_result=take)
+    return [results[unit.number] for unit in plan.units], num_resumed
+
+
+def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[str, int], BuiltShard]]]:
+    """Return the units that are done, and the shards of those that are not; only what the repository still has."""
+    done: list[UnitResult] = []
+    earlier: dict[int, dict[tuple[str, int], BuiltShard]] = {}
+    for name, content in sorted(plan.journal.read_all().items()):
+        if "unit" in content:
+            result = UnitResult.from_dict(content)
+            if all(_is_stored(plan.repository.objects, shard) for shard in result.shards):
+                done.append(result)
+        else:
+            shard = BuiltShard.from_dict(content)
+            if _is_stored(plan.repository.objects, shard):
+                earlier.setdefault(int(name[:8]), {})[shard.split, shard.ordinal] = shard
+    for result in done:
+        earlier.pop(result.number, None)
+    return done, earlier
+
+
+def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
+    index = shard.row.index
+    assert index is not None
+    index_bytes = objects.size(index)
+    return (
+        index_bytes is not None and objects.reuse(ObjectInfo(index, index_bytes)) and objects.reuse(shard.row.shard)
     )
 
 
-def _store_table(repository: Repository, table: ShardTable) -> dict[str, Any]:
-    stored = repository.objects.put(table.encode())
+def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]:
+    """Return the shard table of each split that has samples, its shards in the order of the plan."""
+    rows: dict[str, list[TableRow]] = {}
+    for result in results:
+        for shard in result.shards:
+            rows.setdefault(shard.split, []).append(shard.row)
+    return {split: ShardTable.build(each, plan.work.schema, plan.work.classes) for split, each in rows.items()}
+
+
+def _commit(
+    repository: Repository,
+    name: str,
+    tables: Mapping[str, ShardTable],
+    about: Mapping[str, Any],
+    *,
+    append: bool,
+    on_common: OnCommon,
+) -> Entry:
+    added = {split: table.num_samples for split, table in tables.items()}
+
+    def build(head: int) -> dict[str, Any]:
+        if not (append and head):
+            return {**about, "splits": describe_tables(repository.objects, tables)}
+        before = open_dataset(repository, f"{name}@{head}")
+        joined = append_splits(
+            repository.objects, {split: each.table for split, each in before.items()}, tables, on_common=on_common
+        )
+        change = {"kind": "append", "added": added}
+        return {
+            **about,
+            "parent": str(before.resolved),
+            "change": change,
+            "splits": describe_tables(repository.objects, joined),
+        }
+
+    return repository.versions("datasets", name).append(build)
+
+
+def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:
+    """Return the class names of the newest version, () where there is none."""
+    if not repository.versions("datasets", name).head():
+        return ()
+    return max((split.classes for split in open_dataset(repository, name).values()), key=len)
+
+
+def count_workers(source: Source, workers: int | None) -> int:
+    """Return how many processes build the shards of `source`; None: one a core. Raises ConfigError."""
+    if isinstance(source, PythonSamples):
+        return 1  # an iterable lives in this process
+    if workers is None:
+        return len(os.sched_getaffinity(0))
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}; expected at least 1")
+    return workers
+
+
+def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:
+    """Return what the entry says of the source: without credentials."""
+    given = {
+        name: redact_url(value) if isinstance(value, str) else value
+        for name, value in dataclasses.asdict(options or SourceOptions()).items()
+        if value != getattr(SourceOptions(), name)
+    }
+    built = dataclasses.asdict(plan.work.options)
+    reencoding = built.pop("reencoding")
+    source = plan.work.source
     return {
-        "table": stored.digest,
-        "samples": table.num_samples,
-        "bytes": table.size_bytes,
-        "shards": table.num_shards,
+        "kind": source.kind,
+        "url": redact_url(source.url),
+        "options": {**built, **reencoding, **choices, **given},
     }
 
 
-def _printable(key: str) -> str:
-    return key.encode("utf-8", "backslashreplace").decode()
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}")
+
+
+def _ignore(_: Progress) -> None:
+    """Nobody wants to know."""

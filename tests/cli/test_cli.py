@@ -15,7 +15,7 @@ from datasvc.shards import ingest
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
-    ["ingest"], ["ls"], ["show"], ["log"], ["tag"], ["stage"], ["cache", "status"],
+    ["ingest"], ["ls"], ["show"], ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["stage"], ["cache", "status"],
     ["models", "ls"], ["models", "show"], ["models", "log"], ["models", "restore"],
 ]  # fmt: skip
 
@@ -91,18 +91,6 @@ def test_a_model_version_shows_what_it_came_from(pets):
     shown = datasvc("models", "show", "cnn@1", repo=pets.url).stdout
     for line in ("data pets@1/train:", "position: 3", "code: ", "lr: 0.1", "acc: 0.5", "step: 7"):
         assert line in shown
-
-
-def test_skipped_samples_are_named_on_standard_error(folder, tmp_path):
-    (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
-    (folder / "notes.txt").write_text("x")
-    done = datasvc("ingest", folder, "pets", "--on-bad", "skip", repo=tmp_path / "repo")
-    assert done.returncode == 0
-    assert "skipped train/a/bad.jpg: empty file" in done.stderr
-    assert "ignored, no images: {'.txt': 1}" in done.stderr
-    shown = said(datasvc("ingest", folder, "pets", "--on-bad", "skip", "--json", repo=tmp_path / "repo"))
-    assert shown["version"] == "pets@2"
-    assert shown["skipped"] == [{"split": "train", "key": "a/bad.jpg", "reason": "empty file"}]
 
 
 @pytest.mark.parametrize(

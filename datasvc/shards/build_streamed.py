@@ -1,0 +1,217 @@
+"""A unit of a streamed source to its shards: read its parts side by side, check, permute within each shard, write.
+
+Samples of up to `PARTS_AT_ONCE` parts are taken in turn, some at a time, so that sorted parts are mixed; then they
+are collected until a shard is full, permuted in it and written. So a worker holds one shard (and one more where a
+share is held out) and a small piece of each part that it reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.keyed import Integers
+from datasvc.repository import Repository
+from datasvc.repository.journal import Journal
+from datasvc.shards.build import BuiltShard, Progress, Report, ShardFinisher, UnitResult, Work
+from datasvc.shards.check import CheckedBatch, check_batch
+from datasvc.shards.digests import blob_views
+from datasvc.shards.plan import HELD_OUT_SPLIT, PARTS_AT_ONCE, Unit, is_held_out, permute_in_shard
+from datasvc.shards.schema import KEY
+from datasvc.shards.sources.source import BadSample, Part, StreamedSource
+from datasvc.shards.writer import is_gathered
+
+# A shard is made of so many turns of the parts that are read side by side.
+_TURNS_PER_SHARD: Final = 256
+
+Earlier = Mapping[tuple[str, int], BuiltShard]
+
+
+def build_streamed(
+    work: Work, unit: Unit, repository: Repository, journal: Journal, report: Report, earlier: Earlier
+) -> UnitResult:
+    """Store the shards of `unit`; returns what came of it.
+
+    Args:
+        work: what is done.
+        unit: parts of `work.source`.
+        repository: where shards go.
+        journal: of the ingest.
+        report: told what was read.
+        earlier: shards that an interrupted run has stored already, by split and ordinal; they are read again, so
+            that the others begin where they must, and not made again.
+
+    Raises:
+        ConfigError, NotFoundError, UnavailableError: the source or the repository failed.
+    """
+    bad: list[BadSample] = []
+    with ShardFinisher(work, unit.number, repository, journal, records_shards=True) as finisher:
+        makers: dict[str, _ShardMaker] = {}
+        for batch, rows in _take_turns(work, unit, bad, report):
+            for split, chosen in _hold_out(batch, rows, unit.split, work.options.val_fraction):
+                if split not in makers:
+                    makers[split] = _ShardMaker(work, unit.number, split, finisher, earlier)
+                makers[split].add(batch, chosen)
+        for maker in makers.values():
+            maker.close()
+        result = finisher.finish(bad)
+    report(Progress(num_shards=len(result.shards)))
+    return result
+
+
+def _take_turns(
+    work: Work, unit: Unit, bad: list[BadSample], report: Report
+) -> Iterator[tuple[CheckedBatch, Integers]]:
+    """Yield samples of the unit's parts in turn: checked batches, and which of their samples this turn takes."""
+    keep_order = work.options.keep_order
+    left = work.options.limit
+    turn_bytes = work.options.shard_bytes // _TURNS_PER_SHARD
+    waiting = deque(unit.parts)
+    reading: deque[_OpenPart] = deque()
+    while waiting or reading:
+        while waiting and len(reading) < (1 if keep_order else PARTS_AT_ONCE):
+            reading.append(_OpenPart(work, waiting.popleft(), bad, report))
+        part = reading.popleft()
+        turn = part.take(None if keep_order else turn_bytes)
+        if turn is None:
+            continue
+        batch, rows = turn
+        if left is not None:
+            rows = rows[:left]
+            left -= len(rows)
+        yield batch, rows
+        if left == 0:
+            return
+        # Read in order, a part is read to its end before the next one is opened.
+        reading.appendleft(part) if keep_order else reading.append(part)
+
+
+class _OpenPart:
+    """A part being read: hands out its samples some bytes at a time."""
+
+    def __init__(self, work: Work, part: Part, bad: list[BadSample], report: Report) -> None:
+        assert isinstance(work.source, StreamedSource)
+        self._work = work
+        self._split = part.split
+        self._bad = bad
+        self._report = report
+        self._pieces = work.source.read(part)
+        self._batch: CheckedBatch | None = None
+        self._next = 0
+
+    def take(self, size_bytes: int | None) -> tuple[CheckedBatch, Integers] | None:
+        """Return samples of some `size_bytes`, at least one; of a whole batch for None. None at the end."""
+        if self._batch is None or self._next == self._batch.num_samples:
+            self._batch, self._next = self._read(), 0
+            if self._batch is None:
+                return None
+        start, stop = self._next, self._batch.num_samples
+        if size_bytes is not None:
+            stops = self._batch.stops_bytes
+            before = int(stops[start - 1]) if start else 0
+            stop = min(stop, int(np.searchsorted(stops, before + size_bytes)) + 1)
+        self._next = stop
+        return self._batch, np.arange(start, stop)
+
+    def _read(self) -> CheckedBatch | None:
+        for piece in self._pieces:
+            if isinstance(piece, BadSample):
+                self._bad.append(piece)
+                continue
+            self._report(Progress(piece.num_rows, piece.nbytes))
+            batch = check_batch(self._work, piece, self._split, self._bad)
+            if batch.num_samples:
+                return batch
+        return None
+
+
+def _hold_out(batch: CheckedBatch, rows: Integers, split: str, fraction: float) -> Iterator[tuple[str, Integers]]:
+    if not fraction:
+        yield split, rows
+        return
+    keys = batch.columns.column(KEY).take(pa.array(rows)).to_pylist()
+    held_out = np.array([is_held_out(key, fraction) for key in keys], np.bool_)
+    for name, chosen in ((split, rows[~held_out]), (HELD_OUT_SPLIT, rows[held_out])):
+        if len(chosen):
+            yield name, chosen
+
+
+class _ShardMaker:
+    """Collects samples of one split until a shard is full, and writes it."""
+
+    def __init__(self, work: Work, unit: int, split: str, finisher: ShardFinisher, earlier: Earlier) -> None:
+        self._work = work
+        self._unit = unit
+        self._split = split
+        self._finisher = finisher
+        self._earlier = earlier
+        self._ordinal = 0
+        self._collected: list[tuple[CheckedBatch, Integers]] = []
+        self._size_bytes = 0
+
+    def add(self, batch: CheckedBatch, rows: Integers) -> None:
+        """Take samples; writes every shard that they fill."""
+        while len(rows):
+            stops = np.cumsum(batch.sizes_bytes[rows])
+            room = self._work.options.shard_bytes - self._size_bytes
+            count = min(len(rows), int(np.searchsorted(stops, room)) + 1)
+            self._collected.append((batch, rows[:count]))
+            self._size_bytes += int(stops[count - 1])
+            rows = rows[count:]
+            if self._size_bytes >= self._work.options.shard_bytes:
+                self._flush()
+
+    def close(self) -> None:
+        """Write the last shard."""
+        if self._collected:
+            self._flush()
+
+    def _flush(self) -> None:
+        collected, self._collected, self._size_bytes = self._collected, [], 0
+        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        if (self._split, ordinal) in self._earlier:
+            self._finisher.keep(self._earlier[self._split, ordinal])
+            return
+        count = sum(len(rows) for _, rows in collected)
+        options = self._work.options
+        order = np.arange(count) if options.keep_order else permute_in_shard(count, options.seed, self._unit, ordinal)
+        output = self._finisher.open()
+        gathered, values = _arrange(collected, order, self._work.schema)
+        output.writer.append_columns(gathered, values)
+        picked = order.tolist()
+        output.keys = _pick([(batch.keys, rows) for batch, rows in collected], picked)
+        output.samples = _pick([(batch.digests[0], rows) for batch, rows in collected], picked)
+        output.payloads = _pick([(batch.digests[1], rows) for batch, rows in collected], picked)
+        for batch, rows in collected:
+            output.image_kinds.update(batch.kinds[row] for row in rows.tolist() if batch.kinds[row])
+        self._finisher.add(self._split, ordinal, output)
+
+
+def _arrange(
+    collected: list[tuple[CheckedBatch, Integers]], order: Integers, schema: pa.Schema
+) -> tuple[dict[str, list[Any]], pa.RecordBatch]:
+    """Return the collected samples in their new order: views of what is gathered, and all other columns."""
+    gathered: dict[str, list[Any]] = {}
+    others: list[pa.Field] = []
+    picked = order.tolist()
+    for field in schema:
+        if is_gathered(field.type):
+            pieces = [(blob_views(batch.columns.column(field.name)), rows) for batch, rows in collected]
+            gathered[field.name] = _pick(pieces, picked)
+        else:
+            others.append(field)
+    parts = [batch.columns.select([field.name for field in others]).take(pa.array(rows)) for batch, rows in collected]
+    if not others:
+        return gathered, pa.RecordBatch.from_struct_array(pa.array([{}] * len(picked), pa.struct([])))
+    joined = pa.concat_batches(parts).take(pa.array(order))
+    return gathered, joined
+
+
+def _pick(pieces: list[tuple[Any, Integers]], order: list[int]) -> list[Any]:
+    """Return chosen elements of several lists, end to end, in another order."""
+    line = [values[row] for values, rows in pieces for row in rows.tolist()]
+    return [line[number] for number in order]

@@ -1,0 +1,249 @@
+"""Who builds the units of an ingest: this process, worker processes on this machine, or a Ray cluster.
+
+All call `build_unit` and give back the same results, so the engine never shows in what is committed. The commit is
+the caller's. Workers stop when whoever started them is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
+from itertools import islice
+from multiprocessing import connection
+from typing import Any, Final, Literal
+
+from datasvc.errors import ConfigError, UnavailableError
+from datasvc.repository import Repository
+from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
+from datasvc.shards.build_listed import build_listed
+from datasvc.shards.build_streamed import build_streamed
+from datasvc.shards.plan import Unit
+
+EngineName = Literal["local", "ray"]
+Earlier = Mapping[int, Mapping[tuple[str, int], BuiltShard]]
+OnResult = Callable[[UnitResult], None]
+
+_QUEUED_PER_WORKER: Final = 2
+_TICK_S: Final = 0.25
+# Libraries whose threads or clients do not survive a fork.
+_NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adlfs", "duckdb")
+
+
+def build_unit(work: Work, unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard], report: Report) -> UnitResult:
+    """Store the shards of one unit, in whatever process this runs.
+
+    Args:
+        work: what is done.
+        unit: which part of it.
+        earlier: shards of the unit that an interrupted run has stored.
+        report: told of progress.
+
+    Raises:
+        DatasvcError: see `build_listed` and `build_streamed`.
+    """
+    repository = _open_repository(work.repository_url)
+    journal = repository.journal(work.plan)
+    if unit.files:
+        return build_listed(work, unit, repository, journal, report)
+    return build_streamed(work, unit, repository, journal, report, earlier)
+
+
+def run_units(
+    work: Work,
+    units: Sequence[Unit],
+    earlier: Earlier,
+    *,
+    engine: EngineName,
+    workers: int,
+    report: Report,
+    on_result: OnResult,
+) -> None:
+    """Build all units; returns when all are done.
+
+    Args:
+        work: what is done.
+        units: what is left of it.
+        earlier: by unit, shards that an interrupted run has stored.
+        engine: "local" or "ray".
+        workers: units built at once.
+        report: told of progress, in this process.
+        on_result: called with each unit's result as it comes, in this process.
+
+    Raises:
+        ConfigError: the engine is not installed.
+        UnavailableError: a worker process died.
+        DatasvcError: the first that a unit raised; the others are stopped.
+    """
+    if engine == "ray":
+        _run_ray(work, units, earlier, workers, report, on_result)
+    elif min(workers, len(units)) <= 1:
+        for unit in units:
+            on_result(build_unit(work, unit, earlier.get(unit.number, {}), report))
+    else:
+        _run_processes(work, units, earlier, min(workers, len(units)), report, on_result)
+
+
+def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
+    """Return how worker processes are started.
+
+    A fork starts in milliseconds, and is safe only where nothing in this process could be copied half-way: no other
+    thread runs, and no library with threads or connections of its own is loaded. Everywhere else: spawn.
+
+    Args:
+        is_local: source and repository are local files.
+    """
+    is_plain = threading.active_count() == 1 and not any(name in sys.modules for name in _NOT_FORKABLE)
+    return "fork" if is_local and is_plain and sys.platform == "linux" else "spawn"
+
+
+def _run_processes(
+    work: Work, units: Sequence[Unit], earlier: Earlier, workers: int, report: Report, on_result: OnResult
+) -> None:
+    is_local = all("://" not in url for url in (work.repository_url, work.source.url))
+    context = multiprocessing.get_context(choose_start_method(is_local=is_local))
+    counters = _Counters(context, workers)
+    executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters))
+
+    def submit(unit: Unit) -> Future[UnitResult]:
+        return executor.submit(_build_in_worker, unit, earlier.get(unit.number, {}))
+
+    try:
+        for result in _run_bounded(submit, units, _QUEUED_PER_WORKER * workers, lambda: report(counters.read())):
+            on_result(result)
+        report(counters.read())
+    except BrokenProcessPool as error:
+        raise UnavailableError(
+            "a worker process of the ingest died (killed, or out of memory); what is done is kept: run the same "
+            "command again, with fewer --workers if memory was short"
+        ) from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _run_bounded(
+    submit: Callable[[Unit], Future[UnitResult]], units: Sequence[Unit], at_once: int, tick: Callable[[], None]
+) -> Iterator[UnitResult]:
+    """Keep a bounded number of calls under way; yields results as they come, calls `tick` now and then."""
+    waiting = iter(units)
+    under_way = {submit(unit) for unit in islice(waiting, at_once)}
+    while under_way:
+        # The time-out decides nothing: it lets a progress bar move.
+        done, under_way = wait(under_way, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+        tick()
+        for future in done:
+            unit = next(waiting, None)
+            if unit is not None:
+                under_way.add(submit(unit))
+            yield future.result()
+
+
+class _Counters:
+    """Progress of worker processes in shared memory: each writes its own numbers, so nothing is locked."""
+
+    def __init__(self, context: Any, workers: int) -> None:
+        self._slots = context.SimpleQueue()
+        for slot in range(workers):
+            self._slots.put(slot)
+        self._numbers = context.RawArray("q", 3 * workers)
+        self._read = Progress()
+
+    def take_slot(self) -> Report:
+        """Return the function that counts one worker's progress. Called once in each worker."""
+        start = 3 * int(self._slots.get())
+
+        def report(progress: Progress) -> None:
+            self._numbers[start] += progress.num_samples
+            self._numbers[start + 1] += progress.size_bytes
+            self._numbers[start + 2] += progress.num_shards
+
+        return report
+
+    def read(self) -> Progress:
+        """Return what was counted since the last call."""
+        numbers = self._numbers[:]
+        total = Progress(sum(numbers[0::3]), sum(numbers[1::3]), sum(numbers[2::3]))
+        before, self._read = self._read, total
+        return Progress(
+            total.num_samples - before.num_samples,
+            total.size_bytes - before.size_bytes,
+            total.num_shards - before.num_shards,
+        )
+
+
+_in_worker: tuple[Work, Report] | None = None
+
+
+def _start_worker(work: Work, counters: _Counters) -> None:
+    global _in_worker  # noqa: PLW0603 - the one place where a worker process keeps what it works on
+    _in_worker = (work, counters.take_slot())
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+
+
+def _follow(sentinel: int) -> None:
+    """End this process when its parent is gone, however that died: nobody waits for the result any more."""
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+def _build_in_worker(unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:
+    assert _in_worker is not None
+    work, report = _in_worker
+    return build_unit(work, unit, earlier, report)
+
+
+@lru_cache(maxsize=4)
+def _open_repository(url: str) -> Repository:
+    return Repository.open(url)
+
+
+def _run_ray(
+    work: Work, units: Sequence[Unit], earlier: Earlier, workers: int, report: Report, on_result: OnResult
+) -> None:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--engine ray needs Ray: pip install 'datasvc[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    shared = ray.put(work)
+    build = ray.remote(max_retries=3)(_build_on_ray)
+    waiting = iter(units)
+    under_way: list[Any] = []
+    while True:
+        while len(under_way) < workers and (unit := next(waiting, None)) is not None:
+            under_way.append(build.remote(shared, unit, earlier.get(unit.number, {})))
+        if not under_way:
+            return
+        done, under_way = ray.wait(under_way)
+        for each in done:
+            try:
+                result, progress = ray.get(each)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayError as error:
+                raise UnavailableError(
+                    f"a Ray worker of the ingest failed: {error}; run the same command again"
+                ) from error
+            report(progress)
+            on_result(result)
+
+
+def _build_on_ray(
+    work: Work, unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard]
+) -> tuple[UnitResult, Progress]:
+    done: list[Progress] = []
+    result = build_unit(work, unit, earlier, done.append)
+    total = Progress(
+        sum(each.num_samples for each in done),
+        sum(each.size_bytes for each in done),
+        sum(each.num_shards for each in done),
+    )
+    return result, total

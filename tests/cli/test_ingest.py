@@ -1,0 +1,130 @@
+"""`datasvc ingest` as a user runs it."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from datasvc.repository import Repository
+from datasvc.shards import open_dataset
+from tests.cli.test_cli import ROOT, datasvc
+from tests.samples import class_sorted, jpeg, write_tars
+
+
+def events(done):
+    """Return the events that an ingest printed, one a line."""
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_left_out_samples_are_named_and_the_exit_status_says_so(folder, tmp_path):
+    (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
+    (folder / "notes.txt").write_text("x")
+    done = datasvc("ingest", folder, "pets", "--on-bad", "skip", repo=tmp_path / "repo")
+    assert done.returncode == 6
+    assert "committed pets@1: 20 train, 6 val samples" in done.stdout
+    assert "skipped train/a/bad.jpg: empty file" in done.stderr
+    assert "1 bad samples were left out" in done.stderr
+    assert "ignored: {'.txt': 1}" in done.stderr
+
+
+def test_json_gives_an_event_a_line_and_the_last_says_what_was_committed(folder, tmp_path):
+    (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
+    (folder / "train" / "b" / "copy.jpg").write_bytes((folder / "train" / "a" / "00000.jpg").read_bytes())
+    where = {"repo": tmp_path / "repo"}
+    done = datasvc("ingest", folder, "pets", "--on-bad", "skip", "--shard-size", "3kB", "--json", **where)
+    assert done.returncode == 6
+    listed, *progress, committed = events(done)
+    assert (listed["event"], listed["format"]) == ("listed", "image-folder")
+    assert {event["event"] for event in progress} == {"progress"}
+    assert progress[-1]["samples"] == 28
+    assert progress[-1]["bytes"] == listed["bytes"]
+    assert progress[-1]["shards"] == sum(committed["shards"].values())
+    assert (committed["event"], committed["version"]) == ("committed", "pets@1")
+    assert committed["samples"] == {"train": 21, "val": 6}
+    assert committed["skipped"] == [{"split": "train", "key": "a/bad.jpg", "reason": "empty file"}]
+    assert {each["key"] for each in committed["duplicates"]["train"]} <= {"a/00000.jpg", "b/copy.jpg"}
+
+
+def test_a_dry_run_makes_nothing(folder, tmp_path):
+    done = datasvc("ingest", folder, "pets", "--dry-run", repo=tmp_path / "repo")
+    assert done.returncode == 0
+    for line in ("format: image-folder", "train: 20", "shards: 2", "label: int32"):
+        assert line in done.stdout
+    planned = events(datasvc("ingest", folder, "pets", "--dry-run", "--json", repo=tmp_path / "repo"))[-1]
+    assert planned["num_samples"] == {"train": 20, "val": 6}
+    assert not (tmp_path / "repo").exists()
+
+
+def test_options_reach_the_ingest(tmp_path):
+    source = write_tars(tmp_path / "tars", class_sorted(40, 4), per_tar=20)
+    where = {"repo": tmp_path / "repo"}
+    words = ["--format", "webdataset", "--split", "all", "--limit", "30", "--keep-order", "--workers", "2"]
+    assert datasvc("ingest", f"{source}/train-{{000000..000003}}.tar", "pets", *words, **where).returncode == 0
+    split = open_dataset(Repository.open(str(tmp_path / "repo")), "pets")["all"]
+    assert [sample["key"] for sample in split] == [f"{number:05d}" for number in range(30)]
+    assert datasvc("ingest", source, "pets", "--append", "--on-common", "keep", **where).returncode == 0
+    assert datasvc("ingest", source, "more", "--val-fraction", "0.3", "--max-side", "20", **where).returncode == 0
+    found = open_dataset(Repository.open(str(tmp_path / "repo")), "more")
+    assert set(found) == {"train", "val"}
+    assert found["val"].table.largest("max_width") == 20
+
+
+def test_a_folder_whose_format_cannot_be_told_is_refused_with_the_formats(tmp_path):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "x.bin").write_bytes(b"x")
+    done = datasvc("ingest", tmp_path / "odd", "pets", repo=tmp_path / "repo")
+    assert done.returncode == 2
+    assert "say it with --format: image-folder, " in done.stderr
+    assert datasvc("ingest", tmp_path, "pets", "--format", "zip", repo=tmp_path / "repo").returncode == 2
+
+
+def test_a_terminal_sees_a_bar_of_bytes_with_the_time_left(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(40):
+        (source / f"{number}.jpg").write_bytes(jpeg(seed=number))
+    ours, theirs = pty.openpty()
+    words = [
+        sys.executable,
+        "-m",
+        "datasvc.cli.main",
+        "ingest",
+        str(source),
+        "pets",
+        "--repo",
+        str(tmp_path / "repo"),
+    ]
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # the other side is closed
+            break
+        if not part:
+            break
+        shown += part
+    assert process.wait() == 0
+    os.close(ours)
+    assert b"ingesting pets" in shown
+    size_bytes = sum(path.stat().st_size for path in source.iterdir())
+    assert f"{size_bytes / 1000:.1f}/{size_bytes / 1000:.1f} kB".encode() in shown
+    assert b"0:00:00" in shown
+
+
+@pytest.mark.parametrize("words", [["--quality", "0"], ["--val-fraction", "2"], ["--workers", "0"]])
+def test_options_out_of_range_are_usage_errors_and_make_no_repository_data(folder, tmp_path, words):
+    done = datasvc("ingest", folder, "pets", *words, repo=tmp_path / "repo")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert datasvc("ls", repo=tmp_path / "repo").stdout == ""
