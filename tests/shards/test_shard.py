@@ -142,3 +142,58 @@ def test_blobs_larger_than_a_batch_and_shards_of_many_batches_read_back(monkeypa
     assert [view.tobytes() for view in shard.blobs("image", rows)] == [blobs[row] for row in rows]
     assert [shard.sample(row)["image"] for row in range(9)] == blobs
     assert shard.values("label").tolist() == list(range(9))
+
+
+NULLABLE = shard_schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("image", pa.large_binary()),
+        pa.field("score", pa.int32()),
+        pa.field("flag", pa.bool_()),
+    ]
+)
+
+
+def test_blobs_that_are_null_are_empty_views_and_none_as_samples():
+    images = [b"one", None, b"", b"four"]
+    given_samples = [{"key": "", "image": image, "score": None, "flag": None} for image in images]
+    shard = Shard.from_bytes(write(given_samples, NULLABLE)[0], "test")
+    views = shard.blobs("image", np.array([3, 1, 0, 2, 1]))
+    assert [view.tobytes() for view in views] == [b"four", b"", b"one", b"", b""]
+    assert [shard.sample(row)["image"] for row in range(4)] == images
+
+
+def test_bytes_below_a_null_are_not_shown():
+    offsets, content = pa.py_buffer(np.array([0, 3, 6], np.int64)), pa.py_buffer(b"abcdef")
+    images = pa.Array.from_buffers(pa.large_binary(), 2, [pa.py_buffer(b"\x02"), offsets, content])
+    batch = pa.record_batch(
+        [pa.array(["a", "b"]), images, pa.nulls(2, pa.int32()), pa.nulls(2, pa.bool_())], NULLABLE
+    )
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, NULLABLE) as file:
+        file.write_batch(batch)
+    shard = Shard.from_bytes(sink.getvalue(), "test")
+    assert [view.tobytes() for view in shard.blobs("image", np.arange(2))] == [b"", b"def"]
+
+
+def test_a_blob_column_that_a_shard_lacks_is_null_throughout():
+    shard = Shard.from_bytes(write([{"key": "a", "image": b"1", "score": 1, "flag": True}], NULLABLE)[0], "test")
+    assert [view.tobytes() for view in shard.blobs("thumbnail", np.array([0, 0]))] == [b"", b""]
+
+
+def test_values_keep_their_type_beside_nulls_and_say_which_rows_have_one(monkeypatch):
+    monkeypatch.setattr("datasvc.shards.writer.BATCH_BYTES", 5)  # several record batches
+    scores, flags = [7, None, 9, 4], [True, False, None, True]
+    given_samples = [
+        {"key": "", "image": b"1234", "score": score, "flag": flag} for score, flag in zip(scores, flags, strict=True)
+    ]
+    shard = Shard.from_bytes(write(given_samples, NULLABLE)[0], "test")
+    assert len(shard.batches) == 2
+    assert shard.values("score").dtype == np.int32
+    assert shard.values("score")[[0, 2, 3]].tolist() == [7, 9, 4]
+    assert shard.values("flag").dtype == np.bool_
+    assert shard.values("flag")[[0, 1, 3]].tolist() == [True, False, True]
+    assert shard.is_valid("score", np.array([3, 0, 2]))
+    assert not shard.is_valid("score", np.array([0, 1]))
+    assert not shard.is_valid("nothing", np.array([0]))
+    assert shard.column("score").to_pylist() == scores

@@ -1,0 +1,91 @@
+"""What the columns of samples are to the formats they leave for: text, JSON, or neither."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
+
+_PLAIN_JSON: Final = (
+    pa.types.is_null,
+    pa.types.is_boolean,
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_string,
+    pa.types.is_large_string,
+)
+_LISTS: Final = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def given_columns(schema: pa.Schema) -> list[pa.Field]:
+    """Return the columns that are neither the key nor measured of the image: whoever reads it measures again."""
+    measured = (WIDTH, HEIGHT) if IMAGE in schema.names else ()
+    return [field for field in schema if field.name != KEY and field.name not in measured]
+
+
+def is_label(column: pa.Field) -> bool:
+    """Return whether a column holds class numbers."""
+    return bool(column.name == LABEL and pa.types.is_integer(column.type))
+
+
+def has_label(schema: pa.Schema) -> bool:
+    """Return whether there is a column of class numbers."""
+    return any(is_label(column) for column in schema)
+
+
+def has_images(schema: pa.Schema) -> bool:
+    """Return whether there is a column of encoded images."""
+    return IMAGE in schema.names and bool(is_blob(schema.field(IMAGE).type))
+
+
+def is_text(data_type: pa.DataType) -> bool:
+    """Return whether values are strings."""
+    return bool(pa.types.is_string(data_type) or pa.types.is_large_string(data_type))
+
+
+def is_list(data_type: pa.DataType) -> bool:
+    """Return whether values are lists of one type, of fixed length or not."""
+    return any(check(data_type) for check in _LISTS)
+
+
+def is_json(data_type: pa.DataType) -> bool:
+    """Return whether JSON holds values of this type so that they are read back as they were."""
+    if pa.types.is_dictionary(data_type) or is_list(data_type):
+        return is_json(data_type.value_type)
+    if pa.types.is_struct(data_type):
+        return all(is_json(data_type.field(index).type) for index in range(data_type.num_fields))
+    if pa.types.is_map(data_type):
+        return is_json(data_type.key_type) and is_json(data_type.item_type)
+    return any(check(data_type) for check in _PLAIN_JSON)
+
+
+def encode_json(value: Any, key: str) -> bytes:
+    """Return `value` as compact JSON.
+
+    Raises:
+        ConfigError: it holds NaN or an infinity, which JSON has no words for; `key` names the sample.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError as error:
+        raise ConfigError(
+            f"sample {key!r} holds NaN or an infinity in {value!r}, which JSON cannot; export it as parquet"
+        ) from error
+
+
+def refused_column(export_format: str, column: pa.Field, able: str = "parquet") -> ConfigError:
+    """Return the error that a format cannot hold a column; `able` names the formats that can."""
+    return ConfigError(
+        f"{export_format} cannot hold the column {column.name!r} of {column.type}; formats that can: {able}"
+    )
+
+
+def refused_null(export_format: str, column: str, key: str, able: str) -> ConfigError:
+    """Return the error that a format cannot hold a null; `able` names the formats that can."""
+    return ConfigError(
+        f"{export_format} cannot hold a null: sample {key!r} has no {column!r}; formats that can: {able}"
+    )

@@ -1,0 +1,124 @@
+"""LMDB as Caffe writes it: one database per split, Datum messages under `00000000_KEY`, images verbatim."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import lmdb
+
+from datasvc import durable
+from datasvc.errors import ConfigError, UnavailableError
+from datasvc.repository.storage import translated
+from datasvc.shards.dataset import Split
+from datasvc.shards.export.columns import given_columns, has_images, is_label, refused_column, refused_null
+from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.names import safe_part
+from datasvc.shards.export.protobuf import bytes_field, varint_field
+from datasvc.shards.export.samples import Unit
+from datasvc.shards.schema import IMAGE, KEY, LABEL
+
+_DATA, _LABEL, _ENCODED = 4, 5, 7  # fields of Datum in caffe.proto
+_MAX_KEY_BYTES: Final = 511
+_PAGE_BYTES: Final = 4096
+_ABLE: Final = "webdataset, parquet, mds, tfrecord"
+_TRANSACTION_BYTES: Final = 64 << 20
+
+
+class LmdbDatabase(ExportFormat):
+    """`SPLIT/data.mdb`; see the module."""
+
+    name: ClassVar[str] = "lmdb"
+    is_local_only: ClassVar[bool] = True
+    is_one_per_split: ClassVar[bool] = True
+
+    def check(self, split: Split) -> None:
+        """Raise ConfigError for anything but images and integer labels."""
+        schema = split.table.sample_schema
+        if not has_images(schema):
+            raise ConfigError(
+                f"lmdb holds images as Caffe's Datum and {split} has no column {IMAGE!r}; formats that can: {_ABLE}"
+            )
+        for column in given_columns(schema):
+            if column.name != IMAGE and not is_label(column):
+                raise refused_column(self.name, column, _ABLE)
+
+    def write(self, unit: Unit, destination: Destination) -> Written:
+        """Write the database of a split. Raises as `ExportFormat.write`."""
+        target = destination.folder / safe_part(unit.split.name)
+        table = unit.split.table
+        # An upper bound; LMDB takes no more of the disk than it needs. A sample wastes at most a page and its entry.
+        room_bytes = table.size_bytes + unit.num_samples * 3 * _PAGE_BYTES + (64 << 20)
+        digits = max(8, len(str(unit.num_samples)))
+        with _replacing_folder(target) as folder, _opened(folder, room_bytes) as database:
+            samples = enumerate(unit.samples())
+            is_more = True
+            while is_more:
+                with database.begin(write=True) as transaction:
+                    is_more = _fill(transaction, samples, digits)
+        return Written(unit.num_samples, 1, (target / "data.mdb").stat().st_size)
+
+
+def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digits: int) -> bool:
+    """Put samples until the transaction is full; returns whether it is."""
+    size_bytes = 0
+    for number, sample in samples:
+        name = f"{number:0{digits}d}_{sample[KEY]}".encode()
+        if len(name) > _MAX_KEY_BYTES:
+            raise ConfigError(
+                f"lmdb keys take at most {_MAX_KEY_BYTES} bytes and {name[:60]!r}... takes {len(name)}; "
+                f"formats that can: {_ABLE}"
+            )
+        datum = _datum(sample)
+        transaction.put(name, datum, append=True)
+        size_bytes += len(datum)
+        if size_bytes >= _TRANSACTION_BYTES:
+            return True
+    return False
+
+
+def _datum(sample: dict[str, Any]) -> bytes:
+    if sample[IMAGE] is None:
+        raise refused_null("lmdb", IMAGE, sample[KEY], _ABLE)
+    label = sample.get(LABEL)
+    fields = [bytes_field(_DATA, sample[IMAGE]), varint_field(_ENCODED, 1)]
+    if label is not None:
+        fields.insert(1, varint_field(_LABEL, label))
+    return b"".join(fields)
+
+
+@contextmanager
+def _opened(folder: Path, room_bytes: int) -> Iterator[Any]:
+    """Open a new database and sync it once at its end. Raises UnavailableError."""
+    try:
+        # Nobody else sees it before it is whole: no lock file, no sync before the end.
+        with lmdb.open(str(folder), map_size=room_bytes, lock=False, sync=False, metasync=False) as database:
+            yield database
+            database.sync(True)
+    except lmdb.Error as error:
+        # LMDB calls a full disk an input/output error.
+        free = shutil.disk_usage(folder).free
+        raise UnavailableError(f"cannot write {folder}: {error}; {free} bytes are free on its disk") from error
+
+
+@contextmanager
+def _replacing_folder(target: Path) -> Iterator[Path]:
+    """Make a folder that becomes `target` once the block ends well. Raises ConfigError, UnavailableError."""
+    temporary = target.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    with translated("write", str(target)):
+        try:
+            durable.make_folder(temporary)
+            yield temporary
+            if target.is_dir():  # of an export that was interrupted before it could say that it had this one
+                shutil.rmtree(target)
+            durable.fsync_folder(temporary)
+            os.rename(temporary, target)
+            durable.fsync_folder(target.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,186 @@
+"""MosaicML's MDS: one `.mds` file per shard, and an `index.json` per split that says how to read them.
+
+A file is the number of samples, where each starts and the last ends (uint32 throughout, little-endian), the
+description of its columns as JSON, and the samples: the sizes of the columns of no fixed size, then all values, in
+the order of the column names. The encodings are chosen for each shard by what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+from datasvc.shards.dataset import Split
+from datasvc.shards.digests import blob_views
+from datasvc.shards.export.columns import (
+    encode_json,
+    given_columns,
+    is_json,
+    is_list,
+    is_text,
+    refused_column,
+    refused_null,
+)
+from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.names import safe_part
+from datasvc.shards.export.samples import Unit
+from datasvc.shards.schema import IMAGE, KEY, is_blob
+
+_VERSION: Final = 2
+_MAX_FILE_BYTES: Final = (1 << 32) - 1
+_IMAGE_ENCODINGS: Final = {frozenset({"JPEG"}): "jpeg", frozenset({"PNG"}): "png"}
+_SIZE = np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """How the values of a column are encoded in one file.
+
+    Attributes:
+        field: of the samples.
+        encoding: its name in MDS, "ndarray:int32:1024".
+        dtype: of the numbers it holds; None where it holds none.
+        size_bytes: of each value; None where they differ.
+    """
+
+    field: pa.Field
+    encoding: str
+    dtype: Any = None
+    size_bytes: int | None = None
+
+
+class Mds(ExportFormat):
+    """`SPLIT/shard.00000.mds` and `SPLIT/index.json`; see the module."""
+
+    name: ClassVar[str] = "mds"
+
+    def check(self, split: Split) -> None:
+        """Raise ConfigError for columns that are neither blobs nor numbers nor text nor JSON."""
+        for column in given_columns(split.table.sample_schema):
+            if not is_blob(column.type) and not is_json(column.type):
+                raise refused_column(self.name, column)
+
+    def write(self, unit: Unit, destination: Destination) -> Written:
+        """Write one file. Raises as `ExportFormat.write`."""
+        schema = unit.split.table.sample_schema
+        batches = list(unit.batches())  # views of the shard
+        fields = sorted([schema.field(KEY), *given_columns(schema)], key=lambda field: field.name)
+        columns = [_choose_column(field, batches, unit.split) for field in fields]
+        described = {
+            "version": _VERSION,
+            "format": "mds",
+            "compression": None,
+            "hashes": [],
+            "size_limit": None,
+            "column_names": [column.field.name for column in columns],
+            "column_encodings": [column.encoding for column in columns],
+            "column_sizes": [column.size_bytes for column in columns],
+        }
+        header = json.dumps(described, sort_keys=True).encode()
+        samples = [sample for batch in batches for sample in _encode_batch(batch, columns)]
+        sizes = [sum(len(piece) for piece in sample) for sample in samples]
+        start = 4 + 4 * (len(samples) + 1) + len(header)
+        offsets = start + np.cumsum([0, *sizes], dtype=np.int64)
+        name = f"shard.{unit.number:05d}.mds"
+        if offsets[-1] > _MAX_FILE_BYTES:
+            raise ConfigError(
+                f"mds files take less than 4 GiB and a shard of {unit.split} would take {offsets[-1]} bytes; "
+                "ingest it with a smaller --shard-size, or export it as webdataset"
+            )
+        with destination.writing(f"{safe_part(unit.split.name)}/{name}") as file:
+            file.write(_SIZE.type(len(samples)).tobytes() + offsets.astype(_SIZE).tobytes() + header)
+            for sample in samples:
+                file.writelines(sample)
+        size_bytes = int(offsets[-1])
+        raw = {"basename": name, "bytes": size_bytes, "hashes": {}}
+        return Written(
+            len(samples),
+            1,
+            size_bytes,
+            {**described, "samples": len(samples), "raw_data": raw, "zip_data": None},
+        )
+
+    def join(self, split: Split, written: Sequence[Written], destination: Destination) -> Written:
+        """Write the split's `index.json`. Raises as `ExportFormat.join`."""
+        index = {"version": _VERSION, "shards": [dict(each.about) for each in written]}
+        content = json.dumps(index, sort_keys=True).encode()
+        return Written(0, 1, destination.put(f"{safe_part(split.name)}/index.json", content))
+
+
+def _choose_column(field: pa.Field, batches: list[pa.RecordBatch], split: Split) -> _Column:
+    """Return the closest encoding that holds the values of all `batches`."""
+    arrays = [batch.column(field.name) for batch in batches]
+    data_type = field.type
+    if is_blob(data_type):
+        kinds = frozenset(split.table.image_kinds if field.name == IMAGE else ())
+        return _Column(field, _IMAGE_ENCODINGS.get(kinds, "bytes"))
+    if any(array.null_count for array in arrays):
+        return _Column(field, "json")
+    if is_text(data_type):
+        return _Column(field, "str")
+    if _is_number(data_type):
+        dtype = np.dtype(data_type.to_pandas_dtype())
+        return _Column(field, dtype.name, dtype, dtype.itemsize)
+    if is_list(data_type) and _is_number(data_type.value_type) and not any(_has_holes(array) for array in arrays):
+        dtype = np.dtype(data_type.value_type.to_pandas_dtype())
+        if pa.types.is_fixed_size_list(data_type):
+            length = data_type.list_size
+            return _Column(field, f"ndarray:{dtype.name}:{length}", dtype, dtype.itemsize * length)
+        return _Column(field, f"ndarray:{dtype.name}", dtype)
+    return _Column(field, "json")
+
+
+def _is_number(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
+
+
+def _has_holes(array: pa.Array) -> bool:
+    """Return whether a list is empty or holds a null: MDS has no such arrays."""
+    lengths = array.value_lengths()
+    return bool(array.flatten().null_count) or bool(len(lengths) and lengths.to_numpy().min() == 0)
+
+
+def _encode_batch(batch: pa.RecordBatch, columns: list[_Column]) -> list[list[Any]]:
+    """Return the pieces of each sample, blobs as views."""
+    keys = batch.column(KEY).to_pylist()
+    encoded = [_encode_column(batch.column(column.field.name), column, keys) for column in columns]
+    varying = [values for values, column in zip(encoded, columns, strict=True) if column.size_bytes is None]
+    sizes = np.array([[len(value) for value in values] for values in varying], _SIZE).T
+    heads = [row.tobytes() for row in np.ascontiguousarray(sizes)]
+    return [list(sample) for sample in zip(heads, *encoded, strict=True)]
+
+
+def _encode_column(array: pa.Array, column: _Column, keys: list[str]) -> list[Any]:
+    if is_blob(array.type):
+        views = blob_views(array)
+        if array.null_count:
+            first = next(key for key, view in zip(keys, views, strict=True) if view is None)
+            raise refused_null("mds", column.field.name, first, "parquet, webdataset")
+        return views
+    if column.encoding == "str":
+        return [text.encode() for text in array.to_pylist()]
+    if column.dtype is None:
+        return [encode_json(value, key) for value, key in zip(array.to_pylist(), keys, strict=True)]
+    little = column.dtype.newbyteorder("<")
+    if not is_list(array.type):
+        raw = array.to_numpy(zero_copy_only=False).astype(little).tobytes()
+        return [raw[start : start + little.itemsize] for start in range(0, len(raw), little.itemsize)]
+    values = array.flatten().to_numpy(zero_copy_only=False).astype(little).tobytes()
+    stops = np.cumsum(array.value_lengths().to_numpy()) * column.dtype.itemsize
+    parts = [values[start:stop] for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)]
+    if column.size_bytes is not None:
+        return parts
+    return [_shape(len(part) // column.dtype.itemsize) + part for part in parts]
+
+
+def _shape(length: int) -> bytes:
+    """Return the shape of a list as MDS writes it: dimensions and width of their type in a byte, the length."""
+    width = next(number for number in range(4) if length < 1 << (8 << number))
+    return bytes([1 << 2 | width]) + length.to_bytes(1 << width, "little")

@@ -1,0 +1,53 @@
+"""Parquet: one file per shard with all columns as they are, named and described as Hugging Face reads them."""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from datasvc.shards.dataset import Split
+from datasvc.shards.export.columns import has_label
+from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.names import safe_part
+from datasvc.shards.export.samples import Unit
+from datasvc.shards.schema import LABEL, is_blob
+
+
+class Parquet(ExportFormat):
+    """`SPLIT-00000-of-00010.parquet`; row groups of a few megabytes."""
+
+    name: ClassVar[str] = "parquet"
+
+    def check(self, split: Split) -> None:
+        """Nothing: Parquet holds whatever Arrow does."""
+
+    def write(self, unit: Unit, destination: Destination) -> Written:
+        """Write one file. Raises as `ExportFormat.write`."""
+        schema = described_schema(unit.split)
+        # Dictionaries gain nothing on encoded images, and cost.
+        small = [field.name for field in schema if not is_blob(field.type)]
+        name = f"{safe_part(unit.split.name)}-{unit.number:05d}-of-{unit.num_units:05d}.parquet"
+        with destination.writing(name) as file:
+            with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=small) as writer:
+                for batch in unit.batches():
+                    writer.write_batch(batch.cast(schema), row_group_size=batch.num_rows)
+            size_bytes = file.tell()
+        return Written(unit.num_samples, 1, size_bytes)
+
+
+def described_schema(split: Split) -> pa.Schema:
+    """Return the columns of a split; with the names of the classes where there are some.
+
+    Hugging Face `datasets` takes these only for a column that is exactly as its own are: int64, nulls allowed.
+    """
+    schema = split.table.sample_schema
+    if not split.classes or not has_label(schema):
+        return schema
+    features = {LABEL: {"names": list(split.classes), "_type": "ClassLabel"}}
+    described = json.dumps({"info": {"features": features}}, ensure_ascii=False).encode()
+    labelled = schema.set(schema.get_field_index(LABEL), pa.field(LABEL, pa.int64()))
+    return labelled.with_metadata({**(schema.metadata or {}), b"huggingface": described})

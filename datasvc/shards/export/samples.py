@@ -1,0 +1,99 @@
+"""The samples that an export writes: those of some shards that are not deleted, in the shards' own order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.keyed import Integers
+from datasvc.shards.dataset import Split
+from datasvc.shards.digests import blob_views
+from datasvc.shards.schema import is_blob
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker writes at a time, mostly one file.
+
+    Attributes:
+        split: the samples' split.
+        shards: numbers in its table.
+        number: of this unit among those of the split.
+        num_units: of the split.
+    """
+
+    split: Split
+    shards: tuple[int, ...]
+    number: int
+    num_units: int
+
+    @property
+    def num_samples(self) -> int:
+        """Live samples of its shards."""
+        return self._total(self.split.table.samples_per_shard)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its shards' files."""
+        return self._total(self.split.table.bytes_per_shard)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the live samples in order, as batches of the table's sample schema, each a few megabytes.
+
+        Raises:
+            CorruptDataError, NotFoundError, UnavailableError: see `OriginShards.open_shard`.
+        """
+        schema = self.split.table.sample_schema
+        for number in self.shards:
+            shard = self.split.origin.open_shard(self.split.table.shard(number))
+            rows = _live_rows(self.split, number)
+            start = 0
+            for batch in shard.batches:
+                live = batch if rows is None else _take(batch, rows, start)
+                start += batch.num_rows
+                if live.num_rows:
+                    yield _conformed(live, schema)
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Yield the live samples in order: blobs as views of the shard, all else as Python values."""
+        for batch in self.batches():
+            yield from samples_of(batch)
+
+    def _total(self, per_shard: Integers) -> int:
+        return int(per_shard[np.array(self.shards, np.int64)].sum())
+
+
+def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a batch: blobs as views of the shard, all else as Python values."""
+    columns = [_blobs(column) if is_blob(column.type) else column.to_pylist() for column in batch.columns]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(batch.schema.names, values, strict=True))
+
+
+def _blobs(column: pa.Array) -> list[memoryview | None]:
+    return [None if view is None else view.data for view in blob_views(column)]
+
+
+def _live_rows(split: Split, number: int) -> Integers | None:
+    """Return the stored rows that are not deleted, ascending; None for all."""
+    if not split.table.deleted_per_shard[number]:
+        return None
+    return np.sort(split.stored_rows(number, np.arange(split.table.samples_per_shard[number])))
+
+
+def _take(batch: pa.RecordBatch, rows: Integers, start: int) -> pa.RecordBatch:
+    first, last = np.searchsorted(rows, [start, start + batch.num_rows])
+    return batch.take(pa.array(rows[first:last] - start))
+
+
+def _conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Return a batch with the columns of `schema`; a shard from before a column was added lacks it."""
+    columns = [
+        batch.column(field.name) if field.name in batch.schema.names else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)

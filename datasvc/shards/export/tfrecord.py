@@ -1,0 +1,110 @@
+"""TFRecord: one file of `tf.Example` messages per shard, a feature for each column, absent where it is null.
+
+`tf.Example` knows bytes, float32 and int64. Text is UTF-8, truth is 0 or 1, lists are features of many values;
+what these cannot hold exactly is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+from datasvc.shards.dataset import Split
+from datasvc.shards.export.columns import given_columns, is_json, is_list, is_text, refused_column, refused_null
+from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.names import safe_part
+from datasvc.shards.export.protobuf import bytes_field, packed_varints
+from datasvc.shards.export.samples import Unit
+from datasvc.shards.schema import KEY, is_blob
+from datasvc.shards.sources.tfrecord import masked_crc
+
+_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # of Feature in TensorFlow's feature.proto
+_ABLE: Final = "parquet, webdataset, mds"
+
+_Encoder = Callable[[Sequence[Any]], bytes]
+
+
+class TfRecord(ExportFormat):
+    """`SPLIT-00000-of-00010.tfrecord`; see the module."""
+
+    name: ClassVar[str] = "tfrecord"
+
+    def check(self, split: Split) -> None:
+        """Raise ConfigError for columns whose values no feature holds exactly."""
+        for column in given_columns(split.table.sample_schema):
+            if _encoder(column.type) is None:
+                raise refused_column(self.name, column, _ABLE if is_json(column.type) else "parquet")
+
+    def write(self, unit: Unit, destination: Destination) -> Written:
+        """Write one file. Raises as `ExportFormat.write`."""
+        schema = unit.split.table.sample_schema
+        columns = [schema.field(KEY), *given_columns(schema)]
+        size_bytes = 0
+        name = f"{safe_part(unit.split.name)}-{unit.number:05d}-of-{unit.num_units:05d}.tfrecord"
+        with destination.writing(name) as file:
+            for sample in unit.samples():
+                record = _framed(_example(sample, columns))
+                file.write(record)
+                size_bytes += len(record)
+        return Written(unit.num_samples, 1, size_bytes)
+
+
+def _framed(message: bytes) -> bytes:
+    length = struct.pack("<Q", len(message))
+    return b"".join([length, struct.pack("<I", masked_crc(length)), message, struct.pack("<I", masked_crc(message))])
+
+
+def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
+    entries = []
+    for column in columns:
+        value = sample[column.name]
+        if value is None:
+            continue
+        values = value if is_list(column.type) else [value]
+        if None in values:
+            raise refused_null("tfrecord", f"{column.name}[]", sample[KEY], _ABLE)
+        encode = _encoder(column.type)
+        assert encode is not None
+        try:
+            feature = encode(values)
+        except OverflowError as error:
+            raise ConfigError(
+                f"tfrecord cannot hold {column.name!r} of sample {sample[KEY]!r}: it takes integers of 63 bits and a "
+                f"sign; formats that can: {_ABLE}"
+            ) from error
+        entries.append(bytes_field(1, bytes_field(1, column.name.encode()), bytes_field(2, feature)))
+    return bytes_field(1, *entries)
+
+
+def _encoder(data_type: pa.DataType) -> _Encoder | None:
+    """Return what makes a Feature of values of a type, or of lists of it; None where no feature holds them."""
+    inner = data_type.value_type if is_list(data_type) else data_type
+    if is_blob(inner):
+        return _bytes_feature
+    if is_text(inner):
+        return lambda values: _bytes_feature([text.encode() for text in values])
+    if pa.types.is_integer(inner) or pa.types.is_boolean(inner):
+        return _integers_feature
+    if pa.types.is_float32(inner) or pa.types.is_float16(inner):
+        return _floats_feature
+    return None
+
+
+def _bytes_feature(values: Sequence[Any]) -> bytes:
+    return bytes_field(_BYTES_LIST, *[bytes_field(1, value) for value in values])
+
+
+def _integers_feature(values: Sequence[int]) -> bytes:
+    packed = packed_varints(np.array(values, np.int64))
+    return bytes_field(_INT64_LIST, bytes_field(1, packed) if packed else b"")
+
+
+def _floats_feature(values: Sequence[float]) -> bytes:
+    packed = np.array(values, "<f4").tobytes()
+    return bytes_field(_FLOAT_LIST, bytes_field(1, packed) if packed else b"")

@@ -1,0 +1,137 @@
+"""WebDataset: one tar per shard, the files of a sample side by side, the same bytes each time.
+
+WebDataset takes what stands before the first dot of a file's name as the sample's key, so a key may have no dots
+there: an image's own extension goes, other dots are percent-encoded, and the exact key follows as `NAME.key.txt`
+wherever the name alone is not the key.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO, ClassVar, Final
+
+import pyarrow as pa
+
+from datasvc.shards.dataset import Split
+from datasvc.shards.export.columns import encode_json, given_columns, is_json, is_label, is_text, refused_column
+from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.names import image_extension, percent_encoded, safe_part, safe_path, split_extension
+from datasvc.shards.export.samples import Unit
+from datasvc.shards.schema import IMAGE, KEY, is_blob
+
+_BLOCK_BYTES: Final = 512
+_RECORD_BYTES: Final = 20 * _BLOCK_BYTES
+# WebDataset makes extensions lower-case, and takes their parts apart at dots.
+_EXTENSION: Final = re.compile(r"[a-z0-9_-]+")
+_DOT: Final = re.compile(r"\.")
+_SKIPPED: Final = re.compile(r"^_(?=_)")  # __meta__ is left out by readers
+
+
+class WebDataset(ExportFormat):
+    """`SPLIT-000000.tar`; see the module."""
+
+    name: ClassVar[str] = "webdataset"
+
+    def check(self, split: Split) -> None:
+        """Raise ConfigError for columns that neither a file nor JSON holds."""
+        for column in given_columns(split.table.sample_schema):
+            if not _is_file(column) and not is_json(column.type):
+                raise refused_column(self.name, column)
+
+    def write(self, unit: Unit, destination: Destination) -> Written:
+        """Write one tar. Raises as `ExportFormat.write`."""
+        columns = given_columns(unit.split.table.sample_schema)
+        taken: set[str] = set()
+        with destination.writing(f"{safe_part(unit.split.name)}-{unit.number:06d}.tar") as file:
+            tar = _TarWriter(file)
+            for sample in unit.samples():
+                name = _member_name(sample[KEY], _image_kind(sample))
+                while name in taken:  # "a.jpg" and "a"
+                    name += "%"
+                taken.add(name)
+                for extension, content in _members(sample, name, columns):
+                    tar.add(f"{name}.{extension}", content)
+            tar.close()
+        return Written(len(taken), 1, tar.size_bytes)
+
+
+class _TarWriter:
+    """A tar without times, owners or anything else that differs from run to run."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size_bytes = 0
+
+    def add(self, name: str, content: Any) -> None:
+        member = tarfile.TarInfo(name)
+        member.size, member.mode = len(content), 0o644
+        self._write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "strict"))
+        self._write(content)
+        self._write(bytes(-len(content) % _BLOCK_BYTES))
+
+    def close(self) -> None:
+        self._write(bytes(2 * _BLOCK_BYTES))
+        self._write(bytes(-self.size_bytes % _RECORD_BYTES))
+
+    def _write(self, content: Any) -> None:
+        self._file.write(content)
+        self.size_bytes += len(content)
+
+
+def _is_file(column: pa.Field) -> bool:
+    """Return whether a column leaves as a file of its own beside the others."""
+    if is_label(column):
+        return True
+    if not is_blob(column.type) and not is_text(column.type):
+        return False
+    return _EXTENSION.fullmatch(column.name) is not None
+
+
+def _image_kind(sample: dict[str, Any]) -> str | None:
+    image = sample.get(IMAGE)
+    return image_extension(image) if isinstance(image, memoryview) else None  # other types are no blobs
+
+
+def _member_name(key: str, extension: str | None) -> str:
+    """Return the name of a sample's files, up to the dot."""
+    folder, slash, base = safe_path(split_extension(key, extension)[0]).rpartition("/")
+    path = f"{folder}{slash}{_DOT.sub(percent_encoded, base)}"
+    return _SKIPPED.sub(percent_encoded, path)
+
+
+def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iterator[tuple[str, Any]]:
+    """Yield extension and content of the files of a sample; null columns have none."""
+    num_members = 0
+    values = {}
+    for column in columns:
+        value = sample[column.name]
+        if not _is_file(column):
+            values[column.name] = value
+        elif value is not None:
+            yield _file_extension(column, value), _content(value)
+            num_members += 1
+    held = {column: value for column, value in values.items() if value is not None}
+    if held:
+        yield "json", encode_json(held, sample[KEY])
+    if name != sample[KEY] or not (num_members or held):
+        yield "key.txt", sample[KEY].encode()
+
+
+def _file_extension(column: pa.Field, value: Any) -> str:
+    if is_label(column):
+        return "cls"
+    if is_text(column.type):
+        return f"{column.name}.txt"
+    kind = image_extension(value)
+    if column.name == IMAGE and kind is not None:
+        return kind
+    return f"{column.name}.{kind or 'bin'}"
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode()
+    return str(value).encode() if isinstance(value, int) else value

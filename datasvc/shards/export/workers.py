@@ -1,0 +1,95 @@
+"""Worker processes that write the units of an export."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import connection, get_context, parent_process
+
+from datasvc.errors import UnavailableError
+from datasvc.repository import Repository
+from datasvc.shards.dataset import Split, open_dataset
+from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.formats import FORMATS
+from datasvc.shards.export.samples import Unit
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A unit on its way to a worker process: names only."""
+
+    repository: str
+    version: str
+    split: str
+    shards: tuple[int, ...]
+    number: int
+    num_units: int
+    format: str
+    destination: str
+
+
+def write_in_processes(
+    units: Sequence[Unit], export_format: ExportFormat, destination: Destination, workers: int
+) -> Iterator[tuple[Unit, Written]]:
+    """Write units in processes of their own; yields each as it is done, in any order.
+
+    Raises:
+        UnavailableError: a worker was killed.
+        DatasvcError: the first that a unit raised; no further ones are begun.
+    """
+    # Spawned, never forked: clients of object stores do not survive a fork.
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
+    try:
+        under_way = {pool.submit(_write_unit, _task(unit, export_format, destination)): unit for unit in units}
+        for future in as_completed(under_way):
+            yield under_way[future], future.result()
+    except BrokenProcessPool as error:
+        raise UnavailableError(
+            "a worker process was killed, perhaps for lack of memory; call again, with fewer workers: "
+            "it goes on where it stopped"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _task(unit: Unit, export_format: ExportFormat, destination: Destination) -> _Task:
+    return _Task(
+        unit.split.repository.url,
+        unit.split.dataset,
+        unit.split.name,
+        unit.shards,
+        unit.number,
+        unit.num_units,
+        export_format.name,
+        destination.storage.url,
+    )
+
+
+def _write_unit(task: _Task) -> Written:
+    split = _open_split(task.repository, task.version, task.split)
+    unit = Unit(split, task.shards, task.number, task.num_units)
+    return FORMATS[task.format].write(unit, Destination(task.destination))
+
+
+@lru_cache(maxsize=1)
+def _open_split(repository: str, version: str, split: str) -> Split:
+    """Return a split that a worker keeps: its table is read once."""
+    return open_dataset(Repository.open(repository), version)[split]
+
+
+def _end_with_parent() -> None:
+    """Let this worker end when the process that started it is killed: nobody else would tell it."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="datasvc-parent").start()

@@ -1,0 +1,124 @@
+"""Merge: the next version of a data set from the splits of others. Shards are shared; nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from datasvc.errors import ConfigError
+from datasvc.repository import Repository, Resolved
+from datasvc.repository.references import check_name, parse_reference
+from datasvc.shards.combine import OnCommon, append_splits
+from datasvc.shards.table import ShardTable
+from datasvc.shards.versions import derived_entry, describe_tables, read_tables
+
+OnCommonKey = Literal["fail", "drop", "first", "last"]
+"""What becomes of a key that several versions have: nothing is committed; equal samples are taken once and unequal
+ones fail; the sample of the first version stays; that of the last does."""
+
+_RULES: Final[dict[str, OnCommon]] = {"fail": "fail", "drop": "drop", "first": "keep", "last": "replace"}
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge did.
+
+    Attributes:
+        version: the committed version.
+        merged: the versions it was made from.
+        num_samples: samples in each split.
+        num_shards: shards in each split.
+        size_bytes: bytes of all shards, most of them shared with the versions merged.
+    """
+
+    version: Resolved
+    merged: list[Resolved]
+    num_samples: dict[str, int]
+    num_shards: dict[str, int]
+    size_bytes: int
+
+
+def merge(
+    repository: Repository,
+    refs: Sequence[str],
+    name: str,
+    *,
+    on_common: OnCommonKey = "fail",
+    message: str = "",
+) -> MergeReport:
+    """Commit the next version of data set `name`: the samples of all `refs`, split by split.
+
+    A reference to `name` itself without a version means whatever is the newest when the merge is committed, so that
+    nothing is lost when others commit meanwhile.
+
+    Args:
+        repository: where all of them lie.
+        refs: at least two versions; the first gives the order of columns and classes.
+        name: of the data set, made when new.
+        on_common: what becomes of a key that several have in one split.
+        message: kept with the version.
+
+    Raises:
+        ConfigError: fewer than two references; columns or labels do not go together, see `combine.append_table`.
+        NotFoundError: no such version.
+        ConflictError: a key is in several, and `on_common` does not settle it; or as `Log.append`.
+        CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
+    """
+    check_name(name, "data set")
+    if on_common not in _RULES:
+        raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(_RULES)}")
+    if len(refs) < 2:
+        raise ConfigError(f"a merge needs at least two versions; got {len(refs)}")
+    build = _MergeBuild(repository, refs, name, _RULES[on_common], message)
+    committed = repository.versions("datasets", name).append(build)
+    tables = build.tables
+    return MergeReport(
+        version=Resolved("datasets", name, committed.number),
+        merged=build.versions,
+        num_samples={split: table.num_samples for split, table in tables.items()},
+        num_shards={split: table.num_shards for split, table in tables.items()},
+        size_bytes=sum(table.size_bytes for table in tables.values()),
+    )
+
+
+class _MergeBuild:
+    """Builds the entry; called again when a commit was lost to another.
+
+    Attributes:
+        versions: merged by the last call.
+        tables: what came of it, by split.
+    """
+
+    def __init__(
+        self, repository: Repository, refs: Sequence[str], name: str, on_common: OnCommon, message: str
+    ) -> None:
+        self.versions = [repository.resolve("datasets", ref) for ref in refs]
+        self.tables: dict[str, ShardTable] = {}
+        self._repository = repository
+        parsed = [parse_reference(ref) for ref in refs]
+        # These mean the newest version of what is being committed, and follow it.
+        self._moving = [
+            place for place, ref in enumerate(parsed) if ref.name == name and ref.version is None and ref.tag is None
+        ]
+        self._name = name
+        self._on_common = on_common
+        self._message = message
+
+    def __call__(self, head: int) -> Mapping[str, Any]:
+        own = Resolved("datasets", self._name, head)
+        for place in self._moving:
+            self.versions[place] = own
+        objects = self._repository.objects
+        self.tables = read_tables(self._repository, self.versions[0])
+        for version in self.versions[1:]:
+            added = read_tables(self._repository, version)
+            self.tables = append_splits(objects, self.tables, added, on_common=self._on_common)
+        merged = [str(version) for version in self.versions]
+        return derived_entry(
+            describe_tables(objects, self.tables),
+            {"kind": "merge", "versions": merged},
+            message=self._message,
+            parent=own if own in self.versions else None,
+            source=", ".join(merged),
+        )

@@ -1,0 +1,92 @@
+"""Parquet exports, read by pyarrow."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from datasvc.shards import open_dataset
+from datasvc.shards.schema import shard_schema
+from tests.shards.export.contents import (
+    CLASSES,
+    KEY_FIELD,
+    ODD_KEYS,
+    digests,
+    exported,
+    files,
+    version_digests,
+    write_photos,
+    write_rich,
+    write_tokens,
+)
+from tests.shards.versions import write_version
+
+
+def check(dataset, folder, split="train"):
+    schema = dataset[split].table.sample_schema
+    tables = [pq.read_table(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
+    as_they_are = [field for field in schema if field.name != "label" or not dataset[split].classes]
+    for table in tables:
+        assert table.schema.names == schema.names
+        assert [table.schema.field(field.name) for field in as_they_are] == as_they_are
+    found = [sample for table in tables for sample in table.to_pylist()]
+    assert [sample["key"] for sample in found] == [sample["key"] for sample in dataset[split]]
+    assert digests(found, schema) == version_digests(dataset[split])
+
+
+def test_images_come_back_one_file_per_shard_named_as_the_hub_does(repository, tmp_path):
+    dataset = write_photos(repository, ODD_KEYS)
+    report = exported(dataset, tmp_path / "out", "parquet")
+    check(dataset, tmp_path / "out", "train")
+    check(dataset, tmp_path / "out", "val")
+    names = ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "val-00000-of-00001.parquet"]
+    assert sorted(files(tmp_path / "out")) == ["datasvc-export.json", *names]
+    assert report.splits["val"].size_bytes == (tmp_path / "out" / names[2]).stat().st_size
+
+
+def test_every_kind_of_column_comes_back_with_its_type(repository, tmp_path):
+    for dataset in (write_rich(repository), write_tokens(repository)):
+        exported(dataset, tmp_path / dataset.resolved.name, "parquet")
+        check(dataset, tmp_path / dataset.resolved.name)
+
+
+def test_what_no_other_format_holds_comes_back(repository, tmp_path):
+    schema = shard_schema(
+        [
+            KEY_FIELD,
+            pa.field("taken", pa.timestamp("us", "UTC")),
+            pa.field("parts", pa.list_(pa.binary())),
+            pa.field("price", pa.decimal128(9, 2)),
+            pa.field("scores", pa.map_(pa.string(), pa.float64())),
+        ]
+    )
+    sample = {"key": "a", "taken": 1, "parts": [b"\0", None], "price": None, "scores": {"x": float("nan")}}
+    write_version(repository, "wide", {"train": [[sample]]}, schema)
+    dataset = open_dataset(repository, "wide")
+    exported(dataset, tmp_path / "out", "parquet")
+    check(dataset, tmp_path / "out")
+
+
+def test_hugging_face_is_told_the_names_of_the_classes(repository, tmp_path):
+    exported(write_photos(repository), tmp_path / "out", "parquet")
+    schema = pq.read_schema(tmp_path / "out" / "val-00000-of-00001.parquet")
+    features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+    assert features == {"label": {"names": list(CLASSES), "_type": "ClassLabel"}}
+    # It compares with the Arrow type of its own feature, and forgets the names where they differ.
+    assert schema.field("label") == pa.field("label", pa.int64())
+
+
+def test_hugging_face_is_told_nothing_without_classes(repository, tmp_path):
+    exported(write_tokens(repository), tmp_path / "out", "parquet")
+    assert b"huggingface" not in pq.read_schema(tmp_path / "out" / "train-00000-of-00002.parquet").metadata
+
+
+def test_row_groups_are_bounded_by_the_batches_of_the_shard(repository, tmp_path):
+    schema = shard_schema([KEY_FIELD, pa.field("blob", pa.large_binary())])
+    samples = [{"key": f"{number}", "blob": bytes(1 << 20)} for number in range(10)]
+    write_version(repository, "big", {"train": [samples]}, schema)
+    exported(open_dataset(repository, "big"), tmp_path / "out", "parquet")
+    with pq.ParquetFile(tmp_path / "out" / "train-00000-of-00001.parquet") as file:
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    assert sum(sizes) == 10
+    assert max(sizes) <= 5

@@ -1,0 +1,341 @@
+"""gc removes what no log names and what is old, and nothing else: whoever writes or dies meanwhile."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
+from datasvc.gc import GRACE_S, gc, list_old, named_objects, sweep, unmark
+from datasvc.models import restore, save
+from datasvc.repository import Repository
+from datasvc.repository.log import encode_entry
+from datasvc.shards import open_dataset
+from datasvc.shards.delete import delete
+from datasvc.shards.verify import verify
+from tests.repository.conftest import s3_bucket, url  # noqa: F401 - fixtures: each kind of store
+from tests.shards.versions import write_version
+
+ROOT = Path(__file__).parents[1]
+DAY = 24 * 3600
+LATER = time.time() + GRACE_S + DAY
+
+
+def texts(*names):
+    return [{"key": name, "text": f"text of {name}"} for name in names]
+
+
+def make_old(repository, age_s=GRACE_S + DAY):
+    """Let every file of a local repository be that old."""
+    for path in Path(repository.url).rglob("*"):
+        os.utime(path, (time.time() - age_s,) * 2)
+
+
+def objects_of(repository):
+    return {file.path.rpartition("/")[2] for file in repository.storage.walk("objects")}
+
+
+def tensors(value):
+    return {"model": {"w": torch.full((40_000,), value), "b": torch.ones(3)}}
+
+
+@pytest.fixture
+def anywhere(url):  # noqa: F811
+    return Repository.create(url)
+
+
+@pytest.fixture
+def full(repository):
+    """Two versions of a data set with deletions, a model, and 3 objects that nothing names; all of it old."""
+    write_version(repository, "pets", {"train": [texts("a", "b"), texts("c")], "val": [texts("d")]})
+    delete(repository, "pets", keys=["a"])
+    save(repository, "cnn", tensors(1.0), step=1)
+    for content in (b"1", b"22", b"333"):
+        repository.objects.put(content)
+    make_old(repository)
+    return repository
+
+
+def check_all(repository):
+    """Read every byte of every version."""
+    for name in repository.names("datasets"):
+        for number in repository.versions("datasets", name).numbers():
+            assert verify(repository, f"{name}@{number}", deep=True).problems == ()
+    for name in repository.names("models"):
+        for number in repository.versions("models", name).numbers():
+            restore(repository, f"{name}@{number}")
+
+
+def test_what_nothing_names_is_removed_and_everything_else_stays(full):
+    before = objects_of(full)
+    done = gc(full, dry_run=False)
+    assert sorted(info.size_bytes for info in done.objects) == [1, 2, 3]
+    assert (done.size_bytes, done.num_kept) == (6, len(before) - 3)
+    assert objects_of(full) == before - {info.digest for info in done.objects}
+    check_all(full)
+    assert gc(full, dry_run=False).objects == ()
+
+
+def test_on_every_store_named_objects_stay_and_the_rest_goes(anywhere):
+    write_version(anywhere, "pets", {"train": [texts("a", "b"), texts("c")]})
+    lost = anywhere.objects.put(b"nobody names me")
+    done = gc(anywhere, dry_run=False, now_s=LATER)
+    assert done.objects == (lost,)
+    assert verify(anywhere, "pets", deep=True).problems == ()
+    assert anywhere.objects.size(lost.digest) is None
+
+
+def test_without_being_told_to_gc_removes_nothing(full):
+    before = objects_of(full)
+    done = gc(full)
+    assert (done.dry_run, len(done.objects), done.num_kept) == (True, 3, len(before) - 3)
+    assert objects_of(full) == before
+
+
+def test_what_is_young_stays(full):
+    young = full.objects.put(b"a writer will name this")
+    named = len(objects_of(full)) - 4
+    done = gc(full, dry_run=False)
+    assert (len(done.objects), done.num_kept) == (3, named + 1)
+    assert full.objects.size(young.digest) == young.size_bytes
+
+
+def test_an_object_that_any_text_of_an_entry_names_stays(full):
+    quarantine = full.objects.put(b"bad samples")
+    entry = dict(full.versions("datasets", "pets").read(1).content)
+    full.versions("datasets", "pets").append(
+        lambda _head: {**entry, "of a later datasvc": [{"x": quarantine.digest}]}
+    )
+    make_old(full)
+    gc(full, dry_run=False)
+    assert full.objects.read(quarantine.digest) == b"bad samples"
+
+
+def test_a_grace_that_running_writers_do_not_survive_is_refused(full):
+    with pytest.raises(ConfigError, match=r"at least 48 h.*--no-writers"):
+        gc(full, grace_s=47 * 3600)
+    with pytest.raises(ConfigError):
+        gc(full, grace_s=-1, no_writers=True)
+    full.objects.put(b"young")
+    assert len(gc(full, grace_s=0, no_writers=True, now_s=time.time() + 1).objects) == 4
+
+
+@pytest.mark.parametrize("kind", ["datasets", "models"])
+@pytest.mark.parametrize("damage", ["changed entry", "no fields", "table missing", "table changed"])
+def test_what_cannot_be_read_stops_gc_before_anything_is_removed(full, kind, damage):
+    name = full.names(kind)[0]
+    log = full.versions(kind, name)
+    path = Path(full.url, log.path, "00000001.json")
+    content = log.read(1).content
+    table = content["tensors"] if kind == "models" else content["splits"]["train"]["table"]
+    where = full.objects.local_path(table)
+    if damage == "changed entry":
+        path.write_bytes(path.read_bytes().replace(b'"message": ""', b'"message": "x"'))
+    elif damage == "no fields":
+        path.write_bytes(encode_entry({"format": 1}))
+    elif damage == "table missing":
+        where.unlink()
+    else:
+        where.write_bytes(b"x" + where.read_bytes()[1:])
+    before = objects_of(full)
+    with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was removed"):
+        gc(full, dry_run=False)
+    assert objects_of(full) == before
+
+
+def test_a_version_of_another_age_of_datasvc_stops_gc(full):
+    entry = dict(full.versions("datasets", "pets").read(1).content)
+    later = {**entry, "format": 99}
+    Path(full.url, "datasets/pets/versions/00000003.json").write_bytes(encode_entry(later))
+    with pytest.raises(ConfigError, match=r"upgrade it.*Nothing was removed"):
+        gc(full, dry_run=False)
+
+
+def test_objects_of_unfinished_work_stay_while_its_journal_is_young_and_go_with_it(full):
+    journal = full.journal("plan-1")
+    journal.begin("source")
+    shard, index = full.objects.put(b"shard so far"), full.objects.put(b"its index")
+    journal.write("train-0", {"shard": {"digest": shard.digest}, "indexes": [index.digest]})
+    make_old(full)
+    Path(full.url, "journal/plan-1/train-1.json").write_bytes(b"half a rec")  # a young record, damaged
+    assert len(gc(full, dry_run=False).objects) == 3
+    assert full.objects.read(shard.digest) == b"shard so far"
+    make_old(full)
+    done = gc(full, dry_run=False)
+    assert {info.digest for info in done.objects} == {shard.digest, index.digest}
+    assert done.journals == ("journal/plan-1",)
+    assert not Path(full.url, "journal/plan-1").exists()
+
+
+def test_a_journal_that_somebody_came_back_to_is_kept(full):
+    full.journal("plan-1").begin("source")
+    make_old(full)
+    before_s = time.time() - GRACE_S
+    garbage = list_old(full, before_s)
+    assert garbage.journals == ["journal/plan-1"]
+    full.journal("plan-1").write("train-0", {"x": 1})
+    assert sweep(full, garbage, before_s).journals == []
+    assert full.journal("plan-1").read_all().keys() == {"train-0"}
+
+
+def test_unfinished_files_of_killed_writers_go_once_they_are_old(full):
+    old = ["objects/.tmp-1", "objects/ab/.tmp-2", "datasets/pets/versions/.tmp-3", ".tmp-4"]
+    for path in old:
+        Path(full.url, path).parent.mkdir(exist_ok=True)
+        Path(full.url, path).write_bytes(b"half")
+    make_old(full)
+    Path(full.url, "objects/.tmp-5").write_bytes(b"being written")
+    done = gc(full, dry_run=False)
+    assert sorted(done.temporary_files) == sorted(old)
+    assert [path.name for path in Path(full.url).rglob(".tmp-*")] == [".tmp-5"]
+
+
+def test_strange_files_in_the_repository_are_left_alone(full):
+    strange = ["objects/README", "objects/ab/short", f"objects/ab/{'c' * 64}", "notes/todo.txt", "objects/a/b/c"]
+    for path in strange:
+        Path(full.url, path).parent.mkdir(parents=True, exist_ok=True)
+        Path(full.url, path).write_bytes(b"mine")
+    make_old(full)
+    gc(full, dry_run=False)
+    assert all(Path(full.url, path).exists() for path in strange)
+
+
+# A commit at every point of a gc. Its objects exist already, old and unnamed, and the writer comes upon them.
+@pytest.mark.parametrize("point", ["before the list", "before the marks", "before the sweep"])
+def test_a_commit_that_races_with_gc_keeps_all_its_objects(repository, point):
+    samples = {"train": [texts("a", "b"), texts("c")]}
+    write_version(repository, "lost", samples)
+    make_old(repository)
+    Path(repository.url, "datasets/lost/versions/00000001.json").unlink()
+    before_s = time.time() - GRACE_S
+
+    def commit(now):
+        if now == point:
+            write_version(repository, "pets", samples)
+
+    commit("before the list")
+    garbage = list_old(repository, before_s)
+    assert bool(garbage.objects) == (point != "before the list")
+    commit("before the marks")
+    unmark(garbage, named_objects(repository, before_s))
+    assert bool(garbage.objects) == (point == "before the sweep")
+    commit("before the sweep")
+    assert sweep(repository, garbage, before_s).objects == {}
+    check_all(repository)
+
+
+def test_a_journal_whose_work_commits_while_gc_reads_the_marks_loses_nothing(repository, monkeypatch):
+    """Journals are read first: one that is gone by then has its entry in the log already."""
+    samples = {"train": [texts("a")]}
+    write_version(repository, "other", {"train": [texts("x")]})
+    write_version(repository, "lost", samples)
+    entry = Path(repository.url, "datasets/lost/versions/00000001.json")
+    named = set(
+        Repository.open(repository.url).versions("datasets", "lost").read(1).content["splits"]["train"].values()
+    )
+    journal = repository.journal("plan-1")
+    journal.begin("source")
+    journal.write("train-0", {"shards": sorted(each for each in named if isinstance(each, str))})
+    kept = entry.read_bytes()
+    entry.unlink()
+    real, read = repository.storage.read, []
+
+    def committing(path):
+        # The writer commits and removes its journal just after gc looked at the first file for its marks.
+        content = real(path)
+        if not read:
+            entry.write_bytes(kept)
+            journal.remove()
+        read.append(path)
+        return content
+
+    monkeypatch.setattr(repository.storage, "read", committing)
+    marks = set(named_objects(repository, 0))
+    assert read[0].startswith("journal/")
+    assert {each for each in named if isinstance(each, str)} <= marks
+
+
+GC = """
+import os, signal, sys
+from datasvc.gc import gc
+from datasvc.repository import Repository
+left = int(sys.argv[1])
+real = os.unlink
+def dying(*arguments, **options):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **options)
+os.unlink = dying
+gc(Repository.open(sys.argv[2]), dry_run=False)
+"""
+
+
+@pytest.mark.parametrize("point", [1, 2, 3, 4, 99])
+def test_a_gc_killed_half_way_took_nothing_that_is_named_and_the_next_one_goes_on(full, point):
+    words = [sys.executable, "-c", GC, str(point), full.url]
+    assert subprocess.run(words, cwd=ROOT, check=False).returncode == (-9 if point <= 3 else 0)
+    check_all(full)
+    assert len(gc(full, dry_run=False).objects) == max(0, 4 - point)
+    check_all(full)
+
+
+def test_an_object_that_vanishes_meanwhile_is_no_error(full):
+    garbage = list_old(full, time.time() - GRACE_S)
+    unmark(garbage, named_objects(full, 0))
+    gone, *left = garbage.objects
+    full.objects.local_path(gone).unlink()
+    assert sorted(sweep(full, garbage, time.time() - GRACE_S).objects) == sorted(left)
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 5)),
+        st.tuples(st.just("commit"), st.integers(0, 5)),
+        st.tuples(st.just("save"), st.integers(0, 2)),
+        st.tuples(st.just("age"), st.just(0)),
+        st.tuples(st.just("gc"), st.just(0)),
+    ),
+    max_size=12,
+)
+
+
+@given(operations)
+def test_whatever_happened_before_gc_every_version_stays_whole(tmp_path_factory, steps):
+    repository = Repository.create(str(tmp_path_factory.mktemp("gc") / "repo"))
+    put = set()
+    for action, value in [*steps, ("age", 0), ("gc", 0)]:
+        if action == "put":
+            put.add(repository.objects.put(b"%d" % value).digest)
+        elif action == "commit":
+            write_version(repository, f"set-{value % 2}", {"train": [texts(f"{value}"), texts("shared")]})
+        elif action == "save":
+            save(repository, "cnn", {"w": torch.full((value + 1,), 2.0)}, step=1)
+        elif action == "age":
+            make_old(repository)
+        else:
+            gc(repository, dry_run=False)
+            for name in repository.names("datasets"):
+                for number in repository.versions("datasets", name).numbers():
+                    assert sum(1 for _ in open_dataset(repository, f"{name}@{number}")["train"]) == 2
+            for number in repository.versions("models", "cnn").numbers():
+                restore(repository, f"cnn@{number}")
+    assert not put & objects_of(repository)
+
+
+def test_an_error_of_the_store_stops_gc_as_what_it_is(full, monkeypatch):
+    def failing(*_arguments):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("datasvc.repository.age.Path.unlink", failing)
+    with pytest.raises(DatasvcError, match="not yours"):
+        gc(full, dry_run=False)
+    monkeypatch.undo()
+    check_all(full)
