@@ -1,14 +1,19 @@
-"""Real images and repositories for all tests."""
+"""Real images, repositories and an S3 server for all tests."""
 
+import os
+import secrets
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from moto.server import ThreadedMotoServer
 
 from datasvc.repository import Repository
 from datasvc.shards import Dataset, ingest, open_dataset
+from tests import s3_server
 from tests.samples import write_folder
 
 # A slow machine is no failure: what a property costs is not what its test is about.
@@ -42,3 +47,46 @@ def repository(tmp_path) -> Repository:
 def folder(tmp_path) -> Path:
     """Three classes, 26 images in two splits."""
     return write_folder(tmp_path / "source", {"train": {"a": 7, "b": 5, "c": 8}, "val": {"a": 3, "b": 3}})
+
+
+@pytest.fixture(scope="session")
+def s3_bucket(tmp_path_factory):
+    """Return the URL of a new bucket on a server that runs for the session.
+
+    That is the one that AWS_ENDPOINT_URL names, else a Ceph gateway started here where it is installed, else moto's,
+    which is in the dev extra; the end of the test run says which.
+    """
+    import s3fs
+
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if "AWS_ENDPOINT_URL" not in os.environ:
+            endpoint, key, secret = _start_s3(tmp_path_factory, stack)
+            patch.setenv("AWS_ENDPOINT_URL", endpoint)
+            patch.setenv("AWS_ACCESS_KEY_ID", key)
+            patch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+            patch.delenv("AWS_DEFAULT_REGION", raising=False)
+        bucket = f"datasvc-{secrets.token_hex(4)}"
+        s3fs.S3FileSystem().mkdir(bucket)
+        yield f"s3://{bucket}"
+
+
+_s3_used: list[str] = []
+
+
+def _start_s3(tmp_path_factory, stack):
+    if s3_server.is_installed():
+        server = s3_server.CephServer(tmp_path_factory.mktemp("ceph")).start()
+        stack.callback(server.close)
+        _s3_used.append("a Ceph gateway")
+        return server.url, s3_server.KEY, s3_server.SECRET
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    stack.callback(moto.stop)
+    _s3_used.append("moto (no Ceph gateway is installed: radosgw ceph-mon ceph-osd ceph-mgr ceph-common)")
+    host, port = moto.get_host_and_port()
+    return f"http://{host}:{port}", "test", "test"
+
+
+def pytest_terminal_summary(terminalreporter):
+    for name in _s3_used:
+        terminalreporter.write_line(f"S3 tests ran against {name}")

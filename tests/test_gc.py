@@ -19,7 +19,7 @@ from datasvc.repository.log import encode_entry
 from datasvc.shards import open_dataset
 from datasvc.shards.delete import delete
 from datasvc.shards.verify import verify
-from tests.repository.conftest import s3_bucket, url  # noqa: F401 - fixtures: each kind of store
+from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.versions import write_version
 
 ROOT = Path(__file__).parents[1]

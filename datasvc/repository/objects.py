@@ -69,12 +69,13 @@ class ObjectWriter:
         self._size_bytes = 0
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append `content`; returns its length in bytes. Raises OSError."""
+        """Append `content`; returns its length in bytes. Raises UnavailableError."""
         view = memoryview(content)
         self._hash.update(view)
         left = view.cast("B")
-        while left:
-            left = left[self._file.write(left) :]
+        with translated("write", str(self.path)):
+            while left:
+                left = left[self._file.write(left) :]
         self._size_bytes += view.nbytes
         return view.nbytes
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Digest, ObjectInfo, Objects
+from datasvc.shards.common_keys import find_common_keys, first_keys
 from datasvc.shards.deletions import Deletions, Flags, delete_samples, load_deletions
 from datasvc.shards.digests import blob_views, digest_batch
 from datasvc.shards.index import SampleIndex
-from datasvc.shards.keys import find_common_keys, first_keys
 from datasvc.shards.labels import check_unnamed, combine_classes, map_labels, plan_labels
 from datasvc.shards.reader import Shard, open_shard
 from datasvc.shards.schema import IMAGE, KEY, LABEL, is_blob

@@ -1,12 +1,12 @@
 """What is different between two data-set versions, sample by sample. Exact, and cheap where they share shards.
 
-A shard that both have, with the same samples deleted, is never looked at. Of the others the sample indexes are read.
-Labels are compared by what they mean: where the class names disagree, the second version's labels are renumbered.
+Samples that both hold in the same shard are never looked at, whatever else is deleted there: the bitmaps tell. Of the
+others the sample indexes are read. Labels are compared by what they mean: where the class names disagree, the second
+version's labels are renumbered.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from datasvc.keyed import Integers
 from datasvc.repository import Objects, Repository, Resolved
-from datasvc.shards.deletions import Deletions, load_deletions
-from datasvc.shards.keys import Places, SplitKeys, match_keys
+from datasvc.shards.common_keys import match_keys
+from datasvc.shards.deletions import load_deletions
+from datasvc.shards.keys import Places, SplitKeys
 from datasvc.shards.labels import combine_classes, plan_labels
 from datasvc.shards.schema import LABEL
 from datasvc.shards.table import ShardTable
@@ -124,9 +125,7 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
     """Return what leads from split `a` to split `b`; None has no samples. Raises as `diff`."""
     a, b = _or_empty(a, b), _or_empty(b, a)
     labels = plan_labels(b.classes, combine_classes(a.classes, [b.classes]))
-    mine, theirs, shared = _unshared(objects, a, b, relabelled=bool(labels))
-    ours = SplitKeys(objects, a, mine)
-    others = SplitKeys(objects, b, theirs, labels or None)
+    ours, others, shared = _unshared(objects, a, b, labels)
     common = match_keys(ours, others)
     types_a, types_b = ({column.name: str(column.type) for column in table.sample_schema} for table in (a, b))
     return SplitDifference(
@@ -146,31 +145,50 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
     )
 
 
-def _unshared(objects: Objects, a: ShardTable, b: ShardTable, *, relabelled: bool) -> tuple[Integers, Integers, int]:
-    """Return the shards of either side that the other lacks, ascending, and how many samples the shared ones hold."""
-    if relabelled and LABEL in b.sample_schema.names:
-        return np.arange(a.num_shards), np.arange(b.num_shards), 0
-    identities = [_identities(table, load_deletions(objects, table)) for table in (a, b)]
-    both = Counter(identities[0]) & Counter(identities[1])
-    mine, theirs = (_without(own, both) for own in identities)
-    return mine, theirs, a.num_samples - int(a.samples_per_shard[mine].sum())
+def _unshared(
+    objects: Objects, a: ShardTable, b: ShardTable, labels: Mapping[int, int]
+) -> tuple[SplitKeys, SplitKeys, int]:
+    """Return the samples of either side that the other does not hold in the same shard, and how many they share."""
+    if labels and LABEL in b.sample_schema.names:
+        return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0
+    sides = [SplitKeys(objects, table) for table in (a, b)]
+    bitmaps = [load_deletions(objects, table).bitmap for table in (a, b)]
+    numbers: tuple[list[int], list[int]] = ([], [])
+    without: tuple[dict[int, Integers], dict[int, Integers]] = ({}, {})
+    num_live = a.samples_per_shard
+    shared = 0
+    partners = _partners(a, b)
+    for mine, theirs in partners.items():
+        if bitmaps[0](mine) == bitmaps[1](theirs):
+            shared += int(num_live[mine])
+            continue
+        # The same file with other samples deleted: the bitmaps tell them apart, no key need be read.
+        live = [side.live_rows(shard) for side, shard in zip(sides, (mine, theirs), strict=True)]
+        both = np.intersect1d(live[0], live[1], assume_unique=True)
+        shared += len(both)
+        for place, shard in enumerate((mine, theirs)):
+            if len(live[place]) > len(both):
+                numbers[place].append(shard)
+                without[place][shard] = both
+    numbers[0].extend(set(range(a.num_shards)) - partners.keys())
+    numbers[1].extend(set(range(b.num_shards)) - set(partners.values()))
+    ours, others = (
+        SplitKeys(objects, table, sorted(numbers[place]), without=without[place])
+        for place, table in enumerate((a, b))
+    )
+    return ours, others, shared
 
 
-def _identities(table: ShardTable, deletions: Deletions) -> list[tuple[bytes, bytes]]:
-    """Return what tells the live samples of each shard from those of every other: its bytes and its bitmap."""
-    digests = table.rows.column("digest").to_pylist()
-    return [(digest, deletions.bitmap(shard)) for shard, digest in enumerate(digests)]
-
-
-def _without(identities: list[tuple[bytes, bytes]], shared: Counter[tuple[bytes, bytes]]) -> Integers:
-    left = Counter(shared)
-    own = []
-    for shard, identity in enumerate(identities):
-        if left[identity]:
-            left[identity] -= 1
-        else:
-            own.append(shard)
-    return np.array(own, np.int64)
+def _partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
+    """Return the shards of `a` that `b` has too, and their numbers there; each shard has one partner at most."""
+    places: dict[bytes, list[int]] = {}
+    for number, digest in enumerate(b.rows.column("digest").to_pylist()):
+        places.setdefault(digest, []).append(number)
+    partners = {}
+    for number, digest in enumerate(a.rows.column("digest").to_pylist()):
+        if places.get(digest):
+            partners[number] = places[digest].pop(0)
+    return partners
 
 
 def _or_empty(table: ShardTable | None, other: ShardTable | None) -> ShardTable:

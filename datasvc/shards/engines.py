@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from functools import lru_cache
 from itertools import islice
 from multiprocessing import connection
 from typing import Any, Final, Literal
@@ -35,19 +34,21 @@ _TICK_S: Final = 0.25
 _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adlfs", "duckdb")
 
 
-def build_unit(work: Work, unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard], report: Report) -> UnitResult:
+def build_unit(
+    work: Work, unit: Unit, repository: Repository, earlier: Mapping[tuple[str, int], BuiltShard], report: Report
+) -> UnitResult:
     """Store the shards of one unit, in whatever process this runs.
 
     Args:
         work: what is done.
         unit: which part of it.
+        repository: opened by this process.
         earlier: shards of the unit that an interrupted run has stored.
         report: told of progress.
 
     Raises:
         DatasvcError: see `build_listed` and `build_streamed`.
     """
-    repository = _open_repository(work.repository_url)
     journal = repository.journal(work.plan)
     if unit.files:
         return build_listed(work, unit, repository, journal, report)
@@ -57,6 +58,7 @@ def build_unit(work: Work, unit: Unit, earlier: Mapping[tuple[str, int], BuiltSh
 def run_units(
     work: Work,
     units: Sequence[Unit],
+    repository: Repository,
     earlier: Earlier,
     *,
     engine: EngineName,
@@ -69,6 +71,7 @@ def run_units(
     Args:
         work: what is done.
         units: what is left of it.
+        repository: where shards are stored.
         earlier: by unit, shards that an interrupted run has stored.
         engine: "local" or "ray".
         workers: units built at once.
@@ -84,7 +87,7 @@ def run_units(
         _run_ray(work, units, earlier, workers, report, on_result)
     elif min(workers, len(units)) <= 1:
         for unit in units:
-            on_result(build_unit(work, unit, earlier.get(unit.number, {}), report))
+            on_result(build_unit(work, unit, repository, earlier.get(unit.number, {}), report))
     else:
         _run_processes(work, units, earlier, min(workers, len(units)), report, on_result)
 
@@ -176,15 +179,15 @@ class _Counters:
         )
 
 
-_in_worker: tuple[Work, Report] | None = None
+_in_worker: tuple[Work, Repository, Report] | None = None
 
 
 def _start_worker(work: Work, counters: _Counters) -> None:
     global _in_worker  # noqa: PLW0603 - the one place where a worker process keeps what it works on
-    _in_worker = (work, counters.take_slot())
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+    _in_worker = (work, Repository.open(work.repository_url), counters.take_slot())
 
 
 def _follow(sentinel: int) -> None:
@@ -195,13 +198,8 @@ def _follow(sentinel: int) -> None:
 
 def _build_in_worker(unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:
     assert _in_worker is not None
-    work, report = _in_worker
-    return build_unit(work, unit, earlier, report)
-
-
-@lru_cache(maxsize=4)
-def _open_repository(url: str) -> Repository:
-    return Repository.open(url)
+    work, repository, report = _in_worker
+    return build_unit(work, unit, repository, earlier, report)
 
 
 def _run_ray(
@@ -240,7 +238,7 @@ def _build_on_ray(
     work: Work, unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard]
 ) -> tuple[UnitResult, Progress]:
     done: list[Progress] = []
-    result = build_unit(work, unit, earlier, done.append)
+    result = build_unit(work, unit, Repository.open(work.repository_url), earlier, done.append)
     total = Progress(
         sum(each.num_samples for each in done),
         sum(each.size_bytes for each in done),

@@ -247,7 +247,9 @@ def _build(plan: _Plan, engine: EngineName, workers: int, report: Report) -> tup
         results[result.number] = result
 
     left = [unit for unit in plan.units if unit.number not in results]
-    run_units(plan.work, left, earlier, engine=engine, workers=workers, report=report, on_result=take)
+    run_units(
+        plan.work, left, plan.repository, earlier, engine=engine, workers=workers, report=report, on_result=take
+    )
     return [results[unit.number] for unit in plan.units], num_resumed
 
 
@@ -305,13 +307,11 @@ def _commit(
         joined = append_splits(
             repository.objects, {split: each.table for split, each in before.items()}, tables, on_common=on_common
         )
+        # A split that nothing is added to keeps its table, and with it the loader states that refer to it.
+        touched = describe_tables(repository.objects, {split: joined[split] for split in tables})
+        splits = {**before.entry.content["splits"], **touched}
         change = {"kind": "append", "added": added}
-        return {
-            **about,
-            "parent": str(before.resolved),
-            "change": change,
-            "splits": describe_tables(repository.objects, joined),
-        }
+        return {**about, "parent": str(before.resolved), "change": change, "splits": splits}
 
     return repository.versions("datasets", name).append(build)
 

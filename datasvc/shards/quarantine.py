@@ -47,7 +47,8 @@ def check_bad(
     total = len(bad) + sum(table.num_samples for table in tables.values())
     named = [f"{sample.split}/{sample.key}: {sample.reason}" for sample in _ordered(every)]
     raise BadSampleError(
-        f"{len(every)} of {total} samples of {redact_url(source.url)} are bad, nothing was committed: {_first(named)}. "
+        f"{len(every)} of {total} samples of {redact_url(source.url)} are bad, nothing was committed: "
+        f"{_first(named)}. "
         "Mend or remove them, or leave them out with --on-bad skip, which must leave some in each split"
     )
 

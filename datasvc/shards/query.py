@@ -22,7 +22,6 @@ ALL_SPLITS: Final = "samples"
 CLASSES: Final = "classes"
 SPLIT_COLUMN: Final = "split"
 _SETTINGS: Final = {
-    "python_enable_replacements": False,  # else a query could read this program's variables
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "arrow_large_buffer_size": True,  # a column of blobs may exceed 2 GiB
@@ -59,6 +58,7 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
         try:
             _check_reads_live_samples(connection)
             _register(connection, dataset, files)
+            # No files, no network, no variables of this program, and no way back.
             connection.execute("SET enable_external_access = false; SET lock_configuration = true")
             return connection.sql(_only_query(connection, sql)).to_arrow_table()
         except _duckdb().Error as error:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.dataset as arrow_dataset
 import pyarrow.fs as arrow_fs
 
+from datasvc.errors import CorruptDataError
 from datasvc.shards.dataset import Split
 from datasvc.shards.object_files import ObjectFiles
 from datasvc.shards.schema import KEY
@@ -40,6 +41,8 @@ class LiveSamples(arrow_dataset.FileSystemDataset):  # type: ignore[misc]
         file_system = arrow_fs.PyFileSystem(files)
         fragments = [_FORMAT.make_fragment(shard.digest, file_system) for shard in split.table.shards()]
         samples = cls(fragments, schema, _FORMAT, file_system)
+        samples._name = f"{split.dataset}/{split.name}"
+        samples._files = files
         samples._fragments = fragments
         samples._deletions = split.deletions
         samples._has_deletions = (split.table.deleted_per_shard > 0).tolist()
@@ -58,7 +61,7 @@ class LiveSamples(arrow_dataset.FileSystemDataset):  # type: ignore[misc]
             filter: which samples; None for all.
         """
         wanted = self.schema.names if columns is None else list(columns)
-        used = [name for name in self.schema.names if name in wanted or _uses(filter, name, self.schema)] or [KEY]
+        used = [name for name in self.schema.names if name in wanted or _uses(filter, name, self.schema)]
         schema = pa.schema([self.schema.field(name) for name in used])
         return arrow_dataset.Scanner.from_batches(self._batches(used), schema=schema, columns=wanted, filter=filter)
 
@@ -82,8 +85,15 @@ class LiveSamples(arrow_dataset.FileSystemDataset):  # type: ignore[misc]
     def _stored(self, numbers: list[int], columns: list[str]) -> Iterator[pa.RecordBatch]:
         fragments = [self._fragments[number] for number in numbers]
         stored = arrow_dataset.FileSystemDataset(fragments, self.schema, _FORMAT)
-        batches: Iterator[pa.RecordBatch] = stored.to_batches(columns=columns)
-        return batches
+        for batch in stored.to_batches(columns=columns):
+            try:
+                batch.validate(full=True)  # whoever followed a damaged offset would crash
+            except pa.ArrowInvalid as error:
+                self._files.failure = CorruptDataError(
+                    f"a shard of {self._name} is corrupt ({error}): `datasvc verify --deep` names the samples hit"
+                )
+                raise self._files.failure from error
+            yield batch
 
 
 class _Probe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]

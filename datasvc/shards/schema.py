@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ _METADATA = {b"datasvc.shard.format": str(SHARD_FORMAT).encode()}
 
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
 _KIND: Final = b"datasvc.kind"
+_OURS: Final = b"datasvc."
 
 
 def image_schema(*, labelled: bool) -> pa.Schema:
@@ -40,6 +42,8 @@ def is_image(field: pa.Field) -> bool:
 def stored_schema(source: pa.Schema) -> pa.Schema:
     """Return the shard schema for a source's columns: `width` and `height` follow the column `image`.
 
+    What the source says of itself under `datasvc.`, such as a tokenizer's digest, stays.
+
     Raises:
         ConfigError: as `shard_schema`.
     """
@@ -52,11 +56,12 @@ def stored_schema(source: pa.Schema) -> pa.Schema:
             ]
         else:
             fields.append(field)
-    return shard_schema(fields)
+    own = {name: value for name, value in (source.metadata or {}).items() if name.startswith(_OURS)}
+    return shard_schema(fields, own)
 
 
-def shard_schema(fields: list[pa.Field]) -> pa.Schema:
-    """Return a shard's schema over `fields`, marked with the format's version.
+def shard_schema(fields: list[pa.Field], metadata: Mapping[bytes, bytes] | None = None) -> pa.Schema:
+    """Return a shard's schema over `fields`, marked with the format's version, with more `metadata`.
 
     Raises:
         ConfigError: there is no `key` column of strings, or a column has a name twice.
@@ -66,7 +71,7 @@ def shard_schema(fields: list[pa.Field]) -> pa.Schema:
         raise ConfigError(f"column names must be unique; got {names}")
     if KEY not in names or fields[names.index(KEY)].type != pa.string():
         raise ConfigError(f"a shard needs a column {KEY!r} of strings, unique in its split; got {names}")
-    return pa.schema(fields, metadata=_METADATA)
+    return pa.schema(fields, metadata={**(metadata or {}), **_METADATA})
 
 
 def is_blob(data_type: pa.DataType) -> bool:

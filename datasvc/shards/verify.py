@@ -253,11 +253,8 @@ def _read(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
     """Return whatever bytes lie under a shard's name: mapped where they are local."""
     path = objects.local_path(shard.digest)
     if path is not None:
-        with translated("read", str(path)):
-            if not path.stat().st_size:
-                return pa.py_buffer(b"")  # nothing cannot be mapped
-            with pa.memory_map(str(path)) as mapped:
-                return mapped.read_buffer()
+        with translated("read", str(path)), pa.memory_map(str(path)) as mapped:
+            return mapped.read_buffer()
     sink = io.BytesIO()
     with suppress(CorruptDataError):  # the caller hashes what arrived
         objects.fetch(shard.digest, objects.size(shard.digest) or 0, sink)

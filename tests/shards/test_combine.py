@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Objects, Storage
 from datasvc.shards.combine import append_splits, append_table, combine_schemas, relabel_shards
+from datasvc.shards.common_keys import find_common_keys
 from datasvc.shards.deletions import delete_samples
-from datasvc.shards.keys import SplitKeys, find_common_keys
+from datasvc.shards.keys import SplitKeys
 from datasvc.shards.labels import combine_classes, map_labels, plan_labels
 from datasvc.shards.reader import open_shard
 from datasvc.shards.schema import image_schema, shard_schema
@@ -286,7 +287,7 @@ def test_common_keys_are_those_that_both_have_where_they_are_whatever_their_hash
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
             patch.setattr(
-                "datasvc.shards.keys._hash_keys", lambda keys: np.array([len(key) for key in keys.to_pylist()])
+                "datasvc.shards.common_keys._hash_keys", lambda keys: np.array([len(key) for key in keys.to_pylist()])
             )
         common = find_common_keys(objects, *tables)
     found = {

@@ -219,6 +219,12 @@ def test_a_condition_that_is_wrong_is_refused_before_anything_is_committed(pets,
     assert pets.versions("datasets", "pets").head() == 1
 
 
+def test_a_condition_sees_no_tables_of_the_program(pets, monkeypatch):
+    monkeypatch.setattr("datasvc.shards.where.leaked", pa.table({"key": ["a"]}), raising=False)
+    with pytest.raises(ConfigError, match="leaked does not exist"):
+        delete(pets, "pets", where="key in (select key from leaked)")
+
+
 def test_a_column_named_like_our_own_is_no_trouble(repository):
     schema = shard_schema([KEY, pa.field("datasvc_row", pa.int64())])
     write_version(repository, "odd", {"train": [[{"key": key, "datasvc_row": 5} for key in "ab"]]}, schema)

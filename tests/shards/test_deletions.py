@@ -124,8 +124,10 @@ def test_deleted_samples_are_counted_under_no_label(repository):
     assert again.label_counts == {0: 2}
 
 
-def test_deletions_of_another_table_are_corrupt(repository, table):
+@pytest.mark.parametrize("rows", [{1: np.array([0])}, {0: np.array([0, 1])}], ids=["other shards", "other counts"])
+def test_deletions_of_another_table_are_corrupt(repository, table, rows):
     objects = repository.objects
-    one, other = (delete_samples(objects, table, {shard: np.array([0])}) for shard in (0, 1))
+    one = delete_samples(objects, table, {0: np.array([0])})
+    other = delete_samples(objects, table, rows)
     with pytest.raises(CorruptDataError, match="does not say what its shard table says"):
         load_deletions(objects, dataclasses.replace(one, deletions=other.deletions))

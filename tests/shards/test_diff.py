@@ -1,5 +1,6 @@
 """What leads from one version to another."""
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import NotFoundError
 from datasvc.repository import Objects, Storage
+from datasvc.shards.combine import append_table
 from datasvc.shards.delete import delete
 from datasvc.shards.deletions import delete_samples
 from datasvc.shards.diff import diff, diff_tables
@@ -105,6 +107,32 @@ def test_shards_that_both_have_are_not_looked_at(repository):
         objects.local_path(table.index(shard)).unlink()
         objects.local_path(table.shard(shard).digest).unlink()
     assert changes(diff_tables(objects, table, other)) == ([], ["a"], [], 51)
+
+
+def test_of_a_shard_that_both_have_only_the_samples_that_one_deleted_are_read(repository):
+    """What both hold there costs nothing; a sample that moved to another shard is still the same sample."""
+    objects = repository.objects
+    table = write_table(objects, [texts("abcde"), texts("xy")], TEXT_SCHEMA)
+    one = delete_samples(objects, table, {0: np.array([0, 1])})
+    two = delete_samples(objects, table, {0: np.array([1, 2, 3])})
+    assert changes(diff_tables(objects, one, two)) == (["a"], ["c", "d"], [], 3)
+    assert changes(diff_tables(objects, two, one)) == (["c", "d"], ["a"], [], 3)
+    moved = append_table(objects, two, write_table(objects, [[*texts("d"), *texts("c", "new {}")]], TEXT_SCHEMA))
+    assert changes(diff_tables(objects, one, moved)) == (["a"], [], ["c"], 4)
+    objects.local_path(table.index(1)).unlink()
+    assert counts(diff_tables(objects, table, two)) == (0, 3, 0, 4)
+    assert list(diff_tables(objects, table, two).deleted) == ["b", "c", "d"]
+
+
+def test_a_shard_that_a_split_has_twice_is_compared_once_with_each_of_the_others(repository):
+    objects = repository.objects
+    table = write_table(objects, [texts("abc")], TEXT_SCHEMA)
+    halves = [delete_samples(objects, table, {0: np.array(rows)}) for rows in ([1, 2], [0])]
+    twice = append_table(objects, *halves)
+    assert twice.shards() == table.shards() * 2
+    assert changes(diff_tables(objects, twice, table)) == ([], [], [], 3)
+    assert changes(diff_tables(objects, table, twice)) == ([], [], [], 3)
+    assert changes(diff_tables(objects, twice, halves[1])) == ([], ["a"], [], 2)
 
 
 def test_a_version_that_is_not_there_is_not_found(repository):

@@ -13,7 +13,7 @@ from datasvc.shards.damage import readable_marks, rows_not_among
 from datasvc.shards.delete import delete
 from datasvc.shards.index import SampleIndex
 from datasvc.shards.verify import verify
-from tests.repository.conftest import s3_bucket, url  # noqa: F401 - fixtures: each kind of store
+from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.versions import LABELLED_SCHEMA, describe_table, write_table, write_version
 
 STEP = 12
@@ -205,6 +205,24 @@ def test_an_index_of_other_samples_contradicts_its_shard(pets):
     first, second = verify(pets, "odd", deep=True).problems
     assert (first.kind, first.shard, first.num_samples) == ("contradictory", 0, STEP)
     assert (second.kind, second.shard) == ("contradictory", 1)
+
+
+def test_an_index_of_another_number_of_samples_is_no_index_of_this_shard(pets):
+    table, val = table_of(pets), table_of(pets, "val")
+    commit_table(pets, with_column(table, "index", [bytes.fromhex(val.index(0)), bytes.fromhex(table.index(1))]))
+    problem = one_problem(pets, "odd", deep=False)
+    assert (problem.role, problem.shard) == ("sample index", 0)
+    assert "lists 5 samples, the shard table 12" in problem.detail
+
+
+def test_a_damaged_offset_is_not_followed(shard):
+    """Arrow reads texts where offsets say; one that points outside of everything would end this process."""
+    content, index = bytearray(shard[0]), shard[1]
+    offsets = np.arange(0, 24, 4, dtype=np.int32).tobytes()  # of the keys of a batch of 5
+    place = content.index(offsets)
+    content[place + 8 : place + 12] = np.int32(2**31 - 8).tobytes()
+    lost = rows_not_among(index, readable_marks(pa.py_buffer(bytes(content))))
+    assert lost.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_table_that_counts_other_samples_contradicts_its_shard(repository):

@@ -34,7 +34,7 @@ class Parquet(ExportFormat):
         with destination.writing(name) as file:
             with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=small) as writer:
                 for batch in unit.batches():
-                    writer.write_batch(batch.cast(schema), row_group_size=batch.num_rows)
+                    writer.write_batch(batch.cast(schema))  # a row group
             size_bytes = file.tell()
         return Written(unit.num_samples, 1, size_bytes)
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.repository.storage import translated
-from datasvc.shards.sources.column_types import join_schemas
+from datasvc.shards.sources.column_types import checked_names, join_schemas
 from datasvc.shards.sources.columns import ColumnMap
 from datasvc.shards.sources.features import features_of_files, image_columns, label_column
 from datasvc.shards.sources.files import FileReader, SourceFile
@@ -138,8 +138,8 @@ def _first_samples(reader: FileReader, parts: Sequence[Part]) -> pa.RecordBatch 
 def _read_schema(reader: FileReader, file: SourceFile) -> pa.Schema:
     try:
         with _open_ipc(reader, file.path) as (ipc, _):
-            return ipc.schema
-    except (pa.ArrowException, OSError) as error:
+            return checked_names(ipc.schema)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file.name} is no readable Arrow file or stream: {reason_of(error)}; mend it, or leave it out of the "
             "source"

@@ -34,6 +34,7 @@ _CLASSES: Final = {
     "tokens": "tokens.TokenFiles",
 }
 FORMATS: Final = tuple(_CLASSES)
+_SAY_IT: Final = f"say it with --format: {', '.join(FORMATS)}"
 _BY_EXTENSION: Final = {
     ".tar": "webdataset",
     ".tgz": "webdataset",
@@ -101,9 +102,7 @@ def choose_format(url: str, options: SourceOptions) -> str:
     file_system, root = resolve_url(first)
     with translated("look at", redact_url(url)):
         if file_system.isfile(root):
-            raise ConfigError(
-                f"cannot tell the format of {redact_url(url)} from its name; say it with --format: {', '.join(FORMATS)}"
-            )
+            raise ConfigError(f"cannot tell the format of {redact_url(url)} from its name; {_SAY_IT}")
         found = _some_files(file_system, root)
         is_folder = bool(found) or file_system.isdir(root)
     if not found:
@@ -123,9 +122,7 @@ def _by_content(found: list[str], url: str) -> str:
     if len(kinds) == 1 or "image-folder" in kinds:  # notes and lists may lie beside images
         return "image-folder" if "image-folder" in kinds else next(iter(kinds))
     said = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common()) or "none that is known"
-    raise ConfigError(
-        f"cannot tell the format of {redact_url(url)}: its files are {said}; say it with --format: {', '.join(FORMATS)}"
-    )
+    raise ConfigError(f"cannot tell the format of {redact_url(url)}: its files are {said}; {_SAY_IT}")
 
 
 def _by_file_name(name: str) -> str | None:

@@ -107,6 +107,13 @@ def join_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     return joined
 
 
+def checked_names(schema: pa.Schema) -> pa.Schema:
+    """Return `schema`. Raises UnicodeDecodeError where a name in it, at any depth, is not UTF-8."""
+    for field in schema:
+        _nested_field(field)
+    return schema
+
+
 def check_unique(names: list[str], location: str) -> None:
     """Raise ConfigError when a column name occurs twice."""
     twice = sorted({name for name in names if names.count(name) > 1})

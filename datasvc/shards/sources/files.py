@@ -11,17 +11,19 @@ import io
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Final, cast
 
 import pyarrow as pa
 import zstandard
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.storage import redact_url, resolve_url, translated
+from datasvc.shards.sources.local_files import check_inside, find_local
 
 COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -259,23 +261,6 @@ class _Limited(io.RawIOBase):
         super().close()
 
 
-def check_inside(root: str, files: Sequence[tuple[str, bool]]) -> None:
-    """Raise ConfigError when a local file lies outside `root`, by a link or by climbing.
-
-    Args:
-        root: local folder.
-        files: path and whether it is a link, of each file.
-    """
-    real_root = os.path.realpath(root)
-    folders = {os.path.dirname(path) for path, _ in files}
-    for path in (*sorted(folders), *(path for path, is_link in files if is_link)):
-        real = os.path.realpath(path)
-        if real != real_root and not real.startswith(f"{real_root.rstrip('/')}/"):
-            raise ConfigError(
-                f"{path} leads out of the source, to {real}; copy it into the source, or ingest that folder too"
-            )
-
-
 def _list_one(url: str) -> list[SourceFile]:
     file_system, root = resolve_url(url)
     with translated("list", redact_url(url)):
@@ -288,18 +273,61 @@ def _list_one(url: str) -> list[SourceFile]:
                 raise NotFoundError(f"no file matches {redact_url(url)}")
         elif file_system.isfile(root):
             base, found = root.rpartition("/")[0], {root: file_system.info(root)}
+        elif not file_system.isdir(root):
+            raise NotFoundError(f"nothing is at {redact_url(url)}")
         else:
-            base, found = root, file_system.find(root, detail=True)
-    if not found:
-        raise NotFoundError(f"nothing is at {redact_url(url)}")
+            shown = [file for file in find_files(file_system, root) if not _is_hidden(file.name)]
+            return sorted(shown, key=lambda file: file.name)
     if isinstance(file_system, LocalFileSystem) and len(found) > 1:
-        check_inside(base, [(path, bool(info.get("islink"))) for path, info in found.items()])
+        check_inside(base, list(found))
     files = [
-        SourceFile(path[len(base) :].lstrip("/"), path, int(info["size"]), stamp_of(info))
+        SourceFile(path[len(base) :].lstrip("/"), path, *_size_and_stamp(file_system, path, info))
         for path, info in found.items()
     ]
-    shown = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
-    return sorted(shown if len(files) > 1 else files, key=lambda file: file.name)
+    return sorted(files, key=lambda file: file.name)
+
+
+def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
+    """Return every file below the folder `root`, in no particular order.
+
+    Raises:
+        ConfigError: a link leads out of it, to nothing, or back to a folder above it.
+        OSError: it cannot be listed; to be translated by the caller.
+    """
+    if isinstance(file_system, LocalFileSystem):
+        return [
+            SourceFile(path[len(root) :].lstrip("/"), path, status.st_size, str(status.st_mtime))
+            for path, status in find_local(root)
+        ]
+    return [
+        SourceFile(path[len(root) :].lstrip("/"), path, int(info["size"]), _stamp_of(info))
+        for path, info in file_system.find(root, detail=True).items()
+    ]
+
+
+def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
+    """Return every file below the folder `url` by its name there, and the folder's own path.
+
+    Raises:
+        NotFoundError: there is no such folder.
+        ConfigError, UnavailableError: as `list_files`.
+    """
+    file_system, root = resolve_url(url)
+    with translated("list", redact_url(url)):
+        if not file_system.isdir(root):
+            raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
+        return {file.name: file for file in find_files(file_system, root)}, root
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "_")) for part in name.split("/"))
+
+
+def _size_and_stamp(file_system: AbstractFileSystem, path: str, info: dict[str, Any]) -> tuple[int, str]:
+    if isinstance(file_system, LocalFileSystem):
+        status = os.stat(path)  # of what a link leads to
+        return status.st_size, str(status.st_mtime)
+    return int(info["size"]), _stamp_of(info)
 
 
 def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
@@ -309,7 +337,7 @@ def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
     return [replace(file, name=file.path[len(root) :].lstrip("/")) for file in files]
 
 
-def stamp_of(info: dict[str, Any]) -> str:
+def _stamp_of(info: dict[str, Any]) -> str:
     """Return what changes with a file's content, of what a store says of it."""
     for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created"):
         if info.get(name) is not None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pyarrow as pa
-from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.storage import redact_url, resolve_url, translated
+from datasvc.repository.storage import redact_url
 from datasvc.shards.images import EXTENSIONS
 from datasvc.shards.schema import IMAGE, KEY, LABEL, image_field
-from datasvc.shards.sources.files import check_inside, stamp_of
+from datasvc.shards.sources.files import find_below
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.source import ImageFile, ListedSource
 from datasvc.shards.sources.splits import DEFAULT_SPLIT, SPLIT_NAMES
@@ -53,13 +52,12 @@ class ImageFolder(ListedSource):
             UnavailableError: the store does not answer.
         """
         options = options or SourceOptions()
-        found, root = _find(url)
-        infos = {path[len(root) :].lstrip("/"): info for path, info in found.items()}
-        images = sorted(name for name in infos if _extension(name) in EXTENSIONS)
-        ignored = Counter(_extension(name) or "(none)" for name in infos if _extension(name) not in EXTENSIONS)
+        found, _ = find_below(url)
+        images = sorted(name for name in found if _extension(name) in EXTENSIONS)
+        ignored = Counter(_extension(name) or "(none)" for name in found if _extension(name) not in EXTENSIONS)
         if not images:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: no images in it ({len(infos)} other files); "
+                f"cannot ingest {redact_url(url)}: no images in it ({len(found)} other files); "
                 f"looked for {', '.join(sorted(EXTENSIONS))}"
             )
         if options.split is None:
@@ -71,8 +69,8 @@ class ImageFolder(ListedSource):
         for name in images:
             split, class_name, key = placed[name]
             label = labels[class_name] if class_name is not None else None
-            file = ImageFile(key, f"{root}/{name}", int(infos[name]["size"]), label, stamp_of(infos[name]))
-            splits.setdefault(split, []).append(file)
+            file = found[name]
+            splits.setdefault(split, []).append(ImageFile(key, file.path, file.size_bytes, label, file.stamp))
         for files in splits.values():
             files.sort(key=lambda file: file.key)
         return cls(url, splits, classes, ignored)
@@ -82,17 +80,6 @@ class ImageFolder(ListedSource):
         """Columns of the samples."""
         label = [pa.field(LABEL, pa.int32(), nullable=False)] if self.classes else []
         return pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), *label])
-
-
-def _find(url: str) -> tuple[dict[str, dict[str, Any]], str]:
-    file_system, root = resolve_url(url)
-    with translated("list", redact_url(url)):
-        if not file_system.isdir(root):
-            raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
-        found = file_system.find(root, detail=True)
-    if isinstance(file_system, LocalFileSystem):
-        check_inside(root, [(path, bool(info.get("islink"))) for path, info in found.items()])
-    return found, root
 
 
 def _extension(name: str) -> str:

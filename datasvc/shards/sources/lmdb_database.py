@@ -2,19 +2,13 @@
 
 Datums give `image` and `label`, or `data` (a tensor) and `label` where they hold floats or no 1 or 3 channels;
 other values give `image` where all first ones are images, else `value`. Values are never unpickled.
-
-LMDB maps files into memory and dies (SIGBUS) where a file is shorter than it says, so its size is checked before
-each use. A database is open while a batch is read and no longer: one process may open it once only, parts are read
-side by side, and pages that stay mapped would count as the worker's memory.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, ClassVar, Final
@@ -28,9 +22,11 @@ from datasvc.repository.storage import redact_url, translated
 from datasvc.shards.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.sources.caffe import datum_image, datum_values, is_datum, parse_datum
 from datasvc.shards.sources.columns import SampleBatcher, looks_like_image
-from datasvc.shards.sources.files import FileReader, check_inside
+from datasvc.shards.sources.files import FileReader
+from datasvc.shards.sources.lmdb_file import open_lmdb, read_pairs
+from datasvc.shards.sources.local_files import check_inside
 from datasvc.shards.sources.options import SourceOptions
-from datasvc.shards.sources.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, Part, StreamedSource
+from datasvc.shards.sources.source import BATCH_SAMPLES, BadSample, Part, StreamedSource
 from datasvc.shards.sources.splits import split_of
 from datasvc.shards.sources.tensors import tensor_field
 
@@ -38,14 +34,10 @@ DATA_FILE: Final = "data.mdb"
 _VALUE, _DATA = "value", "data"
 _EXTENSIONS: Final = (".lmdb", ".mdb")
 _LOCK_FILE: Final = "lock.mdb"
-_MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
-_MAGIC_OFFSETS: Final = (16, 24)  # behind the page header of LMDB 0.9, of 1.0
 _NAMED_BYTES: Final = 48  # of what the main database keeps of a named one
 _FIRST_VALUES: Final = 8
 _PART_BYTES: Final = 64 << 20
 _PART_SAMPLES: Final = 1 << 14
-# py-lmdb refuses to open a file twice in one process.
-_open_once = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ class LmdbDatabase(StreamedSource):
         start, left, is_read = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
         while left:
             try:
-                pairs = _read_pairs(part.where["path"], start, min(left, BATCH_SAMPLES), skip_first=is_read)
+                pairs = read_pairs(part.where["path"], start, min(left, BATCH_SAMPLES), skip_first=is_read)
                 problem = "the database has fewer keys than when it was listed"
             except CorruptDataError as error:
                 pairs, problem = [], str(error)
@@ -179,13 +171,13 @@ def _find(root: str) -> list[_Database]:
                 databases.append(_Database(entry.name, entry.path))
     if not databases:
         raise NotFoundError(f"no LMDB is in {root}: looked for {DATA_FILE}, here and one folder below")
-    check_inside(root, [(each.path, os.path.islink(each.path)) for each in databases])
+    check_inside(root, [each.path for each in databases])
     return databases
 
 
 def _list_parts(database: _Database, split: str, *, prefixed: bool) -> tuple[pa.Schema | None, list[Part]]:
     """Return what a database holds (None: nothing) and its parts, by one pass over its keys."""
-    with _opened(database.path) as env, env.begin(buffers=True) as txn:
+    with open_lmdb(database.path) as env, env.begin(buffers=True) as txn:
         if env.open_db(None, txn=txn).flags(txn)["dupsort"]:  # type: ignore[call-arg]  # its stub forgets it
             raise ConfigError(f"{database.path} has several values of one key (DUPSORT); write them under own keys")
         statistics = env.stat()
@@ -253,51 +245,3 @@ def _is_text(key: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list[tuple[bytes, bytes]]:
-    """Return up to `count` keys and values, copied, from the first key that is not below `start`.
-
-    They take up to `BATCH_BYTES`, or are one.
-    """
-    pairs: list[tuple[bytes, bytes]] = []
-    size_bytes = 0
-    with _opened(path) as env, env.begin(buffers=True) as txn, txn.cursor() as cursor:
-        is_found = cursor.set_range(start)
-        if is_found and skip_first and bytes(cursor.key()) == start:
-            is_found = cursor.next()
-        while is_found and len(pairs) < count and size_bytes < BATCH_BYTES:
-            pairs.append((bytes(cursor.key()), bytes(cursor.value())))
-            size_bytes += len(pairs[-1][1])
-            is_found = cursor.next()
-    return pairs
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[lmdb.Environment]:
-    """Open a database for reading.
-
-    Raises:
-        ConfigError: it is no LMDB, or this process has it open elsewhere.
-        CorruptDataError: it is cut off or damaged.
-    """
-    with translated("open", path), open(path, "rb") as opened:
-        head = opened.read(64)
-    if not any(head[offset : offset + 4] == _MAGIC for offset in _MAGIC_OFFSETS):
-        raise ConfigError(f"{path} is no LMDB: it starts with {head[:24]!r}; expected a data file of a database")
-    with _open_once:
-        try:
-            with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, max_dbs=1) as env:
-                _check_size(env, path)
-                yield env
-        except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError) as error:
-            raise CorruptDataError(f"{path} is damaged: {error}; restore another copy") from error
-        except lmdb.Error as error:
-            raise ConfigError(f"cannot open {path}: {error}") from error
-
-
-def _check_size(env: lmdb.Environment, path: str) -> None:
-    expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    found = os.path.getsize(path)
-    if found < expected:
-        raise CorruptDataError(f"{path} is cut off: it has {found} bytes of {expected}; restore another copy")

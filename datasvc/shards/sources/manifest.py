@@ -14,11 +14,10 @@ from itertools import pairwise
 from typing import Any, ClassVar, Final
 
 import pyarrow as pa
-from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.storage import redact_url, resolve_url, translated
-from datasvc.shards.sources.files import check_inside, stamp_of
+from datasvc.repository.storage import redact_url, resolve_url
+from datasvc.shards.sources.files import find_below
 from datasvc.shards.sources.manifest_table import ManifestTable
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.source import ImageFile, ListedSource
@@ -63,7 +62,7 @@ class Manifest(ListedSource):
         if options.manifest is None:
             raise ConfigError("no manifest is given; expected the URL of a CSV, JSON lines or Parquet file")
         manifest = ManifestTable.read(options.manifest, options.key)
-        found, root = _find(url)
+        found, root = find_below(url)
         names = _file_names(manifest)
         _check_there(names, found, url)
         labels, classes = manifest.labels()
@@ -73,26 +72,14 @@ class Manifest(ListedSource):
         rows = zip(names, keys, splits, labels, *extras, strict=True)
         files: dict[str, list[ImageFile]] = {}
         for name, key, split, label, *values in rows:
-            info = found[name]
-            file = ImageFile(key, f"{root}/{name}", int(info["size"]), label, stamp_of(info), tuple(values))
+            there = found[name]
+            file = ImageFile(key, there.path, there.size_bytes, label, there.stamp, tuple(values))
             files.setdefault(split, []).append(file)
         for of_split in files.values():
             of_split.sort(key=lambda file: file.key)
         _check_keys(files)
         ignored = _unnamed(found, names, root, options.manifest)
         return cls(url, manifest.schema(labels), files, classes, ignored)
-
-
-def _find(url: str) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return what is known of each file below the source, by its path there, and the source's own path."""
-    file_system, root = resolve_url(url)
-    with translated("list", redact_url(url)):
-        if not file_system.isdir(root):
-            raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
-        found = file_system.find(root, detail=True)
-    if isinstance(file_system, LocalFileSystem):
-        check_inside(root, [(path, bool(info.get("islink"))) for path, info in found.items()])
-    return {path[len(root) :].lstrip("/"): info for path, info in found.items()}, root
 
 
 def _file_names(manifest: ManifestTable) -> list[str]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datasvc.errors import ConfigError
-from datasvc.shards.sources.column_types import join_schemas
+from datasvc.shards.sources.column_types import checked_names, join_schemas
 from datasvc.shards.sources.columns import ColumnMap
 from datasvc.shards.sources.features import features_of_files, image_columns, label_column
 from datasvc.shards.sources.files import FileReader, SourceFile
@@ -93,12 +93,10 @@ class RowGroup:
 
     Attributes:
         num_samples: rows.
-        size_bytes: in the file, compressed.
         decoded_bytes: about how much it is once decompressed.
     """
 
     num_samples: int
-    size_bytes: int
     decoded_bytes: int
 
 
@@ -131,8 +129,8 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
         with open_seekable(reader, file.path) as opened, pq.ParquetFile(opened, pre_buffer=False) as parquet:
             metadata = parquet.metadata
             groups = tuple(_row_group(metadata.row_group(number)) for number in range(metadata.num_row_groups))
-            return Footer(parquet.schema_arrow, groups)
-    except (pa.ArrowException, OSError) as error:
+            return Footer(checked_names(parquet.schema_arrow), groups)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file.name} is no readable Parquet file: {reason_of(error)}; mend it, or leave it out of the source"
         ) from error
@@ -148,12 +146,14 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[Part]:
             room = PART_BYTES
         runs[-1].append(number)
         room -= group.decoded_bytes
+    total_bytes = sum(group.decoded_bytes for group in footer.row_groups)
     parts, row = [], 0
     for run in runs:
         groups = [footer.row_groups[number] for number in run]
         num_samples = sum(group.num_samples for group in groups)
         where = {"path": file.path, "name": file.name, "row_groups": [run[0], run[-1] + 1], "row": row}
-        size_bytes = sum(group.size_bytes for group in groups)
+        decoded_bytes = sum(group.decoded_bytes for group in groups)
+        size_bytes = file.size_bytes * decoded_bytes // max(1, total_bytes)
         name = file.name if len(runs) == 1 else f"{file.name}#{row}"
         if num_samples:
             parts.append(Part(split, name, size_bytes, num_samples, file.stamp, where))
@@ -172,11 +172,15 @@ def read_parquet(reader: FileReader, part: Part) -> Iterator[RawBatch | BadSampl
     stop = row + (part.num_samples or 0)
     try:
         for batch in _batches(reader, part):
-            yield RawBatch(batch, row_keys(name, row, batch.num_rows))
+            counted = batch.slice(0, stop - row)  # a wrong footer must not give two samples one key
+            if counted.num_rows:
+                yield RawBatch(counted, row_keys(name, row, counted.num_rows))
             row += batch.num_rows
+        reason = "" if row == stop else f"its row groups hold other counts of rows than the footer says, at row {row}"
     except (pa.ArrowException, OSError) as error:
-        lost = f"its rows {row} to {stop - 1} cannot be read: {reason_of(error)}"
-        yield BadSample(part.split, f"{name}#{row}", lost)
+        reason = f"its rows {row} to {stop - 1} cannot be read: {reason_of(error)}"
+    if reason:
+        yield BadSample(part.split, f"{name}#{row}", reason)
 
 
 def _batches(reader: FileReader, part: Part) -> Iterator[pa.RecordBatch]:
@@ -209,5 +213,5 @@ def _open(opened: pa.NativeFile, metadata: Any) -> pq.ParquetFile:
 
 
 def _row_group(metadata: Any) -> RowGroup:
-    size_bytes = sum(metadata.column(number).total_compressed_size for number in range(metadata.num_columns))
-    return RowGroup(metadata.num_rows, size_bytes, max(metadata.total_byte_size, size_bytes))
+    # What it says of single columns is not asked for: pyarrow ends the process where that is damaged.
+    return RowGroup(metadata.num_rows, max(metadata.total_byte_size, 0))

@@ -80,7 +80,7 @@ def test_every_kind_of_column_comes_back_nulls_included(repository, tmp_path):
     )
     blob = photo("a")["image"]
     samples = [
-        {"key": "a", "image": blob, "n": 0.5, "x": ["ß", None]},
+        {"key": "a.jpg", "image": blob, "n": 0.5, "x": ["ß", None]},
         {"key": "b", "image": b"?", "n": None, "x": []},
     ]
     write_version(repository, "extra", {"train": [samples]}, schema)

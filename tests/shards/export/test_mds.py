@@ -138,6 +138,18 @@ def test_token_blocks_come_back_as_arrays(local_dataset, repository, tmp_path):
     assert encodings(tmp_path / "out") == [expected, expected]
 
 
+@pytest.mark.parametrize("length", [1, 255, 256, 65535, 65536])
+def test_arrays_of_any_length_come_back(local_dataset, repository, tmp_path, length):
+    schema = shard_schema([KEY_FIELD, pa.field("za", pa.list_(pa.int8())), pa.field("ab", pa.bool_())])
+    samples = [{"key": "a", "za": [1] * length, "ab": True}]
+    write_version(repository, "long", {"train": [samples]}, schema)
+    dataset = open_dataset(repository, "long")
+    exported(dataset, tmp_path / "out", "mds")
+    check(local_dataset, dataset, tmp_path / "out")
+    # The writer of the package sorts its columns, so that an index is the same whatever their order.
+    assert list(encodings(tmp_path / "out")[0].items()) == [("ab", "json"), ("key", "str"), ("za", "ndarray:int8")]
+
+
 def test_lists_that_are_no_arrays_for_it_come_back_as_json(local_dataset, repository, tmp_path):
     schema = shard_schema(
         [KEY_FIELD, pa.field("ids", pa.list_(pa.int64())), pa.field("pair", pa.list_(pa.int8(), 2))]

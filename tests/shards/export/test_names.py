@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datasvc.shards.export.names import image_extension, safe_part, safe_path, split_extension
@@ -31,7 +31,17 @@ def test_two_keys_never_give_one_name(keys):
     assert len({safe_part(key) for key in keys}) == len(keys)
 
 
+@pytest.mark.parametrize("size", range(40, 56))
+def test_a_cut_never_halves_an_escape(size):
+    cut = safe_part("x" * size + "%" * 100)
+    assert re.sub("%[0-9A-F]{2}", "", cut).count("%") == 1
+
+
 @given(st.text(alphabet="x/%.~é", min_size=190))
+@example("x" * 201)
+@example("é" * 101)
+@example("a/" * 501)
+@example("%" * 67)
 def test_long_keys_are_cut_and_stay_apart(key):
     names = {safe_path(key), safe_path(f"{key}y"), safe_path(f"y{key}")}
     assert len(names) == 3

@@ -141,13 +141,13 @@ def test_a_column_called_key_or_named_as_such_holds_the_keys(values):
 
 def test_keys_are_never_null():
     columns, _ = mapped({"key": ["a"]})
-    with pytest.raises(ConfigError, match="key.*null"):
+    with pytest.raises(ConfigError, match=r"key.*null"):
         columns.convert(pa.record_batch({"key": pa.array([None], pa.string())}), ["0"])
 
 
 def test_an_image_that_is_missing_later_is_refused():
     columns, _ = mapped({"image": [jpeg()]})
-    with pytest.raises(ConfigError, match="image.*null"):
+    with pytest.raises(ConfigError, match=r"image.*null"):
         columns.convert(pa.record_batch({"image": pa.array([None], pa.binary())}), ["0"])
 
 

@@ -1,5 +1,5 @@
 import csv
-import datetime
+import datetime as dt
 import gzip
 import io
 import pickle
@@ -60,15 +60,15 @@ def test_types_are_those_of_the_first_block(tmp_path):
     source = listed(tmp_path, header + line + missing)
     found, bad = values(source)
     assert not bad
-    moment = datetime.datetime(2020, 1, 2, 3, 4, 5)
+    moment = dt.datetime.fromisoformat("2020-01-02 03:04:05")
     assert found[0] == {
         "i": 1,
         "f": 1.5,
         "b": True,
-        "d": datetime.date(2020, 1, 2),
-        "t": datetime.time(10, 11, 12),
+        "d": dt.date(2020, 1, 2),
+        "t": dt.time(10, 11, 12),
         "s": moment,
-        "z": moment.replace(tzinfo=datetime.UTC),
+        "z": moment.replace(tzinfo=dt.UTC),
         "n": "",
         "text": "NA",
     }
@@ -146,13 +146,14 @@ def test_a_row_may_be_much_longer_than_a_block(tmp_path):
 
 
 def test_the_rows_before_a_long_one_come_once(tmp_path):
-    rows = [f"{'x' * 100},{number}\n" for number in range(50_000)]
+    rows = [f"{'x' * 100},{number}\n" for number in range(130_000)]
     rows[7] = "bad\n"
-    rows[40_000] = f"{'.' * (4 << 20)},40000\n"
+    rows[120_000] = f"{'.' * (4 << 20)},120000\n"  # behind the first block of the second size
     samples, bad = read_all(listed(tmp_path, "t,n\n" + "".join(rows)))
     assert [sample.key for sample in bad] == ["a.csv#7"]
-    assert samples.column("n").to_pylist() == [n for n in range(50_000) if n != 7]
-    assert samples.column("key").to_pylist() == [f"a.csv#{n}" for n in range(50_000) if n != 7]
+    good = [number for number in range(130_000) if number != 7]
+    assert samples.column("n").to_pylist() == good
+    assert samples.column("key").to_pylist() == [f"a.csv#{number}" for number in good]
 
 
 @pytest.mark.parametrize("num_lines", [10, 200_000])

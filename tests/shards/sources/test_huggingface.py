@@ -18,7 +18,12 @@ FEATURES = {
     "tags": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
 }
 FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-STATE = {"_fingerprint": "ced2a9d745bbf7d6", "_format_columns": None, "_format_kwargs": {}, "_output_all_columns": False}
+STATE = {
+    "_fingerprint": "ced2a9d745bbf7d6",
+    "_format_columns": None,
+    "_format_kwargs": {},
+    "_output_all_columns": False,
+}
 
 
 def samples_of(start, count):
@@ -167,14 +172,20 @@ def test_splits_that_differ_in_their_classes_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("break_it", "error", "message"),
     [
-        (lambda folder: (folder / "train/data-00000-of-00001.arrow").unlink(), NotFoundError, r"names \['data-00000-"),
+        (
+            lambda folder: (folder / "train/data-00000-of-00001.arrow").unlink(),
+            NotFoundError,
+            r"names \['data-00000-",
+        ),
         (lambda folder: (folder / "train/state.json").unlink(), NotFoundError, r"train/state\.json is not there"),
         (lambda folder: (folder / "train/state.json").write_text("{"), ConfigError, r"train/state\.json is no JSON"),
         (lambda folder: (folder / "train/state.json").write_text("[]"), ConfigError, "no JSON object"),
         (lambda folder: (folder / "train/state.json").write_text("{}"), ConfigError, "does not list its data files"),
         (lambda folder: (folder / "dataset_dict.json").write_text("{}"), ConfigError, "does not list its splits"),
         (
-            lambda folder: (folder / "train/state.json").write_text('{"_data_files": [{"filename": "../../x.arrow"}]}'),
+            lambda folder: (folder / "train/state.json").write_text(
+                '{"_data_files": [{"filename": "../../x.arrow"}]}'
+            ),
             NotFoundError,
             r"\.\./\.\./x\.arrow",
         ),

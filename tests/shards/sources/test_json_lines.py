@@ -66,6 +66,11 @@ def test_samples_are_the_objects_that_were_written(tmp_path_factory, samples):
         assert json.loads(content[int(offset) :].split(b"\n")[0]) == sample
 
 
+def test_text_that_looks_like_dates_stays_text(tmp_path):
+    samples = [{"a": "2020-01-01", "b": ["2020-01-01T10:00:00Z"], "c": {"d": "2020-01-01 10:00:00"}}]
+    assert values(listed(tmp_path, lines(samples))) == (samples, {})
+
+
 @settings(max_examples=200)
 @given(st.lists(st.binary(max_size=12).map(lambda raw: raw.replace(b"\n", b"")), max_size=12), st.data())
 def test_ranges_side_by_side_give_each_line_once(all_lines, data):

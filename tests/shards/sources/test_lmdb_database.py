@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
 import numpy as np
@@ -16,6 +17,7 @@ from datasvc.shards.schema import is_image
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.caffe import is_datum, parse_datum
 from datasvc.shards.sources.lmdb_database import LmdbDatabase
+from datasvc.shards.sources.lmdb_file import read_pairs
 from datasvc.shards.sources.tensors import shape_of
 from tests.samples import jpeg
 from tests.shards.sources import reading
@@ -174,6 +176,21 @@ def test_large_values_come_in_batches_of_bounded_size_and_none_is_lost(tmp_path)
     assert {sample["key"].encode(): sample["value"] for batch in batches for sample in batch.to_pylist()} == values
 
 
+def test_no_more_than_a_batch_of_values_is_held_at_once(tmp_path):
+    url = write(tmp_path / "db", {b"%05d" % number: os.urandom(300_000) for number in range(9)})
+    assert len(read_pairs(f"{url}/data.mdb", b"", 100, skip_first=False)) == 4
+
+
+def test_parts_can_be_read_by_threads_of_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasvc.shards.sources.lmdb_database._PART_SAMPLES", 50)
+    source = LmdbDatabase.list(
+        write(tmp_path / "db", {b"%05d" % number: os.urandom(20_000) for number in range(400)})
+    )
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda part: sum(piece.num_rows for piece in source.read(part)), source.parts))
+    assert found == [50] * 8
+
+
 def test_folders_of_databases_are_splits_and_a_single_file_is_one(tmp_path):
     write(tmp_path / "all" / "tiny_train_lmdb", {b"a": b"1"})
     write(tmp_path / "all" / "tiny_val_lmdb", {b"a": b"2"})
@@ -202,7 +219,10 @@ def test_a_change_of_the_database_changes_the_fingerprint(tmp_path):
     url = write(tmp_path / "db", {b"a": b"1"})
     before = LmdbDatabase.list(url)
     assert before.fingerprint() == LmdbDatabase.list(url).fingerprint()
+    path = tmp_path / "db" / "data.mdb"
+    listed = path.stat()
     write(tmp_path / "db", {b"a": b"2"})
+    os.utime(path, ns=(listed.st_atime_ns, listed.st_mtime_ns))  # clocks are coarse; transactions are counted
     assert before.fingerprint() != LmdbDatabase.list(url).fingerprint()
 
 
@@ -287,6 +307,17 @@ def test_a_damaged_page_is_an_error_that_names_the_file(tmp_path):
     assert bad
     assert all("cannot be read" in each.reason for each in bad)
     assert len(samples) < 5000
+
+
+def test_a_database_that_has_fewer_keys_than_it_says_is_refused(tmp_path):
+    url = write(tmp_path / "db", {b"a": b"1"})
+    path = tmp_path / "db" / "data.mdb"
+    content = bytearray(path.read_bytes())
+    for meta_page in (0, os.sysconf("SC_PAGE_SIZE")):
+        content[meta_page + 120] = 9
+    path.write_bytes(content)
+    with pytest.raises(CorruptDataError, match="says it has 9 keys and has 1"):
+        LmdbDatabase.list(url)
 
 
 def test_a_remote_database_is_refused_with_advice():

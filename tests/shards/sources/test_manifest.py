@@ -1,4 +1,4 @@
-import datetime
+import datetime as dt
 import json
 import os
 import pickle
@@ -74,7 +74,7 @@ def test_a_remote_source_and_manifest_read_as_local_ones(images):
 
 
 def test_columns_of_a_parquet_manifest_keep_their_types(images):
-    moment = datetime.datetime(2020, 1, 2, 3, 4, 5)
+    moment = dt.datetime.fromisoformat("2020-01-02 03:04:05")
     table = pa.table(
         {
             "file": NAMES[:2],
@@ -140,7 +140,10 @@ MISTAKES = {
     "a URL": ("file\ns3://bucket/a.jpg\n", r"line 2 of .*below the source"),
     "no file": ("file,label\na.jpg,1\n,2\n", r"'file' is empty in line 3 of"),
     "no split": ("file,split\na.jpg,\n", r"'split' is empty in line 2 of"),
-    "mixed labels": ("file,label\na.jpg,1\nsub/b.jpg,cat\n", r"mix integers and names: '1' in line 2 of .*'cat' in line 3"),
+    "mixed labels": (
+        "file,label\na.jpg,1\nsub/b.jpg,cat\n",
+        r"mix integers and names: '1' in line 2 of .*'cat' in line 3",
+    ),
     "negative label": ("file,label\na.jpg,0\nsub/b.jpg,-1\n", r"line 3 of .* has label -1"),
     "large label": (f"file,label\na.jpg,{1 << 40}\n", r"line 2 of .* has label"),
     "no label": ("file,label\na.jpg,1.5\n", r"'label' of .* is double"),
@@ -157,7 +160,7 @@ def test_a_mistake_in_the_manifest_is_named(images, name):
 
 
 def test_mixed_labels_are_named_also_in_json(images):
-    with pytest.raises(ConfigError, match="label.*int64 vs string"):
+    with pytest.raises(ConfigError, match=r"label.*int64 vs string"):
         listed(images, '{"file": "a.jpg", "label": 1}\n{"file": "b.jpg", "label": "cat"}\n', "manifest.jsonl")
 
 

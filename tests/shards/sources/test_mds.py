@@ -182,6 +182,31 @@ def test_every_encoding_of_the_real_writer_is_read(tmp_path, mosaicml):
     }  # fmt: skip
 
 
+def test_what_the_index_calls_an_image_is_one_whatever_the_first_sample_holds(tmp_path, mosaicml):
+    url = write(mosaicml, tmp_path / "x", {"x": "jpeg"}, [{"x": b"junk"}, {"x": jpeg()}])
+    assert is_image(MdsDataset.list(url).schema.field("image"))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path, mosaicml):
+    sample = {"x": np.zeros(2, np.int8), "x.shape": 1}
+    url = write(mosaicml, tmp_path / "x", {"x": "ndarray", "x.shape": "int"}, [sample])
+    with pytest.raises(ConfigError, match="two columns would have one name"):
+        MdsDataset.list(url)
+
+
+def test_a_size_of_zero_means_that_sizes_vary_as_to_the_real_reader(tmp_path):
+    by_hand(tmp_path, column_sizes=[0])
+    assert texts(MdsDataset.list(str(tmp_path))) == (["one", "two", "three"], [])
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x08\x04\x03ab", b"\x08\x04\x03abcd", b"\x08\x08\x03", b"\x07\x04\x01a", b"\x08", b""]
+)
+def test_arrays_whose_shape_is_not_theirs_are_bad_samples(content):
+    with pytest.raises(BadSampleError):
+        MdsColumn("x", "ndarray", None).decode(memoryview(content))
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGB", "RGBA", "I;16"])
 def test_raw_images_become_png_without_loss(tmp_path, mosaicml, mode):
     size = (13, 5)

@@ -263,11 +263,12 @@ def test_an_archive_cut_off_anywhere_is_refused(tmp_path, save_archive):
 
 
 @pytest.mark.parametrize("save_archive", [np.savez, np.savez_compressed])
-def test_a_flipped_byte_of_an_archive_is_found_before_a_sample_is_used(tmp_path, save_archive):
+def test_a_flipped_byte_of_an_archive_is_found_before_a_sample_is_used(tmp_path, save_archive, monkeypatch):
+    monkeypatch.setattr("datasvc.shards.sources.numpy_files.BATCH_SAMPLES", 10)
     save_archive(tmp_path / "a.npz", x=IMAGES)
     source = NumpyFiles.list(str(tmp_path))
     content = bytearray((tmp_path / "a.npz").read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) * 3 // 4] ^= 1
     (tmp_path / "a.npz").write_bytes(content)
     table, bad = read_all(source)
     assert not table.num_rows
@@ -306,11 +307,13 @@ def test_an_archive_that_is_encrypted_is_refused(tmp_path):
 
 
 def test_the_fingerprint_follows_files_and_keys(tmp_path):
-    np.savez(tmp_path / "a.npz", a=LABELS, b=LABELS)
+    np.savez(tmp_path / "a.npz", y=LABELS, target=LABELS)
     before = NumpyFiles.list(str(tmp_path)).fingerprint()
     assert before == NumpyFiles.list(str(tmp_path)).fingerprint()
-    assert before != NumpyFiles.list(str(tmp_path), SourceOptions(key="a")).fingerprint()
-    np.savez(tmp_path / "a.npz", a=LABELS[1:], b=LABELS[1:])
+    keyed = [NumpyFiles.list(str(tmp_path), SourceOptions(key=key)) for key in ("y", "target")]
+    assert keyed[0].schema == keyed[1].schema
+    assert keyed[0].fingerprint() != keyed[1].fingerprint()
+    np.savez(tmp_path / "a.npz", y=LABELS[1:], target=LABELS[1:])
     assert before != NumpyFiles.list(str(tmp_path)).fingerprint()
 
 

@@ -1,13 +1,16 @@
+import io
 import pickle
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasvc.errors import ConfigError, NotFoundError
+from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.parquet import PART_BYTES, Parquet
 from tests.samples import jpeg
@@ -186,18 +189,81 @@ def test_a_file_that_is_no_parquet_is_named_when_listed(tmp_path, damage):
         Parquet.list(str(tmp_path))
 
 
-def test_pages_that_do_not_decode_end_the_part_with_a_bad_sample(tmp_path):
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_pages_that_do_not_decode_end_the_part_with_a_bad_sample(tmp_path, compression):
     table = pa.table({"x": [f"{number:010}" * 10 for number in range(100_000)]})
-    path = write(tmp_path, "a.parquet", table, data_page_size=1 << 14, write_page_checksum=True, use_dictionary=False)
+    options = {"data_page_size": 1 << 14, "write_page_checksum": True, "use_dictionary": False}
+    path = write(tmp_path, "a.parquet", table, compression=compression, **options)
     source = Parquet.list(str(path))
     raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 0xFF
+    raw[len(raw) // 2] ^= 1  # a digit becomes another one
     path.write_bytes(raw)
     samples, (bad,) = read_all(source)
     assert 0 < samples.num_rows < 100_000
     assert samples.column("x").to_pylist() == table.column("x").to_pylist()[: samples.num_rows]
     assert bad.key == f"a.parquet#{samples.num_rows}"
     assert "99999" in bad.reason
+
+
+@settings(max_examples=150)
+@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_any_flipped_byte_is_an_error_or_a_value_but_never_a_crash(tmp_path_factory, place, flip):
+    table = {"x": range(50), "text": ["word"] * 50, "tags": [["a", "b"]] * 50}
+    path = write(tmp_path_factory.mktemp("flip"), "a.parquet", table, row_group_size=20)
+    raw = bytearray(path.read_bytes())
+    raw[int(place * len(raw))] ^= flip
+    path.write_bytes(raw)
+    try:
+        samples, bad = read_all(Parquet.list(str(path)))
+    except (ConfigError, NotFoundError):
+        return
+    assert samples.num_rows + len(bad) > 0
+    samples.to_pylist()
+
+
+class Flaky(MemoryFileSystem):
+    """A store that fails while its files are read."""
+
+    protocol = "flaky"
+    fails = False
+
+    def _open(self, path, mode="rb", **options):
+        opened = super()._open(path, mode, **options)
+        if self.fails and mode == "rb":
+            opened = io.BytesIO(opened.getvalue())
+            opened.read = self._fail
+        return opened
+
+    def _fail(self, *_size):
+        raise OSError("503 Slow Down")
+
+
+def test_a_store_that_fails_is_unavailable_and_its_samples_are_not_bad(tmp_path, monkeypatch):
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    write(tmp_path, "a.parquet", {"x": [1]})
+    url = to_memory(tmp_path, "flaky://parquet")
+    source = Parquet.list(url)
+    monkeypatch.setattr(Flaky, "fails", True)
+    with pytest.raises(UnavailableError, match="503"):
+        read_all(source)
+    with pytest.raises(UnavailableError, match="503"):
+        Parquet.list(url)
+
+
+def test_batches_stay_small_where_large_samples_follow_small_ones(tmp_path):
+    blobs = [b"." * 10] * 3000 + [b"." * 700_000] * 6 + [b"." * 10] * 3000
+    write(tmp_path, "a.parquet", {"x": blobs})
+    samples, bad = read_all(Parquet.list(str(tmp_path)))
+    assert not bad
+    assert samples.column("x").to_pylist() == blobs
+
+
+def test_a_column_that_is_gone_since_is_noticed(tmp_path):
+    write(tmp_path, "a.parquet", {"x": [1], "y": [1]})
+    source = Parquet.list(str(tmp_path))
+    write(tmp_path, "a.parquet", {"x": [1]})
+    with pytest.raises(ConfigError, match=r"a\.parquet lacks the columns \['y'\]"):
+        read_all(source)
 
 
 def test_a_file_that_shrank_since_is_noticed(tmp_path):

@@ -235,6 +235,19 @@ def test_samples_unlike_the_first_ones_are_named(tmp_path):
     ]
 
 
+def test_the_first_samples_of_every_split_decide(tmp_path):
+    write(tmp_path / "train.tfrecord", [{"n": (1, "int")}])
+    write(tmp_path / "val.tfrecord", [{"n": ([1, 2], "int"), "more": (1, "int")}])
+    samples, bad = read_all(TfRecords.list(str(tmp_path)))
+    assert not bad
+    assert [(sample["n"], sample["more"]) for sample in samples] == [([1], None), ([1, 2], 1)]
+
+
+def test_a_usual_name_gives_way_to_a_feature_of_the_name_that_it_would_get(tmp_path):
+    url = write(tmp_path / "a.tfrecord", [{"image/class/label": (1, "int"), "label": (2, "int")}])
+    assert read_all(TfRecords.list(url))[0] == [{"key": "a.tfrecord#0", "image/class/label": 1, "label": 2}]
+
+
 def test_a_feature_of_two_kinds_in_the_first_samples_is_refused(tmp_path):
     url = write(tmp_path / "a.tfrecord", [{"n": (1, "int")}, {"n": (1.5, "float")}])
     with pytest.raises(ConfigError, match="feature 'n' holds float in some samples and int64 in others"):
@@ -298,11 +311,14 @@ def test_files_in_memory_are_read_alike_after_a_journey_to_a_worker(tmp_path):
 
 
 def test_the_fingerprint_follows_files_and_columns(tmp_path):
-    url = write(tmp_path / "a.tfrecord", [{"a": (1, "int"), "b": (1, "int")}])
+    example = {"cls": (1, "int"), "class": (1, "int")}
+    url = write(tmp_path / "a.tfrecord", [example])
     before = TfRecords.list(url).fingerprint()
     assert before == TfRecords.list(url).fingerprint()
-    assert before != TfRecords.list(url, SourceOptions(key="a")).fingerprint()
-    write(tmp_path / "a.tfrecord", [{"a": (1, "int"), "b": (1, "int")}] * 2)
+    keyed = [TfRecords.list(url, SourceOptions(key=key)) for key in example]
+    assert keyed[0].schema == keyed[1].schema
+    assert keyed[0].fingerprint() != keyed[1].fingerprint()
+    write(tmp_path / "a.tfrecord", [example] * 2)
     assert before != TfRecords.list(url).fingerprint()
 
 
@@ -356,3 +372,9 @@ def test_numbers_that_are_cut_off_or_too_long_are_bad(packed):
         read_packed_varints(memoryview(packed))
     with pytest.raises(BadSampleError):
         list(read_fields(b"\x08" + packed))
+
+
+@pytest.mark.parametrize("message", [b"\x0a\x05ab", b"\x0d\x01\x02", b"\x0b", b"\x00\x01"])
+def test_fields_that_are_cut_off_or_of_no_wire_type_are_bad(message):
+    with pytest.raises(BadSampleError):
+        list(read_fields(message))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import fsspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -18,7 +18,7 @@ from datasvc.shards.sources import BadSample, SourceOptions
 from datasvc.shards.sources.blocks import BlockPacker
 from datasvc.shards.sources.documents import Document, Piece, plan_pieces, read_documents
 from datasvc.shards.sources.files import FileReader, list_files
-from datasvc.shards.sources.tokens import TOKENIZER, TokenFiles, end_of_text, load_tokenizer
+from datasvc.shards.sources.tokens import TOKENIZER, TokenFiles, end_of_text
 from tests.shards.sources import reading
 
 TEXTS = ["the cat sat on the mat", "a dog", "où est le chat ? 猫", "the end of the story\n\nand of the line"] * 8
@@ -126,6 +126,8 @@ def test_batches_of_blocks_are_bounded_however_short_the_documents_are(tmp_path,
     batches, _ = read_all(TokenFiles.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16)))
     assert len(unpack(batches)) == 2000
     assert max(batch.num_rows for batch in batches) > 1
+    keys = [key for batch in batches for key in batch.column("key").to_pylist()]
+    assert keys == [f"a.jsonl#{number}" for number in range(len(keys))]
 
 
 def test_each_text_file_is_one_document_and_files_of_a_split_are_packed_together(tmp_path, tokenizer_url):
@@ -147,7 +149,7 @@ def test_truncation_padding_and_template_of_the_tokenizer_neither_cut_nor_add(tm
     write_lines(tmp_path / "a.jsonl", TEXTS[:4])
     options = SourceOptions(tokenizer=str(tmp_path / "tokenizer.json"), block_tokens=16)
     batches, _ = read_all(TokenFiles.list(str(tmp_path / "a.jsonl"), options))
-    plain = load_tokenizer((tmp_path / "tokenizer.json").read_bytes(), "tokenizer.json")
+    plain = train(tmp_path / "plain.json")
     end = plain.token_to_id("<|endoftext|>")
     assert unpack(batches) == [[*plain.encode(text, add_special_tokens=False).ids, end] for text in TEXTS[:4]]
     assert tokenizer.decode(unpack(batches)[0]) == TEXTS[0]
@@ -294,6 +296,7 @@ def test_ranges_of_a_file_have_each_line_once(tmp_path_factory, texts, step):
     assert len({each.name for each in found}) == len(found)
 
 
+@example(lengths=[2, 1], block=2, step=2)  # a document starts where the taken blocks end
 @given(
     lengths=st.lists(st.integers(1, 40), max_size=30),
     block=st.integers(2, 17),
