@@ -32,6 +32,7 @@ _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # One request to an object store gives some 35-90 MB/s: ask for parts side by side.
 _RANGE_BYTES = 8 << 20
 _RANGES_AT_ONCE = 8
+_WRITEBACK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,17 @@ def digest_of_file(path: Path) -> Digest:
 
 
 class ObjectWriter:
-    """A growing object: a binary sink that hashes what passes through. Made by `Objects.writing` and `begin`."""
+    """A growing object: a binary sink that hashes what passes through. Made by `Objects.writing` and `begin`.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file that it grows in, which is not there yet.
+        stays_here: the file will be renamed to the object; otherwise it is uploaded and removed.
+    """
+
+    def __init__(self, path: Path, *, stays_here: bool) -> None:
         self.path = path
+        self._stays_here = stays_here
+        self._started_bytes = 0
         self._file = path.open("xb", buffering=0)
         self._hash = blake3()
         self._size_bytes = 0
@@ -77,6 +85,9 @@ class ObjectWriter:
             while left:
                 left = left[self._file.write(left) :]
         self._size_bytes += view.nbytes
+        if self._stays_here and self._size_bytes - self._started_bytes >= _WRITEBACK_BYTES:
+            durable.start_writeback(self._file.fileno(), self._started_bytes, self._size_bytes - self._started_bytes)
+            self._started_bytes = self._size_bytes
         return view.nbytes
 
     def sync(self) -> None:
@@ -158,7 +169,7 @@ class Objects:
         """Open a new object, as `writing` does; `finish` it from any thread, or `abandon` it."""
         temporary = self._temporary_path()
         with translated("write", str(temporary)):
-            return ObjectWriter(temporary)
+            return ObjectWriter(temporary, stays_here=self._storage.is_local)
 
     def finish(self, writer: ObjectWriter) -> ObjectInfo:
         """Sync the object and let it exist under its digest. Raises UnavailableError."""

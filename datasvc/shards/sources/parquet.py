@@ -172,7 +172,7 @@ def read_parquet(reader: FileReader, part: Part) -> Iterator[RawBatch | BadSampl
     stop = row + (part.num_samples or 0)
     try:
         for batch in _batches(reader, part):
-            counted = batch.slice(0, stop - row)  # a wrong footer must not give two samples one key
+            counted = batch.slice(0, max(stop - row, 0))  # a wrong footer must not give two samples one key
             if counted.num_rows:
                 yield RawBatch(counted, row_keys(name, row, counted.num_rows))
             row += batch.num_rows
