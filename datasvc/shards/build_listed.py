@@ -130,7 +130,7 @@ def _checked(file: ImageFile, future: Future[bytes]) -> tuple[ImageFile, Content
 def _read_local(file: ImageFile, room: Room) -> memoryview:
     """Read a file to where its blob will lie, and see that it is the one that was listed."""
     target = room(file.size_bytes)
-    with translated("read", file.path):
+    try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
@@ -138,7 +138,7 @@ def _read_local(file: ImageFile, room: Room) -> memoryview:
                 raise _changed(
                     file, f"it had {file.size_bytes} bytes when it was listed and has {status.st_size} now"
                 )
-            count = 0
+            count = os.readv(descriptor, [target])
             while count < file.size_bytes:
                 read = os.readv(descriptor, [target[count:]])
                 if not read:
@@ -146,6 +146,9 @@ def _read_local(file: ImageFile, room: Room) -> memoryview:
                 count += read
         finally:
             os.close(descriptor)
+    except OSError:
+        with translated("read", printable(file.path)):
+            raise
     return target
 
 

@@ -19,7 +19,7 @@ from datasvc.repository import Repository
 from datasvc.repository.journal import Journal
 from datasvc.shards.build import BuiltShard, Progress, Report, ShardFinisher, UnitResult, Work
 from datasvc.shards.check import CheckedBatch, check_batch
-from datasvc.shards.digests import blob_views
+from datasvc.shards.digests import BlobParts
 from datasvc.shards.plan import HELD_OUT_SPLIT, PARTS_AT_ONCE, Unit, is_held_out, permute_in_shard
 from datasvc.shards.schema import KEY
 from datasvc.shards.sources.source import BadSample, Part, StreamedSource
@@ -180,38 +180,43 @@ class _ShardMaker:
         options = self._work.options
         order = np.arange(count) if options.keep_order else permute_in_shard(count, options.seed, self._unit, ordinal)
         output = self._finisher.open()
-        gathered, values = _arrange(collected, order, self._work.schema)
-        output.writer.append_columns(gathered, values)
-        picked = order.tolist()
-        output.keys = _pick([(batch.keys, rows) for batch, rows in collected], picked)
-        output.samples = _pick([(batch.digests[0], rows) for batch, rows in collected], picked)
-        output.payloads = _pick([(batch.digests[1], rows) for batch, rows in collected], picked)
-        for batch, rows in collected:
-            output.image_kinds.update(batch.kinds[row] for row in rows.tolist() if batch.kinds[row])
+        line = _Line(collected, order)
+        output.writer.append_columns(*line.columns(self._work.schema))
+        output.keys = line.pick([batch.keys for batch, _ in collected])
+        output.samples = line.pick([batch.digests[0] for batch, _ in collected])
+        output.payloads = line.pick([batch.digests[1] for batch, _ in collected])
+        output.image_kinds.update(kind for kind in line.pick([batch.kinds for batch, _ in collected]) if kind)
         self._finisher.add(self._split, ordinal, output)
 
 
-def _arrange(
-    collected: list[tuple[CheckedBatch, Integers]], order: Integers, schema: pa.Schema
-) -> tuple[dict[str, list[Any]], pa.RecordBatch]:
-    """Return the collected samples in their new order: views of what is gathered, and all other columns."""
-    gathered: dict[str, list[Any]] = {}
-    others: list[pa.Field] = []
-    picked = order.tolist()
-    for field in schema:
-        if is_gathered(field.type):
-            pieces = [(blob_views(batch.columns.column(field.name)), rows) for batch, rows in collected]
-            gathered[field.name] = _pick(pieces, picked)
-        else:
-            others.append(field)
-    parts = [batch.columns.select([field.name for field in others]).take(pa.array(rows)) for batch, rows in collected]
-    if not others:
-        return gathered, pa.RecordBatch.from_struct_array(pa.array([{}] * len(picked), pa.struct([])))
-    joined = pa.concat_batches(parts).take(pa.array(order))
-    return gathered, joined
+class _Line:
+    """Collected samples in their new order.
 
+    Args:
+        collected: batches, and which of their samples are meant.
+        order: `int64[n]`, the number of each sample among the collected ones.
+    """
 
-def _pick(pieces: list[tuple[Any, Integers]], order: list[int]) -> list[Any]:
-    """Return chosen elements of several lists, end to end, in another order."""
-    line = [values[row] for values, rows in pieces for row in rows.tolist()]
-    return [line[number] for number in order]
+    def __init__(self, collected: list[tuple[CheckedBatch, Integers]], order: Integers) -> None:
+        self._collected = collected
+        self._order = order
+        numbers = np.repeat(np.arange(len(collected)), [len(rows) for _, rows in collected])
+        self._batches = numbers[order].tolist()
+        self._rows = np.concatenate([rows for _, rows in collected])[order].tolist()
+
+    def columns(self, schema: pa.Schema) -> tuple[dict[str, Iterator[Any]], pa.RecordBatch]:
+        """Return the bytes of what is gathered, sample by sample and made as they are asked for; and all else."""
+        gathered = {field.name: self._views(field.name) for field in schema if is_gathered(field.type)}
+        others = [field.name for field in schema if field.name not in gathered]
+        if not others:
+            return gathered, pa.RecordBatch.from_struct_array(pa.array([{}] * len(self._order), pa.struct([])))
+        parts = [batch.columns.select(others).take(pa.array(rows)) for batch, rows in self._collected]
+        return gathered, pa.concat_batches(parts).take(pa.array(self._order))
+
+    def pick(self, values: list[Any]) -> list[Any]:
+        """Return a value of each sample; `values` has those of each batch."""
+        return [values[batch][row] for batch, row in zip(self._batches, self._rows, strict=True)]
+
+    def _views(self, column: str) -> Iterator[Any]:
+        parts = [BlobParts(batch.columns.column(column)) for batch, _ in self._collected]
+        return (parts[batch].view(row) for batch, row in zip(self._batches, self._rows, strict=True))

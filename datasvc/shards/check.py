@@ -143,10 +143,10 @@ def _check_images(
             if view is None and not nullable:
                 raise BadSampleError("has no image")  # noqa: TRY301 - one place turns errors into reasons
             if view is not None:
-                content = reencode(view.data, options.reencoding) if options.reencoding.is_asked else None
+                content = reencode(view, options.reencoding) if options.reencoding.is_asked else None
                 if content is not None:
                     smaller[row] = content
-                header = read_header(content or view.data, decode=options.decode_check)
+                header = read_header(content or view, decode=options.decode_check)
         except BadSampleError as error:
             reasons[row] = str(error)
         headers.append(header)

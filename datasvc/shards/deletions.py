@@ -51,7 +51,7 @@ class Deletions:
         self._table = table.combine_chunks()
         self._shards = np.asarray(self._table.column("shard").to_numpy(), np.int64)
         parts = [blob_views(part) for part in self._table.column("bitmap").chunks]
-        self._bitmaps = [view for part in parts for view in part if view is not None]
+        self._bitmaps = [np.frombuffer(view, np.uint8) for part in parts for view in part if view is not None]
         self._kept: OrderedDict[int, Integers] = OrderedDict()
         self._kept_rows = 0
         self._lock = threading.Lock()

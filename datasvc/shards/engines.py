@@ -17,6 +17,8 @@ from itertools import islice
 from multiprocessing import connection
 from typing import Any, Final, Literal
 
+import pyarrow as pa
+
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository import Repository
 from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
@@ -187,6 +189,8 @@ def _start_worker(work: Work, counters: _Counters) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+    # Arrow's own pools keep what is freed; here each batch is freed soon, and the next one is of another size.
+    pa.set_memory_pool(pa.system_memory_pool())
     _in_worker = (work, Repository.open(work.repository_url), counters.take_slot())
 
 

@@ -25,7 +25,7 @@ from datasvc.shards.sources.splits import DEFAULT_SPLIT
 
 SHARD_BYTES: Final = 64 << 20
 HELD_OUT_SPLIT: Final = "val"
-PARTS_AT_ONCE: Final = 16
+PARTS_AT_ONCE: Final = 8
 _FILES, _IN_SHARD, _PARTS = 16, 17, 18  # purposes of keys; those of the access order are below
 # A unit makes some shards, so that few are cut short at its end; a source makes some units, so that many can work.
 _SHARDS_PER_UNIT, _UNITS_PER_SPLIT = 4, 8

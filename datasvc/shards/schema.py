@@ -10,7 +10,8 @@ import pyarrow as pa
 from datasvc.errors import ConfigError
 
 SHARD_FORMAT = 1
-_METADATA = {b"datasvc.shard.format": str(SHARD_FORMAT).encode()}
+_FORMAT: Final = b"datasvc.shard.format"
+_METADATA = {_FORMAT: str(SHARD_FORMAT).encode()}
 
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
 _KIND: Final = b"datasvc.kind"
@@ -74,6 +75,12 @@ def shard_schema(fields: list[pa.Field], metadata: Mapping[bytes, bytes] | None 
     return pa.schema(fields, metadata={**(metadata or {}), **_METADATA})
 
 
+def measured_columns(schema: pa.Schema) -> tuple[str, ...]:
+    """Return the columns that were measured of images rather than given: those of samples that were in a shard."""
+    is_ours = _FORMAT in (schema.metadata or {})
+    return (WIDTH, HEIGHT) if is_ours and IMAGE in schema.names else ()
+
+
 def is_blob(data_type: pa.DataType) -> bool:
     """Return whether values of this type are stored as bytes that are read as zero-copy views."""
     return bool(pa.types.is_large_binary(data_type))
@@ -81,7 +88,7 @@ def is_blob(data_type: pa.DataType) -> bool:
 
 def check_shard_format(schema: pa.Schema, name: str) -> None:
     """Raise ConfigError when `schema` is of a later shard format, or of none."""
-    found = (schema.metadata or {}).get(b"datasvc.shard.format")
+    found = (schema.metadata or {}).get(_FORMAT)
     if found is None or int(found) > SHARD_FORMAT:
         raise ConfigError(
             f"{name} has shard format {found.decode() if found else 'none'}; this datasvc reads up to {SHARD_FORMAT}"

@@ -7,7 +7,7 @@ record batch: fresh memory costs more than the copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -69,10 +69,6 @@ class _BlobColumn:
         self._room: memoryview | None = None
 
     @property
-    def size_bytes(self) -> int:
-        return self._offsets[-1]
-
-    @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """Bytes of each blob: `int64[samples]`."""
         offsets = np.array(self._offsets, np.int64)
@@ -88,16 +84,19 @@ class _BlobColumn:
         self._room = self._buffer.data[start : start + size_bytes]
         return self._room
 
-    def append(self, blob: bytes | memoryview | npt.NDArray[np.uint8] | None) -> None:
+    def append(self, blob: bytes | memoryview | npt.NDArray[np.uint8] | None) -> int:
+        """Add a blob; returns its size in bytes."""
         if blob is None:
             self._nulls.append(len(self._offsets) - 1)
             self._offsets.append(self._offsets[-1])
-            return
+            return 0
         if blob is not self._room:
             view = np.frombuffer(blob, np.uint8)
             self.room(len(view))[:] = view.data
-        self._offsets.append(self._offsets[-1] + len(blob))
+        size_bytes = len(blob)
+        self._offsets.append(self._offsets[-1] + size_bytes)
         self._room = None
+        return size_bytes
 
     def take(self, data_type: pa.DataType) -> pa.Array:
         """Return the blobs as an array that is valid until the next `append`, and start over."""
@@ -124,7 +123,8 @@ class ShardWriter:
         self._blobs = {field.name: _BlobColumn() for field in schema if is_blob(field.type)}
         self._texts: dict[str, _BlobColumn] = {}
         self._values: dict[str, list[Any]] = {name: [] for name in schema.names if name not in self._blobs}
-        self._batch_samples = 0
+        self._names = frozenset(schema.names)
+        self._batch_samples = self._batch_bytes = 0
         self._statistics = ShardStatistics(0)
 
     def append(self, sample: Mapping[str, Any]) -> None:
@@ -137,18 +137,18 @@ class ShardWriter:
         Raises:
             ConfigError: columns are missing or unknown.
         """
-        if sample.keys() != set(self._schema.names):
+        if sample.keys() != self._names:
             raise ConfigError(f"sample has the columns {sorted(sample)}; expected {sorted(self._schema.names)}")
         for name, column in self._blobs.items():
-            column.append(sample[name])
+            self._batch_bytes += column.append(sample[name])
         for name, values in self._values.items():
             values.append(sample[name])
         self._batch_samples += 1
-        if self._is_batch_full():
+        if self._batch_bytes >= BATCH_BYTES or self._batch_samples >= _BATCH_SAMPLES:
             self._flush()
 
     def append_columns(
-        self, blobs: Mapping[str, Sequence[memoryview | npt.NDArray[np.uint8] | None]], values: pa.RecordBatch
+        self, blobs: Mapping[str, Iterable[memoryview | npt.NDArray[np.uint8] | None]], values: pa.RecordBatch
     ) -> None:
         """Add many samples, column by column.
 
@@ -166,17 +166,15 @@ class ShardWriter:
         self._flush()
         for name in blobs:
             self._texts.setdefault(name, _BlobColumn()) if name not in self._blobs else None
-        gathered = [((self._blobs | self._texts)[name], views) for name, views in blobs.items()]
-        start = 0
+        gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
+        start = size_bytes = 0
         for row in range(values.num_rows):
-            size_bytes = 0
             for column, views in gathered:
-                column.append(views[row])
-                size_bytes += column.size_bytes
+                size_bytes += column.append(next(views))
             if size_bytes >= BATCH_BYTES or row + 1 - start >= _BATCH_SAMPLES or row + 1 == values.num_rows:
                 part = values.slice(start, row + 1 - start)
                 self._write([part.column(name) if name not in blobs else None for name in self._schema.names])
-                start = row + 1
+                start, size_bytes = row + 1, 0
 
     def blob_room(self, column: str, size_bytes: int) -> memoryview:
         """Return memory of the writer's own to read the next blob of `column` into; `append` it or ask again."""
@@ -202,15 +200,11 @@ class ShardWriter:
         """Statistics of the samples written so far, which are all of them after `close`."""
         return self._statistics
 
-    def _is_batch_full(self) -> bool:
-        blob_bytes = sum(column.size_bytes for column in self._blobs.values())
-        return blob_bytes >= BATCH_BYTES or self._batch_samples >= _BATCH_SAMPLES
-
     def _flush(self) -> None:
         if not self._batch_samples:
             return
         self._write([self._take(field) for field in self._schema])
-        self._batch_samples = 0
+        self._batch_samples = self._batch_bytes = 0
 
     def _write(self, columns: Sequence[pa.Array | None]) -> None:
         """Write a record batch; columns that are None are the blobs collected so far."""

@@ -1,8 +1,9 @@
 """Opening a version of 1.2 billion samples: seconds and memory, from a generated shard table.
 
-A version is a shard table in a local repository: 2 million shards of 600 samples. Opening means what every rank of a
-job does before its first batch: resolve the reference, read and check the table, number the samples, make the order
-of an epoch and locate a batch of 8,192 samples in it. Each repeat is a fresh process; memory is its peak resident set.
+A version is a shard table in a local repository: 2 million shards of 600 samples. Opening means what every rank of
+a job does before its first batch: resolve the reference, read and check the table, number the samples; then it makes
+the order of an epoch and locates a batch of 8,192 samples in it. Each repeat is a fresh process; memory is its peak
+resident set.
 
     python tools/bench/open_version.py [--repeats 5] [--shards 2000000] [--json]
 """

@@ -69,13 +69,9 @@ class Unit:
 
 def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     """Yield the samples of a batch: blobs as views of the shard, all else as Python values."""
-    columns = [_blobs(column) if is_blob(column.type) else column.to_pylist() for column in batch.columns]
+    columns = [blob_views(column) if is_blob(column.type) else column.to_pylist() for column in batch.columns]
     for values in zip(*columns, strict=True):
         yield dict(zip(batch.schema.names, values, strict=True))
-
-
-def _blobs(column: pa.Array) -> list[memoryview | None]:
-    return [None if view is None else view.data for view in blob_views(column)]
 
 
 def _live_rows(split: Split, number: int) -> Integers | None:

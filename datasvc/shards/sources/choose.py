@@ -67,6 +67,8 @@ _BY_NAME: Final = {
     "index.json": "mds",
 }
 _IMAGENET_TARS: Final = frozenset({"ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"})
+# What `datasvc export` says of itself, beside what it wrote.
+_EXPORT_SUMMARY: Final = "datasvc-export.json"
 _LOOKED_AT: Final = 1000
 
 
@@ -143,7 +145,7 @@ def _some_files(file_system: AbstractFileSystem, root: str) -> list[str]:
     """Return the first files below a folder, nearest first, until there are enough to tell."""
     found: list[str] = []
     for _, _, files in file_system.walk(root):
-        found += [name for name in files if not name.startswith(".")]
+        found += [name for name in files if not name.startswith(".") and name != _EXPORT_SUMMARY]
         if len(found) >= _LOOKED_AT:
             break
     return found

@@ -12,7 +12,17 @@ from typing import Any, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field, is_blob, is_image
+from datasvc.shards.schema import (
+    HEIGHT,
+    IMAGE,
+    KEY,
+    LABEL,
+    WIDTH,
+    image_field,
+    is_blob,
+    is_image,
+    measured_columns,
+)
 from datasvc.shards.sources.column_types import check_unique, converted, is_text, plain, sample_type
 from datasvc.shards.sources.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
 
@@ -61,7 +71,9 @@ class ColumnMap:
     ) -> None:
         check_unique(raw.names, "the source")
         self.key = _choose_key(raw, key)
-        fields = {name: _sample_field(raw.field(name), first, images) for name in raw.names if name != self.key}
+        measured = measured_columns(raw)  # of an exported version: they are measured again
+        given = [name for name in raw.names if name != self.key and name not in measured]
+        fields = {name: _sample_field(raw.field(name), first, images) for name in given}
         blobs = [name for name, field in fields.items() if is_image(field)]
         if len(blobs) == 1 and IMAGE not in fields:
             fields[blobs[0]] = fields[blobs[0]].with_name(IMAGE)

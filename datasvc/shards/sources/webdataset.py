@@ -4,7 +4,8 @@ A file's key is its path up to the first dot of its base name, its field is what
 is the field "seg.png" of the sample "a/b". Names without a dot or starting with one, and WebDataset's own `__meta__`
 files, are passed over. Fields become columns by their extensions, see `webdataset_fields`.
 
-The key is kept as it is. WebDataset lets keys repeat from tar to tar; a data set does not, so that the ingest
+The key is kept as it is, or is what the field "key.txt" says, where there is one: `datasvc export` writes it for keys
+that no such path can say. WebDataset lets keys repeat from tar to tar; a data set does not, so that the ingest
 reports the second one.
 """
 
@@ -27,7 +28,7 @@ from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.source import BadSample, Part, StreamedSource
 from datasvc.shards.sources.splits import split_of
 from datasvc.shards.sources.tar import LARGEST_MEMBER_BYTES, TarMember, TarReader, open_tar
-from datasvc.shards.sources.webdataset_fields import choose_columns, field_value
+from datasvc.shards.sources.webdataset_fields import KEY_FIELD, choose_columns, field_value
 
 _TAR_EXTENSIONS: Final = frozenset({".tar", ".tgz"})
 _FIRST_SAMPLES, _FIRST_BYTES, _FIRST_PARTS = 1000, 32 << 20, 16
@@ -120,6 +121,9 @@ class WebDataset(StreamedSource):
             raise BadSampleError(group.problem)
         sample: dict[str, Any] = {KEY: group.key}
         for name, content in group.contents.items():
+            if name == KEY_FIELD:
+                sample[KEY] = field_value(name, content)
+                continue
             column = self.columns.get(name)
             if column is None:
                 raise BadSampleError(

@@ -8,7 +8,7 @@
   to sample, a column's type may not.
 - Everything else is bytes.
 
-A field called like one of these columns or like `key` gets the prefix "source_".
+A field called like one of these columns or like `key` gets the prefix "source_"; "key.txt" is the key.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from datasvc.errors import BadSampleError
 from datasvc.shards.images import EXTENSIONS
 from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
 
+KEY_FIELD: Final = "key.txt"
 _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
 _DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")
@@ -39,7 +40,7 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
             that is absent in one of these; the column `image` only where one in ten lacks it: a lone sample
             without its image is a bad one.
     """
-    count = Counter(name for fields in samples for name in fields)
+    count = Counter(name for fields in samples for name in fields if name != KEY_FIELD)
     images = _main_images(samples, [name for name in count if _last(name) in _IMAGES])
     taken = {KEY, *((IMAGE, WIDTH, HEIGHT) if images else ()), *((LABEL,) if _INTEGER in count else ())}
     columns = {name: f"{_SOURCE_PREFIX}{name}" if name in taken else name for name in count}
