@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import pyarrow as pa
@@ -16,6 +16,7 @@ from datasvc.shards.sources.columns import ColumnMap
 from datasvc.shards.sources.features import features_of_files, image_columns, label_column
 from datasvc.shards.sources.files import FileReader, SourceFile
 from datasvc.shards.sources.options import SourceOptions
+from datasvc.shards.sources.partitions import Partitions
 from datasvc.shards.sources.seekable import open_seekable
 from datasvc.shards.sources.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, Part
 from datasvc.shards.sources.tables import (
@@ -39,9 +40,15 @@ _PROBED_SAMPLES: Final = 32
 
 @dataclass(frozen=True)
 class Parquet(TableSource):
-    """Listed Parquet files. A sample's key is `FILE#ROW` where no column holds keys."""
+    """Listed Parquet files. A sample's key is `FILE#ROW` where no column holds keys.
+
+    Attributes:
+        partitions: columns that stand in folder names.
+    """
 
     kind: ClassVar[str] = "parquet"
+
+    partitions: Partitions = field(default_factory=lambda: Partitions([]))
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> Parquet:
@@ -73,18 +80,26 @@ class Parquet(TableSource):
             raise all_empty(url, files)
         schemas = [(file.name, footer.schema) for file, footer in filled]
         raw = join_schemas(schemas)
+        partitions = Partitions([file.name for file, _ in filled])
+        partitions.check_new(raw)
+        raw = pa.schema([*raw, *partitions.schema], metadata=raw.metadata)
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
         parts = [part for file, footer in filled for part in plan_parts(file, footer, table_split(file, options))]
         first = next(read_parquet(reader, parts[0]))
-        seen = first.batch if isinstance(first, RawBatch) else None  # reading it will report what is wrong
+        # Where it is not to be read, reading it will report what is wrong.
+        seen = partitions.add(first.batch, filled[0][0].name) if isinstance(first, RawBatch) else None
         columns = ColumnMap(raw, seen, key=options.key, images=image_columns(features, raw), label=label)
         left_out = ignored + Counter({EMPTY: len(files) - len(filled)})
-        return cls(url, columns.schema, classes, parts, columns, left_out)
+        return cls(url, columns.schema, classes or partitions.classes, parts, columns, left_out, partitions)
 
     def read_raw(self, part: Part) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
-        return read_parquet(FileReader(self.url), part)
+        for raw in read_parquet(FileReader(self.url), part):
+            if isinstance(raw, BadSample):
+                yield raw
+            else:
+                yield RawBatch(self.partitions.add(raw.batch, part.where["name"]), raw.keys)
 
 
 @dataclass(frozen=True)
