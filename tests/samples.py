@@ -31,7 +31,7 @@ def write_folder(folder, counts, *, start=0):
 
 
 def write_tars(folder, contents, *, per_tar):
-    """Write files as tars named `train-000000.tar`, ...; `contents` maps names to bytes, in order. Returns the folder."""
+    """Write files, given by name and in order, as tars named `train-000000.tar`, ...; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(contents)
     for number, start in enumerate(range(0, len(names), per_tar)):

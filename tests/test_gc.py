@@ -174,14 +174,15 @@ def test_objects_of_unfinished_work_stay_while_its_journal_is_young_and_go_with_
 
 
 def test_a_journal_that_somebody_came_back_to_is_kept(full):
-    full.journal("plan-1").begin("source")
+    journal = full.journal("plan-1")
+    journal.begin("source")
     make_old(full)
     before_s = time.time() - GRACE_S
     garbage = list_old(full, before_s)
     assert garbage.journals == ["journal/plan-1"]
-    full.journal("plan-1").write("train-0", {"x": 1})
+    journal.write("train-0", {"x": 1})
     assert sweep(full, garbage, before_s).journals == []
-    assert full.journal("plan-1").read_all().keys() == {"train-0"}
+    assert journal.read_all().keys() == {"train-0"}
 
 
 def test_unfinished_files_of_killed_writers_go_once_they_are_old(full):

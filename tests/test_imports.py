@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # What each room may import, beside itself. Rooms of one line may not import each other.
 ALLOWED = {
     "datasvc.errors": set(),
+    "datasvc.orphans": set(),
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
@@ -25,6 +26,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.keyed",
     "datasvc.durable",
     "datasvc.errors",
+    "datasvc.orphans",
 }
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}

@@ -27,30 +27,40 @@ class Journal:
     Args:
         storage: the repository's tree.
         plan: names the work: equal work has equal names, such as a digest.
+        attempt: from `begin`, for those that only write records.
     """
 
-    def __init__(self, storage: Storage, plan: str) -> None:
+    def __init__(self, storage: Storage, plan: str, attempt: str | None = None) -> None:
         self._storage = storage
         self._folder = f"{JOURNALS}/{plan}"
+        self._attempt = attempt
 
     def begin(self, fingerprint: str) -> tuple[str, bool]:
         """Go on with the work, or start it.
 
         Args:
-            fingerprint: of what the work is done on; records of work on anything else are removed.
+            fingerprint: of what the work is done on; records of work on anything else do not count.
 
         Returns:
             The attempt: a random text that stays the same until the journal is removed, whoever continues; and
-            whether records were removed because the fingerprint is another one now.
+            whether the journal was of another fingerprint.
 
         Raises:
             UnavailableError: the store does not answer.
         """
         found = self._read(_PLAN)
         if found is not None and found["fingerprint"] == fingerprint:
-            return str(found["attempt"]), False
+            # Written again: a journal that is young keeps `gc` from what its records name.
+            self._storage.put_bytes(f"{self._folder}/{_PLAN}", encode_entry(found), synced=False)
+            self._attempt = str(found["attempt"])
+            return self._attempt, False
         has_changed = found is not None
-        self.remove()
+        if has_changed:
+            self.remove()
+        self._attempt = self._start(fingerprint)
+        return self._attempt, has_changed
+
+    def _start(self, fingerprint: str) -> str:
         attempt = secrets.token_hex(16)
         content = encode_entry({"fingerprint": fingerprint, "attempt": attempt})
         try:
@@ -58,24 +68,27 @@ class Journal:
         except ConflictError:
             other = self._read(_PLAN)  # the same work was started by somebody else just now
             if other is not None and other["fingerprint"] == fingerprint:
-                return str(other["attempt"]), has_changed
+                return str(other["attempt"])
             raise
-        return attempt, has_changed
+        return attempt
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Record that a piece of the work is done. Raises UnavailableError."""
+        assert self._attempt is not None
         # Not synced: a record lost in a power cut costs its piece of the work, and nothing more.
-        self._storage.put_bytes(f"{self._folder}/{name}.json", encode_entry(content), synced=False)
+        self._storage.put_bytes(
+            f"{self._folder}/{name}.json", encode_entry({**content, "attempt": self._attempt}), synced=False
+        )
 
     def read_all(self) -> dict[str, dict[str, Any]]:
-        """Return every record that is whole, by name. Raises UnavailableError."""
+        """Return every record of this attempt that is whole, by name. Raises UnavailableError."""
         names = [name for name in self._storage.list(self._folder) if name != _PLAN and name.endswith(".json")]
         with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-journal") as pool:
             contents = pool.map(self._read, names)
             return {
                 name.removesuffix(".json"): content
                 for name, content in zip(names, contents, strict=True)
-                if content is not None
+                if content is not None and content.pop("attempt", None) == self._attempt
             }
 
     def remove(self) -> None:

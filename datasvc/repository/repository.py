@@ -86,9 +86,9 @@ class Repository:
         _check_create_only(storage)
         return cls(storage)
 
-    def journal(self, plan: str) -> Journal:
-        """Return the journal of the work named `plan`, which may not have begun."""
-        return Journal(self._storage, plan)
+    def journal(self, plan: str, attempt: str | None = None) -> Journal:
+        """Return the journal of the work named `plan`, which may not have begun; `attempt`: see there."""
+        return Journal(self._storage, plan, attempt)
 
     def names(self, kind: Kind) -> list[str]:
         """Return the names that have at least one version, sorted. Raises UnavailableError."""

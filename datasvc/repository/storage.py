@@ -57,6 +57,12 @@ def translated(action: str, location: str) -> Iterator[None]:
         raise UnavailableError(f"cannot {action} {location}: {type(error).__name__}: {error}") from error
 
 
+def _raise_but_missing(_function: object, _path: str, error: Any) -> None:
+    """Let a deletion go on where another process was faster."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
+
+
 def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the file system of `url` and the path on it. A name without scheme is a local path.
 
@@ -261,7 +267,10 @@ class Storage:
         """Delete everything below `folder`; nothing happens where there is none. Raises UnavailableError."""
         try:
             with translated("delete", self.location(folder)):
-                self._fs.rm(self._full(folder), recursive=True)
+                if self.is_local:
+                    shutil.rmtree(self._full(folder), onerror=_raise_but_missing)
+                else:
+                    self._fs.rm(self._full(folder), recursive=True)
         except NotFoundError:
             return
 

@@ -70,6 +70,7 @@ class Work:
     Attributes:
         repository_url: where shards are stored.
         plan: name of the journal.
+        attempt: of the journal.
         source: what is read.
         schema: columns of the shards.
         options: how shards are made.
@@ -79,6 +80,7 @@ class Work:
 
     repository_url: str
     plan: str
+    attempt: str
     source: Source
     schema: pa.Schema
     options: BuildOptions

@@ -145,7 +145,7 @@ def _read_files(source: ListedSource, options: BuildOptions, bad: list[BadSample
 
 
 def _read_parts(source: StreamedSource, options: BuildOptions, bad: list[BadSample], probe: _Probe) -> None:
-    work = Work("", "", source, stored_schema(source.schema), options, source.classes)
+    work = Work("", "", "", source, stored_schema(source.schema), options, source.classes)
     for part in source.parts:
         samples = stored_bytes = 0
         for piece in source.read(part):

@@ -7,19 +7,18 @@ the caller's. Workers stop when whoever started them is gone.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
-from multiprocessing import connection
 from typing import Any, Final, Literal
 
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, UnavailableError
+from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
 from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
 from datasvc.shards.build_listed import build_listed
@@ -51,7 +50,7 @@ def build_unit(
     Raises:
         DatasvcError: see `build_listed` and `build_streamed`.
     """
-    journal = repository.journal(work.plan)
+    journal = repository.journal(work.plan, work.attempt)
     if unit.files:
         return build_listed(work, unit, repository, journal, report)
     return build_streamed(work, unit, repository, journal, report, earlier)
@@ -186,18 +185,10 @@ _in_worker: tuple[Work, Repository, Report] | None = None
 
 def _start_worker(work: Work, counters: _Counters) -> None:
     global _in_worker  # noqa: PLW0603 - the one place where a worker process keeps what it works on
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+    end_with_parent()
     # Arrow's own pools keep what is freed; here each batch is freed soon, and the next one is of another size.
     pa.set_memory_pool(pa.system_memory_pool())
     _in_worker = (work, Repository.open(work.repository_url), counters.take_slot())
-
-
-def _follow(sentinel: int) -> None:
-    """End this process when its parent is gone, however that died: nobody waits for the result any more."""
-    connection.wait([sentinel])
-    os._exit(1)
 
 
 def _build_in_worker(unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:

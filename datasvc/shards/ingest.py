@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from datasvc.errors import ConfigError
-from datasvc.repository import Entry, ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository import Entry, Objects, Repository, Resolved
 from datasvc.repository.journal import Journal
 from datasvc.repository.objects import digest_of
 from datasvc.repository.references import check_name
@@ -228,7 +228,7 @@ def _make_plan(
         limit=options.limit,
     )
     units = [relabelled(unit, labels) for unit in units] if labels else units
-    work = Work(repository.url, plan, source, schema, options, classes, labels)
+    work = Work(repository.url, plan, attempt, source, schema, options, classes, labels)
     return _Plan(name, repository, work, units, journal, attempt, has_changed)
 
 
@@ -272,12 +272,10 @@ def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[s
 
 
 def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
+    """Return whether the repository still has a recorded shard. `gc` leaves it alone: the journal is young."""
     index = shard.row.index
     assert index is not None
-    index_bytes = objects.size(index)
-    return (
-        index_bytes is not None and objects.reuse(ObjectInfo(index, index_bytes)) and objects.reuse(shard.row.shard)
-    )
+    return objects.size(index) is not None and objects.size(shard.row.shard.digest) == shard.row.shard.size_bytes
 
 
 def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]:

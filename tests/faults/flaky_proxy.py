@@ -58,7 +58,8 @@ class FlakyProxy:
                 if cut:
                     self.close_connection = True
 
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward
+            # The names that `http.server` looks for.
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward  # noqa: N815
 
             def log_message(self, *_arguments):
                 """Say nothing."""

@@ -1,15 +1,15 @@
 """MB/s of `datasvc.shards.ingest` beside `tar cf`, `cp -r` and ArrayRecord's writer on the same photos.
 
-All read the same files from a warm page cache and write to a fresh folder; what earlier runs left unwritten is synced
-before each. They do not do the same work:
+All read the same files from a warm page cache and write to a fresh folder; what earlier runs left unwritten is
+synced before each. They do not do the same work:
 
 - `datasvc ingest` parses every image's header, digests every sample and every shard, deals samples to shards by a
   permutation, writes an index, and syncs each shard to disk before the commit;
 - `tar cf` and `cp -r` end when the bytes are in the page cache; `tar cf + fsync` when they are on the disk;
-- ArrayRecord writes one uncompressed file in each of two processes, unsynced; it is left out where it is not installed
-  (`pip install array-record`).
+- ArrayRecord writes one uncompressed file in each of two processes, unsynced; it is left out where it is not
+  installed (`pip install array-record`).
 
-On a disk whose writes are slower than the rest, all synced contestants measure that disk. `--folder /dev/shm` takes it
+On a disk that writes slower than the rest works, all that sync measure that disk. `--folder /dev/shm` takes it
 out of the comparison. Ratios are of speeds: above 1, datasvc is the faster.
 
     python tools/bench/ingest.py [--repeats 5] [--images 6000] [--folder WHERE_TO_WRITE] [--json]
@@ -120,15 +120,17 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=6000)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default the folder for temporary files")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="datasvc-bench-") as source:
-        with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="datasvc-bench-") as name:
-            photos = Path(source) / "photos"
-            size_bytes = write_photos(photos, num_images=arguments.images)
-            for _ in read_photos(photos):
-                pass  # the page cache is warm now
-            contestants = plan_contestants(photos, Path(name))
-            alternate(contestants, 1)  # imports, and the disk's first allocations
-            seconds = alternate(contestants, arguments.repeats)
+    with (
+        tempfile.TemporaryDirectory(prefix="datasvc-bench-") as source,
+        tempfile.TemporaryDirectory(dir=arguments.folder, prefix="datasvc-bench-") as name,
+    ):
+        photos = Path(source) / "photos"
+        size_bytes = write_photos(photos, num_images=arguments.images)
+        for _ in read_photos(photos):
+            pass  # the page cache is warm now
+        contestants = plan_contestants(photos, Path(name))
+        alternate(contestants, 1)  # imports, and the disk's first allocations
+        seconds = alternate(contestants, arguments.repeats)
     report = Report(
         f"Ingest of {arguments.images:,} photos, {size_bytes / 1e6:.0f} MB, from a warm page cache",
         "datasvc's time includes header checks, digests, indexes and fsync; the others do less, see the docstring.",

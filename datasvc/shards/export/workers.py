@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
 
 from datasvc.errors import UnavailableError
+from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
 from datasvc.shards.dataset import Split, open_dataset
 from datasvc.shards.export.destination import Destination
@@ -44,7 +43,7 @@ def write_in_processes(
         DatasvcError: the first that a unit raised; no further ones are begun.
     """
     # Spawned, never forked: clients of object stores do not survive a fork.
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
     try:
         under_way = {pool.submit(_write_unit, _task(unit, export_format, destination)): unit for unit in units}
         for future in as_completed(under_way):
@@ -81,15 +80,3 @@ def _write_unit(task: _Task) -> Written:
 def _open_split(repository: str, version: str, split: str) -> Split:
     """Return a split that a worker keeps: its table is read once."""
     return open_dataset(Repository.open(repository), version)[split]
-
-
-def _end_with_parent() -> None:
-    """Let this worker end when the process that started it is killed: nobody else would tell it."""
-    parent = parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True, name="datasvc-parent").start()

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ import zstandard
 
 from datasvc.errors import BadSampleError
 from datasvc.repository.storage import translated
-from datasvc.shards.sources.files import FileReader
+from datasvc.shards.sources.files import FileReader, decompressed
 from datasvc.shards.sources.framing import read_up_to, skip
 from datasvc.shards.sources.mds_encodings import MdsColumn
 from datasvc.shards.sources.source import Part
@@ -126,8 +125,7 @@ def _read_sample(stream: BinaryIO, size_bytes: int) -> bytes | BadSampleError:
 def _open(reader: FileReader, path: str, compression: str | None) -> BinaryIO:
     stream = reader.open(path)  # which decompresses .gz and .zst
     if compression == "zstd" and not path.endswith(".zst"):
-        decompressed = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-        return cast("BinaryIO", io.BufferedReader(decompressed, 1 << 17))
+        return decompressed(stream, "zstd")
     if compression == "gz" and not path.endswith(".gz"):
-        return cast("BinaryIO", gzip.GzipFile(fileobj=stream, mode="rb"))
+        return decompressed(stream, "gzip")
     return stream
