@@ -113,7 +113,7 @@ class _OpenPart:
         if size_bytes is not None:
             stops = self._batch.stops_bytes
             before = int(stops[start - 1]) if start else 0
-            stop = min(stop, int(np.searchsorted(stops, before + size_bytes)) + 1)
+            stop = min(stop, max(start, int(np.searchsorted(stops, before + size_bytes))) + 1)
         self._next = stop
         return self._batch, np.arange(start, stop)
 

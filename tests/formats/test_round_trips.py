@@ -18,6 +18,7 @@ from datasvc.shards.export import export
 from datasvc.shards.keys import SplitKeys
 from datasvc.shards.schema import HEIGHT, IMAGE, KEY, WIDTH
 from datasvc.shards.sources.options import SourceOptions
+from tests.shards.export.contents import ODD_KEYS, write_photos
 from tools.example_sources import contents as examples_of
 from tools.example_sources import image_files, messages, tables, tars
 from tools.example_sources.arrays import END_OF_TEXT, paragraphs
@@ -270,6 +271,21 @@ def test_what_was_exported_comes_back(versions, tmp_path, export_format, name):
     assert digests(found, (lambda key: key[9:]) if export_format == "lmdb" else str) == digests(dataset)
     if export_format in {"parquet", "folder"}:
         assert [split.classes for split in found.values()] == [split.classes for split in dataset.values()]
+
+
+@pytest.mark.parametrize("export_format", ["webdataset", "parquet", "mds", "tfrecord"])
+def test_keys_that_no_file_can_have_come_back(repository, tmp_path, export_format):
+    dataset = write_photos(repository, ODD_KEYS, shards=5)
+    exported(repository, "photos", export_format, tmp_path / "out")
+    ingest(repository, str(tmp_path / "out"), "again")
+    assert digests(open_dataset(repository, "again")) == digests(dataset)
+
+
+def test_shards_of_a_single_sample_hold_what_large_ones_hold(versions, folder, repository):
+    ingest(repository, str(folder / "json-lines"), "json-lines", shard_bytes=1)
+    tiny = open_dataset(repository, "json-lines")
+    assert [split.table.num_shards for split in tiny.values()] == [len(split) for split in tiny.values()]
+    assert digests(tiny) == digests(open_dataset(versions, "json-lines"))
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def flaky(s3_bucket, monkeypatch):
     s3fs.S3FileSystem.clear_instance_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["503", "hang up"])
 def test_faults_now_and_then_change_nothing(repository, remote, source, flaky, fault):
     where, options = source
@@ -127,6 +128,7 @@ def test_faults_now_and_then_change_nothing(repository, remote, source, flaky, f
     assert digests(there, "pets") == digests(repository, "pets")
 
 
+@pytest.mark.slow
 def test_answers_cut_short_are_never_ingested(repository, remote, source, flaky):
     where, options = source
     ingest(repository, str(where), "pets", **options)
@@ -144,6 +146,7 @@ def test_answers_cut_short_are_never_ingested(repository, remote, source, flaky)
     assert proxy.faults
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_good_leaves_no_version_and_the_next_try_goes_on(
     repository, remote, source, flaky, monkeypatch
 ):

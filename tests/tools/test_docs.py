@@ -1,0 +1,150 @@
+"""The commands and programs of the documentation run as they stand, in their order."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from datasvc.repository import Repository
+from datasvc.shards import open_dataset
+from tests.shards.export.contents import write_photos
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What the documentation names data sets it makes, and how many versions each has at the end.
+MADE = {
+    "digits": 3,
+    "photos": 1,
+    "by-csv": 1,
+    "by-lines": 1,
+    "by-parquet": 1,
+    "imagenet": 1,
+    "tars": 2,
+    "scans": 2,
+    "irises": 2,
+    "digits-hf": 2,
+    "caffe": 1,
+    "caffe-pixels": 1,
+    "plain": 1,
+    "records": 1,
+    "shards": 1,
+    "levels": 2,
+    "tokens": 1,
+    "tokens-of-lines": 1,
+    "squares": 1,
+    "digits-small": 1,
+    "halves": 1,
+    "lines": 1,
+    "digits-but-one": 1,
+    "digits-limited": 1,
+    "irises-held-out": 1,
+    "all-digits": 1,
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, its line, and the exit status that the words before it name."""
+
+    language: str
+    text: str
+    line: int
+    status: int
+
+
+def read_blocks(name):
+    text = (DOCS / name).read_text()
+    blocks, stop = [], 0
+    for match in FENCE.finditer(text):
+        named = re.search(r"exit status (\d):\s*$", text[stop : match.start()])
+        line = text.count("\n", 0, match.start()) + 1
+        blocks.append(Block(match[1], match[2], line, int(named[1]) if named else 0))
+        stop = match.end()
+    return blocks
+
+
+def run_blocks(blocks, folder):
+    """Run blocks one after the other, in one shell, which keeps what they export."""
+    script = ["set -eu"]
+    for block in blocks:
+        text = block.text
+        if block.language == "python":
+            program = folder / f"line_{block.line}.py"
+            program.write_text(text)
+            text = f"python {program}\n"
+        script.append(f"echo 'line {block.line}:' >&2")
+        script.append(text if not block.status else f"set +e\n{text}test $? -eq {block.status} || exit 99\nset -e")
+    if not (folder / "tools").exists():
+        (folder / "tools").symlink_to(ROOT / "tools")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def at(blocks, bucket):
+    """Return the blocks with another bucket in place of the one that they name."""
+    return [Block(each.language, each.text.replace("s3://bucket", bucket), each.line, each.status) for each in blocks]
+
+
+def versions(repository):
+    return {name: repository.versions("datasets", name).head() for name in repository.names("datasets")}
+
+
+def check_ingested(folder, bucket, made):
+    assert versions(Repository.open(str(folder / "repo"))) == made
+    local = open_dataset(Repository.open(str(folder / "repo")), "digits@1")
+    remote = open_dataset(Repository.open(f"{bucket}/repo"), "digits")
+    assert {name: len(split) for name, split in local.items()} == {"train": 80, "val": 20}
+    assert {name: len(split) for name, split in remote.items()} == {"train": 80, "val": 20}
+    assert (folder / "digits.html").read_text().count("<img") == 37  # 20 of train, and what is left of val
+
+
+def test_every_command_of_the_page_on_ingest_runs(tmp_path):
+    bucket = f"file://{tmp_path}/bucket"
+    blocks = [block for block in read_blocks("ingest.md") if "--engine ray" not in block.text]
+    assert [block.status for block in blocks if block.status] == [6]
+    printed = run_blocks(at(blocks, bucket), tmp_path)
+    assert "committed digits-but-one@1: 80 train, 20 val samples" in printed
+    check_ingested(tmp_path, bucket, MADE)
+
+
+@pytest.mark.slow
+def test_the_page_on_ingest_runs_on_s3_and_ray_too(tmp_path, s3_bucket):
+    bucket = f"{s3_bucket}/docs"
+    blocks = read_blocks("ingest.md")
+    assert [block for block in blocks if "--engine ray" in block.text]
+    run_blocks(at(blocks, bucket), tmp_path)
+    check_ingested(tmp_path, bucket, {**MADE, "scans-ray": 1})
+
+
+def test_every_command_of_the_page_on_export_runs(tmp_path):
+    repository = Repository.create(str(tmp_path / "repo"))
+    for _ in range(3):
+        write_photos(repository, name="pets")
+    blocks = [block for block in read_blocks("export.md") if block.language == "sh"]
+    assert blocks
+    run_blocks(at(blocks, f"file://{tmp_path}/bucket"), tmp_path)
+    for folder in ("pets-wds", "pets-val", "bucket/pets-mds"):
+        assert (tmp_path / folder / "datasvc-export.json").exists()
+    assert not (tmp_path / "pets-val" / "train-00000-of-00002.parquet").exists()
+
+
+def test_every_source_that_is_made_is_ingested_by_the_page():
+    text = "".join(block.text for block in read_blocks("ingest.md"))
+    sources = (ROOT / "tools" / "make_sources.py").read_text()
+    names = re.findall(r'^    "([\w-]+)": \w+\.write_', sources, re.MULTILINE)
+    assert len(names) > 20
+    assert [name for name in names if f"examples/{name} " not in text and f"examples/{name}/" not in text] == []
