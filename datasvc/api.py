@@ -11,6 +11,7 @@ from datasvc.gc import GcReport, gc
 from datasvc.models.checkpoint import Checkpoint, restore, save
 from datasvc.models.registry import ModelVersion, describe_model
 from datasvc.repository import Kind, Repository, Resolved
+from datasvc.repository.storage import redact_url
 from datasvc.shards.dataset import Dataset, open_dataset
 from datasvc.shards.delete import DeleteReport, delete
 from datasvc.shards.diff import Difference, diff
@@ -38,7 +39,7 @@ class DataRepository:
         return cls(Repository.create(url) if create else Repository.open(url))
 
     def __repr__(self) -> str:
-        return f"datasvc.open({self.repository.url!r})"
+        return f"datasvc.open({redact_url(self.repository.url)!r})"
 
     def datasets(self) -> list[str]:
         """Return the names of all data sets. Raises UnavailableError."""

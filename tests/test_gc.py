@@ -158,8 +158,8 @@ def test_a_version_of_another_age_of_datasvc_stops_gc(full):
 
 
 def test_objects_of_unfinished_work_stay_while_its_journal_is_young_and_go_with_it(full):
-    journal = full.journal("plan-1")
-    journal.begin("source")
+    journal = full.journal("plan", "1")
+    journal.begin()
     shard, index = full.objects.put(b"shard so far"), full.objects.put(b"its index")
     journal.write("train-0", {"shard": {"digest": shard.digest}, "indexes": [index.digest]})
     make_old(full)
@@ -174,8 +174,8 @@ def test_objects_of_unfinished_work_stay_while_its_journal_is_young_and_go_with_
 
 
 def test_a_journal_that_somebody_came_back_to_is_kept(full):
-    journal = full.journal("plan-1")
-    journal.begin("source")
+    journal = full.journal("plan", "1")
+    journal.begin()
     make_old(full)
     before_s = time.time() - GRACE_S
     garbage = list_old(full, before_s)
@@ -240,8 +240,8 @@ def test_a_journal_whose_work_commits_while_gc_reads_the_marks_loses_nothing(rep
     named = set(
         Repository.open(repository.url).versions("datasets", "lost").read(1).content["splits"]["train"].values()
     )
-    journal = repository.journal("plan-1")
-    journal.begin("source")
+    journal = repository.journal("plan", "1")
+    journal.begin()
     journal.write("train-0", {"shards": sorted(each for each in named if isinstance(each, str))})
     kept = entry.read_bytes()
     entry.unlink()

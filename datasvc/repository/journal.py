@@ -19,6 +19,7 @@ from datasvc.repository.storage import Storage
 JOURNALS = "journal"
 _PLAN = "plan.json"
 _READS_AT_ONCE = 16
+_NAME_DIGITS = 32
 
 
 class Journal:
@@ -26,50 +27,54 @@ class Journal:
 
     Args:
         storage: the repository's tree.
-        plan: names the work: equal work has equal names, such as a digest.
+        work: names what is done: equal work has equal names, such as a digest.
+        fingerprint: of what it is done on, a digest: the same work on anything else has another journal.
         attempt: from `begin`, for those that only write records.
     """
 
-    def __init__(self, storage: Storage, plan: str, attempt: str | None = None) -> None:
+    def __init__(self, storage: Storage, work: str, fingerprint: str, attempt: str | None = None) -> None:
         self._storage = storage
-        self._folder = f"{JOURNALS}/{plan}"
+        self._work = f"{work[:_NAME_DIGITS]}-"
+        self._name = f"{self._work}{fingerprint[:_NAME_DIGITS]}"
+        self._folder = f"{JOURNALS}/{self._name}"
         self._attempt = attempt
 
-    def begin(self, fingerprint: str) -> tuple[str, bool]:
+    def begin(self) -> tuple[str, bool]:
         """Go on with the work, or start it.
-
-        Args:
-            fingerprint: of what the work is done on; records of work on anything else do not count.
 
         Returns:
             The attempt: a random text that stays the same until the journal is removed, whoever continues; and
-            whether the journal was of another fingerprint.
+            whether there are journals of the same work on another state of what it is done on.
 
         Raises:
             UnavailableError: the store does not answer.
         """
-        found = self._read(_PLAN)
-        if found is not None and found["fingerprint"] == fingerprint:
-            # Written again: a journal that is young keeps `gc` from what its records name.
-            self._storage.put_bytes(f"{self._folder}/{_PLAN}", encode_entry(found), synced=False)
-            self._attempt = str(found["attempt"])
-            return self._attempt, False
-        has_changed = found is not None
-        if has_changed:
-            self.remove()
-        self._attempt = self._start(fingerprint)
+        names = self._storage.list(JOURNALS)
+        has_changed = self._name not in names and any(name.startswith(self._work) for name in names)
+        self._attempt = self._go_on() or self._start()
         return self._attempt, has_changed
 
-    def _start(self, fingerprint: str) -> str:
-        attempt = secrets.token_hex(16)
-        content = encode_entry({"fingerprint": fingerprint, "attempt": attempt})
+    def _go_on(self) -> str | None:
+        found = self._read(_PLAN)
+        if found is None:
+            return None
+        # Young again: `gc` leaves alone what the records of a young journal name.
+        path, content = f"{self._folder}/{_PLAN}", encode_entry(found)
+        if not self._storage.refresh(path, len(content)):
+            self._storage.put_bytes(path, content)
+        return str(found["attempt"])
+
+    def _start(self) -> str:
+        path, attempt = f"{self._folder}/{_PLAN}", secrets.token_hex(16)
+        content = encode_entry({"attempt": attempt})
         try:
-            self._storage.create(f"{self._folder}/{_PLAN}", content)
+            self._storage.create(path, content)
         except ConflictError:
-            other = self._read(_PLAN)  # the same work was started by somebody else just now
-            if other is not None and other["fingerprint"] == fingerprint:
-                return str(other["attempt"])
-            raise
+            # The same work was started by somebody else just now, or what is there is damaged.
+            other = self._go_on()
+            if other is not None:
+                return other
+            self._storage.put_bytes(path, content)
         return attempt
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:

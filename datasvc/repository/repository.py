@@ -11,7 +11,7 @@ from datasvc.repository.journal import Journal
 from datasvc.repository.log import Entry, Log
 from datasvc.repository.objects import Objects
 from datasvc.repository.references import check_name, check_tag, is_name, parse_reference
-from datasvc.repository.storage import Storage
+from datasvc.repository.storage import Storage, redact_url
 
 REPOSITORY_FORMAT = 1
 _MARKER = "datasvc.json"
@@ -64,7 +64,7 @@ class Repository:
             raw = storage.read(_MARKER)
         except NotFoundError as error:
             raise NotFoundError(
-                f"no repository at {storage.url} (it has no {_MARKER}); "
+                f"no repository at {redact_url(storage.url)} (it has no {_MARKER}); "
                 "`datasvc ingest SOURCE NAME --repo URL` makes one"
             ) from error
         _check_marker(raw, storage.location(_MARKER))
@@ -86,9 +86,9 @@ class Repository:
         _check_create_only(storage)
         return cls(storage)
 
-    def journal(self, plan: str, attempt: str | None = None) -> Journal:
-        """Return the journal of the work named `plan`, which may not have begun; `attempt`: see there."""
-        return Journal(self._storage, plan, attempt)
+    def journal(self, work: str, fingerprint: str, attempt: str | None = None) -> Journal:
+        """Return the journal of some work, which may not have begun; arguments as of `Journal`."""
+        return Journal(self._storage, work, fingerprint, attempt)
 
     def names(self, kind: Kind) -> list[str]:
         """Return the names that have at least one version, sorted. Raises UnavailableError."""
@@ -133,7 +133,7 @@ class Repository:
         numbers = self.versions(kind, wanted.name).numbers()
         if not numbers:
             raise NotFoundError(
-                f"no {_WORDS[kind]} {wanted.name!r} in {self.url}; it has: {_listed(self.names(kind))}"
+                f"no {_WORDS[kind]} {wanted.name!r} in {redact_url(self.url)}; it has: {_listed(self.names(kind))}"
             )
         if wanted.tag is not None:
             tagged = self._tag_head(kind, wanted.name, wanted.tag)
@@ -198,6 +198,6 @@ def _check_create_only(storage: Storage) -> None:
         return
     storage.put_bytes(_MARKER, _MARKER_BYTES)
     raise ConfigError(
-        f"{storage.url} ignores create-only writes, so commits could overwrite each other; use a store that "
-        "honours If-None-Match"
+        f"{redact_url(storage.url)} ignores create-only writes, so commits could overwrite each other; use a store "
+        "that honours If-None-Match"
     )

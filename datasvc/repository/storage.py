@@ -68,9 +68,12 @@ def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
     Raises:
         ConfigError: the scheme is unknown or its driver is not installed.
+        UnavailableError: a driver that connects at once does not get an answer.
     """
     try:
         file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url))
+    except OSError as error:
+        raise UnavailableError(f"cannot reach {redact_url(url)!r}: {error}") from error
     except (ValueError, ImportError) as error:
         raise ConfigError(f"cannot use {redact_url(url)!r}: {error}; is the driver's extra installed?") from error
     return file_system, root.rstrip("/") or "/"
@@ -112,7 +115,7 @@ class Storage:
         return isinstance(self._fs, LocalFileSystem)
 
     def __repr__(self) -> str:
-        return f"Storage({self.url!r})"
+        return f"Storage({redact_url(self.url)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Clients never travel to another process: a copy of their sockets and threads would hang there.

@@ -38,7 +38,7 @@ class BuildOptions:
         keep_order: keep the source's order rather than deal samples to shards by a permutation.
         seed: of that permutation.
         val_fraction: share of "train" that becomes "val", by the hash of the key.
-        limit: samples of each split, the first ones of the source; None: all.
+        limit: samples of each split of the source, its first ones, bad ones included; None: all.
 
     Raises:
         ConfigError: a value is out of range.
@@ -69,9 +69,10 @@ class Work:
 
     Attributes:
         repository_url: where shards are stored.
-        plan: name of the journal.
+        name: of the work, for its journal.
+        fingerprint: of the source, as it was listed.
         attempt: of the journal.
-        source: what is read.
+        source: what is read; of a listed one without its listing, which the units carry.
         schema: columns of the shards.
         options: how shards are made.
         classes: names of the stored labels, index by index.
@@ -79,7 +80,8 @@ class Work:
     """
 
     repository_url: str
-    plan: str
+    name: str
+    fingerprint: str
     attempt: str
     source: Source
     schema: pa.Schema

@@ -22,7 +22,7 @@ from datasvc.shards.images import read_header, reencode
 from datasvc.shards.plan import Unit
 from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH
 from datasvc.shards.sources.files import FileReader
-from datasvc.shards.sources.source import BadSample, ImageFile
+from datasvc.shards.sources.source import BadSample, ImageFile, printable
 
 _READS_AHEAD: Final = 16
 _BYTES_AHEAD: Final = 32 << 20
@@ -93,11 +93,6 @@ class _SampleAdder:
         self._output.samples.append(sample)
         self._output.payloads.append(payload)
         self._output.image_kinds[header.kind] += 1
-
-
-def printable(key: str) -> str:
-    """Return a key with what is not UTF-8 in it escaped."""
-    return key.encode("utf-8", "backslashreplace").decode()
 
 
 def _read_files(url: str, files: Sequence[ImageFile], room: Room) -> Iterator[tuple[ImageFile, Content]]:

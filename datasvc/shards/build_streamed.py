@@ -23,6 +23,7 @@ from datasvc.shards.digests import BlobParts
 from datasvc.shards.plan import HELD_OUT_SPLIT, PARTS_AT_ONCE, Unit, is_held_out, permute_in_shard
 from datasvc.shards.schema import KEY
 from datasvc.shards.sources.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.splits import DEFAULT_SPLIT
 from datasvc.shards.writer import is_gathered
 
 # A shard is made of so many turns of the parts that are read side by side.
@@ -52,10 +53,10 @@ def build_streamed(
     with ShardFinisher(work, unit.number, repository, journal, records_shards=True) as finisher:
         makers: dict[str, _ShardMaker] = {}
         for batch, rows in _take_turns(work, unit, bad, report):
-            for split, chosen in _hold_out(batch, rows, unit.split, work.options.val_fraction):
+            for split, part, chosen in _hold_out(batch, rows, unit.split, work.options.val_fraction):
                 if split not in makers:
                     makers[split] = _ShardMaker(work, unit.number, split, finisher, earlier)
-                makers[split].add(batch, chosen)
+                makers[split].add(part, chosen)
         for maker in makers.values():
             maker.close()
         result = finisher.finish(bad)
@@ -67,38 +68,50 @@ def _take_turns(
     work: Work, unit: Unit, bad: list[BadSample], report: Report
 ) -> Iterator[tuple[CheckedBatch, Integers]]:
     """Yield samples of the unit's parts in turn: checked batches, and which of their samples this turn takes."""
-    keep_order = work.options.keep_order
-    left = work.options.limit
+    # With a limit the first samples of the source are meant: its parts are read one after the other.
+    in_order = work.options.keep_order or work.options.limit is not None
+    limit = _Limit(work.options.limit)
     turn_bytes = work.options.shard_bytes // _TURNS_PER_SHARD
     waiting = deque(unit.parts)
     reading: deque[_OpenPart] = deque()
     while waiting or reading:
-        while waiting and len(reading) < (1 if keep_order else PARTS_AT_ONCE):
-            reading.append(_OpenPart(work, waiting.popleft(), bad, report))
+        while waiting and len(reading) < (1 if in_order else PARTS_AT_ONCE):
+            reading.append(_OpenPart(work, waiting.popleft(), bad, report, limit))
         part = reading.popleft()
-        turn = part.take(None if keep_order else turn_bytes)
-        if turn is None:
-            continue
-        batch, rows = turn
-        if left is not None:
-            rows = rows[:left]
-            left -= len(rows)
-        yield batch, rows
-        if left == 0:
-            return
-        # Read in order, a part is read to its end before the next one is opened.
-        reading.appendleft(part) if keep_order else reading.append(part)
+        turn = part.take(None if in_order else turn_bytes)
+        if turn is not None:
+            yield turn
+            # Read in order, a part is read to its end before the next one is opened.
+            reading.appendleft(part) if in_order else reading.append(part)
+
+
+class _Limit:
+    """How many samples may still be read, bad ones included; None: all."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._left = limit
+
+    def cut(self, piece: pa.RecordBatch | BadSample) -> pa.RecordBatch | BadSample | None:
+        """Return what of `piece` may still be read, None for nothing."""
+        if self._left is None:
+            return piece
+        if not self._left:
+            return None
+        kept = piece if isinstance(piece, BadSample) else piece.slice(0, self._left)
+        self._left -= 1 if isinstance(kept, BadSample) else kept.num_rows
+        return kept
 
 
 class _OpenPart:
     """A part being read: hands out its samples some bytes at a time."""
 
-    def __init__(self, work: Work, part: Part, bad: list[BadSample], report: Report) -> None:
+    def __init__(self, work: Work, part: Part, bad: list[BadSample], report: Report, limit: _Limit) -> None:
         assert isinstance(work.source, StreamedSource)
         self._work = work
         self._split = part.split
         self._bad = bad
         self._report = report
+        self._limit = limit
         self._pieces = work.source.read(part)
         self._batch: CheckedBatch | None = None
         self._next = 0
@@ -118,7 +131,10 @@ class _OpenPart:
         return self._batch, np.arange(start, stop)
 
     def _read(self) -> CheckedBatch | None:
-        for piece in self._pieces:
+        for read in self._pieces:
+            piece = self._limit.cut(read)
+            if piece is None:
+                return None
             if isinstance(piece, BadSample):
                 self._bad.append(piece)
                 continue
@@ -129,15 +145,21 @@ class _OpenPart:
         return None
 
 
-def _hold_out(batch: CheckedBatch, rows: Integers, split: str, fraction: float) -> Iterator[tuple[str, Integers]]:
-    if not fraction:
-        yield split, rows
+def _hold_out(
+    batch: CheckedBatch, rows: Integers, split: str, fraction: float
+) -> Iterator[tuple[str, CheckedBatch, Integers]]:
+    """Yield which samples go to which split."""
+    if not fraction or split != DEFAULT_SPLIT:
+        yield split, batch, rows
         return
     keys = batch.columns.column(KEY).take(pa.array(rows)).to_pylist()
     held_out = np.array([is_held_out(key, fraction) for key in keys], np.bool_)
-    for name, chosen in ((split, rows[~held_out]), (HELD_OUT_SPLIT, rows[held_out])):
-        if len(chosen):
-            yield name, chosen
+    if not held_out.all():
+        yield split, batch, rows[~held_out]
+    if held_out.any():
+        # Copied: a few samples that wait for a shard to fill must not keep whole batches in memory.
+        copied = batch.take(rows[held_out])
+        yield HELD_OUT_SPLIT, copied, np.arange(copied.num_samples)
 
 
 class _ShardMaker:

@@ -39,6 +39,10 @@ class CheckedBatch:
         """Number of samples."""
         return int(self.columns.num_rows)
 
+    def take(self, rows: Integers) -> CheckedBatch:
+        """Return some of the samples, copied."""
+        return CheckedBatch(self.columns.take(pa.array(rows)), [self.kinds[row] for row in rows.tolist()])
+
     @cached_property
     def keys(self) -> list[str]:
         """Key of each sample."""
@@ -94,6 +98,10 @@ def value_bytes(column: pa.Array) -> Integers:
     if _has_offsets(kind):
         width = np.int64 if pa.types.is_large_binary(kind) or pa.types.is_large_string(kind) else np.int32
         return np.diff(_offsets(column, width)).astype(np.int64)
+    if pa.types.is_map(kind):
+        offsets = _offsets(column, np.int32).astype(np.int64)
+        inner = np.concatenate([[0], np.cumsum(value_bytes(column.keys) + value_bytes(column.items))])
+        return np.asarray(inner[offsets[1:]] - inner[offsets[:-1]], np.int64)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         width = np.int64 if pa.types.is_large_list(kind) else np.int32
         offsets = _offsets(column, width).astype(np.int64)

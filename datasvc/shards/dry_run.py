@@ -84,7 +84,7 @@ def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRu
     probe = _read_some(source, options, bad)
     size_bytes = sum(unit.size_bytes for unit in units)
     is_listed = isinstance(source, ListedSource)
-    counts = _count_samples(units, probe)
+    counts = _count_samples(units, probe, options.limit)
     share = probe.whole_stored_bytes / probe.whole_source_bytes if probe.whole_source_bytes else 1.0
     rate = probe.read_bytes / max(probe.seconds, 1e-6)
     return DryRun(
@@ -100,7 +100,8 @@ def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRu
     )
 
 
-def _count_samples(units: Sequence[Unit], probe: _Probe) -> dict[str, int | None]:
+def _count_samples(units: Sequence[Unit], probe: _Probe, limit: int | None) -> dict[str, int | None]:
+    """Return the samples of each split, held-out ones of streamed sources not told apart."""
     counts: dict[str, int | None] = {}
     for unit in units:
         known = [part.num_samples for part in unit.parts]
@@ -113,11 +114,11 @@ def _count_samples(units: Sequence[Unit], probe: _Probe) -> dict[str, int | None
             continue
         before = counts.get(unit.split, 0)
         counts[unit.split] = None if before is None else before + count
-    return counts
+    return {split: count if count is None or limit is None else min(count, limit) for split, count in counts.items()}
 
 
 def _read_some(source: Source, options: BuildOptions, bad: list[BadSample]) -> _Probe:
-    """Read and check the first samples, as an ingest would."""
+    """Read and check the first samples, as an ingest would; listed images are not made smaller here."""
     probe = _Probe()
     started = time.perf_counter()
     if isinstance(source, ListedSource):
@@ -145,7 +146,7 @@ def _read_files(source: ListedSource, options: BuildOptions, bad: list[BadSample
 
 
 def _read_parts(source: StreamedSource, options: BuildOptions, bad: list[BadSample], probe: _Probe) -> None:
-    work = Work("", "", "", source, stored_schema(source.schema), options, source.classes)
+    work = Work("", "", "", "", source, stored_schema(source.schema), options, source.classes)
     for part in source.parts:
         samples = stored_bytes = 0
         for piece in source.read(part):

@@ -50,7 +50,7 @@ def build_unit(
     Raises:
         DatasvcError: see `build_listed` and `build_streamed`.
     """
-    journal = repository.journal(work.plan, work.attempt)
+    journal = repository.journal(work.name, work.fingerprint, work.attempt)
     if unit.files:
         return build_listed(work, unit, repository, journal, report)
     return build_streamed(work, unit, repository, journal, report, earlier)
@@ -82,7 +82,7 @@ def run_units(
     Raises:
         ConfigError: the engine is not installed.
         UnavailableError: a worker process died.
-        DatasvcError: the first that a unit raised; the others are stopped.
+        DatasvcError: the first that a unit raised, once the units under way have ended.
     """
     if engine == "ray":
         _run_ray(work, units, earlier, workers, report, on_result)
@@ -123,8 +123,9 @@ def _run_processes(
         report(counters.read())
     except BrokenProcessPool as error:
         raise UnavailableError(
-            "a worker process of the ingest died (killed, or out of memory); what is done is kept: run the same "
-            "command again, with fewer --workers if memory was short"
+            "a worker process of the ingest died: killed, out of memory, or started by a script without the guard "
+            '`if __name__ == "__main__":`. What is done is kept: run the same command again, with fewer --workers '
+            "if memory was short"
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
@@ -210,12 +211,31 @@ def _run_ray(
     build = ray.remote(max_retries=3)(_build_on_ray)
     waiting = iter(units)
     under_way: list[Any] = []
+    try:
+        _collect_from_ray(ray, build, shared, waiting, under_way, earlier, workers, report, on_result)
+    finally:
+        for task in under_way:
+            ray.cancel(task, force=False)
+
+
+def _collect_from_ray(
+    ray: Any,
+    build: Any,
+    shared: Any,
+    waiting: Iterator[Unit],
+    under_way: list[Any],
+    earlier: Earlier,
+    workers: int,
+    report: Report,
+    on_result: OnResult,
+) -> None:
+    """Keep `workers` tasks in `under_way` until none is left."""
     while True:
         while len(under_way) < workers and (unit := next(waiting, None)) is not None:
             under_way.append(build.remote(shared, unit, earlier.get(unit.number, {})))
         if not under_way:
             return
-        done, under_way = ray.wait(under_way)
+        done, under_way[:] = ray.wait(under_way)
         for each in done:
             try:
                 result, progress = ray.get(each)

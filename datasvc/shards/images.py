@@ -104,7 +104,7 @@ def reencode(content: bytes | memoryview, how: Reencoding) -> bytes | None:
             return _encode(upright, kind, how.quality or REENCODE_QUALITY)
     except UnidentifiedImageError as error:
         raise BadSampleError(f"no image: it starts with {bytes(content[:16])!r}") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # whatever a damaged file makes Pillow raise
         raise BadSampleError(f"does not decode: {error}") from error
 
 
@@ -190,7 +190,7 @@ def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHead
         raise BadSampleError(f"no image: it starts with {bytes(content[:16])!r}") from error
     except Image.DecompressionBombError as error:
         raise BadSampleError(str(error)) from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # whatever a damaged file makes Pillow raise
         raise BadSampleError(f"does not decode: {error}") from error
     return ImageHeader(kind, width, height)
 

@@ -12,11 +12,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from datasvc.errors import ConfigError
-from datasvc.repository import Entry, Objects, Repository, Resolved
+from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
+from datasvc.repository import Entry, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.journal import Journal
 from datasvc.repository.objects import digest_of
 from datasvc.repository.references import check_name
@@ -32,6 +33,9 @@ from datasvc.shards.quarantine import check_bad, check_duplicates, store_quarant
 from datasvc.shards.repeats import Repeat, Repeats, drop_repeats
 from datasvc.shards.schema import stored_schema
 from datasvc.shards.sources.choose import open_source
+from datasvc.shards.sources.files import FileReader
+from datasvc.shards.sources.image_folder import ImageFolder
+from datasvc.shards.sources.manifest import Manifest
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.python_samples import PythonSamples
 from datasvc.shards.sources.source import BadSample, ListedSource, Source
@@ -54,7 +58,7 @@ class IngestReport:
         num_samples: samples in each split of the version.
         num_shards: shards in each split of the version.
         size_bytes: bytes of all shards of the version.
-        num_added: samples that this ingest added to each split; without `append` all of them.
+        num_added: by how many samples each split grew; without `append` all of them.
         bad: samples that were left out because they are damaged or repeat a key.
         duplicates: samples that hold the same as an earlier one of their split, by split; left out with "drop".
         ignored: files of the source that it does not ingest, by extension.
@@ -139,9 +143,12 @@ def ingest(
         shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, val_fraction, limit
     )
     opened = open_any_source(source, source_options)
+    num_workers = count_workers(opened, workers, engine)
     classes = combine_classes(_classes_of_head(repository, name) if append else (), [opened.classes])
     plan = _make_plan(repository, name, opened, options, classes)
-    results, num_resumed = _build(plan, engine, count_workers(opened, workers), report or _ignore)
+    results, num_resumed = _build(plan, engine, num_workers, report or _ignore)
+    if isinstance(source, str) or source_options is not None:
+        _check_unchanged(plan, source_options)
     tables = _tables(plan, results)
     # A file system gives no two files one path.
     repeats = Repeats.find(repository.objects, tables, by_key=not isinstance(opened, ListedSource))
@@ -157,17 +164,17 @@ def ingest(
         "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
         "skipped": len(bad),
         "quarantine": store_quarantine(repository.objects, bad),
-        "ingest": plan.attempt,
     }
-    committed = plan.find_committed() or _commit(repository, name, tables, about, append=append, on_common=on_common)
-    plan.journal.remove()
+    committed = _commit(plan, tables, about, append=append, on_common=on_common)
+    with suppress(UnavailableError):  # it is committed: what is left of the journal is for `gc`
+        plan.journal.remove()
     splits = committed.content["splits"]
     return IngestReport(
         version=Resolved("datasets", name, committed.number),
         num_samples={split: facts["samples"] for split, facts in splits.items()},
         num_shards={split: facts["shards"] for split, facts in splits.items()},
         size_bytes=sum(facts["bytes"] for facts in splits.values()),
-        num_added={split: table.num_samples for split, table in tables.items()},
+        num_added=committed.content["added"],
         bad=bad,
         duplicates=repeats.payloads,
         ignored=opened.ignored,
@@ -199,12 +206,12 @@ class _Plan:
     attempt: str
     has_source_changed: bool
 
-    def find_committed(self) -> Entry | None:
-        """Return the version that this very ingest committed before it was interrupted, if it came so far."""
+    def find_committed(self, ingest_id: str) -> Entry | None:
+        """Return the version that this very ingest committed: before it was interrupted, or its twin just now."""
         log = self.repository.versions("datasets", self.name)
         for number in log.numbers()[: -_LOOKED_BACK - 1 : -1]:
             entry = log.read(number)
-            if entry.content.get("ingest") == self.attempt:
+            if entry.content.get("ingest") == ingest_id:
                 return entry
         return None
 
@@ -217,8 +224,9 @@ def _make_plan(
     schema = stored_schema(source.schema)
     about = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
     plan = digest_of(json.dumps([about, dataclasses.asdict(options)], sort_keys=True).encode())
-    journal = repository.journal(plan)
-    attempt, has_changed = journal.begin(source.fingerprint())
+    fingerprint = source.fingerprint()
+    journal = repository.journal(plan, fingerprint)
+    attempt, has_changed = journal.begin()
     units = plan_units(
         source,
         shard_bytes=options.shard_bytes,
@@ -228,8 +236,26 @@ def _make_plan(
         limit=options.limit,
     )
     units = [relabelled(unit, labels) for unit in units] if labels else units
-    work = Work(repository.url, plan, attempt, source, schema, options, classes, labels)
+    # Units carry their files: a worker needs no list of all of them.
+    slim = dataclasses.replace(source, splits={}) if isinstance(source, (ImageFolder, Manifest)) else source
+    work = Work(repository.url, plan, fingerprint, attempt, slim, schema, options, classes, labels)
+    has_changed = has_changed and not isinstance(source, PythonSamples)  # no two iterables are states of one
     return _Plan(name, repository, work, units, journal, attempt, has_changed)
+
+
+def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
+    """Raise SourceChangedError where another listing says something else now than the one that was ingested.
+
+    Local files of a listed source are each compared as they are read.
+    """
+    source = plan.work.source
+    if isinstance(source, PythonSamples) or (isinstance(source, ListedSource) and FileReader(source.url).is_local):
+        return
+    if open_source(source.url, options).fingerprint() != plan.work.fingerprint:
+        raise SourceChangedError(
+            f"{redact_url(source.url)} changed while it was ingested, nothing was committed; run the same command "
+            "again once nothing writes to it any more"
+        )
 
 
 def _build(plan: _Plan, engine: EngineName, workers: int, report: Report) -> tuple[list[UnitResult], int]:
@@ -272,10 +298,13 @@ def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[s
 
 
 def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
-    """Return whether the repository still has a recorded shard. `gc` leaves it alone: the journal is young."""
+    """Return whether the repository still has a recorded shard and its index, safe from a `gc` that runs just now."""
     index = shard.row.index
     assert index is not None
-    return objects.size(index) is not None and objects.size(shard.row.shard.digest) == shard.row.shard.size_bytes
+    index_bytes = objects.size(index)
+    return (
+        index_bytes is not None and objects.reuse(ObjectInfo(index, index_bytes)) and objects.reuse(shard.row.shard)
+    )
 
 
 def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]:
@@ -287,31 +316,50 @@ def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]
     return {split: ShardTable.build(each, plan.work.schema, plan.work.classes) for split, each in rows.items()}
 
 
+class _CommittedError(Exception):
+    """Ends a commit: the log holds this very ingest already."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__()
+        self.entry = entry
+
+
 def _commit(
-    repository: Repository,
-    name: str,
-    tables: Mapping[str, ShardTable],
-    about: Mapping[str, Any],
-    *,
-    append: bool,
-    on_common: OnCommon,
+    plan: _Plan, tables: Mapping[str, ShardTable], about: Mapping[str, Any], *, append: bool, on_common: OnCommon
 ) -> Entry:
-    added = {split: table.num_samples for split, table in tables.items()}
+    """Commit the tables once, whoever else commits meanwhile, a twin of this ingest included."""
+    objects = plan.repository.objects
+    options = json.dumps([append, on_common, about["message"], about["source"]], sort_keys=True)
+    ingest_id = f"{plan.attempt}-{digest_of(options.encode())[:16]}"
 
     def build(head: int) -> dict[str, Any]:
+        committed = plan.find_committed(ingest_id)
+        if committed is not None:
+            raise _CommittedError(committed)
         if not (append and head):
-            return {**about, "splits": describe_tables(repository.objects, tables)}
-        before = open_dataset(repository, f"{name}@{head}")
-        joined = append_splits(
-            repository.objects, {split: each.table for split, each in before.items()}, tables, on_common=on_common
-        )
+            added = {split: table.num_samples for split, table in tables.items()}
+            return {**about, "ingest": ingest_id, "added": added, "splits": describe_tables(objects, tables)}
+        before = open_dataset(plan.repository, f"{plan.name}@{head}")
+        old = {split: each.table for split, each in before.items()}
+        joined = append_splits(objects, old, tables, on_common=on_common)
+        added = {
+            split: joined[split].num_samples - (old[split].num_samples if split in old else 0) for split in tables
+        }
         # A split that nothing is added to keeps its table, and with it the loader states that refer to it.
-        touched = describe_tables(repository.objects, {split: joined[split] for split in tables})
-        splits = {**before.entry.content["splits"], **touched}
-        change = {"kind": "append", "added": added}
-        return {**about, "parent": str(before.resolved), "change": change, "splits": splits}
+        touched = describe_tables(objects, {split: joined[split] for split in tables})
+        return {
+            **about,
+            "ingest": ingest_id,
+            "parent": str(before.resolved),
+            "change": {"kind": "append"},
+            "added": added,
+            "splits": {**before.entry.content["splits"], **touched},
+        }
 
-    return repository.versions("datasets", name).append(build)
+    try:
+        return plan.repository.versions("datasets", plan.name).append(build)
+    except _CommittedError as already:
+        return already.entry
 
 
 def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:
@@ -321,15 +369,19 @@ def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:
     return max((split.classes for split in open_dataset(repository, name).values()), key=len)
 
 
-def count_workers(source: Source, workers: int | None) -> int:
-    """Return how many processes build the shards of `source`; None: one a core. Raises ConfigError."""
-    if isinstance(source, PythonSamples):
-        return 1  # an iterable lives in this process
-    if workers is None:
-        return len(os.sched_getaffinity(0))
-    if workers < 1:
+def count_workers(source: Source, workers: int | None, engine: EngineName = "local") -> int:
+    """Return how many processes build the shards of `source`; None: one a core.
+
+    Raises:
+        ConfigError: less than one, or an iterable, which lives in this process, is to be read on a cluster.
+    """
+    if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}; expected at least 1")
-    return workers
+    if isinstance(source, PythonSamples):
+        if engine != "local":
+            raise ConfigError("an iterable is read by this process; leave engine='ray' away, or write it to files")
+        return 1
+    return len(os.sched_getaffinity(0)) if workers is None else workers
 
 
 def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:

@@ -63,9 +63,10 @@ def plan_units(
     """
     planned: list[Unit] = []
     if isinstance(source, ListedSource):
-        splits = hold_out(source.splits, val_fraction) if val_fraction else source.splits
+        splits = {split: files[:limit] for split, files in source.splits.items()}
+        splits = hold_out(splits, val_fraction) if val_fraction else splits
         for split, files in splits.items():
-            for shard in plan_shards(files[:limit], shard_bytes, seed, keep_order=keep_order):
+            for shard in plan_shards(files, shard_bytes, seed, keep_order=keep_order):
                 planned.append(Unit(len(planned), split, files=tuple(shard)))
         return planned
     assert isinstance(source, StreamedSource)
@@ -106,9 +107,9 @@ def group_parts(
         unit_bytes: no unit but the last is smaller.
         seed: of the permutation.
         keep_order: leave them as they are.
-        together: make one unit of all.
+        together: make one unit of all, in their order.
     """
-    order = range(len(parts)) if keep_order else _permuted(len(parts), seed, _PARTS).tolist()
+    order = range(len(parts)) if keep_order or together else _permuted(len(parts), seed, _PARTS).tolist()
     # Few parts are spread over several units; of many, each unit reads as many as it has open at once.
     most = len(parts) if together else max(1, min(PARTS_AT_ONCE, -(-len(parts) // _UNITS_PER_SPLIT)))
     groups: list[list[Part]] = []
@@ -130,7 +131,7 @@ def permute_in_shard(count: int, seed: int, unit: int, ordinal: int) -> Integers
 
 def is_held_out(key: str, fraction: float) -> bool:
     """Return whether a sample belongs to the held-out share: a function of its key alone, so it never changes."""
-    return int.from_bytes(blake3(key.encode()).digest(8), "big") < fraction * 2.0**64
+    return int.from_bytes(blake3(key.encode("utf-8", "surrogateescape")).digest(8), "big") < fraction * 2.0**64
 
 
 def hold_out(splits: Mapping[str, list[ImageFile]], fraction: float) -> dict[str, list[ImageFile]]:

@@ -5,7 +5,7 @@ What is held for each sample is a hash of eight bytes; only samples whose hashes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -60,10 +60,9 @@ class Repeats:
         for split, table in tables.items():
             found = find_repeats(objects, table, "key") if by_key else []
             places = {(repeat.shard, repeat.row) for repeat in found}
-            held = find_repeats(objects, table, "payload")
             keys[split] = found
-            payloads[split] = [repeat for repeat in held if (repeat.shard, repeat.row) not in places]
-        return cls(_given(keys), _given(payloads))
+            payloads[split] = find_repeats(objects, table, "payload", without=places)
+        return cls(_without_empty(keys), _without_empty(payloads))
 
     @property
     def bad(self) -> list[BadSample]:
@@ -89,13 +88,16 @@ def drop_repeats(
     return left
 
 
-def find_repeats(objects: Objects, table: ShardTable, by: RepeatedBy) -> list[Repeat]:
+def find_repeats(
+    objects: Objects, table: ShardTable, by: RepeatedBy, *, without: Collection[tuple[int, int]] = ()
+) -> list[Repeat]:
     """Return every sample that repeats an earlier one, in table order.
 
     Args:
         objects: of the repository.
         table: in which nothing is deleted, and every shard has a sample index.
         by: "key", or "payload": the digest of what a sample holds, see `digests`.
+        without: samples that do not count, by shard and place in it.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: an index cannot be read.
@@ -110,7 +112,8 @@ def find_repeats(objects: Objects, table: ShardTable, by: RepeatedBy) -> list[Re
     stops = np.cumsum(table.stored_per_shard)
     shards = np.searchsorted(stops, suspects, side="right")
     rows = suspects - np.concatenate([[0], stops])[shards]
-    return _compare(objects, table, by, shards, rows)
+    counted = [place not in without for place in zip(shards.tolist(), rows.tolist(), strict=True)]
+    return _compare(objects, table, by, shards[counted], rows[counted])
 
 
 def _compare(objects: Objects, table: ShardTable, by: RepeatedBy, shards: Integers, rows: Integers) -> list[Repeat]:
@@ -156,5 +159,5 @@ def _meeting(hashes: Integers) -> Integers:
     return np.sort(order[met[: len(order)]])
 
 
-def _given(repeats: Mapping[str, list[Repeat]]) -> dict[str, list[Repeat]]:
+def _without_empty(repeats: Mapping[str, list[Repeat]]) -> dict[str, list[Repeat]]:
     return {split: found for split, found in repeats.items() if found}

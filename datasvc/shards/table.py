@@ -33,6 +33,7 @@ _COLUMNS = pa.schema(
     ]
 )
 _METADATA_KEY = b"datasvc.table"
+_MOST_LABELS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class ShardTable:
             pa.Table.from_arrays(arrays, schema=_COLUMNS),
             sample_schema,
             tuple(classes),
-            _total([each.label_counts for each in statistics]),
+            _bounded(_total([each.label_counts for each in statistics])),
             _total([each.image_kinds for each in statistics]),
         )
 
@@ -213,6 +214,11 @@ def _upgraded(rows: pa.Table) -> pa.Table:
     """Return the rows of a table of format 1: no sample indexes, nothing deleted."""
     rows = rows.append_column(_COLUMNS.field("index"), pa.nulls(rows.num_rows, pa.binary(32)))
     return rows.append_column(_COLUMNS.field("deleted"), pa.array(np.zeros(rows.num_rows, np.int64)))
+
+
+def _bounded(counts: dict[Any, int]) -> dict[Any, int]:
+    """Return the counts, {} of so many that they are no classes: metadata never grows with the data."""
+    return counts if len(counts) <= _MOST_LABELS else {}
 
 
 def _total(counts: Sequence[Mapping[Any, int]]) -> dict[Any, int]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.schema import HEIGHT, LABEL, WIDTH, is_blob
+from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob
 
 # Small enough that a ranged read of one batch is quick, large enough that its overhead is nothing.
 BATCH_BYTES = 4 << 20
@@ -167,8 +167,11 @@ class ShardWriter:
         for name in blobs:
             self._texts.setdefault(name, _BlobColumn()) if name not in self._blobs else None
         gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
+        # About what a sample's other columns take: lists may be larger than any blob.
+        other_bytes = values.nbytes // max(1, values.num_rows)
         start = size_bytes = 0
         for row in range(values.num_rows):
+            size_bytes += other_bytes
             for column, views in gathered:
                 size_bytes += column.append(next(views))
             if size_bytes >= BATCH_BYTES or row + 1 - start >= _BATCH_SAMPLES or row + 1 == values.num_rows:
@@ -237,7 +240,9 @@ class ShardWriter:
 
 
 def _largest(batch: pa.RecordBatch, column: str) -> int:
-    return int(batch.column(column).to_numpy().max()) if column in batch.schema.names else 0
+    # Without an image, columns of these names are the user's own.
+    is_measured = IMAGE in batch.schema.names and column in batch.schema.names
+    return int(batch.column(column).to_numpy().max()) if is_measured else 0
 
 
 def _count_labels(batch: pa.RecordBatch) -> dict[int, int]:

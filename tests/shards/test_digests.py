@@ -4,9 +4,9 @@ import datetime as dt
 
 import pyarrow as pa
 import pytest
-from xxhash import xxh3_128
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_128
 
 from datasvc.shards.digests import digest_batch, digest_blob, digest_sample, encode_value
 

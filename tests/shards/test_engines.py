@@ -1,19 +1,24 @@
 """Whoever builds the shards, and however often it was interrupted: the same digests, and nothing done twice."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from datasvc.errors import SourceChangedError
+from datasvc.gc import list_old, named_objects, sweep, unmark
 from datasvc.repository import Repository
+from datasvc.repository.journal import Journal
 from datasvc.shards import engines, ingest, open_dataset
-from datasvc.shards.engines import choose_start_method
-from datasvc.shards.sources import ImageFolder
+from datasvc.shards.sources import ImageFolder, SourceOptions
+from datasvc.shards.sources.choose import open_source
+from datasvc.shards.verify import verify
 from tests.samples import class_sorted, jpeg, write_tars
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +100,6 @@ def test_a_fork_is_only_chosen_where_nothing_can_be_copied_half_way():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == ["fork", "spawn", "spawn"]
-    assert "torch" in sys.modules or choose_start_method(is_local=True)
 
 
 INTERRUPTED = """
@@ -149,8 +153,8 @@ def test_a_second_run_after_a_commit_that_was_killed_before_its_end_commits_noth
     # Journal.begin removes what is left of another state of the source first: nothing, here.
     program = program.replace("ingest(Repo", "Journal.remove, end = (lambda self: None), Journal.remove\n"
                               "begin = Journal.begin\n"
-                              "def begun(self, fingerprint):\n"
-                              "    found = begin(self, fingerprint); Journal.remove = end; return found\n"
+                              "def begun(self):\n"
+                              "    found = begin(self); Journal.remove = end; return found\n"
                               "Journal.begin = begun\ningest(Repo")  # fmt: skip
     words = [sys.executable, "-c", program, repository.url, str(folder), "0", "2500"]
     assert subprocess.run(words, cwd=ROOT, check=False).returncode == -9
@@ -166,6 +170,71 @@ def test_a_source_that_changed_since_an_interruption_is_noticed_and_ingested_ane
     assert report.has_source_changed
     assert report.num_resumed == 0
     assert "a/new.jpg" in {sample["key"] for sample in open_dataset(repository, "pets")["train"]}
+
+
+def test_a_table_that_changes_while_it_is_ingested_is_noticed(repository, tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("a\n1\n", encoding="utf-8")
+    listed = open_source(str(path))
+    path.write_text("a\n1\n2\n", encoding="utf-8")
+    with pytest.raises(SourceChangedError, match="nothing was committed"):
+        ingest(repository, listed, "table", source_options=SourceOptions())
+    assert repository.names("datasets") == []
+
+
+def test_a_gc_that_runs_while_an_old_ingest_goes_on_takes_nothing_of_it(repository, folder):
+    interrupt(repository, folder, LISTED, after=4)
+    for path in Path(repository.url).rglob("*"):
+        os.utime(path, (1, 1))
+    before_s = time.time() - 3600
+    garbage = list_old(repository, before_s)
+    unmark(garbage, named_objects(repository, before_s))
+    assert ingest(repository, str(folder), "pets", **LISTED).num_resumed == 4
+    sweep(repository, garbage, before_s)
+    assert verify(repository, "pets", deep=True).problems == ()
+
+
+def ingest_together(url, source, barrier):
+    """Ingest, and wait before the commit until the twin stands there too."""
+    module = sys.modules["datasvc.shards.ingest"]
+    commit = module._commit
+
+    def commit_together(*arguments, **options):
+        barrier.wait(timeout=60)
+        return commit(*arguments, **options)
+
+    module._commit = commit_together
+    ingest(Repository.open(url), source, "pets", **LISTED)
+
+
+@pytest.mark.parametrize("round_number", range(3))
+def test_equal_ingests_at_once_commit_one_version(repository, folder, round_number):
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    twins = [context.Process(target=ingest_together, args=(repository.url, str(folder), barrier)) for _ in range(2)]
+    for twin in twins:
+        twin.start()
+    for twin in twins:
+        twin.join()
+        assert twin.exitcode == 0
+    assert [entry.number for entry in repository.entries("datasets", "pets")] == [1]
+
+
+def test_other_choices_after_a_commit_that_was_killed_are_an_ingest_of_their_own(repository, folder, monkeypatch):
+    (folder / "train" / "b" / "copy.jpg").write_bytes((folder / "train" / "a" / "00000.jpg").read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", lambda _self: None)
+        ingest(repository, str(folder), "pets", **LISTED)
+        assert str(ingest(repository, str(folder), "pets", **LISTED).version) == "pets@1"
+    report = ingest(repository, str(folder), "pets", duplicates="drop", **LISTED)
+    assert (str(report.version), report.num_samples["train"]) == ("pets@2", 20)
+
+
+def test_a_damaged_journal_only_costs_its_work(repository, folder):
+    interrupt(repository, folder, LISTED, after=3)
+    for plan in Path(repository.url, "journal").rglob("plan.json"):
+        plan.write_bytes(b"")
+    assert ingest(repository, str(folder), "pets", **LISTED).num_samples == {"train": 20, "val": 6}
 
 
 def test_other_options_never_continue_an_interrupted_ingest(repository, folder):
@@ -196,10 +265,6 @@ def test_a_file_that_changes_after_the_listing_is_noticed(repository, folder, ch
     with pytest.raises(SourceChangedError, match=r"00000\.jpg changed while it was ingested"):
         ingest(repository, listed, "pets")
     assert repository.names("datasets") == []
-
-
-def children(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
 
 
 SLOW = """

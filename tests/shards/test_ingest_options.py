@@ -4,8 +4,11 @@ import io
 import json
 import multiprocessing
 import shutil
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -14,8 +17,10 @@ from datasvc.errors import BadSampleError, ConfigError, ConflictError, NotFoundE
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.build import BuildOptions
+from datasvc.shards.check import value_bytes
 from datasvc.shards.dry_run import dry_run
 from datasvc.shards.plan import is_held_out
+from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.choose import open_source
 from tests.samples import class_sorted, jpeg, write_folder, write_tars
 
@@ -105,6 +110,89 @@ def test_a_held_out_share_is_a_function_of_the_keys(repository, tmp_path, tars, 
     assert 5 < len(held_out) < 40
     assert set(keys(repository, "split", "val")) == held_out
     assert set(keys(repository, "split", "train")) == set(keys(repository, "whole")) - held_out
+
+
+def test_only_training_samples_of_a_streamed_source_are_held_out(repository, tmp_path):
+    (tmp_path / "tables").mkdir()
+    for split in ("train", "test"):
+        table = pa.table({"key": [f"{number}" for number in range(100)], "value": range(100)})
+        pq.write_table(table, tmp_path / "tables" / f"{split}-0.parquet")
+    ingest(repository, str(tmp_path / "tables"), "tables", val_fraction=0.2)
+    assert len(open_dataset(repository, "tables")["test"]) == 100
+    assert sorted(keys(repository, "tables", "train") + keys(repository, "tables", "val")) == sorted(
+        map(str, range(100))
+    )
+
+
+def test_a_limit_counts_samples_of_the_source_before_a_share_is_held_out(repository, tmp_path, tars):
+    source = write_folder(tmp_path / "source", {"train": {"x": 40, "y": 30}})
+    for where in (source, tars):
+        report = ingest(repository, str(where), "limited", limit=30, val_fraction=0.5)
+        assert sum(report.num_samples.values()) == 30
+
+
+def test_what_is_bad_behind_a_limit_is_not_looked_at(repository, tmp_path):
+    contents = {f"{number:03d}.jpg": jpeg(seed=number) if number < 10 else b"bad" for number in range(20)}
+    source = write_tars(tmp_path / "tars", contents, per_tar=20)
+    ingest(repository, str(source), "limited", limit=10)
+    assert sorted(keys(repository, "limited")) == [f"{number:03d}" for number in range(10)]
+
+
+def test_nothing_is_lost_when_a_dropped_key_holds_what_another_sample_holds(repository):
+    samples = [{"key": "1", "b": b"X"}, {"key": "1", "b": b"Y"}, {"key": "2", "b": b"Y"}]
+    ingest(repository, samples, "made", on_bad="skip", duplicates="drop", keep_order=True)
+    assert {sample["key"]: sample["b"] for sample in open_dataset(repository, "made")["train"]} == {
+        "1": b"X",
+        "2": b"Y",
+    }
+
+
+def test_an_append_says_by_how_much_each_split_grew(repository):
+    ingest(repository, [{"key": str(number)} for number in range(5)], "made")
+    more = [{"key": str(number)} for number in range(3, 8)]
+    assert ingest(repository, more, "made", append=True, on_common="keep").num_added == {"train": 3}
+
+
+def test_columns_called_width_are_the_user_s_own_without_an_image(repository):
+    ingest(repository, [{"width": "12px", "height": None}, {"width": "x", "height": "y"}], "made")
+    assert open_dataset(repository, "made")["train"].table.largest("max_width") == 0
+
+
+def test_large_lists_are_cut_into_batches_and_shards_like_blobs(repository):
+    samples = [{"vector": [float(number)] * 20_000} for number in range(100)]
+    ingest(repository, samples, "vectors", shard_bytes=4 << 20)
+    split = open_dataset(repository, "vectors")["train"]
+    assert split.table.num_shards == 4
+    assert max(batch.nbytes for batch in split.origin.open_shard(split.table.shard(0)).batches) < 5 << 20
+    maps = pa.table({"m": pa.array([[("a", "x" * 100_000)]] * 100, pa.map_(pa.string(), pa.string()))})
+    assert value_bytes(maps.column("m").chunk(0)).tolist() == [100_001] * 100
+
+
+@pytest.mark.parametrize("split", ["../x", "a/b", "", ".hidden", "a@b", "Train", "x" * 300])
+def test_a_split_that_could_not_be_named_is_refused(split):
+    with pytest.raises(ConfigError, match="cannot name a split"):
+        SourceOptions(split=split)
+
+
+def test_an_iterable_that_raises_half_way_commits_nothing_and_leaves_nothing(repository):
+    def samples():
+        yield from ({"value": number} for number in range(500))
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        ingest(repository, samples(), "made", shard_bytes=1000)
+    assert repository.names("datasets") == []
+    assert not list(Path(repository.url).rglob(".tmp-*"))
+
+
+def test_mending_a_bad_python_sample_moves_no_key(repository):
+    samples = [{"value": number} for number in range(200)]
+    ingest(repository, samples, "whole")
+    ingest(repository, [*samples[:150], {"value": "odd"}, *samples[151:]], "odd", on_bad="skip")
+    whole = {sample["key"]: sample["value"] for sample in open_dataset(repository, "whole")["train"]}
+    odd = {sample["key"]: sample["value"] for sample in open_dataset(repository, "odd")["train"]}
+    assert odd.items() <= whole.items()
+    assert len(odd) == 199
 
 
 def test_nothing_is_held_out_of_a_source_with_a_val_of_its_own(repository, folder):
@@ -207,7 +295,9 @@ def test_append_refuses_other_columns_of_the_same_name(repository, folder, tmp_p
 
 def append_samples(url, number, barrier):
     repository = Repository.open(url)
-    samples = [{"key": f"{number}-{each}", "value": each, f"own{number}": number} for each in range(10)]
+    samples = [
+        {"key": f"{number}-{each}", "value": each, **({"own2": 2} if number == 2 else {})} for each in range(10)
+    ]
     barrier.wait(timeout=60)
     ingest(repository, samples, "raced", append=True)
 
@@ -227,8 +317,8 @@ def test_appends_at_once_all_land(repository):
     assert len(keys(repository, "raced")) == 31
     assert len(repository.entries("datasets", "raced")) == 4
     samples = {sample["key"]: sample for sample in open_dataset(repository, "raced")["train"]}
-    assert samples["1-3"]["own1"] == 1
-    assert samples["1-3"]["own2"] is samples["first"]["own1"] is None
+    assert samples["2-3"]["own2"] == 2
+    assert samples["1-3"]["own2"] is samples["first"]["own2"] is None
 
 
 def test_python_samples_become_columns(tmp_path):

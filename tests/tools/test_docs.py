@@ -16,7 +16,7 @@ from tests.shards.export.contents import write_photos
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# What the documentation names data sets it makes, and how many versions each has at the end.
+# The data sets that the page makes, and how many versions each has at its end.
 MADE = {
     "digits": 3,
     "photos": 1,
@@ -79,6 +79,7 @@ def run_blocks(blocks, folder):
             text = f"python {program}\n"
         script.append(f"echo 'line {block.line}:' >&2")
         script.append(text if not block.status else f"set +e\n{text}test $? -eq {block.status} || exit 99\nset -e")
+    script.append("echo all of them ran")
     if not (folder / "tools").exists():
         (folder / "tools").symlink_to(ROOT / "tools")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -91,6 +92,7 @@ def run_blocks(blocks, folder):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert done.stdout.endswith("all of them ran\n")
     return done.stdout
 
 

@@ -19,7 +19,7 @@ from datasvc.shards.images import EXTENSIONS
 from datasvc.shards.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.sources.files import find_below
 from datasvc.shards.sources.options import SourceOptions
-from datasvc.shards.sources.source import ImageFile, ListedSource
+from datasvc.shards.sources.source import ImageFile, ListedSource, printable
 from datasvc.shards.sources.splits import DEFAULT_SPLIT, SPLIT_NAMES
 
 
@@ -54,7 +54,9 @@ class ImageFolder(ListedSource):
         options = options or SourceOptions()
         found, _ = find_below(url)
         images = sorted(name for name in found if _extension(name) in EXTENSIONS)
-        ignored = Counter(_extension(name) or "(none)" for name in found if _extension(name) not in EXTENSIONS)
+        ignored = Counter(
+            printable(_extension(name)) or "(none)" for name in found if _extension(name) not in EXTENSIONS
+        )
         if not images:
             raise NotFoundError(
                 f"cannot ingest {redact_url(url)}: no images in it ({len(found)} other files); "
@@ -115,4 +117,9 @@ def _classes(placed: dict[str, tuple[str, str | None, str]], url: str) -> tuple[
             f"cannot ingest {redact_url(url)}: some images lie in class folders and some beside them, such as "
             f"{flat}; move these into a class folder or out of the source"
         )
+    for name in names:
+        if name is not None and printable(name) != name:
+            raise ConfigError(
+                f"cannot ingest {redact_url(url)}: the class folder {printable(name)} is not UTF-8; rename it"
+            )
     return tuple(sorted(name for name in names if name is not None))

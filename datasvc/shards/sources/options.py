@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from datasvc.errors import ConfigError
+from datasvc.repository.references import check_name
+
 
 @dataclass(frozen=True)
 class SourceOptions:
@@ -20,6 +23,9 @@ class SourceOptions:
         tokenizer: text to token blocks: URL of a Hugging Face `tokenizer.json`.
         block_tokens: tokens per block.
         text: column of JSON lines that holds the text to tokenize.
+
+    Raises:
+        ConfigError: a split cannot be called so, or a number is out of range.
     """
 
     format: str | None = None
@@ -31,3 +37,9 @@ class SourceOptions:
     tokenizer: str | None = None
     block_tokens: int = 1024
     text: str = "text"
+
+    def __post_init__(self) -> None:
+        if self.split is not None:
+            check_name(self.split, "split")
+        if self.block_tokens < 1:
+            raise ConfigError(f"block_tokens is {self.block_tokens}; expected at least 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ from datasvc.repository.objects import Digest, digest_of
 from datasvc.shards.schema import KEY
 from datasvc.shards.sources.columns import ColumnMap, SampleBatcher, infer_columns
 from datasvc.shards.sources.options import SourceOptions
-from datasvc.shards.sources.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.source import BadSample, Part, StreamedSource, printable
 from datasvc.shards.sources.splits import DEFAULT_SPLIT
 
 _LOOKED_AT: Final = 100
@@ -45,9 +45,12 @@ class PythonSamples(StreamedSource):
             raise NotFoundError("cannot ingest an iterable without samples")
         for sample in first:
             _check_mapping(sample)
-        self._columns: ColumnMap = infer_columns(first, key=options.key)
+        has_keys = options.key is not None or all(KEY in sample for sample in first)
+        numbered = first if has_keys else [_numbered(sample, number) for number, sample in enumerate(first)]
+        self._has_keys = has_keys
+        self._columns: ColumnMap = infer_columns(numbered, key=options.key)
         names = self._columns.raw_names
-        self._raw = pa.schema([(name, pa.array([sample.get(name) for sample in first]).type) for name in names])
+        self._raw = pa.schema([(name, pa.array([sample.get(name) for sample in numbered]).type) for name in names])
         self._samples = itertools.chain(first, iterator)
         self.url = "python"
         self.schema = self._columns.schema
@@ -63,23 +66,31 @@ class PythonSamples(StreamedSource):
         """Yield the samples, the first time. Raises ConfigError for a sample that is no mapping."""
         names = set(self._raw.names)
         raw = SampleBatcher(self._raw, part.split)
-        numbers = itertools.count()
-        for sample in self._samples:
-            _check_mapping(sample)
-            unknown = sample.keys() - names
-            if unknown:
-                yield BadSample(
-                    part.split, str(sample.get(self._columns.key or KEY)), f"has unknown columns {sorted(unknown)}"
-                )
+        for number, given in enumerate(self._samples):
+            _check_mapping(given)
+            sample = given if self._has_keys else _numbered(given, number)
+            key = str(sample.get(self._columns.key or KEY))
+            reason = _reason_against(key, sample.keys() - names)
+            if reason:
+                yield BadSample(part.split, printable(key), reason)
                 continue
-            for piece in raw.add(sample):
-                yield piece if isinstance(piece, BadSample) else self._converted(piece, numbers)
-        for piece in raw.flush():
-            yield piece if isinstance(piece, BadSample) else self._converted(piece, numbers)
+            yield from self._converted(raw.add(sample))
+        yield from self._converted(raw.flush())
 
-    def _converted(self, batch: pa.RecordBatch, numbers: Iterator[int]) -> pa.RecordBatch:
-        keys = [f"{next(numbers):09d}" for _ in range(batch.num_rows)]
-        return self._columns.convert(batch, keys)
+    def _converted(self, pieces: Iterator[pa.RecordBatch | BadSample]) -> Iterator[pa.RecordBatch | BadSample]:
+        for piece in pieces:
+            yield piece if isinstance(piece, BadSample) else self._columns.convert(piece, [])
+
+
+def _numbered(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a sample with its number as its key: bad ones count, so mending one moves no other."""
+    return {**sample, KEY: f"{number:09d}"}
+
+
+def _reason_against(key: str, unknown: Collection[str]) -> str | None:
+    if unknown:
+        return f"has unknown columns {sorted(unknown)}"
+    return None if printable(key) == key else "its key is not UTF-8"
 
 
 def _check_mapping(sample: Any) -> None:

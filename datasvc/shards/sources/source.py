@@ -167,3 +167,8 @@ class StreamedSource(Source):
             NotFoundError, UnavailableError: see `storage.translated`.
             ConfigError: the part's columns are not those of the source.
         """
+
+
+def printable(text: str) -> str:
+    """Return a name with what is not UTF-8 in it escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
