@@ -14,7 +14,7 @@ from datasvc.repository.references import check_name, check_tag, is_name, parse_
 from datasvc.repository.storage import Storage, redact_url
 
 REPOSITORY_FORMAT = 1
-_MARKER = "datasvc.json"
+MARKER = "datasvc.json"
 _MARKER_BYTES = json.dumps({"format": REPOSITORY_FORMAT}).encode() + b"\n"
 
 Kind = Literal["datasets", "models"]
@@ -61,13 +61,13 @@ class Repository:
         """
         storage = Storage(url)
         try:
-            raw = storage.read(_MARKER)
+            raw = storage.read(MARKER)
         except NotFoundError as error:
             raise NotFoundError(
-                f"no repository at {redact_url(storage.url)} (it has no {_MARKER}); "
+                f"no repository at {redact_url(storage.url)} (it has no {MARKER}); "
                 "`datasvc ingest SOURCE NAME --repo URL` makes one"
             ) from error
-        _check_marker(raw, storage.location(_MARKER))
+        _check_marker(raw, storage.location(MARKER))
         return cls(storage)
 
     @classmethod
@@ -80,7 +80,7 @@ class Repository:
         """
         storage = Storage(url)
         try:
-            storage.create(_MARKER, _MARKER_BYTES)
+            storage.create(MARKER, _MARKER_BYTES)
         except ConflictError:
             return cls.open(url)
         _check_create_only(storage)
@@ -193,10 +193,10 @@ def _check_create_only(storage: Storage) -> None:
     """Create the marker once more with other bytes: a store that lets it through cannot hold our logs."""
     probe = json.dumps({"format": REPOSITORY_FORMAT, "probe": True}).encode()
     try:
-        storage.create(_MARKER, probe)
+        storage.create(MARKER, probe)
     except ConflictError:
         return
-    storage.put_bytes(_MARKER, _MARKER_BYTES)
+    storage.put_bytes(MARKER, _MARKER_BYTES)
     raise ConfigError(
         f"{redact_url(storage.url)} ignores create-only writes, so commits could overwrite each other; use a store "
         "that honours If-None-Match"

@@ -201,3 +201,16 @@ def test_credentials_of_a_source_never_reach_the_entry(repository, folder):
     source = replace(ImageFolder.list(str(folder)), url="file://user:secret@host/pets?sig=secret")
     ingest(repository, source, "pets")
     assert open_dataset(repository, "pets").entry.content["source"]["url"] == "file://host/pets"
+
+
+@pytest.mark.parametrize("kind", ["images", "tables"])
+def test_a_repository_that_lies_in_its_source_is_no_part_of_it(tmp_path, kind):
+    source = tmp_path / "source"
+    if kind == "images":
+        write_folder(source, {"train": {"a": 3}, "val": {"a": 1}})
+    else:
+        source.mkdir()
+        (source / "0.jsonl").write_text('{"a": 1}\n{"a": 2}\n', encoding="utf-8")
+    repository = Repository.create(str(source / "repo"))
+    first = ingest(repository, str(source), "own")
+    assert ingest(repository, str(source), "own").num_samples == first.num_samples

@@ -1,9 +1,12 @@
 """Sources and repositories on S3: the same data sets as on a disk, over connections that fail."""
 
+import functools
 import os
 import secrets
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -12,6 +15,7 @@ import pytest
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
+from datasvc.shards.sources import SourceOptions
 from tests.faults.flaky_proxy import FlakyProxy
 from tests.samples import class_sorted, write_tars
 
@@ -185,3 +189,16 @@ def test_credentials_are_in_no_file_of_the_repository_and_in_no_message(remote, 
         assert "wrong-and-never-shown" not in str(caught.value)
     finally:
         s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_the_signature_of_a_web_address_stands_nowhere(repository, tmp_path):
+    (tmp_path / "table.csv").write_text("a\n1\n2\n", encoding="utf-8")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/table.csv?sig=NOTFORYOU"
+        ingest(repository, url, "table", source_options=SourceOptions(format="csv"))
+        server.shutdown()
+    split = open_dataset(repository, "table")["train"]
+    assert [sample["a"] for sample in split] in ([1, 2], [2, 1])
+    assert all(b"NOTFORYOU" not in path.read_bytes() for path in Path(repository.url).rglob("*") if path.is_file())

@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.storage import redact_url, resolve_url, translated
 from datasvc.shards.images import EXTENSIONS as IMAGES
-from datasvc.shards.sources.files import COMPRESSIONS, expand_braces
+from datasvc.shards.sources.files import COMPRESSIONS, expand_braces, is_marker
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.source import Source
 
@@ -144,7 +144,12 @@ def _by_file_name(name: str) -> str | None:
 def _some_files(file_system: AbstractFileSystem, root: str) -> list[str]:
     """Return the first files below a folder, nearest first, until there are enough to tell."""
     found: list[str] = []
-    for _, _, files in file_system.walk(root):
+    ours: list[str] = []
+    for folder, _, files in file_system.walk(root):
+        if any(map(is_marker, files)):
+            ours.append(f"{folder.rstrip('/')}/")
+        if f"{folder.rstrip('/')}/".startswith(tuple(ours)):
+            continue
         found += [name for name in files if not name.startswith(".") and name != _EXPORT_SUMMARY]
         if len(found) >= _LOOKED_AT:
             break

@@ -22,6 +22,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.repository.repository import MARKER
 from datasvc.repository.storage import redact_url, resolve_url, translated
 from datasvc.shards.sources.local_files import check_inside, find_local
 
@@ -264,15 +265,15 @@ class _Limited(io.RawIOBase):
 def _list_one(url: str) -> list[SourceFile]:
     file_system, root = resolve_url(url)
     with translated("list", redact_url(url)):
-        if any(sign in root for sign in "*?["):
+        if file_system.isfile(root):  # first: a question mark may begin the query of a web address
+            base, found = root.rpartition("/")[0], {root: file_system.info(root)}
+        elif any(sign in root for sign in "*?["):
             base = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
             found = {
                 path: info for path, info in file_system.glob(root, detail=True).items() if info["type"] == "file"
             }
             if not found:
                 raise NotFoundError(f"no file matches {redact_url(url)}")
-        elif file_system.isfile(root):
-            base, found = root.rpartition("/")[0], {root: file_system.info(root)}
         elif not file_system.isdir(root):
             raise NotFoundError(f"nothing is at {redact_url(url)}")
         else:
@@ -281,28 +282,36 @@ def _list_one(url: str) -> list[SourceFile]:
     if isinstance(file_system, LocalFileSystem) and len(found) > 1:
         check_inside(base, list(found))
     files = [
-        SourceFile(path[len(base) :].lstrip("/"), path, *_size_and_stamp(file_system, path, info))
+        SourceFile(_shown_name(path[len(base) :]), path, *_size_and_stamp(file_system, path, info))
         for path, info in found.items()
     ]
     return sorted(files, key=lambda file: file.name)
 
 
 def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
-    """Return every file below the folder `root`, in no particular order.
+    """Return every file below the folder `root`, in no particular order; repositories of ours left out.
 
     Raises:
         ConfigError: a link leads out of it, to nothing, or back to a folder above it.
         OSError: it cannot be listed; to be translated by the caller.
     """
     if isinstance(file_system, LocalFileSystem):
-        return [
+        found = [
             SourceFile(path[len(root) :].lstrip("/"), path, status.st_size, str(status.st_mtime))
             for path, status in find_local(root)
         ]
-    return [
-        SourceFile(path[len(root) :].lstrip("/"), path, int(info["size"]), _stamp_of(info))
-        for path, info in file_system.find(root, detail=True).items()
-    ]
+    else:
+        found = [
+            SourceFile(path[len(root) :].lstrip("/"), path, int(info["size"]), _stamp_of(info))
+            for path, info in file_system.find(root, detail=True).items()
+        ]
+    ours = [file.name.removesuffix(MARKER) for file in found if is_marker(file.name)]
+    return [file for file in found if not file.name.startswith(tuple(ours))] if ours else found
+
+
+def is_marker(name: str) -> bool:
+    """Return whether a file marks the root of a repository: what is stored there is no source."""
+    return name.rpartition("/")[2] == MARKER
 
 
 def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
@@ -317,6 +326,11 @@ def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
         if not file_system.isdir(root):
             raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
         return {file.name: file for file in find_files(file_system, root)}, root
+
+
+def _shown_name(path: str) -> str:
+    """Return a file's name; a signature in a web address is no part of it."""
+    return path.lstrip("/").partition("?")[0] or path.lstrip("/")
 
 
 def _is_hidden(name: str) -> bool:
