@@ -36,6 +36,9 @@ check: setup  ## ruff, mypy and the import directions
 bench: setup  ## all benchmarks, some minutes; results belong into docs/benchmarks.md
 	$(BIN)/python tools/bench/order.py
 	$(BIN)/python tools/bench/ingest.py
+	$(BIN)/python tools/bench/ingest_samples.py
+	$(BIN)/python tools/bench/ingest_memory.py
+	$(BIN)/python tools/bench/open_version.py
 	$(BIN)/python tools/bench/loader.py
 	$(BIN)/python tools/bench/trainer.py
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_operation_gives_what_torch_computes_from_all_inputs(launcher, num_ranks):
     launcher.run_program(num_ranks, "operations.py")
 
@@ -16,7 +16,7 @@ def test_ranks_join_and_leave_in_rounds_and_at_different_moments(launcher):
     launcher.run_program(2, "membership.py")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_equals_one_process_and_itself_bit_by_bit(launcher, num_ranks, tmp_path):
     launcher.run_program(num_ranks, "training.py", tmp_path / "first")
     launcher.run_program(num_ranks, "training.py", tmp_path / "second", "again")

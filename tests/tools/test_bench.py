@@ -54,6 +54,18 @@ def test_ingest_is_measured(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_small_samples_memory_and_huge_versions_are_measured(tmp_path):
+    samples = run_json("ingest_samples.py", "--repeats", 1, "--samples", 2000, "--folder", tmp_path)
+    assert {row["name"] for row in samples["rows"]} >= {"1 process", "2 workers", "peak resident set of a worker"}
+    memory = run_json("ingest_memory.py", "--repeats", 1, "--images", 24, "--folder", tmp_path)
+    assert [row["name"] for row in memory["rows"]] == ["photos", "tars"]
+    opened = run_json("open_version.py", "--repeats", 1, "--shards", 1000)
+    assert {row["name"] for row in opened["rows"]} == {"import", "open", "locate", "peak_gb"}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_the_loader_is_measured(tmp_path):
     arguments = ["--repeats", 2, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
     check(run_json("loader.py", *arguments), repeats=2)

@@ -114,6 +114,7 @@ def check_ingested(folder, bucket, made):
     assert (folder / "digits.html").read_text().count("<img") == 37  # 20 of train, and what is left of val
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_on_ingest_runs(tmp_path):
     bucket = f"file://{tmp_path}/bucket"
     blocks = [block for block in read_blocks("ingest.md") if "--engine ray" not in block.text]

@@ -74,6 +74,7 @@ def test_categories_are_decoded_however_long_their_words(tmp_path):
     assert samples.column("tags").to_pylist()[:2] == [["red"], [None]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_huge_batch_is_never_held(tmp_path, form):
     noise = np.random.default_rng(0).integers(0, 256, (100, 1 << 20), np.uint8)
