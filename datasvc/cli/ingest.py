@@ -241,7 +241,10 @@ def _print_report(done: IngestReport) -> None:
     for sample in done.bad[:_SHOWN]:
         typer.echo(f"skipped {sample.split}/{sample.key}: {sample.reason}", err=True)
     if done.bad:
-        typer.echo(f"{len(done.bad)} bad samples were left out; `datasvc show --json` has the list of them as `quarantine`", err=True)
+        typer.echo(
+            f"{len(done.bad)} bad samples were left out; `datasvc show --json` has the list of them as `quarantine`",
+            err=True,
+        )
     repeats = [(split, each) for split, found in done.duplicates.items() for each in found]
     for split, repeat in repeats[:_SHOWN]:
         typer.echo(f"duplicate {split}/{repeat.key}: holds the same as {repeat.first_key}", err=True)

@@ -172,7 +172,7 @@ def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatc
     with objects.writing() as sink, ShardWriter(sink, shard.schema) as writer:
         for batch in batches:
             views: dict[str, Any] = {name: blob_views(batch.column(name)) for name in blobs}
-            writer.append_columns(views, batch.drop_columns(blobs))
+            writer.append_columns(views, batch.drop_columns(blobs), as_one=True)
             digests = digest_batch(batch)
             keys += batch.column(KEY).to_pylist()
             samples += digests[0]

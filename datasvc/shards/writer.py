@@ -148,7 +148,11 @@ class ShardWriter:
             self._flush()
 
     def append_columns(
-        self, blobs: Mapping[str, Iterable[memoryview | npt.NDArray[np.uint8] | None]], values: pa.RecordBatch
+        self,
+        blobs: Mapping[str, Iterable[memoryview | npt.NDArray[np.uint8] | None]],
+        values: pa.RecordBatch,
+        *,
+        as_one: bool = False,
     ) -> None:
         """Add many samples, column by column.
 
@@ -156,6 +160,7 @@ class ShardWriter:
             blobs: by column of blobs or text (`is_gathered`), the bytes of each sample, None for null; copied before
                 this returns.
             values: all other columns of the same samples.
+            as_one: write them as one record batch, however large it is: to keep those of another shard.
 
         Raises:
             ConfigError: columns are missing or unknown.
@@ -174,7 +179,8 @@ class ShardWriter:
             size_bytes += other_bytes
             for column, views in gathered:
                 size_bytes += column.append(next(views))
-            if size_bytes >= BATCH_BYTES or row + 1 - start >= _BATCH_SAMPLES or row + 1 == values.num_rows:
+            is_full = size_bytes >= BATCH_BYTES or row + 1 - start >= _BATCH_SAMPLES
+            if (is_full and not as_one) or row + 1 == values.num_rows:
                 part = values.slice(start, row + 1 - start)
                 self._write([part.column(name) if name not in blobs else None for name in self._schema.names])
                 start, size_bytes = row + 1, 0

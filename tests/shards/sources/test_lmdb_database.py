@@ -198,7 +198,7 @@ def test_folders_of_databases_are_splits_and_a_single_file_is_one(tmp_path):
     assert [(part.split, part.num_samples) for part in source.parts] == [("train", 1), ("val", 1)]
     url = write(tmp_path / "test.mdb", {b"a": b"1"}, subdir=False)
     assert [part.split for part in LmdbDatabase.list(url).parts] == ["test"]
-    assert [part.split for part in LmdbDatabase.list(url, SourceOptions(split="Mine")).parts] == ["mine"]
+    assert [part.split for part in LmdbDatabase.list(url, SourceOptions(split="mine")).parts] == ["mine"]
 
 
 def test_databases_of_one_split_do_not_share_keys(tmp_path):

@@ -112,7 +112,7 @@ def test_keys_are_taken_from_a_column(images):
 
 
 def test_the_users_split_wins(images):
-    assert set(listed(images, "file,split\na.jpg,test\n", split="Val").splits) == {"val"}
+    assert set(listed(images, "file,split\na.jpg,test\n", split="val").splits) == {"val"}
 
 
 def test_names_may_begin_with_a_dot_slash_or_look_like_numbers(images):

@@ -298,4 +298,4 @@ def test_a_file_compressed_as_a_whole_is_refused(tmp_path):
 def test_the_split_is_the_users_when_given(tmp_path):
     write(tmp_path, "test-0.parquet", {"x": [1]})
     assert [part.split for part in Parquet.list(str(tmp_path)).parts] == ["test"]
-    assert [part.split for part in Parquet.list(str(tmp_path), SourceOptions(split="Val")).parts] == ["val"]
+    assert [part.split for part in Parquet.list(str(tmp_path), SourceOptions(split="val")).parts] == ["val"]
