@@ -178,8 +178,11 @@ def _unique(names: list[str]) -> list[str]:
     """Return the names of columns so that none is there twice: `a`, `a_1`."""
     unique: list[str] = []
     for name in names:
-        repeated = sum(1 for each in unique if each == name or each.startswith(f"{name}_"))
-        unique.append(name if name not in unique else f"{name}_{repeated}")
+        free, number = name, 0
+        while free in unique or (free != name and free in names):
+            number += 1
+            free = f"{name}_{number}"
+        unique.append(free)
     return unique
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_json
+from datasvc.cli.values import text_value
 from datasvc.errors import ConfigError, CorruptDataError
 
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
@@ -44,7 +45,7 @@ def verify(
             f"{format_size(done.size_bytes)}, {how}"
         )
         for problem in done.problems:
-            typer.echo(str(problem))
+            typer.echo(text_value(str(problem)))
         typer.echo(f"{len(done.problems)} problems" if done.problems else "all is well")
     if done.problems:
         raise typer.Exit(CorruptDataError.exit_code)

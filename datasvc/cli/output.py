@@ -20,6 +20,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from datasvc.cli.values import text_value
+
 RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
 ]
@@ -41,11 +43,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     """Print rows for people; plain tab-separated text where the output is no terminal."""
     if not sys.stdout.isatty():
         for row in rows:
-            sys.stdout.write("\t".join(map(str, row)) + "\n")
+            sys.stdout.write("\t".join(text_value(str(each)) for each in row) + "\n")
         return
     table = Table(*columns, box=None, header_style="bold")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(text_value(str(each)) for each in row))
     Console().print(table)
 
 
@@ -55,9 +57,9 @@ def print_facts(facts: Mapping[str, object]) -> None:
         if isinstance(value, Mapping):
             sys.stdout.write(f"{name}:\n")
             for key, each in value.items():
-                sys.stdout.write(f"  {key}: {each}\n")
+                sys.stdout.write(f"  {text_value(str(key))}: {text_value(str(each))}\n")
         else:
-            sys.stdout.write(f"{name}: {value}\n")
+            sys.stdout.write(f"{text_value(str(name))}: {text_value(str(value))}\n")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.output import JsonOption, RepoOption, print_facts, print_json
+from datasvc.cli.values import text_value
 from datasvc.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
@@ -196,4 +197,4 @@ def _counted(counts: dict[str, int]) -> str:
 
 def _some(keys: Iterable[str]) -> str:
     named = list(islice(keys, _SHOWN_KEYS + 1))
-    return ", ".join(named[:_SHOWN_KEYS]) + (", ..." if len(named) > _SHOWN_KEYS else "")
+    return ", ".join(map(text_value, named[:_SHOWN_KEYS])) + (", ..." if len(named) > _SHOWN_KEYS else "")

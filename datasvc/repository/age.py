@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -47,6 +48,8 @@ def modified_s(info: Mapping[str, Any], location: str) -> float:
     found = next((info[name] for name in _TIMES if info.get(name) not in {None, ""}), None)
     if isinstance(found, str):
         found = datetime.fromisoformat(found)
+    if isinstance(found, datetime) and found.tzinfo is None:
+        found = found.replace(tzinfo=UTC)
     if found is None:
         raise ConfigError(f"the store does not say how old {location} is, so nothing can be removed by age there")
     return found.timestamp() if isinstance(found, datetime) else float(found)
@@ -61,10 +64,12 @@ def walk_local(root: Path, folder: str) -> Iterator[StoredFile]:
     for name in names:
         path = f"{folder}/{name}" if folder else name
         try:
-            found = (root / path).stat()
+            found = (root / path).lstat()
         except FileNotFoundError:
             continue
-        if (root / path).is_dir():
+        if stat.S_ISLNK(found.st_mode):
+            continue  # what it leads to is not the repository's
+        if stat.S_ISDIR(found.st_mode):
             yield from walk_local(root, path)
         else:
             yield StoredFile(path, found.st_size, found.st_mtime)

@@ -70,6 +70,7 @@ class _SampleAdder:
         self._writer = output.writer
         self._decode = work.options.decode_check
         self._reencoding = work.options.reencoding
+        self._has_label = LABEL in work.source.schema.names
         self._extra = [name for name in work.source.schema.names if name not in _GIVEN]
 
     def room(self, size_bytes: int) -> memoryview:
@@ -83,7 +84,7 @@ class _SampleAdder:
             content = reencode(content, self._reencoding) or content
         header = read_header(content, decode=self._decode)
         values: dict[str, Any] = dict(zip(self._extra, file.values, strict=True))
-        if file.label is not None:
+        if self._has_label:
             values[LABEL] = file.label
         blobs = {IMAGE: digest_blob(content)}
         sample, payload = digest_sample(blobs, {name: encode_value(value) for name, value in values.items()})

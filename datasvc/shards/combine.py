@@ -42,7 +42,7 @@ def append_splits(
 ) -> dict[str, ShardTable]:
     """Return the splits of `head` with those of `new` appended; splits of one side only are taken as they are.
 
-    A class name gets one index in all splits of the result.
+    A class name gets one index in all splits of the result, where those of `head` agree on it.
 
     Raises:
         ConfigError, ConflictError, CorruptDataError, NotFoundError, UnavailableError: as `append_table`.
@@ -88,6 +88,8 @@ def append_table(
         raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(get_args(OnCommon))}")
     schema = combine_schemas(head.sample_schema, new.sample_schema)
     names = combine_classes(head.classes, [new.classes]) if classes is None else tuple(classes)
+    if not (head.classes or new.classes):
+        names = ()  # the names of other splits are not those of labels that have none
     assert names[: len(head.classes)] == head.classes, (names, head.classes)
     for table, what in ((head, "the data set"), (new, "what is added")):
         if not table.classes:

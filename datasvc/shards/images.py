@@ -24,6 +24,8 @@ _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
 _PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
 _APP1, _APP2 = 0xE1, 0xE2
 _MAX_SEGMENTS = 64
+# What Pillow may try: bytes of a source must never reach a plugin that starts another program, as EPS does.
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}
 
 
@@ -92,7 +94,7 @@ def reencode(content: bytes | memoryview, how: Reencoding) -> bytes | None:
         BadSampleError: it does not decode.
     """
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             kind = image.format or ""
             too_long = how.max_side is not None and max(image.size) > how.max_side
             again = how.max_side is None and kind in {"JPEG", "WEBP"}
@@ -180,7 +182,7 @@ def _read_orientation(tiff: memoryview) -> int | None:
 
 def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHeader:
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             kind, (width, height) = image.format or "?", image.size
             if _is_turned(image):
                 width, height = height, width

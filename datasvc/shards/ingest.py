@@ -144,7 +144,8 @@ def ingest(
     )
     opened = open_any_source(source, source_options)
     num_workers = count_workers(opened, workers, engine)
-    classes = combine_classes(_classes_of_head(repository, name) if append else (), [opened.classes])
+    head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
+    classes = combine_classes(head_classes, [opened.classes])
     plan = _make_plan(repository, name, opened, options, classes)
     results, num_resumed = _build(plan, engine, num_workers, report or _ignore)
     if isinstance(source, str) or source_options is not None:

@@ -24,8 +24,17 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
     Returns:
         The longest of `new` where it starts with `head` and covers the others; else `head`, then the names that it
         lacks, sorted.
+
+    Raises:
+        ConfigError: a list has a name twice.
     """
     lists = [tuple(names) for names in new]
+    for names in (tuple(head), *lists):
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ConfigError(
+                f"two classes have the name {twice[0]!r}: their labels could not be told apart; rename one"
+            )
     longest = max([tuple(head), *lists], key=len)
     if all(longest[: len(names)] == names for names in (tuple(head), *lists)):
         return longest

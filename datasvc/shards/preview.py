@@ -9,10 +9,11 @@ from itertools import islice
 from typing import Any
 
 import pyarrow as pa
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.shards.dataset import Split
+from datasvc.shards.images import FORMATS
 from datasvc.shards.schema import IMAGE, KEY, LABEL, is_blob, is_image
 
 
@@ -57,10 +58,10 @@ def thumbnail(encoded: bytes, max_side: int) -> Image.Image:
         BadSampleError: it does not decode.
     """
     try:
-        with Image.open(io.BytesIO(encoded)) as image:
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
             image.draft("RGB", (max_side, max_side))  # lets a JPEG decode small at once
             upright = ImageOps.exif_transpose(image).convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # whatever a damaged file makes Pillow raise
         raise BadSampleError(f"does not decode: {error}") from error
     upright.thumbnail((max_side, max_side))
     return upright

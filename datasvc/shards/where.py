@@ -39,6 +39,10 @@ class Condition:
         self._expression = expression
         self._filter = f"({expression}\n)"  # a line of its own: the expression may end in a comment
         self._columns = schema.names
+        if len({name.lower() for name in schema.names}) != len(schema.names):
+            raise ConfigError(
+                f"columns differ in case alone, which SQL does not tell apart: {schema.names}; delete by keys instead"
+            )
         self._connection = _connect()
         plain = pa.schema([field for field in schema if not is_blob(field.type)])
         self._schema = schema if not self._binds(plain) and self._binds(schema) else plain

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from datasvc.cli.look import histogram_lines
+from datasvc.cli.look import _unique, histogram_lines
 from datasvc.cli.values import json_value, text_value
 from datasvc.shards.delete import delete
 from datasvc.shards.schema import image_schema, shard_schema
@@ -213,3 +213,7 @@ def test_values_of_other_types_become_text():
     assert text_value(b"12") == "2 bytes"
     assert text_value(None) == "None"
     assert text_value("tab\there") == r"tab\there"
+
+
+def test_columns_of_one_name_are_all_printed():
+    assert _unique(["a", "a_2", "a", "a_1", "a"]) == ["a", "a_2", "a_3", "a_1", "a_4"]

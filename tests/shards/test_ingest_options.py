@@ -1,5 +1,6 @@
 """What the options of an ingest do, on listed and on streamed sources."""
 
+import dataclasses
 import io
 import json
 import multiprocessing
@@ -18,7 +19,9 @@ from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.build import BuildOptions
 from datasvc.shards.check import value_bytes
+from datasvc.shards.delete import delete
 from datasvc.shards.dry_run import dry_run
+from datasvc.shards.export import export
 from datasvc.shards.plan import is_held_out
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.choose import open_source
@@ -409,3 +412,52 @@ def test_labels_outside_the_classes_are_bad_and_negative_ones_are_none(repositor
     given.classes = ("a", "b")
     with pytest.raises(BadSampleError, match=r"train/3: its label 5 is none of the 2 classes"):
         ingest(repository, given, "made")
+
+
+def test_a_condition_over_columns_that_differ_in_case_alone_is_refused(repository):
+    ingest(repository, [{"Label": 3, "label": 0}, {"Label": 0, "label": 3}], "made")
+    with pytest.raises(ConfigError, match="differ in case alone"):
+        delete(repository, "made", where="label = 3")
+
+
+def test_two_classes_of_one_name_are_refused(repository, folder):
+    source = open_source(str(folder))
+    with pytest.raises(ConfigError, match="two classes have the name 'a'"):
+        ingest(repository, dataclasses.replace(source, classes=("a", "b", "a")), "pets")
+
+
+def test_labels_without_names_do_not_get_those_of_another_split(repository, folder):
+    ingest(repository, [{"key": "1", "label": 0}], "made")
+    ingest(repository, str(folder), "made", append=True, source_options=SourceOptions(split="named"))
+    ingest(repository, [{"key": "2", "label": 1}], "made", append=True)
+    assert open_dataset(repository, "made")["train"].classes == ()
+    assert open_dataset(repository, "made")["named"].classes == ("train", "val")
+
+
+def test_an_image_without_a_label_in_its_manifest_is_ingested(repository, folder, tmp_path):
+    manifest = tmp_path / "labels.csv"
+    manifest.write_text("file,label\ntrain/a/00000.jpg,cat\ntrain/a/00001.jpg,\n", encoding="utf-8")
+    ingest(repository, str(folder), "pets", source_options=SourceOptions(manifest=str(manifest)))
+    split = open_dataset(repository, "pets")["train"]
+    assert {sample["key"]: sample["label"] for sample in split} == {"train/a/00000.jpg": 0, "train/a/00001.jpg": None}
+    assert split.table.label_counts == {0: 1}
+
+
+def test_a_struct_without_fields_is_refused_by_an_export(repository, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"meta": {}, "a": 1}\n', encoding="utf-8")
+    ingest(repository, str(tmp_path / "a.jsonl"), "made")
+    with pytest.raises(ConfigError, match="'meta'"):
+        export(repository, "made", str(tmp_path / "out"), "parquet")
+
+
+def test_an_image_without_a_label_is_refused_by_an_lmdb_export(repository, tmp_path):
+    samples = [{"key": "1", "image": jpeg(), "label": 1}, {"key": "2", "image": jpeg(seed=2), "label": None}]
+    ingest(repository, samples, "made")
+    with pytest.raises(ConfigError, match="label"):
+        export(repository, "made", str(tmp_path / "out"), "lmdb")
+
+
+def test_postscript_is_no_image(repository, folder):
+    (folder / "train" / "a" / "program.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with pytest.raises(BadSampleError, match=r"program\.jpg: no image"):
+        ingest(repository, str(folder), "pets", decode_check=True)

@@ -90,6 +90,8 @@ def _datum(sample: dict[str, Any]) -> bytes:
     fields = [bytes_field(_DATA, sample[IMAGE]), varint_field(_ENCODED, 1)]
     if label is not None:
         fields.insert(1, varint_field(_LABEL, label))
+    elif LABEL in sample:
+        raise refused_null("lmdb", LABEL, sample[KEY], _ABLE)  # a Datum without a label has label 0
     return b"".join(fields)
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datasvc.shards.dataset import Split
-from datasvc.shards.export.columns import has_label
+from datasvc.shards.export.columns import given_columns, has_label, refused_column
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, Written
 from datasvc.shards.export.names import safe_part
@@ -23,7 +23,10 @@ class Parquet(ExportFormat):
     name: ClassVar[str] = "parquet"
 
     def check(self, split: Split) -> None:
-        """Nothing: Parquet holds whatever Arrow does."""
+        """Raise ConfigError for structs without fields: all else that Arrow holds, Parquet holds too."""
+        for column in given_columns(split.table.sample_schema):
+            if _has_empty_struct(column.type):
+                raise refused_column("parquet", column, "none: leave it out")
 
     def write(self, unit: Unit, destination: Destination) -> Written:
         """Write one file. Raises as `ExportFormat.write`."""
@@ -51,3 +54,8 @@ def described_schema(split: Split) -> pa.Schema:
     described = json.dumps({"info": {"features": features}}, ensure_ascii=False).encode()
     labelled = schema.set(schema.get_field_index(LABEL), pa.field(LABEL, pa.int64()))
     return labelled.with_metadata({**(schema.metadata or {}), b"huggingface": described})
+
+
+def _has_empty_struct(data_type: pa.DataType) -> bool:
+    inner = [data_type.field(number).type for number in range(data_type.num_fields)]
+    return (pa.types.is_struct(data_type) and not inner) or any(map(_has_empty_struct, inner))

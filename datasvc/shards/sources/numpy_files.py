@@ -97,7 +97,7 @@ class NumpyFiles(StreamedSource):
         reader = FileReader(url)
         listed = list_files(url)
         files = [file for file in listed if file.extension in (".npy", ".npz")]
-        ignored = Counter(file.extension or "(none)" for file in listed if file not in files)
+        ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
         tables = [table for table in _tables(reader, files, options.split) if table.num_samples]
         if not tables:
             raise NotFoundError(
@@ -181,7 +181,7 @@ def _tables(reader: FileReader, files: Sequence[SourceFile], only: str | None) -
 
 def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _Table:
     names = [name for _, name, _ in listed]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ConfigError(
             f"two arrays would be the columns {twice} of split {split!r}, such as in {listed[0][0].name}"

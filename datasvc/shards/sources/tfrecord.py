@@ -88,7 +88,7 @@ class TfRecords(StreamedSource):
         files = [file for file in listed if _NAME.fullmatch(file.name) or file.path == reader.root]
         if not files:
             raise NotFoundError(f"cannot ingest {redact_url(url)}: no TFRecord among its {len(listed)} files")
-        ignored = Counter(file.extension or "(none)" for file in listed if file not in files)
+        ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
         parts = [_part(file, (options.split or split_of(file.name)).lower()) for file in files]
         features, schema = choose_columns(_first_examples(reader, parts, url), options.key)
         return cls(url, schema, parts, features, ignored=ignored)

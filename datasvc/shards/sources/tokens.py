@@ -94,7 +94,7 @@ class TokenFiles(StreamedSource):
         first_lines = next((file for file in files if file.extension in LINES), None)
         if first_lines is not None:
             check_column(FileReader(url), Piece(first_lines.name, first_lines.path), options.text)
-        ignored = Counter(file.extension or "(none)" for file in listed if file not in files)
+        ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
             splits.setdefault((options.split or split_of(file.name)).lower(), []).append(file)
