@@ -25,7 +25,7 @@ def test_training_equals_one_process_and_itself_bit_by_bit(launcher, num_ranks, 
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launcher, num_ranks):
     done = launcher.run(num_ranks, sys.executable, "-X", "faulthandler", launcher.program("victim.py"))
     assert done.returncode == 128 + 9

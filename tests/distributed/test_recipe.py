@@ -80,6 +80,7 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(re
     assert describe_model(repository, "killed").version == final.version, "a finished run commits nothing more"
 
 
+@pytest.mark.slow
 def test_a_run_resumed_on_one_rank_with_another_batch_size_goes_on_at_the_right_rate(repository):
     status, _, _ = run(repository, "resized", kill_at_step=6)
     assert status != 0

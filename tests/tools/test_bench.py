@@ -83,6 +83,7 @@ def test_figures_are_shown_as_tables_too():
     assert "ratio" in shown
 
 
+@pytest.mark.slow
 def test_photos_differ_and_equal_seeds_give_equal_bytes(tmp_path):
     run("photos.py", tmp_path / "many", "--images", 62)
     run("photos.py", tmp_path / "few", "--images", 3)

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -11,6 +13,7 @@ def digests(folder):
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_holds_out_others(digits_folder, tmp_path):
     for seed in (0, 1):
         program = [sys.executable, ROOT / "tools" / "make_digits.py", tmp_path / str(seed), "--seed", str(seed)]
