@@ -16,9 +16,11 @@ from datasvc.shards import Dataset, ingest, open_dataset
 from tests import s3_server
 from tests.samples import write_folder
 
-# A slow machine is no failure: what a property costs is not what its test is about.
-settings.register_profile("datasvc", deadline=None)
-settings.load_profile("datasvc")
+# A slow machine is no failure: what a property costs is not what its test is about. Equal code gets equal examples, a
+# change is judged by what it changed; HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("datasvc", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "datasvc"))
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,7 +15,8 @@ import typer
 from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_facts, print_json_line
 
 if TYPE_CHECKING:
-    from datasvc.shards.build import BuildOptions, Progress, Report
+    from datasvc.shards.build import Progress, Report
+    from datasvc.shards.build_options import BuildOptions
     from datasvc.shards.ingest import IngestReport
     from datasvc.shards.sources import Source
 
@@ -101,7 +102,7 @@ def ingest(
     """
     from datasvc.repository import Repository
     from datasvc.repository.references import check_name
-    from datasvc.shards.build import BuildOptions
+    from datasvc.shards.build_options import BuildOptions
     from datasvc.shards.images import Reencoding
     from datasvc.shards.ingest import ingest as run_ingest
     from datasvc.shards.sources import SourceOptions

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.errors import CorruptDataError
 from datasvc.keyed import Integers
 from datasvc.repository import Objects
+from datasvc.shards.arrow_object import decode_table, encode_table
 from datasvc.shards.digests import blob_views
 from datasvc.shards.reader import open_shard
 from datasvc.shards.schema import LABEL
@@ -71,22 +72,14 @@ class Deletions:
 
     def encode(self) -> bytes:
         """Return the deletions as an Arrow IPC file; equal deletions give equal bytes."""
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, _SCHEMA) as file:
-            file.write_table(self._table)
-        return bytes(sink.getvalue().to_pybytes())
+        return encode_table(self._table)
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> Deletions:
         """Return the deletions that `encode` gave. Raises CorruptDataError, ConfigError for a later format."""
-        try:
-            table = pa.ipc.open_file(pa.py_buffer(content)).read_all()
-            found = int(table.schema.metadata[_FORMAT_KEY])
-        except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
-            raise CorruptDataError(f"{name} is no deletions object: {error!r}") from error
-        if found > DELETIONS_FORMAT:
-            raise ConfigError(f"{name} has deletions format {found}; this datasvc reads up to {DELETIONS_FORMAT}")
-        return cls(table)
+        return cls(
+            decode_table(content, name, what="deletions object", format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT)
+        )
 
     @property
     def shards(self) -> Integers:

@@ -10,7 +10,8 @@ from typing import Final
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError
-from datasvc.shards.build import BuildOptions, Work
+from datasvc.shards.build import Work
+from datasvc.shards.build_options import BuildOptions
 from datasvc.shards.check import check_batch
 from datasvc.shards.digests import digest_blob
 from datasvc.shards.images import read_header
@@ -72,14 +73,7 @@ def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRu
         ConfigError: the options contradict the source.
         NotFoundError, UnavailableError: the source cannot be read.
     """
-    units = plan_units(
-        source,
-        shard_bytes=options.shard_bytes,
-        seed=options.seed,
-        keep_order=options.keep_order,
-        val_fraction=options.val_fraction,
-        limit=options.limit,
-    )
+    units = plan_units(source, options)
     bad: list[BadSample] = []
     probe = _read_some(source, options, bad)
     size_bytes = sum(unit.size_bytes for unit in units)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.shards.arrow_object import decode_table, encode_table
 from datasvc.shards.digests import DIGEST_BYTES
 
 INDEX_FORMAT = 1
@@ -50,22 +50,12 @@ class SampleIndex:
 
     def encode(self) -> bytes:
         """Return the index as an Arrow IPC file; equal indexes give equal bytes."""
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, _SCHEMA) as file:
-            file.write_table(self.table.combine_chunks())
-        return bytes(sink.getvalue().to_pybytes())
+        return encode_table(self.table)
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> SampleIndex:
         """Return the index that `encode` gave. Raises CorruptDataError, ConfigError for a later format."""
-        try:
-            table = pa.ipc.open_file(pa.py_buffer(content)).read_all()
-            found = int(table.schema.metadata[_FORMAT_KEY])
-        except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
-            raise CorruptDataError(f"{name} is no sample index: {error!r}") from error
-        if found > INDEX_FORMAT:
-            raise ConfigError(f"{name} has sample index format {found}; this datasvc reads up to {INDEX_FORMAT}")
-        return cls(table)
+        return cls(decode_table(content, name, what="sample index", format_key=_FORMAT_KEY, latest=INDEX_FORMAT))
 
     @property
     def num_samples(self) -> int:

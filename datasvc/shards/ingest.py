@@ -22,20 +22,19 @@ from datasvc.repository.journal import Journal
 from datasvc.repository.objects import digest_of
 from datasvc.repository.references import check_name
 from datasvc.repository.storage import redact_url
-from datasvc.shards.build import BuildOptions, BuiltShard, Progress, Report, UnitResult, Work
+from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
+from datasvc.shards.build_options import SHARD_BYTES, BuildOptions
 from datasvc.shards.combine import OnCommon, append_splits
 from datasvc.shards.dataset import open_dataset
 from datasvc.shards.engines import EngineName, run_units
 from datasvc.shards.images import Reencoding
 from datasvc.shards.labels import combine_classes, plan_labels
-from datasvc.shards.plan import SHARD_BYTES, Unit, plan_units, relabelled
+from datasvc.shards.plan import Unit, plan_units, relabelled
 from datasvc.shards.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.repeats import Repeat, Repeats, drop_repeats
 from datasvc.shards.schema import stored_schema
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.files import FileReader
-from datasvc.shards.sources.image_folder import ImageFolder
-from datasvc.shards.sources.manifest import Manifest
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.python_samples import PythonSamples
 from datasvc.shards.sources.source import BadSample, ListedSource, Source
@@ -228,17 +227,9 @@ def _make_plan(
     fingerprint = source.fingerprint()
     journal = repository.journal(plan, fingerprint)
     attempt, has_changed = journal.begin()
-    units = plan_units(
-        source,
-        shard_bytes=options.shard_bytes,
-        seed=options.seed,
-        keep_order=options.keep_order,
-        val_fraction=options.val_fraction,
-        limit=options.limit,
-    )
+    units = plan_units(source, options)
     units = [relabelled(unit, labels) for unit in units] if labels else units
-    # Units carry their files: a worker needs no list of all of them.
-    slim = dataclasses.replace(source, splits={}) if isinstance(source, (ImageFolder, Manifest)) else source
+    slim = source.without_files() if isinstance(source, ListedSource) else source
     work = Work(repository.url, plan, fingerprint, attempt, slim, schema, options, classes, labels)
     has_changed = has_changed and not isinstance(source, PythonSamples)  # no two iterables are states of one
     return _Plan(name, repository, work, units, journal, attempt, has_changed)

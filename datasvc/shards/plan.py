@@ -20,10 +20,10 @@ from blake3 import blake3
 
 from datasvc.errors import ConfigError
 from datasvc.keyed import Integers, KeyedPermutation, derive_keys
+from datasvc.shards.build_options import BuildOptions
 from datasvc.shards.sources.source import ImageFile, ListedSource, Part, Source, StreamedSource
 from datasvc.shards.sources.splits import DEFAULT_SPLIT
 
-SHARD_BYTES: Final = 64 << 20
 HELD_OUT_SPLIT: Final = "val"
 PARTS_AT_ONCE: Final = 8
 _FILES, _IN_SHARD, _PARTS = 16, 17, 18  # purposes of keys; those of the access order are below
@@ -53,30 +53,29 @@ class Unit:
         return sum(file.size_bytes for file in self.files) + sum(part.size_bytes for part in self.parts)
 
 
-def plan_units(
-    source: Source, *, shard_bytes: int, seed: int, keep_order: bool, val_fraction: float, limit: int | None
-) -> list[Unit]:
+def plan_units(source: Source, options: BuildOptions) -> list[Unit]:
     """Return all units of work of an ingest, in the order of their numbers.
 
     Raises:
         ConfigError: samples are to be held out of a source that has a split of that name already.
     """
+    shard_bytes, seed, keep_order = options.shard_bytes, options.seed, options.keep_order
     planned: list[Unit] = []
     if isinstance(source, ListedSource):
-        splits = {split: files[:limit] for split, files in source.splits.items()}
-        splits = hold_out(splits, val_fraction) if val_fraction else splits
+        splits = {split: files[: options.limit] for split, files in source.splits.items()}
+        splits = hold_out(splits, options.val_fraction) if options.val_fraction else splits
         for split, files in splits.items():
             for shard in plan_shards(files, shard_bytes, seed, keep_order=keep_order):
                 planned.append(Unit(len(planned), split, files=tuple(shard)))
         return planned
     assert isinstance(source, StreamedSource)
-    if val_fraction:
+    if options.val_fraction:
         _check_held_out({part.split for part in source.parts})
     for split in dict.fromkeys(part.split for part in source.parts):
         parts = [part for part in source.parts if part.split == split]
         shard_bytes_per_unit = shard_bytes * _SHARDS_PER_UNIT
         for group in group_parts(
-            parts, shard_bytes_per_unit, seed, keep_order=keep_order, together=limit is not None
+            parts, shard_bytes_per_unit, seed, keep_order=keep_order, together=options.limit is not None
         ):
             planned.append(Unit(len(planned), split, parts=tuple(group)))
     return planned

@@ -81,7 +81,7 @@ def test_what_is_no_deletions_object_is_corrupt(raw):
 def test_deletions_of_a_later_format_are_refused(monkeypatch):
     raw = Deletions.build({}).encode()
     monkeypatch.setattr("datasvc.shards.deletions.DELETIONS_FORMAT", 0)
-    with pytest.raises(ConfigError, match="deletions format 1; this datasvc reads up to 0"):
+    with pytest.raises(ConfigError, match="deletions object format 1; this datasvc reads up to 0"):
         Deletions.decode(raw, "test")
 
 

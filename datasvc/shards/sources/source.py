@@ -7,12 +7,13 @@ as a stream. Either is small, holds no open file or client, and travels to worke
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import pyarrow as pa
 
@@ -124,6 +125,12 @@ class ListedSource(Source):
     def size_bytes(self) -> int:
         """Bytes of all images, as listed."""
         return sum(file.size_bytes for files in self.splits.values() for file in files)
+
+    def without_files(self) -> Self:
+        """Return the source without its listing: what a worker needs whose units carry their files."""
+        slim = copy.copy(self)
+        object.__setattr__(slim, "splits", {})  # sources are frozen once they are listed; this copy is nobody's yet
+        return slim
 
     def fingerprint(self) -> Digest:
         """Return a digest of the listing."""

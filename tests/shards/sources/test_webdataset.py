@@ -1,15 +1,17 @@
 import gzip
+import inspect
 import io
 import json
 import pickle
 import posixpath
+import re
 import tarfile
 
 import fsspec
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError, NotFoundError
@@ -421,10 +423,12 @@ def test_the_real_library_groups_a_tar_as_we_do(tmp_path):
 
 
 @given(st.text("aB.-_/ ä", min_size=1, max_size=20))
+@example("__.__")
+@example("__a.b__/c.jpg")
 def test_names_are_split_as_the_real_library_splits_them(path):
     library = pytest.importorskip("webdataset.tariterators")
-    base = posixpath.basename(path)
-    if base.startswith("."):
+    passed_over = inspect.signature(library.tar_file_iterator).parameters["skip_meta"].default
+    if posixpath.basename(path).startswith(".") or re.match(passed_over, path):
         assert split_name(path) is None
         return
     key, extension = library.base_plus_ext(path)
