@@ -205,6 +205,28 @@ class Objects:
         """Return whatever bytes lie under the name: to find out what damage hit, never to use them."""
         return self._storage.read(self.path(digest))
 
+    def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
+        """Return exactly `length` bytes of the object from `offset`; the caller checks them by a digest of its own.
+
+        Raises:
+            NotFoundError: the repository lacks the object.
+            CorruptDataError: the object ends before.
+            UnavailableError: the store did not answer, or with less than it has.
+        """
+        assert offset >= 0, offset
+        assert length >= 0, length
+        if not length:
+            return b""
+        try:
+            content = self._storage.read_range(self.path(digest), offset, length)
+        except UnavailableError:
+            self._check_reaches(digest, offset + length)
+            raise
+        if len(content) < length:
+            self._check_reaches(digest, offset + length)
+            raise UnavailableError(f"{self.location(digest)}: {len(content)} of {length} bytes came; try again")
+        return content
+
     def fetch(
         self, digest: Digest, size_bytes: int, file: BinaryIO, *, report: Callable[[int], None] | None = None
     ) -> None:
@@ -229,15 +251,9 @@ class Objects:
                 file.write(part)
                 if report is not None:
                     report(len(part))
-        except UnavailableError as error:
-            # A store answers a range behind the end with an error: that is no reason to try again.
-            stored = self._storage.size(self.path(digest))
-            if stored is None or stored >= size_bytes:
-                raise
-            raise CorruptDataError(
-                f"{self.location(digest)} is corrupt: {stored} bytes long, expected {size_bytes}; restore it from "
-                "another copy"
-            ) from error
+        except UnavailableError:
+            self._check_reaches(digest, size_bytes)
+            raise
         found = Digest(running.hexdigest())
         if found != digest:
             raise CorruptDataError(_mismatch(self.location(digest), digest, found))
@@ -259,6 +275,15 @@ class Objects:
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()
+
+    def _check_reaches(self, digest: Digest, size_bytes: int) -> None:
+        """Raise CorruptDataError where the object is shorter: stores answer a range behind the end with an error."""
+        stored = self._storage.size(self.path(digest))
+        if stored is not None and stored < size_bytes:
+            raise CorruptDataError(
+                f"{self.location(digest)} is corrupt: {stored} bytes long, expected at least {size_bytes}; restore "
+                "it from another copy"
+            )
 
     def _temporary_path(self) -> Path:
         folder = self._storage.local_path("objects")

@@ -1,6 +1,6 @@
 """Data sets: samples in Arrow shards, shard tables, and the versions that name them."""
 
-from datasvc.shards.dataset import Dataset, OriginShards, ShardStore, Split, open_dataset
+from datasvc.shards.dataset import Dataset, OriginShards, ShardStore, Split, Wanted, open_dataset
 from datasvc.shards.ingest import IngestReport, ingest
 from datasvc.shards.reader import Shard
 from datasvc.shards.schema import image_schema
@@ -17,6 +17,7 @@ __all__ = [
     "ShardTable",
     "ShardWriter",
     "Split",
+    "Wanted",
     "image_schema",
     "ingest",
     "open_dataset",

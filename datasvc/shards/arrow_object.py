@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
 
 
-def encode_table(table: pa.Table) -> bytes:
-    """Return a table as an Arrow IPC file; equal tables give equal bytes."""
+def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> bytes:
+    """Return a table as an Arrow IPC file; equal tables give equal bytes.
+
+    Args:
+        table: what it holds.
+        metadata: kept with its rows, if there are any. That of the schema would be in the file twice.
+    """
     sink = pa.BufferOutputStream()
     whole = table.combine_chunks()
     with pa.ipc.new_file(sink, whole.schema) as file:
-        file.write_table(whole)
+        for batch in whole.to_batches():
+            file.write_batch(batch, custom_metadata=metadata)
     return bytes(sink.getvalue().to_pybytes())
+
+
+def decode_metadata(content: bytes) -> dict[bytes, bytes]:
+    """Return the metadata that `encode_table` kept in what `decode_table` could read."""
+    file = pa.ipc.open_file(pa.py_buffer(content))
+    found = file.get_batch_with_custom_metadata(0).custom_metadata if file.num_record_batches else None
+    return dict(found or {})
 
 
 def decode_table(content: bytes, name: str, *, what: str, format_key: bytes, latest: int) -> pa.Table:

@@ -162,8 +162,9 @@ class ShardOutput:
 
     def store(self, statistics: ShardStatistics) -> TableRow:
         """Store the closed shard and its index. Called once, from any thread. Raises UnavailableError."""
-        index = self._objects.put(SampleIndex.build(self.keys, self.samples, self.payloads).encode())
-        return TableRow(self._objects.finish(self._object), statistics, index.digest)
+        index = SampleIndex.build(self.keys, self.samples, self.payloads, self.writer.layout)
+        stored = self._objects.put(index.encode())
+        return TableRow(self._objects.finish(self._object), statistics, stored.digest)
 
     def abandon(self) -> None:
         """Remove what was written."""

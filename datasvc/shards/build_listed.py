@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from datasvc.errors import BadSampleError, SourceChangedError
@@ -17,7 +18,7 @@ from datasvc.repository import Repository
 from datasvc.repository.journal import Journal
 from datasvc.repository.storage import translated
 from datasvc.shards.build import Progress, Report, ShardFinisher, ShardOutput, UnitResult, Work
-from datasvc.shards.digests import digest_blob, digest_sample, encode_value
+from datasvc.shards.digests import digest_blob, digest_samples, encode_value
 from datasvc.shards.images import read_header, reencode
 from datasvc.shards.plan import Unit
 from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH
@@ -45,7 +46,8 @@ def build_listed(work: Work, unit: Unit, repository: Repository, journal: Journa
         output = finisher.open()
         adder = _SampleAdder(work, output)
         size_bytes = num_samples = 0
-        for file, content in _read_files(work.source.url, unit.files, adder.room):
+        room = partial(output.writer.blob_room, IMAGE)
+        for file, content in _read_files(work.source.url, unit.files, room):
             try:
                 adder.add(file, content)
             except BadSampleError as error:
@@ -55,7 +57,8 @@ def build_listed(work: Work, unit: Unit, repository: Repository, journal: Journa
             if size_bytes >= _REPORT_BYTES:
                 report(Progress(num_samples, size_bytes))
                 size_bytes = num_samples = 0
-        if output.keys:
+        if adder.num_samples:
+            adder.close()
             finisher.add(unit.split, 0, output)
         result = finisher.finish(bad)
     report(Progress(num_samples, size_bytes, len(result.shards)))
@@ -63,37 +66,54 @@ def build_listed(work: Work, unit: Unit, repository: Repository, journal: Journa
 
 
 class _SampleAdder:
-    """Checks the images of a shard and appends them to it."""
+    """Checks the images of a shard and appends them to it.
+
+    What need not be done while an image is in the processor's caches is done for all of them at the end.
+    """
 
     def __init__(self, work: Work, output: ShardOutput) -> None:
         self._output = output
         self._writer = output.writer
         self._decode = work.options.decode_check
-        self._reencoding = work.options.reencoding
+        self._reencoding = work.options.reencoding if work.options.reencoding.is_asked else None
         self._has_label = LABEL in work.source.schema.names
         self._extra = [name for name in work.source.schema.names if name not in _GIVEN]
+        self._files: list[ImageFile] = []
+        self._digests: list[bytes] = []
+        self._kinds: list[str] = []
 
-    def room(self, size_bytes: int) -> memoryview:
-        return self._writer.blob_room(IMAGE, size_bytes)
+    @property
+    def num_samples(self) -> int:
+        """Images that were appended."""
+        return len(self._files)
 
     def add(self, file: ImageFile, content: Content) -> None:
         """Append one image. Raises BadSampleError."""
         if printable(file.key) != file.key:
             raise BadSampleError("its name is not UTF-8: rename it")
-        if self._reencoding.is_asked:
+        if self._reencoding is not None:
             content = reencode(content, self._reencoding) or content
-        header = read_header(content, decode=self._decode)
-        values: dict[str, Any] = dict(zip(self._extra, file.values, strict=True))
+        kind, width, height = read_header(content, decode=self._decode)
+        sample: dict[str, Any] = {KEY: file.key, IMAGE: content, WIDTH: width, HEIGHT: height}
         if self._has_label:
-            values[LABEL] = file.label
-        blobs = {IMAGE: digest_blob(content)}
-        sample, payload = digest_sample(blobs, {name: encode_value(value) for name, value in values.items()})
-        measured = {KEY: file.key, IMAGE: content, WIDTH: header.width, HEIGHT: header.height}
-        self._writer.append({**measured, **values})
-        self._output.keys.append(file.key)
-        self._output.samples.append(sample)
-        self._output.payloads.append(payload)
-        self._output.image_kinds[header.kind] += 1
+            sample[LABEL] = file.label
+        if self._extra:
+            sample.update(zip(self._extra, file.values, strict=True))
+        self._writer.append(sample)
+        self._files.append(file)
+        self._digests.append(digest_blob(content))
+        self._kinds.append(kind)
+
+    def close(self) -> None:
+        """Say in the output what its index holds of the samples."""
+        files = self._files
+        values = {name: [file.values[number] for file in files] for number, name in enumerate(self._extra)}
+        if self._has_label:
+            values[LABEL] = [file.label for file in files]
+        encoded = {name: [encode_value(value) for value in column] for name, column in values.items()}
+        self._output.samples, self._output.payloads = digest_samples(len(files), {IMAGE: self._digests}, encoded)
+        self._output.keys = [file.key for file in files]
+        self._output.image_kinds.update(self._kinds)
 
 
 def _read_files(url: str, files: Sequence[ImageFile], room: Room) -> Iterator[tuple[ImageFile, Content]]:
@@ -130,7 +150,7 @@ def _read_local(file: ImageFile, room: Room) -> memoryview:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
-            if status.st_size != file.size_bytes or (file.stamp and str(status.st_mtime) != file.stamp):
+            if status.st_size != file.size_bytes or (file.stamp and str(status.st_mtime_ns) != file.stamp):
                 raise _changed(
                     file, f"it had {file.size_bytes} bytes when it was listed and has {status.st_size} now"
                 )

@@ -209,6 +209,9 @@ class _ShardMaker:
         output.payloads = line.pick([batch.digests[1] for batch, _ in collected])
         output.image_kinds.update(kind for kind in line.pick([batch.kinds for batch, _ in collected]) if kind)
         self._finisher.add(self._split, ordinal, output)
+        # What the allocator keeps of this shard would come on top of the next one.
+        del line, collected
+        pa.default_memory_pool().release_unused()
 
 
 class _Line:
@@ -223,8 +226,8 @@ class _Line:
         self._collected = collected
         self._order = order
         numbers = np.repeat(np.arange(len(collected)), [len(rows) for _, rows in collected])
-        self._batches = numbers[order].tolist()
-        self._rows = np.concatenate([rows for _, rows in collected])[order].tolist()
+        self._batches = numbers[order].data
+        self._rows = np.concatenate([rows for _, rows in collected])[order].data
 
     def columns(self, schema: pa.Schema) -> tuple[dict[str, Iterator[Any]], pa.RecordBatch]:
         """Return the bytes of what is gathered, sample by sample and made as they are asked for; and all else."""

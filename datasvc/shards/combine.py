@@ -179,7 +179,8 @@ def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatc
             keys += batch.column(KEY).to_pylist()
             samples += digests[0]
             payloads += digests[1]
-    return sink.info, objects.put(SampleIndex.build(keys, samples, payloads).encode()).digest
+    index = SampleIndex.build(keys, samples, payloads, writer.layout)
+    return sink.info, objects.put(index.encode()).digest
 
 
 def _settle(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from datasvc.errors import NotFoundError
 from datasvc.keyed import Integers
-from datasvc.repository import Entry, ObjectInfo, Repository, Resolved
+from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved
 from datasvc.repository.objects import parse_digest
 from datasvc.shards.deletions import Deletions, load_deletions
 from datasvc.shards.reader import Shard, open_shard
@@ -20,6 +21,21 @@ from datasvc.shards.table import ShardTable
 
 # Shards that random access keeps open, in memory where the repository is remote.
 _OPEN_SHARDS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """Samples of one shard that a reader needs next.
+
+    Attributes:
+        info: the shard.
+        index: its sample index, None where it has none.
+        rows: `int64[n]`, rows of the shard's file.
+    """
+
+    info: ObjectInfo
+    index: Digest | None
+    rows: Integers
 
 
 class ShardStore(Protocol):
@@ -30,6 +46,15 @@ class ShardStore(Protocol):
 
     def release_shard(self, info: ObjectInfo) -> None:
         """Say that the caller has no more use for a shard that it opened."""
+
+    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
+        """Return shards that are still to come, but whose wanted samples can be read already; {} when none.
+
+        They are not to be released, and good for these samples only: the next call may give the whole.
+        """
+
+    def advance(self, epoch: int, position: int) -> None:
+        """Say that everything before a position of the order was served; a store that knows the order plans by it."""
 
 
 class OriginShards:
@@ -56,6 +81,13 @@ class OriginShards:
 
     def release_shard(self, info: ObjectInfo) -> None:
         """Nothing to do: the mapping goes with the last reference."""
+
+    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
+        """Return {}: there is nothing to wait for."""
+        return {}
+
+    def advance(self, epoch: int, position: int) -> None:
+        """Nothing to do: shards are where they are."""
 
 
 class Split:

@@ -46,29 +46,45 @@ def digest_sample(blobs: Mapping[str, bytes], values: Mapping[str, bytes | None]
 def digest_batch(batch: pa.RecordBatch) -> tuple[list[bytes], list[bytes]]:
     """Return the sample and the payload digests of a batch, in its order."""
     measured = (WIDTH, HEIGHT) if IMAGE in batch.schema.names else ()
-    columns: dict[str, Sequence[bytes | None]] = {}
+    values: dict[str, Sequence[bytes | None]] = {}
     blobs: dict[str, Sequence[bytes | None]] = {}
-    for name in sorted(batch.schema.names):
+    for name in batch.schema.names:
         column = batch.column(name)
         if name == KEY or name in measured:
             continue
         if is_blob(column.type):
             blobs[name] = [None if blob is None else digest_blob(blob) for blob in blob_views(column)]
-            columns[name] = [None if digest is None else b"\2" + digest for digest in blobs[name]]
         else:
-            columns[name] = _encode_column(column)
-    prefixes = [_prefix(name) for name in columns]
+            values[name] = _encode_column(column)
+    return digest_samples(batch.num_rows, blobs, values)
+
+
+def digest_samples(
+    num_samples: int, blobs: Mapping[str, Sequence[bytes | None]], values: Mapping[str, Sequence[bytes | None]]
+) -> tuple[list[bytes], list[bytes]]:
+    """Return the sample and the payload digests of samples that are given column by column.
+
+    Args:
+        num_samples: of which each column has a value.
+        blobs: by column, the digest of each blob, None for null.
+        values: by column, what `encode_value` gave for each value; neither keys nor what is measured.
+    """
+    given = {
+        name: [None if digest is None else b"\2" + digest for digest in digests] for name, digests in blobs.items()
+    }
+    columns = sorted({**given, **values}.items())
+    prefixes = [_prefix(name) for name, _ in columns]
     samples = [
         xxh3_128_digest(
             b"".join(
-                [prefix + _sized(value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
+                [prefix + _sized(value) for prefix, value in zip(prefixes, row, strict=True) if value is not None]
             )
         )
-        for values in (zip(*columns.values(), strict=True) if columns else [()] * batch.num_rows)
+        for row in (zip(*(column for _, column in columns), strict=True) if columns else [()] * num_samples)
     ]
     if not blobs:
         return samples, samples
-    held = zip(*blobs.values(), strict=True)
+    held = zip(*(blobs[name] for name in sorted(blobs)), strict=True)
     return samples, [_payload([digest for digest in each if digest], samples[row]) for row, each in enumerate(held)]
 
 
@@ -105,7 +121,8 @@ class BlobParts:
         _, offsets, content = column.buffers() if len(column) else (None, None, None)
         is_large = pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type)
         line = np.frombuffer(offsets or b"\0" * 8, np.int64 if is_large else np.int32)
-        self._stops = line[column.offset : column.offset + len(column) + 1].tolist()
+        # Read as they lie: a list of numbers would take five times as much memory.
+        self._stops = line[column.offset : column.offset + len(column) + 1].data
         held = np.frombuffer(content, np.uint8) if content is not None and content.size else np.empty(0, np.uint8)
         self._content = held.data
         is_null = ~column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else np.empty(0)

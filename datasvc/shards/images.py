@@ -8,8 +8,9 @@ way to a GPU is not, so the end of a file is looked at here; where it says nothi
 from __future__ import annotations
 
 import io
+import struct
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -24,13 +25,16 @@ _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
 _PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
 _APP1, _APP2 = 0xE1, 0xE2
 _MAX_SEGMENTS = 64
+# Markers that say nothing about size: tables, application data, comments.
+_SILENT = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {_APP1, _APP2}
+_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker
+_FRAME: Final = struct.Struct(">BHHB")  # bits a component, height, width, components
 # What Pillow may try: bytes of a source must never reach a plugin that starts another program, as EPS does.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}
 
 
-@dataclass(frozen=True)
-class ImageHeader:
+class ImageHeader(NamedTuple):
     """Kind and size of an image.
 
     Attributes:
@@ -124,34 +128,34 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         return None
     offset, size, turned = 2, None, False
     for _ in range(_MAX_SEGMENTS):
-        if offset + 10 > stop or raw[offset] != 0xFF:
+        if offset + 10 > stop:
             return None
-        marker = raw[offset + 1]
+        start, marker, length = _SEGMENT.unpack_from(raw, offset)
+        if start != 0xFF:
+            return None
         if marker == _START_OF_SCAN:
             return ImageHeader("JPEG", *(size[::-1] if turned else size)) if size is not None else None
-        length = raw[offset + 2] << 8 | raw[offset + 3]
+        if length < 2:
+            return None
         if marker in _PLAIN_FRAMES:
-            height, width = raw[offset + 5] << 8 | raw[offset + 6], raw[offset + 7] << 8 | raw[offset + 8]
-            is_plain = raw[offset + 4] == 8 and raw[offset + 9] in (1, 3) and 0 < width * height < _most_pixels()
+            bits, height, width, components = _FRAME.unpack_from(raw, offset + 4)
+            is_plain = bits == 8 and components in (1, 3) and 0 < width * height < _most_pixels()
             if size is not None or not is_plain:
                 return None
             size = (width, height)
-        elif marker == _APP1 and bytes(raw[offset + 4 : offset + 10]) == b"Exif\0\0":
-            orientation = _read_orientation(raw[offset + 10 : offset + 2 + length])
-            if orientation is None:
-                return None
-            turned = 5 <= orientation <= 8
-        elif (marker == _APP2 and bytes(raw[offset + 4 : offset + 8]) == b"MPF\0") or not _is_known(marker):
-            return None  # several pictures in one file; other ways to code
-        if length < 2:
-            return None
+        elif marker == _APP1:
+            if bytes(raw[offset + 4 : offset + 10]) == b"Exif\0\0":
+                orientation = _read_orientation(raw[offset + 10 : offset + 2 + length])
+                if orientation is None:
+                    return None
+                turned = 5 <= orientation <= 8
+        elif marker == _APP2:
+            if bytes(raw[offset + 4 : offset + 8]) == b"MPF\0":
+                return None  # several pictures in one file
+        elif marker not in _SILENT:
+            return None  # other ways to code
         offset += 2 + length
     return None
-
-
-def _is_known(marker: int) -> bool:
-    """Return whether a marker says nothing about size: tables, application data, comments."""
-    return marker in (0xC4, 0xDB, 0xDD, 0xFE) or 0xE0 <= marker <= 0xEF
 
 
 def _most_pixels() -> int:

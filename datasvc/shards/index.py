@@ -1,6 +1,7 @@
 """The sample index of a shard: the key and the digests of each of its samples, without the samples.
 
-A small object beside each shard, so that appending, comparing and looking for duplicates never read an image.
+A small object beside each shard, so that appending, comparing and looking for duplicates never read an image. With
+the layout of the shard's record batches, so that single samples can be read and checked before the shard is there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from datasvc.shards.arrow_object import decode_table, encode_table
+from datasvc.errors import CorruptDataError
+from datasvc.shards.arrow_object import decode_metadata, decode_table, encode_table
 from datasvc.shards.digests import DIGEST_BYTES
+from datasvc.shards.layout import ShardLayout
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
 _FORMAT_KEY: Final = b"datasvc.index.format"
+_LAYOUT_KEY: Final = b"datasvc.index.batches"
 _SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -36,26 +40,42 @@ class SampleIndex:
 
     Attributes:
         table: Arrow table with the columns `key`, `sample` and `payload`, see `digests`.
+        layout: the shard's record batches; None of shards that were written before there were layouts, or that have
+            no samples.
     """
 
     table: pa.Table
+    layout: ShardLayout | None = None
 
     @classmethod
-    def build(cls, keys: Sequence[str], samples: Sequence[bytes], payloads: Sequence[bytes]) -> SampleIndex:
-        """Return the index of samples given by their keys and digests."""
+    def build(
+        cls,
+        keys: Sequence[str],
+        samples: Sequence[bytes],
+        payloads: Sequence[bytes],
+        layout: ShardLayout | None = None,
+    ) -> SampleIndex:
+        """Return the index of samples given by their keys and digests, and of the shard's record batches."""
         columns = [
             pa.array(values, field.type) for values, field in zip((keys, samples, payloads), _SCHEMA, strict=True)
         ]
-        return cls(pa.Table.from_arrays(columns, schema=_SCHEMA))
+        return cls(pa.Table.from_arrays(columns, schema=_SCHEMA), layout)
 
     def encode(self) -> bytes:
         """Return the index as an Arrow IPC file; equal indexes give equal bytes."""
-        return encode_table(self.table)
+        return encode_table(self.table, {_LAYOUT_KEY: self.layout.encode()} if self.layout is not None else None)
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> SampleIndex:
         """Return the index that `encode` gave. Raises CorruptDataError, ConfigError for a later format."""
-        return cls(decode_table(content, name, what="sample index", format_key=_FORMAT_KEY, latest=INDEX_FORMAT))
+        table = decode_table(content, name, what="sample index", format_key=_FORMAT_KEY, latest=INDEX_FORMAT)
+        encoded = decode_metadata(content).get(_LAYOUT_KEY)
+        if encoded is None:
+            return cls(table)
+        layout = ShardLayout.decode(encoded, name)
+        if layout.num_samples != table.num_rows:
+            raise CorruptDataError(f"{name} lists {table.num_rows} samples, its batches {layout.num_samples}")
+        return cls(table, layout)
 
     @property
     def num_samples(self) -> int:

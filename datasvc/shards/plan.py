@@ -147,7 +147,7 @@ def hold_out(splits: Mapping[str, list[ImageFile]], fraction: float) -> dict[str
 
 def relabelled(unit: Unit, labels: Sequence[int]) -> Unit:
     """Return a unit whose files carry the labels that `labels` has for theirs."""
-    files = [file if file.label is None else replace(file, label=labels[file.label]) for file in unit.files]
+    files = [file if file.label is None else file._replace(label=labels[file.label]) for file in unit.files]
     return replace(unit, files=tuple(files))
 
 

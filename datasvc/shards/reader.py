@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from datasvc.repository.objects import digest_of_file
 from datasvc.shards.schema import check_shard_format, is_blob
 
 Bytes = npt.NDArray[np.uint8]
-_BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]
+BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
@@ -29,42 +29,38 @@ class Shard:
     """A shard open for reading. Whoever opens one has checked its bytes against its digest.
 
     Args:
-        source: the whole file.
+        schema: its columns.
+        batches: its record batches.
         name: for messages.
 
     Raises:
-        CorruptDataError: not an Arrow IPC file.
         ConfigError: a later shard format.
     """
 
-    def __init__(self, source: pa.Buffer, name: str) -> None:
+    def __init__(self, schema: pa.Schema, batches: Sequence[pa.RecordBatch], name: str) -> None:
+        check_shard_format(schema, name)
         self.name = name
-        try:
-            reader = pa.ipc.open_file(pa.BufferReader(source))
-            self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        except (pa.ArrowInvalid, OSError) as error:
-            raise CorruptDataError(f"{name} is no Arrow IPC file: {error}") from error
-        self.schema: pa.Schema = reader.schema
-        check_shard_format(self.schema, name)
+        self.schema = schema
+        self._batches = list(batches)
         self._starts = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
         self.num_samples = int(self._starts[-1])
 
-    @classmethod
-    def map(cls, path: Path) -> Self:
+    @staticmethod
+    def map(path: Path) -> Shard:
         """Open a local file by mapping it: nothing is read before it is needed.
 
         The mapping outlives the file's name. Raises NotFoundError, CorruptDataError, ConfigError.
         """
         try:
             with pa.memory_map(str(path)) as mapped:
-                return cls(mapped.read_buffer(), str(path))
+                return _open_file(mapped.read_buffer(), str(path))
         except FileNotFoundError as error:
             raise NotFoundError(f"{path} does not exist") from error
 
-    @classmethod
-    def from_bytes(cls, content: bytes, name: str) -> Self:
+    @staticmethod
+    def from_bytes(content: bytes, name: str) -> Shard:
         """Open a file held in memory. Raises CorruptDataError, ConfigError."""
-        return cls(pa.py_buffer(content), name)
+        return _open_file(pa.py_buffer(content), name)
 
     @property
     def batches(self) -> Sequence[pa.RecordBatch]:
@@ -128,6 +124,11 @@ class Shard:
             name: self._batches[batch].column(index)[within].as_py() for index, name in enumerate(self.schema.names)
         }
 
+    def _forget_columns(self) -> None:
+        """Let go of what was made of record batches that others took the place of."""
+        for made in ("_arrays", "_valid", "_blob_parts"):
+            self.__dict__.pop(made, None)
+
     @cached_property
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {}
@@ -137,9 +138,9 @@ class Shard:
         return {}
 
     @cached_property
-    def _blob_parts(self) -> dict[str, list[_BlobPart]]:
+    def _blob_parts(self) -> dict[str, list[BlobPart]]:
         names = [field.name for field in self.schema if is_blob(field.type)]
-        return {name: [_blob_part(batch.column(name)) for batch in self._batches] for name in names}
+        return {name: [blob_part(batch.column(name)) for batch in self._batches] for name in names}
 
 
 def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
@@ -164,7 +165,17 @@ def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
     return Shard.map(path)
 
 
-def _blob_part(array: pa.Array) -> _BlobPart:
+def _open_file(content: pa.Buffer, name: str) -> Shard:
+    try:
+        reader = pa.ipc.open_file(pa.BufferReader(content))
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise CorruptDataError(f"{name} is no Arrow IPC file: {error}") from error
+    return Shard(reader.schema, batches, name)
+
+
+def blob_part(array: pa.Array) -> BlobPart:
+    """Return the bytes of an array of blobs, and where each starts and stops in them: `int64[num_samples]` both."""
     _, offsets, content = array.buffers()
     held = np.frombuffer(content, np.uint8) if content is not None and content.size else _NO_BYTES
     if not len(array):

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
+from datasvc.shards.layout import ShardLayout
+from datasvc.shards.recorded_file import RecordedFile, Sink
 from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob
 
 # Small enough that a ranged read of one batch is quick, large enough that its overhead is nothing.
 BATCH_BYTES = 4 << 20
 # Record batches of tiny samples end here.
 _BATCH_SAMPLES = 1 << 16
-
-
-class Sink(Protocol):
-    """Where a shard's bytes go, such as an `ObjectWriter`."""
-
-    def write(self, content: bytes | memoryview, /) -> int:
-        """Append `content`."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +59,7 @@ class _BlobColumn:
 
     def __init__(self) -> None:
         self._buffer = np.empty(BATCH_BYTES + (BATCH_BYTES >> 2), np.uint8)
+        self._view = self._buffer.data
         self._offsets = [0]
         self._nulls: list[int] = []
         self._room: memoryview | None = None
@@ -80,8 +76,8 @@ class _BlobColumn:
         if start + size_bytes > len(self._buffer):
             grown = np.empty(max(start + size_bytes, 2 * len(self._buffer)), np.uint8)
             grown[:start] = self._buffer[:start]
-            self._buffer = grown
-        self._room = self._buffer.data[start : start + size_bytes]
+            self._buffer, self._view = grown, grown.data
+        self._room = self._view[start : start + size_bytes]
         return self._room
 
     def append(self, blob: bytes | memoryview | npt.NDArray[np.uint8] | None) -> int:
@@ -119,13 +115,14 @@ class ShardWriter:
 
     def __init__(self, sink: Sink, schema: pa.Schema) -> None:
         self._schema = schema
-        self._file = pa.ipc.new_file(pa.PythonFile(_SinkFile(sink), mode="w"), schema)
+        self._file = RecordedFile(sink, schema)
         self._blobs = {field.name: _BlobColumn() for field in schema if is_blob(field.type)}
         self._texts: dict[str, _BlobColumn] = {}
         self._values: dict[str, list[Any]] = {name: [] for name in schema.names if name not in self._blobs}
         self._names = frozenset(schema.names)
         self._batch_samples = self._batch_bytes = 0
         self._statistics = ShardStatistics(0)
+        self._label_counts: Counter[int] = Counter()
 
     def append(self, sample: Mapping[str, Any]) -> None:
         """Add a sample.
@@ -193,7 +190,7 @@ class ShardWriter:
         """Write what is left and the file's footer; returns the shard's statistics."""
         self._flush()
         self._file.close()
-        return self._statistics
+        return self.statistics
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +204,12 @@ class ShardWriter:
     @property
     def statistics(self) -> ShardStatistics:
         """Statistics of the samples written so far, which are all of them after `close`."""
-        return self._statistics
+        return replace(self._statistics, label_counts=dict(sorted(self._label_counts.items())))
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Where the record batches written so far lie, which are all of them after `close`."""
+        return self._file.layout
 
     def _flush(self) -> None:
         if not self._batch_samples:
@@ -226,13 +228,12 @@ class ShardWriter:
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         self._file.write_batch(batch)
         so_far = self._statistics
+        self._label_counts.update(_labels(batch))
         self._statistics = ShardStatistics(
             so_far.num_samples + batch.num_rows,
             max(so_far.max_width, _largest(batch, WIDTH)),
             max(so_far.max_height, _largest(batch, HEIGHT)),
             max(so_far.max_sample_bytes, int(np.max(sample_bytes))),
-            _add(so_far.label_counts, _count_labels(batch)),
-            so_far.image_kinds,
         )
 
     def _take(self, field: pa.Field) -> pa.Array | None:
@@ -251,15 +252,11 @@ def _largest(batch: pa.RecordBatch, column: str) -> int:
     return int(batch.column(column).to_numpy().max()) if is_measured else 0
 
 
-def _count_labels(batch: pa.RecordBatch) -> dict[int, int]:
+def _labels(batch: pa.RecordBatch) -> list[int]:
     if LABEL not in batch.schema.names or not pa.types.is_integer(batch.schema.field(LABEL).type):
-        return {}
-    labels, counts = np.unique(batch.column(LABEL).drop_null().to_numpy(), return_counts=True)
-    return dict(zip(labels.tolist(), counts.tolist(), strict=True))
-
-
-def _add(some: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
-    return dict(sorted((Counter(some) + Counter(more)).items()))
+        return []
+    labels: list[int] = batch.column(LABEL).drop_null().to_numpy().tolist()
+    return labels
 
 
 def _validity(count: int, nulls: list[int]) -> pa.Buffer | None:
@@ -268,21 +265,3 @@ def _validity(count: int, nulls: list[int]) -> pa.Buffer | None:
     valid = np.ones(count, np.bool_)
     valid[nulls] = False
     return pa.py_buffer(np.packbits(valid, bitorder="little"))
-
-
-class _SinkFile:
-    """What pyarrow asks of a Python file, over a sink."""
-
-    closed = False
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def write(self, content: Any) -> int:
-        return self._sink.write(memoryview(content))
-
-    def flush(self) -> None:
-        """Arrow asks; the sink's owner syncs."""
-
-    def close(self) -> None:
-        self.closed = True

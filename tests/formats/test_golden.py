@@ -26,6 +26,7 @@ from datasvc.shards import Shard, ShardStatistics, ShardTable, ShardWriter, imag
 from datasvc.shards.deletions import Deletions
 from datasvc.shards.digests import digest_batch
 from datasvc.shards.index import SampleIndex
+from datasvc.shards.partial import PartialShard
 from datasvc.shards.plan import plan_shards
 from datasvc.shards.sources import ImageFile
 from datasvc.shards.table import TableRow
@@ -53,12 +54,23 @@ STATE = {"step": 7, "pair": (1, "x"), 3: None, "inf": float("inf"), "raw": b"\x0
 LOADER_STATE = OrderState("ab" * 32, 2, 17, OrderConfig(seed=5, shuffle="windowed", lanes=4, block=100, sticky=True))
 
 
-def shard_bytes():
+# Whose record batch has a frame: its image is large beside all else.
+LARGE = [
+    {"key": "cat/1.jpg", "image": b"\xff\xd8" + bytes(1 << 16) + b"\xff\xd9", "width": 3, "height": 2, "label": 0}
+]
+
+
+def write_shard(samples=SAMPLES):
+    """Return a shard's bytes, and the layout of its record batches."""
     sink = io.BytesIO()
     with ShardWriter(sink, image_schema(labelled=True)) as writer:
-        for sample in SAMPLES:
+        for sample in samples:
             writer.append(sample)
-    return sink.getvalue()
+    return sink.getvalue(), writer.layout
+
+
+def shard_bytes():
+    return write_shard()[0]
 
 
 def first_samples(config, epoch):
@@ -81,12 +93,13 @@ def orders():
     }
 
 
-def index():
-    return SampleIndex.build([sample["key"] for sample in SAMPLES], *digest_batch(batch()))
+def index(samples=SAMPLES):
+    keys = [sample["key"] for sample in samples]
+    return SampleIndex.build(keys, *digest_batch(batch(samples)), write_shard(samples)[1])
 
 
-def batch():
-    return pa.RecordBatch.from_pylist(SAMPLES, image_schema(labelled=True))
+def batch(samples=SAMPLES):
+    return pa.RecordBatch.from_pylist(samples, image_schema(labelled=True))
 
 
 def deletions():
@@ -113,7 +126,8 @@ def written(folder):
         "entry-1.json": encode_entry(ENTRY),
         "shard-1.arrow": shard_bytes(),
         "table-2.arrow": table().encode(),
-        "index-1.arrow": index().encode(),
+        "index-2.arrow": index().encode(),
+        "index-2-frame.arrow": index(LARGE).encode(),
         "deletions-1.arrow": deletions().encode(),
         "tensors-1.arrow": encode_table(RECORDS),
         "state-1.json": encode_state(flatten(STATE)[0]),
@@ -123,7 +137,7 @@ def written(folder):
 
 
 # Earlier formats: read for ever, written no more.
-ONLY_READ = {"table-1.arrow"}
+ONLY_READ = {"table-1.arrow", "index-1.arrow"}
 
 
 def golden(name):
@@ -179,6 +193,32 @@ def test_a_sample_index_of_format_1_opens():
     assert [digest.tobytes() for digest in index.digests("sample")] == samples
     assert [digest.tobytes() for digest in index.digests("payload")] == payloads
     assert payloads[0] == xxh3_128(SAMPLES[0]["image"]).digest()
+    assert index.layout is None
+
+
+def test_a_sample_index_of_format_2_says_where_record_batches_lie_and_gives_their_digests():
+    found = SampleIndex.decode(golden("index-2.arrow"), "golden")
+    assert found.keys == ["cat/1.jpg", "dög/2.jpg"]
+    assert [digest.tobytes() for digest in found.digests("sample")] == digest_batch(batch())[0]
+    assert found.layout.schema.equals(image_schema(labelled=True), check_metadata=True)
+    (only,) = found.layout.batches
+    message = golden("shard-1.arrow")[only.message.offset : only.message.offset + only.message.length]
+    assert pa.ipc.read_record_batch(pa.py_buffer(message), found.layout.schema).to_pylist() == SAMPLES
+    assert (only.num_samples, only.digest, only.frame) == (2, xxh3_128(message).digest(), None)
+
+
+def test_a_sample_index_of_format_2_holds_all_but_the_blobs_where_these_are_large():
+    raw, _ = write_shard(LARGE)
+    found = SampleIndex.decode(golden("index-2-frame.arrow"), "golden")
+    (only,), (blob,) = found.layout.batches, found.layout.batches[0].blobs
+    message = raw[only.message.offset : only.message.offset + only.message.length]
+    assert message[blob.offset : blob.offset + blob.length] == LARGE[0]["image"]
+    assert only.frame == message[: blob.offset] + message[blob.offset + blob.length :]
+    part = PartialShard(ObjectInfo(digest_of(raw), len(raw)), found, "golden")
+    assert part.values("label").tolist() == [0]
+    (read,) = part.plan(np.arange(1))
+    part.add(read, [LARGE[0]["image"]])
+    assert part.sample(0) == LARGE[0]
 
 
 def test_deletions_of_format_1_open():

@@ -120,3 +120,29 @@ def test_an_object_that_is_there_is_not_written_again(objects, monkeypatch):
 def test_a_digest_with_something_behind_it_is_refused(tail):
     with pytest.raises(CorruptDataError, match="is not a digest"):
         parse_digest("0" * 64 + tail)
+
+
+def test_a_range_is_exactly_the_bytes_that_were_asked_for(objects):
+    content = os.urandom(1000)
+    info = objects.put(content)
+    for offset, length in [(0, 1000), (0, 1), (17, 300), (999, 1), (500, 0)]:
+        assert objects.read_range(info.digest, offset, length) == content[offset : offset + length]
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 11), (9, 2), (10, 1), (5000, 4)])
+def test_a_range_that_the_object_ends_before_is_corrupt(objects, offset, length):
+    info = objects.put(b"0123456789")
+    with pytest.raises(CorruptDataError, match="is corrupt: 10 bytes long"):
+        objects.read_range(info.digest, offset, length)
+
+
+def test_a_range_of_a_missing_object_is_not_found(objects):
+    with pytest.raises(NotFoundError):
+        objects.read_range(digest_of(b"missing"), 0, 10)
+
+
+def test_an_answer_cut_short_while_the_object_is_whole_is_unavailable_and_not_corrupt(objects, monkeypatch):
+    info = objects.put(b"0123456789")
+    monkeypatch.setattr(objects._storage, "read_range", lambda _path, _offset, _length: b"01")
+    with pytest.raises(UnavailableError, match="2 of 5 bytes came"):
+        objects.read_range(info.digest, 0, 5)

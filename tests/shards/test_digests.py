@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128
 
-from datasvc.shards.digests import digest_batch, digest_blob, digest_sample, encode_value
+from datasvc.shards.digests import digest_batch, digest_blob, digest_sample, digest_samples, encode_value
 
 FIELDS = {
     "key": pa.field("key", pa.string()),
@@ -77,6 +77,16 @@ def test_one_sample_at_a_time_gives_what_a_batch_gives(sample):
     others = {name: encode_value(value) for name, value in sample.items() if name not in ("one", "two")}
     found = digests([sample])
     assert digest_sample(blobs, others) == (found[0][0], found[1][0])
+
+
+@given(st.lists(values, max_size=5))
+def test_samples_given_column_by_column_have_the_digests_of_their_batch(samples):
+    columns = {name: [sample[name] for sample in samples] for name in FIELDS.keys() - {"key"}}
+    blobs = {
+        name: [None if each is None else digest_blob(each) for each in columns.pop(name)] for name in ("one", "two")
+    }
+    others = {name: [encode_value(value) for value in column] for name, column in columns.items()}
+    assert digest_samples(len(samples), blobs, others) == digests(samples)
 
 
 def test_neither_keys_nor_what_is_measured_of_an_image_count():

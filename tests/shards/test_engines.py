@@ -76,7 +76,8 @@ def test_ray_gives_the_same_digests_and_errors(tmp_path, source):
         assert digests(one, "pets") == digests(cluster, "pets")
         assert sum(progress.num_samples for progress in seen) > 0
         listed = ImageFolder.list(str(tmp_path / "source"))
-        next(iter(listed.splits.values()))[0].__dict__["size_bytes"] += 1
+        files = next(iter(listed.splits.values()))
+        files[0] = files[0]._replace(size_bytes=files[0].size_bytes + 1)
         with pytest.raises(SourceChangedError):
             ingest(cluster, listed, "other", engine="ray", workers=2)
     finally:

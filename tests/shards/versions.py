@@ -37,7 +37,8 @@ def write_shard(objects, samples, schema, *, indexed=True):
     index = None
     if indexed:
         digests = digest_batch(pa.RecordBatch.from_pylist(list(samples), schema=schema))
-        index = objects.put(SampleIndex.build([sample["key"] for sample in samples], *digests).encode()).digest
+        keys = [sample["key"] for sample in samples]
+        index = objects.put(SampleIndex.build(keys, *digests, writer.layout).encode()).digest
     return TableRow(sink.info, statistics, index)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any, Final, cast
 
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.storage import redact_url, resolve_url, translated
@@ -145,7 +146,10 @@ def _some_files(file_system: AbstractFileSystem, root: str) -> list[str]:
     """Return the first files below a folder, nearest first, until there are enough to tell."""
     found: list[str] = []
     ours: list[str] = []
-    for folder, _, files in file_system.walk(root):
+    is_local = isinstance(file_system, LocalFileSystem)
+    # The file system's own walk looks at every file; here their names are enough.
+    walk = os.walk(root, followlinks=True) if is_local else file_system.walk(root)
+    for folder, _, files in walk:
         if any(map(is_marker, files)):
             ours.append(f"{folder.rstrip('/')}/")
         if f"{folder.rstrip('/')}/".startswith(tuple(ours)):

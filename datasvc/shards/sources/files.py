@@ -13,8 +13,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, NamedTuple, cast
 
 import pyarrow as pa
 import zstandard
@@ -34,9 +33,8 @@ _BLOCK_BYTES = 1 << 20
 _BLOCKS_AHEAD = 4
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """A file of a source as listed.
+class SourceFile(NamedTuple):
+    """A file of a source as listed; a tuple, since a listing holds millions.
 
     Attributes:
         name: path below the source's root, forward slashes; the file's own name for a single file.
@@ -297,7 +295,7 @@ def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
     """
     if isinstance(file_system, LocalFileSystem):
         found = [
-            SourceFile(path[len(root) :].lstrip("/"), path, status.st_size, str(status.st_mtime))
+            SourceFile(path[len(root) :].lstrip("/"), path, status.st_size, str(status.st_mtime_ns))
             for path, status in find_local(root)
         ]
     else:
@@ -340,7 +338,7 @@ def _is_hidden(name: str) -> bool:
 def _size_and_stamp(file_system: AbstractFileSystem, path: str, info: dict[str, Any]) -> tuple[int, str]:
     if isinstance(file_system, LocalFileSystem):
         status = os.stat(path)  # of what a link leads to
-        return status.st_size, str(status.st_mtime)
+        return status.st_size, str(status.st_mtime_ns)
     return int(info["size"]), _stamp_of(info)
 
 
@@ -348,7 +346,7 @@ def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
     """Return files that braces name with names below the folder they share: `{train,val}/0.tar` are two names."""
     # Cut to a folder; `commonpath` would make "http:/" of "http://".
     root = os.path.commonprefix([file.path for file in files]).rpartition("/")[0]  # noqa: RUF071
-    return [replace(file, name=file.path[len(root) :].lstrip("/")) for file in files]
+    return [file._replace(name=file.path[len(root) :].lstrip("/")) for file in files]
 
 
 def _stamp_of(info: dict[str, Any]) -> str:

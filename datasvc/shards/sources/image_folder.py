@@ -53,10 +53,10 @@ class ImageFolder(ListedSource):
         """
         options = options or SourceOptions()
         found, _ = find_below(url)
-        images = sorted(name for name in found if _extension(name) in EXTENSIONS)
-        ignored = Counter(
-            printable(_extension(name)) or "(none)" for name in found if _extension(name) not in EXTENSIONS
-        )
+        extensions = {name: _extension(name) for name in found}
+        images = sorted(name for name, extension in extensions.items() if extension in EXTENSIONS)
+        others = (extension for extension in extensions.values() if extension not in EXTENSIONS)
+        ignored = Counter(printable(extension) or "(none)" for extension in others)
         if not images:
             raise NotFoundError(
                 f"cannot ingest {redact_url(url)}: no images in it ({len(found)} other files); "

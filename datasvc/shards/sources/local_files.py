@@ -21,6 +21,9 @@ def find_local(root: str) -> Iterator[tuple[str, os.stat_result]]:
         folder, above = waiting.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
+                if entry.is_file(follow_symlinks=False):  # known from the folder: nearly all entries end here
+                    yield entry.path, entry.stat()
+                    continue
                 if entry.is_symlink():
                     check_inside(real_root, [entry.path])
                 if entry.is_dir():

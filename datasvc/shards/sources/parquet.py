@@ -34,7 +34,7 @@ from datasvc.shards.sources.tables import (
 EXTENSIONS: Final = frozenset({".parquet", ".pq"})
 PART_BYTES: Final = 16 << 20
 # Of all columns of an open part together; each is read through a buffer of its own.
-_BUFFERS_BYTES: Final = 4 << 20
+_BUFFERS_BYTES: Final = 1 << 20
 _PROBED_SAMPLES: Final = 32
 
 
@@ -221,7 +221,7 @@ def _num_samples(sample_bytes: float) -> int:
 
 def _open(opened: pa.NativeFile, metadata: Any) -> pq.ParquetFile:
     # Without a buffer size, whole column chunks are read at once.
-    buffer_bytes = max(1 << 16, min(1 << 20, _BUFFERS_BYTES // max(1, metadata.num_columns)))
+    buffer_bytes = max(1 << 16, _BUFFERS_BYTES // max(1, metadata.num_columns))
     return pq.ParquetFile(
         opened, metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True
     )
