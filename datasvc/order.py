@@ -155,6 +155,23 @@ class ShardWindows:
     stop: Integers
 
 
+NEVER: Final = 1 << 62
+"""A next use that will not come."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What a job knows of a shard that it lets go of, or is about to fetch.
+
+    Attributes:
+        now: bytes that the order served since the start of epoch 0: the job's clock.
+        next_use: what the clock will say when the job needs the shard again; NEVER if it will not.
+    """
+
+    now: int
+    next_use: int
+
+
 class AccessOrder:
     """The order of one epoch.
 
@@ -396,6 +413,14 @@ def count_steps(position: int, num_samples: int, global_batch: int, tail: Tail) 
     return full + (1 if rest and tail != "drop" else 0)
 
 
+def lanes_of_rank(size: int, *, rank: int, world_size: int, lanes: int) -> range | None:
+    """Return the lanes that serve a rank in steps of `size` positions; None where all do, see `slice_step`."""
+    if lanes > 1 and lanes % world_size == 0 and size % lanes == 0:
+        share = lanes // world_size
+        return range(rank * share, (rank + 1) * share)
+    return None
+
+
 def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tuple[Integers, npt.NDArray[np.bool_]]:
     """Return the part of a global batch that one rank serves; the parts of all ranks are the batch.
 
@@ -418,9 +443,10 @@ def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tup
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank is {rank}; expected 0 <= rank < world_size = {world_size}")
     size = step.stop - step.start
-    if lanes > 1 and lanes % world_size == 0 and size % lanes == 0:
+    own = lanes_of_rank(size, rank=rank, world_size=world_size, lanes=lanes)
+    if own is not None:
         run = np.arange(step.start, step.stop)
-        positions = run[(run % lanes) // (lanes // world_size) == rank]
+        positions = run[(run % lanes >= own.start) & (run % lanes < own.stop)]
     else:
         begin, end = (size * part // world_size for part in (rank, rank + 1))
         positions = np.arange(step.start + begin, step.start + end)

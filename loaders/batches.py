@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from datasvc.errors import ConfigError
 from datasvc.keyed import Integers
 from datasvc.order import AccessOrder, OrderConfig, Step, Tail, plan_step, slice_step
-from datasvc.shards import Shard, ShardStore, Split
+from datasvc.shards import Shard, ShardStore, Split, Wanted
 from datasvc.shards.reader import Bytes
 
 
@@ -94,6 +94,21 @@ class _OpenShards:
             self._open[shard] = self._store.open_shard(self._table.shard(shard))
         return self._open[shard]
 
+    def get_all(self, wanted: Mapping[int, Integers]) -> dict[int, Shard]:
+        """Return the shards of the wanted rows, all of a shard or no more than these rows."""
+        closed = {
+            shard: Wanted(self._table.shard(shard), self._table.index(shard), rows)
+            for shard, rows in wanted.items()
+            if shard not in self._open
+        }
+        early = self._store.open_early(list(closed.values())) if closed else {}
+        return {
+            shard: early[closed[shard].info.digest]
+            if shard in closed and closed[shard].info.digest in early
+            else self.get(shard)
+            for shard in wanted
+        }
+
     def retire(self, position: int) -> None:
         """Release the shards that no position from `position` on needs."""
         while self._ends and self._ends[0][0] <= position:
@@ -157,6 +172,7 @@ class SampleBatches:
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
         """Yield batches from `cursor` on, for ever. At least one step must fit into an epoch."""
         num_samples = len(self._split)
+        self._store.advance(cursor.epoch, cursor.position)
         while True:
             step = plan_step(cursor.position, num_samples, self._global_batch, self._tail)
             if step is None:
@@ -168,6 +184,7 @@ class SampleBatches:
 
     def retire(self, batch: SampleBatch) -> None:
         """Say that `batch` and all before it were handed over; shards that nothing needs any more are released."""
+        self._store.advance(batch.after.epoch, batch.after.position)
         for epoch in [epoch for epoch in self._epochs if epoch < batch.epoch]:
             self._epochs.pop(epoch)[1].close()
         self._epochs[batch.epoch][1].retire(batch.step.next_position)
@@ -195,14 +212,16 @@ class SampleBatches:
         columns = {
             name: np.empty(len(positions), schema.field(name).type.to_pandas_dtype()) for name in self._columns
         }
-        for shard in np.unique(shards).tolist():
-            chosen = np.flatnonzero(shards == shard)
-            stored = rows[chosen] = self._split.stored_rows(shard, rows[chosen])
-            opened = open_shards.get(shard)
-            for index, view in zip(chosen.tolist(), opened.blobs(self._blob, stored), strict=True):
+        chosen = {shard: np.flatnonzero(shards == shard) for shard in np.unique(shards).tolist()}
+        for shard, indices in chosen.items():
+            rows[indices] = self._split.stored_rows(shard, rows[indices])
+        opened = open_shards.get_all({shard: rows[indices] for shard, indices in chosen.items()})
+        for shard, indices in chosen.items():
+            views = opened[shard].blobs(self._blob, rows[indices])
+            for index, view in zip(indices.tolist(), views, strict=True):
                 blobs[index] = view
             for name in self._columns:
-                columns[name][chosen] = self._values(opened, name, stored)
+                columns[name][indices] = self._values(opened[shard], name, rows[indices])
         return SampleBatch(cursor.epoch, step, positions, mask, shards, rows, blobs, columns)
 
     def _values(self, shard: Shard, column: str, rows: Integers) -> npt.NDArray[Any]:

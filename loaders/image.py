@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from datasvc.cache import Cache
+from datasvc.cache.following import FollowedShards
 from datasvc.cache.plan import check_window, window_bytes
+from datasvc.cache.records import footprint
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.keyed import Integers
-from datasvc.order import OrderConfig, OrderState, Shuffle, Tail, count_steps, parse_tail
-from datasvc.shards import ShardStore, Split
+from datasvc.order import OrderConfig, OrderState, Shuffle, Tail, count_steps, lanes_of_rank, parse_tail
+from datasvc.shards import Split
 from datasvc.shards.images import read_header
 from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH
 from loaders.augment import (
@@ -147,11 +149,12 @@ class ImageLoader:
         )
         if cache is not None:
             self._check_window(cache, batch_size * world_size * (prefetch + 1))
-        store: ShardStore = split.origin if cache is None else cache.shards(split.repository)
+        own_lanes = lanes_of_rank(batch_size * world_size, rank=rank, world_size=world_size, lanes=lanes)
+        self._followed = None if cache is None else FollowedShards(cache, split, self.order, own_lanes)
         self._has_labels = LABEL in split.table.sample_schema.names
         self._batches = SampleBatches(
             split,
-            store,
+            self._followed or split.origin,
             self.order,
             batch_size=batch_size,
             rank=rank,
@@ -220,6 +223,8 @@ class ImageLoader:
     def close(self) -> None:
         """Release the shards and the decoder. The loader starts anew, from where it stands, when used again."""
         self._discard()
+        if self._followed is not None:
+            self._followed.close()
 
     def __enter__(self) -> Self:
         return self
@@ -334,7 +339,7 @@ class ImageLoader:
         table = self.split.table
         window = window_bytes(table.samples_per_shard, table.bytes_per_shard, self.order, run)
         # At an epoch's boundary the last shards of one and the first of the next are needed together.
-        needed = min(2 * window, table.size_bytes)
+        needed = min(2 * window, int(footprint(table.bytes_per_shard).sum()))
         check_window(needed, cache.budget_bytes, f"the order of {self.split!r}")
 
 

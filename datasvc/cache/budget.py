@@ -14,14 +14,19 @@ def parse_budget(text: str, folder: Path) -> int:
     """Return the bytes of a budget for a cache at `folder`: a size, or a share of its disk such as "10%".
 
     Raises:
-        ConfigError: not a size, or not above zero.
+        ConfigError: not a size, not above zero, or more than the disk has.
     """
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if percent:
+        if float(percent[1]) > 100:
+            raise ConfigError(f"a cache budget of {text!r} is more than the disk has")
         existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
         budget = int(shutil.disk_usage(existing).total * float(percent[1]) / 100)
     else:
-        budget = parse_size(text)
+        try:
+            budget = parse_size(text)
+        except OverflowError as error:
+            raise ConfigError(f"a cache budget of {text[:20]!r}... is more than any disk has") from error
     if budget <= 0:
         raise ConfigError(f"a cache budget of {text!r} holds nothing; expected more than 0 bytes")
     return budget

@@ -6,123 +6,43 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from datasvc.cache.budget import parse_budget
-from datasvc.cache.catalogue import Catalogue, Usage
-from datasvc.cache.fetch import Fetcher
-from datasvc.cache.files import Files
-from datasvc.cache.lease import Lease, sweep
-from datasvc.errors import CacheFullError, ConfigError
+from datasvc.cache.fetch import Fetcher, Outcome, Report
+from datasvc.cache.folder import CacheFolder, join_folder, leave_folder
+from datasvc.cache.peers import Peers
+from datasvc.cache.pins import Pin, find_pin, read_pins, remove_pin, write_pin
+from datasvc.cache.quotas import DEFAULT_TENANT, Quota
+from datasvc.cache.remote_file import Store
+from datasvc.cache.scrub import ScrubReport, scrub_folder
+from datasvc.cache.staging import StageReport, stage_objects
+from datasvc.cache.status import CacheStatus, read_status
+from datasvc.errors import ConfigError
+from datasvc.order import Reuse
 from datasvc.repository import Digest, ObjectInfo, Repository
-from datasvc.shards.dataset import Split
+from datasvc.repository.references import check_name
+from datasvc.shards.dataset import Split, Wanted
 from datasvc.shards.reader import Shard
 
-_STAGING_THREADS = 4
+_STAGING_THREADS = 8
 
 
-@dataclass(frozen=True)
-class StageReport:
-    """What staging did: objects and bytes that were there already, and that came from the origin."""
+class Acquired(NamedTuple):
+    """An object that this process holds.
 
-    num_hits: int
-    num_fetched: int
-    hit_bytes: int
-    fetched_bytes: int
+    Attributes:
+        path: its file; it stays until the object is released.
+        outcome: "resident" where it was there already, else where it came from: "origin" or "peer".
+    """
 
-
-@dataclass(frozen=True)
-class CacheStatus:
-    """What `datasvc cache status` prints."""
-
-    folder: str
-    usage: Usage
-
-
-class _Node:
-    """What all `Cache`s of this process on one folder share: LMDB may be open only once in a process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.files = Files(folder)
-        sweep(self.files.leases)
-        self.catalogue = Catalogue(self.files)
-        self._lease = Lease(self.files.leases)
-        self._fetcher = Fetcher(self.catalogue, self.files, self._lease.id)
-        self._holds: Counter[Digest] = Counter()
-        self._ready: set[Digest] = set()
-        self._lock = threading.Lock()
-        self.process = os.getpid()
-        self.num_users = 0
-
-    def close(self) -> None:
-        self._lease.close()
-        self.catalogue.close()
-
-    def acquire(
-        self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None
-    ) -> tuple[Path, bool]:
-        self.check_process()
-        with self._lock:
-            # Counted before it is fetched: a release by another thread meanwhile must not drop our hold.
-            self._holds[info.digest] += 1
-            ready = info.digest in self._ready
-        if ready:
-            return self.files.object_path(info.digest), True
-        try:
-            hit = self._fetcher.acquire(info, repository, report)
-        except BaseException:
-            self.release(info.digest)
-            raise
-        with self._lock:
-            self._ready.add(info.digest)
-        return self.files.object_path(info.digest), hit
-
-    def release(self, digest: Digest) -> None:
-        self.check_process()
-        with self._lock:
-            if not self._holds[digest]:
-                raise ConfigError(f"object {digest} was not acquired, or was released already")
-            self._holds[digest] -= 1
-            if not self._holds[digest]:
-                del self._holds[digest]
-                self._ready.discard(digest)
-                self.catalogue.release(digest, self._lease.id)
-
-    def check_process(self) -> None:
-        if self.process != os.getpid():
-            raise ConfigError(
-                "this cache was opened before a fork, which no database survives; spawn processes instead"
-            )
-
-
-_nodes: dict[Path, _Node] = {}
-_nodes_lock = threading.RLock()  # a finalizer may run while it is held
-
-
-def _join_node(folder: Path) -> _Node:
-    """Return the node of `folder`, which stays open until each `_join_node` was answered by `_leave_node`."""
-    with _nodes_lock:
-        if folder not in _nodes:
-            _nodes[folder] = _Node(folder)
-        node = _nodes[folder]
-        node.check_process()
-        node.num_users += 1
-        return node
-
-
-def _leave_node(folder: Path, node: _Node) -> None:
-    if node.process != os.getpid():
-        return  # a copy in a forked child: lease and database belong to the parent
-    with _nodes_lock:
-        node.num_users -= 1
-        if not node.num_users:
-            del _nodes[folder]
-            node.close()
+    path: Path
+    outcome: Outcome
 
 
 class Cache:
@@ -133,100 +53,202 @@ class Cache:
     Args:
         folder: on a local disk, for the cache alone.
         budget: bytes, or such as "50GB" or "10%"; kept for the node. None: as set before.
+        tenant: whose quota is used, see `set_quota`.
+        peers: other nodes to ask before the origin; None: there are none.
 
     Raises:
         ConfigError: no budget was ever set, or it is out of range; the folder cannot be used.
-        CorruptDataError: the catalogue is damaged.
+        CorruptDataError: the catalogue is damaged and in use.
+        UnavailableError: it cannot be opened.
     """
 
-    def __init__(self, folder: str | Path, *, budget: int | str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        budget: int | str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        peers: Peers | None = None,
+    ) -> None:
         self.folder = Path(folder).expanduser().resolve()
+        self.tenant = check_name(tenant, "tenant")
+        self.peers = peers
         wanted = None if budget is None else parse_budget(str(budget), self.folder)
-        node = _join_node(self.folder)
-        self._node: _Node | None = node
-        self._leave = weakref.finalize(self, _leave_node, self.folder, node)
+        opened = join_folder(self.folder)
+        self._opened: CacheFolder | None = opened
+        self._fetcher = opened.fetcher(self.tenant, peers)
+        self._leave = weakref.finalize(self, leave_folder, self.folder, opened)
         if wanted is not None:
-            node.catalogue.set_budget(wanted)
-        elif not node.catalogue.budget():
+            opened.catalogue.configure(lambda before: replace(before, budget_bytes=wanted))
+        elif not opened.catalogue.configuration.budget_bytes:
             raise ConfigError(f"the cache {self.folder} has no budget yet; give one, such as budget='50GB'")
 
     @property
     def budget_bytes(self) -> int:
-        """The node's budget."""
-        return self._open_node().catalogue.budget()
+        """What this cache's tenant may use at most: the node's budget, without what is guaranteed to others."""
+        return self._open().catalogue.account().available(self.tenant)
+
+    def set_quota(self, tenant: str, quota: Quota) -> None:
+        """Set what a tenant is guaranteed and may use at most, for all processes of the node.
+
+        Raises ConfigError: more would be guaranteed than there is.
+        """
+        name = check_name(tenant, "tenant")
+        self._open().catalogue.configure(lambda before: replace(before, quotas={**before.quotas, name: quota}))
 
     def shards(self, repository: Repository) -> CachedShards:
         """Return the shards of `repository`, read through this cache; usable for as long as they are kept."""
-        self._open_node()
-        return CachedShards(self.folder, repository)
+        self._open()
+        return CachedShards(self.folder, repository, self._fetcher)
 
-    def acquire(
-        self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None
-    ) -> tuple[Path, bool]:
+    def acquire(self, info: ObjectInfo, repository: Store, report: Report | None = None) -> Acquired:
         """Make an object resident and hold it until `release`.
 
-        Returns:
-            Its file, and whether it was resident already.
+        Args:
+            info: the object.
+            repository: its origin, or a remote file as one.
+            report: called with where bytes come from and how many, as they arrive.
 
         Raises:
-            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.acquire`.
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.fetch`.
             ConfigError: this cache is closed, or was opened before a fork.
         """
-        return self._open_node().acquire(info, repository, report)
+        opened = self._open()
+        outcome = opened.acquire(info, repository, self._fetcher, report)
+        return Acquired(opened.files.object_path(info.digest), outcome)
 
-    def release(self, digest: Digest) -> None:
-        """Give up one hold of this process; the object may be evicted when it was the last."""
-        self._open_node().release(digest)
+    def release(self, digest: Digest, reuse: Reuse | None = None) -> None:
+        """Give up one hold of this process; the object may be evicted when nobody holds it.
+
+        Args:
+            digest: the object.
+            reuse: when this job needs it again, where it knows.
+        """
+        self._open().release(digest, reuse)
+
+    def prefetch(self, info: ObjectInfo, repository: Store, reuse: Reuse, *, evict: bool = True) -> Outcome:
+        """Make an object resident ahead of its use, without holding it, and without waiting for anybody.
+
+        Args:
+            info: the object.
+            repository: its origin, or a remote file as one.
+            reuse: when it is needed; nothing is evicted for it that is needed sooner.
+            evict: whether anything is evicted at all.
+
+        Returns:
+            "later" where that would evict what is needed sooner: nothing was done. "busy" where somebody fetches it.
+
+        Raises as `acquire`.
+        """
+        return self._open().prefetch(info, repository, self._fetcher, reuse, evict=evict)
+
+    def expect(self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False) -> None:
+        """Say when this job needs objects: those that are resident count as its own, and stay until then.
+
+        Args:
+            next_uses: what the job's clock will say at the next use, see `Reuse`.
+            now: what it says.
+            passed_only: leave those alone whose next use is yet to come.
+        """
+        self._open().expect(next_uses, now, passed_only=passed_only)
+
+    @contextmanager
+    def resident(self, digest: Digest) -> Iterator[Path | None]:
+        """Yield the file of an object that is resident and verified, held inside the block; None where it is not."""
+        with self._open().resident(digest) as path:
+            yield path
 
     def stage(
         self,
         splits: Sequence[Split],
-        report: Callable[[int], None] | None = None,
+        report: Report | None = None,
+        *,
+        num_threads: int = _STAGING_THREADS,
+        stop: threading.Event | None = None,
     ) -> StageReport:
         """Bring all shards of `splits` onto the node; equal shards once.
 
         Args:
             splits: of any data sets.
-            report: called with the bytes of each part that arrived or was there.
+            report: called from any thread with where bytes came from ("resident", "origin", "peer") and how many.
+            num_threads: shards fetched at once.
+            stop: once it is set no further shard is begun.
 
         Raises:
             CacheFullError: they do not fit into the budget, and nothing was fetched; or beside what jobs hold.
-            CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.acquire`.
+            CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.fetch`.
         """
-        wanted = {info.digest: (info, split) for split in splits for info in split.table.shards()}
-        needed = sum(info.size_bytes for info, _ in wanted.values())
-        if needed > self.budget_bytes:
-            raise CacheFullError(
-                f"staging needs {needed} bytes, the budget of {self.folder} is {self.budget_bytes}; raise it with "
-                "--budget, or do not stage: a loader with shuffle='windowed' streams through a smaller cache"
-            )
+        return stage_objects(
+            self._open(),
+            self._fetcher,
+            ((info, split.repository) for split in splits for info in split.table.shards()),
+            tenant=self.tenant,
+            report=report,
+            num_threads=num_threads,
+            stop=stop or threading.Event(),
+        )
 
-        def stage_one(info: ObjectInfo, split: Split) -> tuple[ObjectInfo, bool]:
-            _, hit = self.acquire(info, split.repository, report)
-            held.append(info.digest)
-            if hit and report is not None:
-                report(info.size_bytes)
-            return info, hit
-
-        held: list[Digest] = []
+    def pin(self, name: str, splits: Sequence[Split], report: Report | None = None) -> StageReport:
+        """Stage all shards of `splits` and keep them until `unpin(name)`, over restarts too; raises as `stage`."""
+        opened = self._open()
+        objects = {info.digest: info.size_bytes for split in splits for info in split.table.shards()}
+        folder = opened.files.pins
+        before = read_pins(folder).get(name)
+        kept = {} if before is None else dict(before.objects)
+        added = {digest: size for digest, size in objects.items() if digest not in kept}
+        # At every instant the file names all that the catalogue keeps, so that `unpin` can undo it after a crash.
+        write_pin(folder, Pin(name, {**kept, **objects}))
         try:
-            with ThreadPoolExecutor(_STAGING_THREADS, thread_name_prefix="datasvc-stage") as pool:
-                staged = list(pool.map(lambda pair: stage_one(*pair), wanted.values()))
-        finally:
-            # Held until all are there: staging must not evict what it has just staged.
-            for digest in held:
-                self.release(digest)
-        hits = [info.size_bytes for info, hit in staged if hit]
-        fetched = [info.size_bytes for info, hit in staged if not hit]
-        return StageReport(len(hits), len(fetched), sum(hits), sum(fetched))
+            # Kept before they come: nothing of it is evicted while the rest is fetched.
+            opened.catalogue.pin(name, added)
+            staged = self.stage(splits, report)
+        except BaseException:
+            opened.catalogue.unpin(name, added)
+            if before is None:
+                remove_pin(folder, name)
+            else:
+                write_pin(folder, before)
+            raise
+        opened.catalogue.unpin(name, {digest: size for digest, size in kept.items() if digest not in objects})
+        write_pin(folder, Pin(name, objects))
+        return staged
+
+    def unpin(self, name: str) -> Pin:
+        """Let what was pinned as `name` be evicted. Raises NotFoundError: nothing was."""
+        opened = self._open()
+        pin = find_pin(opened.files.pins, name)
+        # In this order: what the catalogue keeps is named by a file at every instant.
+        opened.catalogue.unpin(name, pin.objects)
+        remove_pin(opened.files.pins, name)
+        return pin
+
+    def scrub(self, report: Callable[[int], None] | None = None) -> ScrubReport:
+        """Read every resident object and quarantine those whose bytes have changed.
+
+        Args:
+            report: called with the bytes of each object read.
+        """
+        return scrub_folder(self._open(), report)
 
     def status(self) -> CacheStatus:
-        """Return how full the cache is."""
-        return CacheStatus(str(self.folder), self._open_node().catalogue.usage())
+        """Return how full the cache is, and who uses it."""
+        opened = self._open()
+        opened.count_hits()
+        return read_status(opened)
+
+    def counters(self) -> Mapping[str, int]:
+        """Return what was counted, over all processes, since the catalogue was made, by name."""
+        opened = self._open()
+        opened.count_hits()
+        return opened.catalogue.counters()
+
+    def count(self, name: str, number: int) -> None:
+        """Add to a counter."""
+        self._open().catalogue.count({name: number})
 
     def close(self) -> None:
         """Let go of the folder; closing again does nothing. What is held stays so until released."""
-        self._node = None
+        self._opened = None
         self._leave()
 
     def __enter__(self) -> Self:
@@ -237,11 +259,11 @@ class Cache:
     ) -> None:
         self.close()
 
-    def _open_node(self) -> _Node:
-        if self._node is None:
+    def _open(self) -> CacheFolder:
+        if self._opened is None:
             raise ConfigError(f"the cache {self.folder} was closed; open it again")
-        self._node.check_process()
-        return self._node
+        self._opened.check_process()
+        return self._opened
 
 
 class CachedShards:
@@ -250,11 +272,12 @@ class CachedShards:
     What was not released is released when this object is dropped.
     """
 
-    def __init__(self, folder: Path, repository: Repository) -> None:
-        self._node = _join_node(folder)
+    def __init__(self, folder: Path, repository: Repository, fetcher: Fetcher) -> None:
+        self._opened = join_folder(folder)
         self._repository = repository
+        self._fetcher = fetcher
         self._held: Counter[Digest] = Counter()
-        weakref.finalize(self, _abandon, folder, self._node, self._held)
+        weakref.finalize(self, _abandon, folder, self._opened, self._held)
 
     def open_shard(self, info: ObjectInfo) -> Shard:
         """Return the shard, mapped from the cache; never evicted before `release_shard`.
@@ -262,23 +285,37 @@ class CachedShards:
         Raises:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Cache.acquire`.
         """
-        path, _ = self._node.acquire(info, self._repository)
+        return self.open(info)[0]
+
+    def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
+        """Return the shard as `open_shard` does, and where it came from."""
+        outcome = self._opened.acquire(info, self._repository, self._fetcher)
         self._held[info.digest] += 1
         try:
-            return Shard.map(path)
+            return Shard.map(self._opened.files.object_path(info.digest)), outcome
         except BaseException:
             self.release_shard(info)
             raise
 
-    def release_shard(self, info: ObjectInfo) -> None:
+    def release_shard(self, info: ObjectInfo, reuse: Reuse | None = None) -> None:
         """Let the shard be evicted when space is needed; views of it that still exist stay readable."""
-        self._node.release(info.digest)
+        self._opened.release(info.digest, None if reuse is None else self._fetcher.weigh(info.digest, reuse))
         self._held[info.digest] -= 1
 
+    def is_resident(self, info: ObjectInfo) -> bool:
+        """Return whether a shard can be opened without waiting."""
+        return self._opened.catalogue.ready(info)
 
-def _abandon(folder: Path, node: _Node, held: Counter[Digest]) -> None:
-    """Release what a dropped `CachedShards` held, and leave the node."""
-    if node.process == os.getpid():
-        for digest in held.elements():
-            node.release(digest)
-    _leave_node(folder, node)
+    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
+        """Return {}: this store does not know the order, so it waits for whole shards."""
+        return {}
+
+    def advance(self, epoch: int, position: int) -> None:
+        """Nothing to do: what was released last makes room first."""
+
+
+def _abandon(folder: Path, opened: CacheFolder, held: Counter[Digest]) -> None:
+    """Release what a dropped `CachedShards` held, and leave the folder: from a finalizer, wherever its thread is."""
+    if opened.process == os.getpid():
+        opened.holds.abandon(held.elements())
+    leave_folder(folder, opened)

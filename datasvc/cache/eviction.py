@@ -1,18 +1,28 @@
-"""What evicts: a pure choice.
+"""What evicts: a pure choice, from what jobs say of their future.
 
-Every shard is used once an epoch, so no policy beats the share of the data that fits. Evicting what was released
-*last* reaches it: the shards that arrived first stay for good, and the rest stream through the space of the newest.
-Evicting what was released first (LRU) would drop each shard just before its next use.
+Of all resident objects that nobody holds, the one whose next use is furthest ahead goes first: Belady's rule
+(L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966), which the known order makes
+possible. Times of different jobs are compared as what each still reads until then, in bytes.
 
-What jobs left behind that are gone goes before anything of a running job, the oldest first.
+What nobody knows the next use of counts as further than all that is known, and of it what was released last goes
+first: where every shard is used once an epoch, that keeps as much of the data as fits (evicting what was released
+first would drop each shard just before its next use). What jobs left behind that are gone goes before anything of a
+running job, the oldest job first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
+from datasvc.cache.quotas import Account
+from datasvc.order import NEVER
 from datasvc.repository import Digest
+
+UNKNOWN: Final = 1 << 60
+"""Next uses from here on are not known: they count releases."""
 
 
 @dataclass(frozen=True)
@@ -21,28 +31,54 @@ class Candidate:
 
     Attributes:
         digest: the object.
-        size_bytes: what evicting it frees.
-        released: sequence number of its last release.
-        is_stale: whether the process that released it last is gone.
+        freed_bytes: what evicting it frees.
+        tenant: whose it is.
+        distance_bytes: what its job still reads before it needs the object again.
     """
 
     digest: Digest
-    size_bytes: int
-    released: int
-    is_stale: bool = False
+    freed_bytes: int
+    tenant: str
+    distance_bytes: int
 
 
-def choose_victims(candidates: Iterable[Candidate], needed_bytes: int) -> list[Candidate] | None:
-    """Return what to evict so that at least `needed_bytes` are freed; None when all would not be enough."""
-    victims = []
-    for candidate in sorted(candidates, key=_keeping_value):
-        if needed_bytes <= 0:
+def choose_victims(
+    candidates: Iterable[Candidate],
+    account: Account,
+    tenant: str,
+    size_bytes: int,
+    *,
+    nearest_bytes: int = -NEVER,
+) -> list[Candidate]:
+    """Return what to evict so that `tenant` may use `size_bytes` more, or all that may go where that is not enough.
+
+    Args:
+        candidates: first what goes first; read no further than needed.
+        account: what is used; afterwards it says what is used, and missing, without the victims.
+        tenant: who asks.
+        size_bytes: for what.
+        nearest_bytes: spare what is needed as soon as that, or sooner: a prefetch does no harm.
+    """
+    victims: list[Candidate] = []
+    waiting = iter(candidates)
+    while account.missing(tenant, size_bytes) > 0:
+        candidate = next(waiting, None)
+        if candidate is None or candidate.distance_bytes <= nearest_bytes:
             break
-        victims.append(candidate)
-        needed_bytes -= candidate.size_bytes
-    return victims if needed_bytes <= 0 else None
+        if account.helps(candidate.tenant, tenant, candidate.freed_bytes, size_bytes):
+            account.evict(candidate.tenant, candidate.freed_bytes)
+            victims.append(candidate)
+    return victims
 
 
-def _keeping_value(candidate: Candidate) -> tuple[bool, int, Digest]:
-    by_age = candidate.released if candidate.is_stale else -candidate.released
-    return not candidate.is_stale, by_age, candidate.digest
+def distance_bytes(next_use: int, clock: int | None) -> int:
+    """Return what a job still reads until `next_use` of its clock; None is the clock of a job that is gone."""
+    if clock is None:
+        return next_use + NEVER  # further than all that anybody still waits for
+    # Unknown ones count releases, of all jobs: no clock compares with them.
+    return next_use if next_use >= UNKNOWN else next_use - clock
+
+
+def by_distance(queues: Iterable[Iterator[Candidate]]) -> Iterator[Candidate]:
+    """Yield the candidates of running jobs, furthest first; each queue is sorted so already."""
+    yield from heapq.merge(*queues, key=lambda candidate: -candidate.distance_bytes)

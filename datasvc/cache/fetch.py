@@ -3,104 +3,176 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
-from pathlib import Path
+from typing import Final, Literal
 
-from datasvc.cache.catalogue import BUSY, RESIDENT, Catalogue
+import numpy as np
+
+from datasvc.cache.catalogue import BUSY, GRANTED, LATER, Catalogue
+from datasvc.cache.file_links import FileLink
 from datasvc.cache.files import Files
-from datasvc.errors import CacheFullError, CorruptDataError, DatasvcError, UnavailableError
-from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.cache.parts import Parts
+from datasvc.cache.peers import Peers
+from datasvc.cache.remote_file import RemoteFile, Store
+from datasvc.cache.sources import OriginSource, RequestPool, Source
+from datasvc.cache.transfer import TransferReport, transfer
+from datasvc.cache.uses import favour_owned
+from datasvc.errors import CorruptDataError, UnavailableError
+from datasvc.order import Reuse
+from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects import digest_of_file
 
-# A flipped bit on the way is gone at the second try; a bad origin is not.
-_ATTEMPTS = 2
+Outcome = Literal["resident", "origin", "peer", "busy", "later"]
+Report = Callable[[Outcome, int], None]
+"""Learns how many bytes more have come from where."""
 
-
-def boot_id() -> str:
-    """Return what names this boot of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Fetcher:
-    """Fetches objects of repositories into one cache.
+    """Fetches objects of repositories into one cache, for one tenant.
 
     Args:
         catalogue: of the cache.
         files: of the cache.
         lease_id: of this process.
+        tenant: whose budget is used.
+        requests: what this process may ask origins for at once.
+        peers: other nodes; None: there are none.
     """
 
-    def __init__(self, catalogue: Catalogue, files: Files, lease_id: str) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        files: Files,
+        lease_id: str,
+        tenant: str,
+        requests: RequestPool,
+        peers: Peers | None,
+    ) -> None:
         self._catalogue = catalogue
         self._files = files
         self._lease_id = lease_id
-        self._boot = boot_id()
+        self._tenant = tenant
+        self._requests = requests
+        self._peers = peers
 
-    def acquire(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None = None) -> bool:
-        """Make an object resident and hold it.
+    def fetch(
+        self,
+        info: ObjectInfo,
+        repository: Store,
+        report: Report | None = None,
+        *,
+        prefetch: Reuse | None = None,
+        evict: bool = True,
+    ) -> Outcome:
+        """Make an object resident.
 
         Args:
-            info: the object.
+            info: the object, held by this process unless it is prefetched.
             repository: its origin.
-            report: called with the bytes of each part as it arrives.
+            report: called as its bytes arrive.
+            prefetch: when it is needed; then nothing that is needed sooner is evicted for it, and nothing waited for.
+            evict: whether anything is evicted at all.
 
         Returns:
-            True when it was resident already (a hit), False when it was fetched.
+            "resident": it was already. "origin", "peer": it came from there. Of a prefetch also "later": no room
+            yet, and "busy": somebody else fetches it.
 
         Raises:
-            CacheFullError: no room in the budget, or the disk is full before the budget is.
-            CorruptDataError: the origin's bytes are wrong, twice.
-            NotFoundError, UnavailableError: see `Objects.fetch`.
+            CacheFullError: no room in the budget, or the disk is full and nothing can be evicted.
+            CorruptDataError: wrong bytes from every source, and twice from the origin.
+            NotFoundError, UnavailableError: see `transfer`.
         """
         try:
-            return self._acquire(info, repository, report)
+            return self._fetch(info, repository, report, prefetch, evict=evict)
         except OSError as error:
-            raise _translated(error, self._files.folder) from error
+            raise UnavailableError(f"cannot write to the cache {self._files.folder}: {error}") from error
         finally:
             # Whatever happened, an interrupt at any line included: no reservation outlives this call.
             if self._files.is_locked_by_this_thread(info.digest):
-                self._catalogue.drop(info.digest, self._lease_id)
-                self._files.unlock(info.digest)
+                try:
+                    self._catalogue.drop(info.digest, self._lease_id)
+                finally:
+                    self._files.unlock(info.digest)
 
-    def _acquire(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> bool:
-        while (answer := self._catalogue.reserve(info, self._lease_id, self._boot)) == BUSY:
+    def weigh(self, digest: Digest, reuse: Reuse) -> Reuse:
+        """Return a next use such that, among peers, what this node owns stays longer than what it does not."""
+        if self._peers is None or self._peers.num_nodes <= 1:
+            return reuse
+        owned = np.array([self._peers.owns(digest)])
+        return Reuse(reuse.now, int(favour_owned(np.array([reuse.next_use]), owned)[0]))
+
+    def _fetch(
+        self, info: ObjectInfo, repository: Store, report: Report | None, prefetch: Reuse | None, *, evict: bool
+    ) -> Outcome:
+        lease_id, tenant = self._lease_id, self._tenant
+        while (answer := self._catalogue.reserve(info, lease_id, tenant, prefetch=prefetch, evict=evict)) == BUSY:
+            if prefetch is not None:
+                return "busy"
             self._files.wait_for_incoming(info.digest)
-        if answer == RESIDENT:
-            return True
+        if answer != GRANTED:
+            return "later" if answer == LATER else "resident"
         if self._is_intact(info.digest):
-            # From another boot, or from a process killed between publishing and saying so.
-            self._catalogue.complete(info.digest, self._lease_id, self._boot, publish=False)
-            return True
-        self._fetch(info, repository, report)
-        self._catalogue.complete(info.digest, self._lease_id, self._boot, publish=True)
-        return False
+            # Found by a scan, or from a process killed between publishing and saying so.
+            self._complete(info.digest, prefetch, {"hits": 1}, publish=False)
+            return "resident"
+        done = self._transfer(info, repository, report)
+        if isinstance(repository, RemoteFile):
+            FileLink(self._files.folder, info.digest).note(done.content)
+        counts = {f"{kind}_bytes": count for kind, count in done.bytes_by_kind.items()}
+        counts |= {"misses": 1, "corrupt": done.num_corrupt}
+        self._complete(info.digest, prefetch, counts, publish=True)
+        # Where an earlier fetch had brought all of it nobody knows from where it did.
+        return done.kind or "origin"
+
+    def _complete(self, digest: Digest, prefetch: Reuse | None, counts: dict[str, int], *, publish: bool) -> None:
+        self._catalogue.complete(digest, self._lease_id, publish=publish, reuse=prefetch, counts=counts)
+        self._files.unlock(digest)
 
     def _is_intact(self, digest: Digest) -> bool:
-        """Check a file that lies there unverified; a bad one is counted."""
-        path = self._files.object_path(digest)
+        """Check a file that lies there unverified; a bad one goes into quarantine."""
         try:
-            found = digest_of_file(path)
+            found = digest_of_file(self._files.object_path(digest))
         except FileNotFoundError:
             return False
-        if found != digest:
-            # The file stays until the fetched one takes its name, or the reservation is dropped.
-            self._catalogue.count_corrupt()
-        return found == digest
+        wanted = FileLink(self._files.folder, digest).content or digest
+        if found != wanted:
+            self._catalogue.quarantine(digest, reserved=True)
+        return found == wanted
 
-    def _fetch(self, info: ObjectInfo, repository: Repository, report: Callable[[int], None] | None) -> None:
-        for attempt in range(_ATTEMPTS):
+    def _transfer(self, info: ObjectInfo, repository: Store, report: Report | None) -> TransferReport:
+        descriptor = self._files.incoming(info.digest)
+        while True:
             try:
-                file = self._files.incoming(info.digest)
-                repository.objects.fetch(info.digest, info.size_bytes, file, report=report)
+                _allocate(descriptor, info.size_bytes)
+                with Parts(self._files.parts_path(info.digest), info.size_bytes) as parts:
+                    is_named = not isinstance(repository, RemoteFile)
+                    sources = self._sources(info, repository)
+                    return transfer(info, descriptor, parts, sources, report, is_named_by_content=is_named)
             except CorruptDataError:
-                self._catalogue.count_corrupt()
-                if attempt == _ATTEMPTS - 1:
+                self._catalogue.count({"corrupt": 1})
+                raise
+            except OSError as error:
+                if error.errno not in _FULL:
                     raise
-            else:
-                return
+                # Each turn evicts something, or gives up.
+                self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)
+
+    def _sources(self, info: ObjectInfo, repository: Store) -> list[Source]:
+        origin = OriginSource(repository.objects, info.digest, self._requests)
+        if self._peers is None or isinstance(repository, RemoteFile):
+            return [origin]  # no peer could be believed about bytes that have no digest
+        return [*self._peers.sources(info, repository.url), origin, *self._peers.holders(info)]
 
 
-def _translated(error: OSError, folder: Path) -> DatasvcError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CacheFullError(f"the disk of the cache {folder} is full before its budget is: lower the budget")
-    return UnavailableError(f"cannot write to the cache {folder}: {error}")
+def _allocate(descriptor: int, size_bytes: int) -> None:
+    """Take the room on the disk before a byte is fetched; a file system that cannot do so takes it while writing."""
+    if size_bytes:
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        except OSError as error:
+            if error.errno in _FULL:
+                raise
+            os.truncate(descriptor, size_bytes)

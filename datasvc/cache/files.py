@@ -1,9 +1,14 @@
 """Where a cache keeps its files, and the lock of an object that is on its way.
 
+CACHE/cache.json            budget and quotas, see `configuration`
 CACHE/objects/3f/3fa9...    resident objects, named by digest
-CACHE/incoming/3fa9...      an object on its way, locked by whoever fetches it
+CACHE/incoming/3fa9...      an object on its way, locked by whoever fetches it; .parts: which parts are there
+CACHE/quarantine/3fa9...    objects whose bytes were found changed, until their room is needed
+CACHE/pins/                 what shall stay, see `pins`
+CACHE/holds/                locks of what is mapped, see `holds`
 CACHE/leases/               one locked file per process, see `lease`
-CACHE/catalogue/            LMDB, see `catalogue`
+CACHE/catalogue/            LMDB, see `catalogue` and `recovery`
+CACHE/links/                staged files under their own names, see `staged_files`
 """
 
 from __future__ import annotations
@@ -11,14 +16,15 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
-from datasvc.cache.lease import is_locked
-from datasvc.errors import ConfigError
+from datasvc.cache.configuration import check_folder
+from datasvc.cache.lease import is_locked, unlock_and_close
+from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest
 from datasvc.repository.objects import parse_digest
+
+PARTS_SUFFIX = ".parts"
 
 
 class Files:
@@ -28,17 +34,22 @@ class Files:
         folder: the cache's folder.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be made or written, or is no place for a cache.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.leases = folder / "leases"
         self.catalogue = folder / "catalogue"
-        self._locked: dict[tuple[Digest, int], BinaryIO] = {}  # by object and thread
+        self.quarantine = folder / "quarantine"
+        self.pins = folder / "pins"
+        self._locked: dict[tuple[Digest, int], int] = {}  # descriptors by object and thread
+        needed = (self.leases, self.catalogue, self.quarantine, self.pins, folder / "objects", folder / "incoming")
         try:
-            for needed in (self.leases, self.catalogue, folder / "objects", folder / "incoming"):
-                needed.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            check_folder(folder)
+            for each in needed:
+                each.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot use {folder} as a cache: {error}") from error
 
@@ -46,24 +57,33 @@ class Files:
         """Return where a resident object lies."""
         return self.folder / "objects" / digest[:2] / parse_digest(digest)
 
+    def is_there(self, digest: Digest, size_bytes: int) -> bool:
+        """Return whether a resident object's file is there, and whole."""
+        try:
+            return os.stat(f"{self.folder}/objects/{digest[:2]}/{digest}").st_size == size_bytes
+        except FileNotFoundError:
+            return False
+
     def incoming_path(self, digest: Digest) -> Path:
         """Return where an object grows while it is fetched."""
         return self.folder / "incoming" / parse_digest(digest)
 
+    def parts_path(self, digest: Digest) -> Path:
+        """Return the file that says which parts of an incoming object are there."""
+        return self.folder / "incoming" / (parse_digest(digest) + PARTS_SUFFIX)
+
     def lock_incoming(self, digest: Digest) -> None:
-        """Start a new incoming file, locked until `unlock`; one that a dead process left is replaced.
+        """Take the incoming file of an object, locked until `unlock`; what a dead process left in it stays.
 
         Call it in a write transaction of the catalogue only, so that there is never more than one. Raises OSError.
         """
-        path = self.incoming_path(digest)
-        path.unlink(missing_ok=True)
-        file = path.open("xb")
+        descriptor = os.open(self.incoming_path(digest), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BaseException:
-            file.close()
+            os.close(descriptor)
             raise
-        self._locked[digest, threading.get_ident()] = file
+        self._locked[digest, threading.get_ident()] = descriptor
 
     def is_incoming_locked(self, digest: Digest) -> bool:
         """Return whether a living process or thread fetches the object."""
@@ -78,33 +98,54 @@ class Files:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         finally:
-            os.close(descriptor)
+            unlock_and_close(descriptor)
 
     def is_locked_by_this_thread(self, digest: Digest) -> bool:
         """Return whether the calling thread has the lock."""
         return (digest, threading.get_ident()) in self._locked
 
-    def incoming(self, digest: Digest) -> BinaryIO:
-        """Return the locked file that this thread fetches into, emptied."""
-        file = self._locked[digest, threading.get_ident()]
-        file.seek(0)
-        file.truncate()
-        return file
+    def incoming(self, digest: Digest) -> int:
+        """Return the descriptor of the locked file that this thread fetches into."""
+        return self._locked[digest, threading.get_ident()]
 
     def publish(self, digest: Digest) -> None:
         """Give a complete, verified incoming file its name; the lock stays until `unlock`. Raises OSError."""
-        file = self._locked[digest, threading.get_ident()]
-        file.flush()
         target = self.object_path(digest)
-        target.parent.mkdir(exist_ok=True)
         # No fsync: after a crash of the machine the object is verified again before it is used.
-        self.incoming_path(digest).rename(target)
+        try:
+            self.incoming_path(digest).rename(target)
+        except FileNotFoundError:
+            target.parent.mkdir(exist_ok=True)
+            self.incoming_path(digest).rename(target)
+        self.parts_path(digest).unlink(missing_ok=True)
 
     def unlock(self, digest: Digest) -> None:
-        """Free this thread's lock, and with it whoever waits for the object; what was not published is removed."""
-        file = self._locked.pop((digest, threading.get_ident()))
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(self.incoming_path(digest))):
-                self.incoming_path(digest).unlink()
-        with suppress(OSError):  # a full disk: what was not written is not wanted either
-            file.close()
+        """Free this thread's lock, and with it whoever waits for the object."""
+        unlock_and_close(self._locked.pop((digest, threading.get_ident())))
+
+    def abandon(self) -> None:
+        """Close the copies of descriptors that a forked child has: the locks are the parent's."""
+        for descriptor in self._locked.values():
+            os.close(descriptor)
+        self._locked.clear()
+
+    def remove_incoming(self, digest: Digest) -> None:
+        """Remove what has arrived of an object. Call it in a write transaction of the catalogue only."""
+        self.incoming_path(digest).unlink(missing_ok=True)
+        self.parts_path(digest).unlink(missing_ok=True)
+
+    def scan(self) -> list[tuple[Digest, int]]:
+        """Return digest and size of every file that lies where resident objects lie. Raises OSError."""
+        found = []
+        for folder in sorted(path for path in (self.folder / "objects").iterdir() if path.is_dir()):
+            with os.scandir(folder) as entries:
+                inside = [entry for entry in entries if _is_object(entry, folder.name)]
+                found += [(Digest(entry.name), entry.stat().st_size) for entry in inside]
+        return found
+
+
+def _is_object(entry: os.DirEntry[str], prefix: str) -> bool:
+    try:
+        return parse_digest(entry.name)[:2] == prefix and entry.is_file(follow_symlinks=False)
+    except CorruptDataError:
+        return False

@@ -32,7 +32,7 @@ class Lease:
         unnamed = folder / f"{TEMPORARY_PREFIX}{self.id}"
         self._descriptor = -1
         try:
-            self._descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+            self._descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             unnamed.rename(self._path)
         except OSError as error:
@@ -42,6 +42,12 @@ class Lease:
             raise ConfigError(
                 f"{folder} cannot hold leases: {error}; put the cache on a local disk with file locks"
             ) from error
+
+    def abandon(self) -> None:
+        """Close the copy of the descriptor that a forked child has: the lease is the parent's."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def close(self) -> None:
         """Give the lease up. Calling it again does nothing."""
@@ -64,7 +70,13 @@ def is_locked(path: Path) -> bool:
     else:
         return False
     finally:
-        os.close(descriptor)
+        unlock_and_close(descriptor)
+
+
+def unlock_and_close(descriptor: int) -> None:
+    """Free a lock also where a child, forked meanwhile, has a copy of the descriptor: closing alone would not."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def is_held(folder: Path, lease_id: str) -> bool:

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import numpy as np
 
+from datasvc.cache.records import footprint
 from datasvc.errors import CacheFullError
 from datasvc.keyed import Integers
 from datasvc.order import OrderConfig, max_live_shards
 
+_SHARDS_AHEAD = 4
+
 
 def window_bytes(samples_per_shard: Integers, bytes_per_shard: Integers, config: OrderConfig, run: int) -> int:
-    """Return the bytes that must be resident at once to serve `run` consecutive positions, in any epoch."""
+    """Return the bytes of the disk that `run` consecutive positions need resident at once, in any epoch."""
     live = max_live_shards(samples_per_shard, config, run)
-    return int(np.sort(bytes_per_shard)[::-1][:live].sum())
+    used: Integers = footprint(np.sort(bytes_per_shard)[::-1][:live])
+    return int(used.sum())
+
+
+def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
+    """Return how far ahead of a job, on its clock, shards are fetched at the price of others.
+
+    Every byte of it is one that is fetched before its time instead of kept for the next epoch, so it is a small share
+    of the budget; but one shard in any case, and some more where that is little, to have enough requests under way.
+    """
+    largest = int(bytes_per_shard.max(initial=0))
+    # The clock counts bytes of shards, the budget blocks of the disk.
+    room = budget_bytes * int(bytes_per_shard.sum()) // max(1, int(footprint(bytes_per_shard).sum()))
+    return max(largest, min(max(_SHARDS_AHEAD * largest, room // 32), room // 16))
 
 
 def check_window(needed_bytes: int, budget_bytes: int, what: str) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from datasvc.cli import cache, datasets, export, ingest, look, maintain, models, versions
+from datasvc.cli import cache, datasets, export, ingest, look, maintain, models, node, versions
 from datasvc.errors import DatasvcError
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ app.command()(export.export)
 app.command()(maintain.verify)
 app.command()(maintain.gc)
 app.command()(cache.stage)
+app.command()(node.serve)
+app.command()(node.top)
 app.add_typer(cache.app, name="cache")
 app.add_typer(models.app, name="models")
 

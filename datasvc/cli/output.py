@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -21,6 +23,9 @@ from rich.progress import (
 from rich.table import Table
 
 from datasvc.cli.values import text_value
+from datasvc.sizes import format_size
+
+_CAME = {"origin": "origin", "peer": "peers", "resident": "hits"}
 
 RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
@@ -81,3 +86,34 @@ def byte_progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[
     with bar:
         task = bar.add_task(title, total=None)
         yield lambda total: bar.update(task, total=total), lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def staging_progress(title: str, total_bytes: int | None) -> Iterator[Callable[[str, int], None]]:
+    """Show a bar of bytes, rate, time left and where bytes come from on a terminal; elsewhere nothing.
+
+    Yields:
+        A function, for any thread, that counts bytes by where they came from: "resident", "origin", "peer".
+    """
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[came]}"),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
+    counted: Counter[str] = Counter()
+    lock = threading.Lock()
+    with bar:
+        task = bar.add_task(title, total=total_bytes, came="")
+
+        def count(kind: str, size_bytes: int) -> None:
+            with lock:
+                counted[kind] += size_bytes
+                came = ", ".join(f"{name} {format_size(counted[key])}" for key, name in _CAME.items() if counted[key])
+            bar.update(task, advance=size_bytes, came=came)
+
+        yield count

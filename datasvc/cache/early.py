@@ -1,0 +1,76 @@
+"""The first batches of a cold start: single samples, read by range and checked, while their shards are on the way.
+
+A shard takes a second or more to arrive, a sample some milliseconds. But each byte read early comes twice, so only a
+small share of the data is read so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from datasvc.errors import DatasvcError
+from datasvc.repository import Digest, Objects
+from datasvc.shards import Shard, Wanted
+from datasvc.shards.partial import PartialShard, open_partial
+
+_SHARE = 0.03
+_REQUESTS_AT_ONCE = 16
+
+
+class EarlySamples:
+    """Reads samples of shards that are not here, as long as the allowance lasts. For one thread.
+
+    Args:
+        objects: where the shards are.
+        split_bytes: of all shards; a few per cent of it may be read early.
+    """
+
+    def __init__(self, objects: Objects, split_bytes: int) -> None:
+        self._objects = objects
+        self._left_bytes = int(split_bytes * _SHARE)
+        self._has_begun = False
+        self._partial: dict[Digest, PartialShard | None] = {}
+
+    def read(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
+        """Return the shards, good for the wanted rows; {} when the allowance is used up, or it cannot be done."""
+        if not wanted or (self._has_begun and not self._left_bytes):
+            return {}
+        try:
+            with ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="datasvc-early") as pool:
+                return self._read(wanted, pool)
+        except DatasvcError:
+            # Whoever fetches the whole shard meets the same, tries other sources, and says what is wrong.
+            self.end()
+            return {}
+
+    def forget(self, digest: Digest) -> None:
+        """Drop what was read of a shard that is here now."""
+        self._partial.pop(digest, None)
+
+    def end(self) -> None:
+        """Read nothing early from here on."""
+        self._has_begun, self._left_bytes = True, 0
+        self._partial.clear()
+
+    def _read(self, wanted: Sequence[Wanted], pool: ThreadPoolExecutor) -> Mapping[Digest, Shard]:
+        unknown = [each for each in wanted if each.info.digest not in self._partial]
+        for each, partial in zip(unknown, pool.map(self._open, unknown), strict=True):
+            self._partial[each.info.digest] = partial
+        found = {each: partial for each in wanted if (partial := self._partial[each.info.digest]) is not None}
+        reads = [(partial, read) for each, partial in found.items() for read in partial.plan(each.rows)]
+        size_bytes = sum(read.size_bytes for _, read in reads)
+        if len(found) < len(wanted) or (self._has_begun and size_bytes > self._left_bytes):
+            self.end()
+            return {}
+        self._has_begun = True
+        self._left_bytes = max(0, self._left_bytes - size_bytes)
+        # All requests of all shards side by side.
+        spans = [(partial.info.digest, span) for partial, read in reads for span in read.spans]
+        contents = pool.map(lambda pair: self._objects.read_range(pair[0], pair[1].offset, pair[1].length), spans)
+        for partial, read in reads:
+            partial.add(read, [next(contents) for _ in read.spans])
+        return {each.info.digest: partial for each, partial in found.items()}
+
+    def _open(self, wanted: Wanted) -> PartialShard | None:
+        return open_partial(self._objects, wanted.info, wanted.index)

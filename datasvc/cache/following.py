@@ -1,0 +1,84 @@
+"""The shards of a job whose order is known: fetched ahead by a stager, evicted by when they are needed again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+from datasvc.cache.cache import Cache
+from datasvc.cache.early import EarlySamples
+from datasvc.cache.stager import Stager, StagerJob
+from datasvc.cache.timeline import Timeline
+from datasvc.order import OrderConfig
+from datasvc.repository import Digest, ObjectInfo
+from datasvc.shards import Split, Wanted
+from datasvc.shards.reader import Shard
+
+
+class FollowedShards:
+    """The shards of one split through a node's cache, for one order: a `ShardStore`.
+
+    The stager starts when a shard is missing for the first time: data that is all here needs none.
+
+    Args:
+        cache: the node's.
+        split: the samples.
+        config: the order's parameters.
+        lanes: those that this process is served from; None: all.
+    """
+
+    def __init__(self, cache: Cache, split: Split, config: OrderConfig, lanes: Sequence[int] | None = None) -> None:
+        self._cache = cache
+        self._shards = cache.shards(split.repository)
+        self._split, self._config, self._lanes = split, config, lanes
+        self._timeline = Timeline(split.table, config, lanes)
+        self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
+        self._cursor = (0, 0)
+        self._early = EarlySamples(split.repository.objects, split.table.size_bytes)
+        self._stager: Stager | None = None
+
+    def open_shard(self, info: ObjectInfo) -> Shard:
+        """See `CachedShards.open_shard`."""
+        shard, outcome = self._shards.open(info)
+        self._early.forget(info.digest)
+        if outcome != "resident" and self._stager is None:
+            self._start()
+        return shard
+
+    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
+        """Return shards that are on their way, whose wanted samples were read by themselves; see `EarlySamples`."""
+        missing = [each for each in wanted if not self._shards.is_resident(each.info)]
+        if missing and self._stager is None:
+            self._start()
+        return self._early.read(missing)
+
+    def release_shard(self, info: ObjectInfo) -> None:
+        """Let the shard be evicted once it is the one that is needed last."""
+        self._shards.release_shard(info, self._timeline.reuse(self._numbers[info.digest], *self._cursor))
+
+    def advance(self, epoch: int, position: int) -> None:
+        """Say that everything before a position was served: the stager goes on."""
+        self._cursor = (epoch, position)
+        if self._stager is not None:
+            self._stager.advance(epoch, position)
+
+    def close(self) -> None:
+        """End the stager; what is held stays so until released."""
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def _start(self) -> None:
+        epoch, position = self._cursor
+        job = StagerJob(
+            self._cache.folder,
+            self._cache.tenant,
+            self._cache.peers,
+            self._split,
+            self._config,
+            self._lanes,
+            epoch,
+            position,
+        )
+        self._stager = Stager(job)
+        weakref.finalize(self, self._stager.close)

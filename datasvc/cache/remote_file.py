@@ -1,0 +1,71 @@
+"""One remote file as an origin of objects: what a URL gives, named by URL and state."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from blake3 import blake3
+
+from datasvc.errors import ConfigError
+from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.repository.storage import redact_url, resolve_url, translated
+
+# What stores say of the state of a file, the most exact first.
+_STATES = (
+    "ETag",
+    "etag",
+    "md5",
+    "content_md5",
+    "generation",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "mtime",
+)
+
+
+class RemoteFile:
+    """One file at a URL, as an origin of objects.
+
+    Args:
+        url: any that fsspec reads.
+
+    Raises:
+        NotFoundError, ConfigError, UnavailableError: it is not there, or no file, or the store does not answer.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._fs, self._path = resolve_url(url)
+        with translated("look at", redact_url(url)):
+            self._fs.invalidate_cache()  # of the store's client: what it listed once may have changed
+            facts: dict[str, Any] = self._fs.info(self._path)
+        if facts.get("type") == "directory" or facts.get("size") is None:
+            raise ConfigError(f"{redact_url(url)} is no file of a known size; name single files")
+        state = next((facts[key] for key in _STATES if facts.get(key)), "")
+        name = f"datasvc file\0{url}\0{state}\0{facts['size']}"
+        self.info = ObjectInfo(Digest(blake3(name.encode()).hexdigest()), int(facts["size"]))
+
+    @property
+    def objects(self) -> RemoteFile:
+        """Itself: the store of its only object."""
+        return self
+
+    @property
+    def file_name(self) -> str:
+        """The last part of its path."""
+        return unquote(urlsplit(self.url).path.rstrip("/").rpartition("/")[2]) or "file"
+
+    def location(self, _digest: Digest) -> str:
+        """Return where it lies, for messages."""
+        return redact_url(self.url)
+
+    def read_range(self, _digest: Digest, offset: int, length: int) -> bytes:
+        """Return `length` bytes from `offset`. Raises NotFoundError, UnavailableError."""
+        with translated("read", redact_url(self.url)):
+            return bytes(self._fs.cat_file(self._path, start=offset, end=offset + length))
+
+
+Store = Repository | RemoteFile
+"""Where an object lives for good."""

@@ -1,0 +1,200 @@
+"""The stager: a process beside a job that fetches ahead of its order, so that I/O stays out of the training process.
+
+It follows what the job says of its position, fetches the shards in the order in which they are needed, across the end
+of the epoch, and stops where the next one would push out what is needed sooner. The job fetches by itself what it
+finds missing, so a stager that is late, or dead, costs time and nothing else.
+
+A program of its own (`python -m datasvc.cache.stager`), not a forked or spawned copy of the job: no client survives a
+fork, and no job's main module is run again. It ends with its standard input, so with the job however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle  # between a job and its own child
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from datasvc.cache.cache import Cache
+from datasvc.cache.peers import Peers
+from datasvc.cache.plan import choose_ahead_bytes
+from datasvc.cache.timeline import Piece, Timeline
+from datasvc.errors import DatasvcError
+from datasvc.order import OrderConfig, Reuse
+from datasvc.shards import Split
+
+_SHARDS_AT_ONCE = 4  # each by many ranged requests
+
+
+@dataclass(frozen=True)
+class StagerJob:
+    """What a stager needs to know.
+
+    Attributes:
+        folder: of the cache.
+        tenant: whose quota is used.
+        peers: other nodes.
+        split: the samples.
+        config: the order's parameters.
+        lanes: those that the job is served from; None: all.
+        epoch: where the job stands.
+        position: likewise.
+    """
+
+    folder: Path
+    tenant: str
+    peers: Peers | None
+    split: Split
+    config: OrderConfig
+    lanes: Sequence[int] | None
+    epoch: int
+    position: int
+
+
+class Stager:
+    """A running stager, seen from the job. Starts at once, and does its work without being waited for.
+
+    Args:
+        job: what to do.
+    """
+
+    def __init__(self, job: StagerJob) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - this very file
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        self._send(job)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it still works."""
+        return self._process.poll() is None
+
+    def advance(self, epoch: int, position: int) -> None:
+        """Say that everything before a position was served. Does nothing once the stager is gone."""
+        self._send((epoch, position))
+
+    def close(self) -> None:
+        """End the stager; fetches under way are given up. Closing again does nothing."""
+        with suppress(BrokenPipeError):
+            self._pipe.close()
+        self._process.terminate()
+        self._process.wait()
+
+    def _send(self, message: object) -> None:
+        with suppress(BrokenPipeError, ValueError):
+            pickle.dump(message, self._pipe)
+            self._pipe.flush()
+
+
+class Ahead:
+    """Fetches ahead of one job, as far as there is room.
+
+    Args:
+        cache: the node's.
+        job: whose order is followed.
+    """
+
+    def __init__(self, cache: Cache, job: StagerJob) -> None:
+        self._cache = cache
+        self._split = job.split
+        self._timeline = Timeline(job.split.table, job.config, job.lanes)
+        self._cursor = job.epoch, job.position
+        self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, cache.budget_bytes)
+        self._waiting: deque[Piece] = deque()
+        self._under_way: set[int] = set()
+        self._is_blocked = False
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Tell the cache what of the job's data is here already, and when it is needed."""
+        self._expect(passed_only=False)
+        self._waiting = deque(self._timeline.pieces(*self._cursor))
+
+    def advance(self, epoch: int, position: int) -> None:
+        """Follow the job."""
+        with self._lock:
+            before, self._cursor = self._cursor, (epoch, position)
+            self._is_blocked = False
+            now = self._timeline.clock(epoch, position)
+            if epoch != before[0] or self._cursor < before:
+                # Another epoch, or a state was loaded: what was fetched and not used must not wait for ever.
+                self._expect(passed_only=self._cursor > before)
+                self._waiting = deque(self._timeline.pieces(epoch, position))
+            while self._waiting and self._waiting[0].stop <= now:
+                self._waiting.popleft()
+
+    def next_piece(self) -> Piece | None:
+        """Return what to fetch next; None where that must wait until the job goes on."""
+        with self._lock:
+            if self._is_blocked or not self._waiting or len(self._under_way) >= _SHARDS_AT_ONCE:
+                return None
+            piece = self._waiting.popleft()
+            self._under_way.add(piece.shard)
+            return piece
+
+    def fetch(self, piece: Piece) -> None:
+        """Fetch a piece that `next_piece` gave, or put it back where there is no room or the fetch failed."""
+        info = self._split.table.shard(piece.shard)
+        now = self._timeline.clock(*self._cursor)
+        reuse = Reuse(now, max(now, piece.first))
+        try:
+            # Further ahead only where there is room to spare: what it would evict is worth more.
+            evict = piece.first - now <= self._ahead_bytes
+            outcome = self._cache.prefetch(info, self._split.repository, reuse, evict=evict)
+            if outcome == "resident":
+                self._cache.expect({info.digest: piece.first}, now)
+        except DatasvcError:
+            # The job meets the same error when it needs the shard, and says so; until then it may have passed.
+            self._cache.count("prefetch_failures", 1)
+            outcome = "later"
+        with self._lock:
+            self._under_way.discard(piece.shard)
+            if outcome == "later":
+                self._is_blocked = True
+                self._waiting.appendleft(piece)
+
+    def _expect(self, *, passed_only: bool) -> None:
+        digests = [info.digest for info in self._split.table.shards()]
+        next_uses = self._timeline.next_uses(*self._cursor).tolist()
+        expected = dict(zip(digests, next_uses, strict=True))
+        self._cache.expect(expected, self._timeline.clock(*self._cursor), passed_only=passed_only)
+
+
+def serve(pipe: BinaryIO) -> None:
+    """Do what the job on the other end of a pipe asks, until the pipe ends."""
+    job: StagerJob = pickle.load(pipe)  # noqa: S301 - from our own parent process
+    events: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, events), daemon=True, name="datasvc-job").start()
+    with Cache(job.folder, tenant=job.tenant, peers=job.peers) as cache:
+        ahead = Ahead(cache, job)
+        ahead.begin()
+        with ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-ahead") as pool:
+            while True:
+                while (piece := ahead.next_piece()) is not None:
+                    pool.submit(ahead.fetch, piece).add_done_callback(lambda _: events.put(None))
+                event = events.get()
+                if event is not None:
+                    ahead.advance(*event)
+
+
+def _listen(pipe: BinaryIO, events: queue.SimpleQueue[tuple[int, int] | None]) -> None:
+    """Hand on what the job says; when it is gone, so is everything here, whatever it is doing."""
+    with suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            events.put(pickle.load(pipe))  # noqa: S301 - from our own parent process
+    os._exit(0)  # locks and leases go with the process; a fetch that is cut off is continued by whoever wants it
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer)

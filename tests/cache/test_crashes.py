@@ -1,0 +1,26 @@
+"""kill -9 at every step of whatever changes a cache, then open it again: see `crash_steps` for what must hold."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.cache.crash_steps import SCENARIOS
+from tests.cache.processes import ROOT
+
+# Fewer would mean that the steps are not seen any more.
+LEAST_STEPS = 10
+QUICK = ("fetch and evict", "sweep a dead fetch", "scrub")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS]
+)
+def test_a_cache_is_sound_after_a_kill_at_every_step(name, tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
+        command = [sys.executable, "-m", "tests.cache.crash_steps", name, place]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= LEAST_STEPS

@@ -1,0 +1,112 @@
+"""Scrub finds what changed on the disk, also under a job that has it mapped."""
+
+import mmap
+
+from tests.cache.processes import disk_bytes, hold_in_a_process, kill, object_path
+from tests.cache.test_fetch import mark_unverified
+
+
+def fill(cache, repository, infos):
+    for info in infos:
+        cache.acquire(info, repository)
+        cache.release(info.digest)
+
+
+def flip(cache, info):
+    path = object_path(cache, info)
+    content = bytearray(path.read_bytes())
+    content[17] ^= 4
+    with path.open("r+b") as file:  # in place: whoever has it mapped sees it
+        file.write(content)
+
+
+def test_a_sound_cache_is_left_as_it_is(cache, origin):
+    repository, infos = origin
+    fill(cache, repository, infos[:5])
+    read = []
+    done = cache.scrub(read.append)
+    assert (done.num_checked, done.checked_bytes, done.corrupt, done.held) == (5, 20480, (), ())
+    assert sum(read) == 20480
+
+
+def test_a_flipped_byte_is_found_put_away_and_fetched_again(cache, origin):
+    repository, infos = origin
+    fill(cache, repository, infos[:3])
+    flip(cache, infos[1])
+    done = cache.scrub()
+    assert (done.corrupt, done.held) == ((infos[1].digest,), ())
+    status = cache.status()
+    assert (status.num_resident, status.num_corrupt, status.quarantined_bytes) == (2, 1, 4096)
+    assert (cache.folder / "quarantine" / infos[1].digest).read_bytes()[17] == 5
+    assert cache.acquire(infos[1], repository).path.read_bytes() == b"\1" * 4096
+    assert cache.scrub().corrupt == ()
+
+
+def test_quarantine_makes_room_before_anything_of_use_does(cache, origin):
+    repository, infos = origin
+    fill(cache, repository, infos[:5])
+    flip(cache, infos[1])
+    cache.scrub()
+    cache.acquire(infos[1], repository)
+    assert cache.status().quarantined_bytes == 0
+    assert cache.status().num_resident == 5
+    assert list((cache.folder / "quarantine").iterdir()) == []
+
+
+def test_a_bad_object_that_jobs_have_mapped_is_reported_and_counts_until_they_let_go(cache, origin):
+    repository, infos = origin
+    fill(cache, repository, infos[:5])
+    process = hold_in_a_process(cache, repository, infos[:1])
+    flip(cache, infos[0])
+    with object_path(cache, infos[0]).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+        done = cache.scrub()
+        assert (done.corrupt, done.held) == ((infos[0].digest,), (infos[0].digest,))
+        assert view[17] == 4  # still mapped: nothing was unlinked under it
+        cache.acquire(infos[5], repository)  # needs room, which the mapped file would not give
+        status = cache.status()
+        assert (status.quarantined_bytes, status.num_resident) == (4096, 4)
+        assert disk_bytes(cache.folder) == 5 * 4096
+    kill(process)
+    fill(cache, repository, infos[6:8])
+    assert cache.status().quarantined_bytes == 0
+    assert disk_bytes(cache.folder) <= 5 * 4096
+
+
+def test_the_holder_of_a_bad_object_lets_go_of_it_as_of_any_other(cache, origin):
+    repository, infos = origin
+    cache.acquire(infos[0], repository)
+    flip(cache, infos[0])
+    assert cache.scrub().held == (infos[0].digest,)
+    assert cache.acquire(infos[0], repository).outcome == "origin"
+    cache.release(infos[0].digest)
+    cache.release(infos[0].digest)
+    assert cache.status().held_bytes == 0
+
+
+def test_what_a_scan_found_is_verified_by_a_scrub(cache, origin, monkeypatch):
+    repository, infos = origin
+    fill(cache, repository, infos[:2])
+    mark_unverified(cache, infos[0])
+    assert cache.scrub().num_checked == 2
+
+    def reading(*_arguments):
+        raise AssertionError
+
+    monkeypatch.setattr("datasvc.cache.fetch.digest_of_file", reading)
+    assert cache.acquire(infos[0], repository).outcome == "resident"
+
+
+def test_what_was_fetched_anew_while_it_was_read_is_not_taken_for_the_bad_one(cache, origin, monkeypatch):
+    """Between reading and judging it nobody can evict it and bring a good one."""
+    repository, infos = origin
+    fill(cache, repository, infos[:1])
+    flip(cache, infos[0])
+    catalogue = cache._opened.catalogue
+    real = catalogue.quarantine
+
+    def meanwhile(*arguments, **options):
+        assert not cache._opened.holds.seize(infos[0].digest)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(catalogue, "quarantine", meanwhile)
+    assert len(cache.scrub().corrupt) == 1

@@ -1,0 +1,209 @@
+"""The origin as a source: many ranges at once, bounded, tried again, and quiet once it has returned."""
+
+import threading
+from collections import Counter
+
+import pytest
+
+from datasvc.cache.parts import PART_BYTES
+from datasvc.cache.sources import OriginSource, RequestPool
+from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
+from datasvc.repository import ObjectInfo
+from datasvc.repository.objects import digest_of
+
+CONTENT = bytes(range(251)) * (10 * PART_BYTES // 251)
+INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
+
+
+class MemoryOrigin:
+    """`before(offset, attempt)` is called before each read answers; what it returns replaces the answer."""
+
+    def __init__(self, content=CONTENT, before=None):
+        self._content = content
+        self._before = before
+        self._lock = threading.Lock()
+        self.ranges = []
+
+    def read_range(self, _digest, offset, length):
+        with self._lock:
+            self.ranges.append((offset, length))
+            attempt = sum(offset == other for other, _ in self.ranges)
+        answer = self._before(offset, attempt) if self._before else None
+        return self._content[offset : offset + length] if answer is None else answer
+
+    def location(self, digest):
+        return f"memory://{digest[:8]}"
+
+
+class Written:
+    def __init__(self):
+        self.content = bytearray(len(CONTENT))
+        self.counts = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, offset, view):
+        with self._lock:
+            self.content[offset : offset + len(view)] = view
+            self.counts.update(range(offset // PART_BYTES, -(-(offset + len(view)) // PART_BYTES)))
+
+
+@pytest.fixture
+def requests():
+    pool = RequestPool(16)
+    yield pool
+    pool.close()
+
+
+def source(origin, requests):
+    return OriginSource(origin, INFO.digest, requests)
+
+
+def test_all_bytes_come_once(requests):
+    written = Written()
+    source(MemoryOrigin(), requests).stream(INFO, 0, len(CONTENT), written)
+    assert written.content == CONTENT
+    assert set(written.counts.values()) == {1}
+
+
+def test_a_range_brings_that_range_and_is_cut_at_parts(requests):
+    origin, written = MemoryOrigin(), Written()
+    start, length = PART_BYTES + 10, 3 * PART_BYTES
+    source(origin, requests).stream(INFO, start, length, written)
+    assert written.content[start : start + length] == CONTENT[start : start + length]
+    assert not any(written.content[:start])
+    assert all(offset == start or offset % PART_BYTES == 0 for offset, _ in origin.ranges)
+    assert sum(length for _, length in origin.ranges) == length
+
+
+def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
+    pool = RequestPool(4)
+    barrier = threading.Barrier(4)  # broken, and an error, unless four reads are under way at once
+    info = ObjectInfo(INFO.digest, 8 * PART_BYTES)  # a multiple of four requests, long or short
+
+    def before(offset, attempt):
+        barrier.wait(30)
+
+    def stream():
+        source(MemoryOrigin(before=before), pool).stream(info, 0, info.size_bytes, Written())
+
+    stream()
+    threads = [threading.Thread(target=stream) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(pool._threads._threads) == 4
+    pool.close()
+
+
+def test_requests_are_long_where_many_are_under_way_and_short_where_one_object_has_them_all(requests):
+    assert requests.request_bytes(16 * PART_BYTES) == PART_BYTES
+    assert requests.request_bytes(17 * PART_BYTES) == 2 * PART_BYTES
+    going = threading.Event()
+    waiting = [requests.submit(going.wait) for _ in range(20)]
+    assert requests.request_bytes(16 * PART_BYTES) == 2 * PART_BYTES
+    assert requests.request_bytes(1) == PART_BYTES
+    going.set()
+    assert all(future.result() for future in waiting)
+
+
+def test_a_passing_fault_is_tried_again(requests):
+    def before(offset, attempt):
+        if offset == 0 and attempt == 1:
+            raise UnavailableError("503")
+
+    origin, written = MemoryOrigin(before=before), Written()
+    source(origin, requests).stream(INFO, 0, len(CONTENT), written)
+    assert written.content == CONTENT
+    assert sorted(offset for offset, _ in origin.ranges).count(0) == 2
+
+
+def test_a_fault_that_stays_is_given_up_after_a_few_tries(requests, monkeypatch):
+    monkeypatch.setattr("datasvc.cache.sources._FIRST_PAUSE_S", 0.001)
+
+    def before(offset, attempt):
+        raise UnavailableError("503 for ever")
+
+    origin = MemoryOrigin(before=before)
+    with pytest.raises(UnavailableError, match="for ever"):
+        source(origin, requests).stream(INFO, 0, PART_BYTES, Written())
+    assert len(origin.ranges) == 4
+
+
+@pytest.mark.parametrize("error", [NotFoundError, CorruptDataError])
+def test_what_no_second_try_can_mend_is_not_tried_again(requests, error):
+    def before(offset, attempt):
+        raise error("gone")
+
+    origin = MemoryOrigin(before=before)
+    with pytest.raises(error):
+        source(origin, requests).stream(INFO, 0, PART_BYTES, Written())
+    assert len(origin.ranges) == 1
+
+
+def test_an_origin_that_gives_less_than_it_should_is_corrupt(requests):
+    with pytest.raises(CorruptDataError, match="memory://"):
+        source(MemoryOrigin(CONTENT[:-1]), requests).stream(INFO, 0, len(CONTENT), Written())
+
+
+def test_a_request_that_ends_late_finds_the_sink_closed(requests):
+    late, ended = threading.Event(), threading.Semaphore(0)
+
+    def before(offset, attempt):
+        if offset == 0:
+            raise NotFoundError("gone")
+        late.wait()
+
+    class Origin(MemoryOrigin):
+        def read_range(self, digest, offset, length):
+            try:
+                return super().read_range(digest, offset, length)
+            finally:
+                ended.release()
+
+    written = Written()
+    origin = Origin(before=before)
+    with pytest.raises(NotFoundError):
+        source(origin, requests).stream(INFO, 0, len(CONTENT), written)
+    late.set()
+    for _ in origin.ranges:
+        ended.acquire()
+    requests.close()
+    for thread in requests._threads._threads:
+        thread.join()
+    assert not written.counts
+
+
+def test_what_the_sink_raises_passes_through_and_ends_the_rest(requests):
+    def full(offset, view):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        source(MemoryOrigin(), requests).stream(INFO, 0, len(CONTENT), full)
+
+
+def test_closing_the_pool_ends_who_waits(requests):
+    reading, going = threading.Event(), threading.Event()
+
+    def before(offset, attempt):
+        reading.set()
+        going.wait()
+
+    raised = []
+
+    def run(pool):
+        try:
+            source(MemoryOrigin(before=before), pool).stream(INFO, 0, len(CONTENT), Written())
+        except UnavailableError as error:
+            raised.append(str(error))
+
+    pool = RequestPool(1)
+    thread = threading.Thread(target=run, args=(pool,))
+    thread.start()
+    reading.wait()
+    pool.close()
+    going.set()
+    thread.join()
+    assert "closed" in raised[0]
+    with pytest.raises(UnavailableError, match="closed"):
+        source(MemoryOrigin(), pool).stream(INFO, 0, len(CONTENT), Written())
