@@ -1,0 +1,241 @@
+"""A node as a process, and who may talk to it."""
+
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from datasvc.errors import ConfigError
+from datasvc.node.settings import NodeSettings
+from tests.node.conftest import OBJECT_BYTES
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+def datasvc(*arguments, **environment):
+    return [sys.executable, "-m", "datasvc.cli.main", *map(str, arguments)], {
+        "cwd": ROOT,
+        "text": True,
+        "env": {**os.environ, **environment},
+    }
+
+
+def run_to_end(*arguments, **environment):
+    command, options = datasvc(*arguments, **environment)
+    return subprocess.run(command, **options, capture_output=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def serving(origin, tmp_path):
+    """Start `datasvc serve` with more options; returns the process and its address."""
+    processes = []
+
+    def start(*options, **environment):
+        arguments = (
+            "--cache",
+            tmp_path / "cache",
+            "--repo",
+            origin[0].url,
+            "--budget",
+            "10MB",
+            "--port",
+            0,
+            "--json",
+        )
+        command, settings = datasvc("serve", *arguments, *options, **environment)
+        process = subprocess.Popen(command, **settings, stdout=subprocess.PIPE)
+        processes.append(process)
+        return process, json.loads(process.stdout.readline())["url"]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_node_serves_until_it_is_told_to_stop(serving, origin):
+    repository, infos, contents = origin
+    process, url = serving()
+    query = f"?origin={repository.url}&size={OBJECT_BYTES}"
+    with urllib.request.urlopen(f"{url}/objects/{infos[0].digest}{query}") as answer:
+        assert answer.read() == contents[0]
+    assert json.load(urllib.request.urlopen(f"{url}/healthz")) == {"status": "ok"}
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+
+
+def test_a_stopping_node_ends_what_it_sends(serving, origin):
+    repository, _, _ = origin
+    info = repository.objects.put(bytes(8_000_000))
+    process, url = serving("--peer-rate", "8MB")
+    with urllib.request.urlopen(f"{url}/objects/{info.digest}?origin={repository.url}&size=8000000") as answer:
+        received = len(answer.read(10))
+        process.send_signal(signal.SIGTERM)
+        received += len(answer.read())
+    assert received == 8_000_000
+    assert process.wait() == 0
+
+
+def test_of_two_nodes_on_one_folder_the_second_is_refused(serving, origin, tmp_path):
+    process, _ = serving()
+    second = run_to_end("serve", "--cache", tmp_path / "cache", "--repo", origin[0].url, "--port", 0)
+    assert (second.returncode, f"process {process.pid} serves" in second.stderr) == (2, True), second.stderr
+    process.kill()
+    process.wait()
+    again, _ = serving()
+    assert again.poll() is None
+
+
+def test_an_address_that_is_taken_is_a_clear_error(origin, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = ("--cache", tmp_path / "cache", "--repo", origin[0].url, "--budget", "10MB")
+        done = run_to_end("serve", *where, "--port", port)
+    assert (done.returncode, "--port" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+
+
+def test_other_machines_are_let_in_only_with_a_token(origin, tmp_path):
+    where = ("--cache", tmp_path / "cache", "--repo", origin[0].url, "--budget", "10MB")
+    done = run_to_end("serve", *where, "--host", "0.0.0.0", "--port", 0)
+    assert (done.returncode, "--token-file" in done.stderr) == (2, True)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_repository_that_is_not_there_is_a_clear_error(tmp_path):
+    done = run_to_end("serve", "--cache", tmp_path / "cache", "--repo", tmp_path / "none", "--budget", "1MB")
+    assert (done.returncode, "no repository" in done.stderr) == (1, True)
+
+
+def test_a_token_is_asked_for_everything_but_health(run, origin):
+    repository, infos, _ = origin
+    node = run(repositories=(repository.url,), token=TOKEN)
+    paths = ("/status", "/metrics", "/stage", f"/objects/{infos[0].digest}", "/objects/x", "/nowhere")
+    for path in paths:
+        assert node.get(path).status == 401
+        refused = node.get(path, Authorization="Bearer 0123456789abcdef0123456789abcdeF")
+        assert (refused.status, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert node.ask("POST", "/stage", {"ref": "x"}).status == 401
+    assert [node.get(path, Authorization=f"Bearer {TOKEN}").status for path in paths] == [
+        200,
+        200,
+        200,
+        404,
+        400,
+        404,
+    ]
+    assert node.get("/healthz").status == 200
+
+
+def test_the_command_line_takes_its_token_from_the_environment_too(serving):
+    _, url = serving(DATASVC_TOKEN=TOKEN)
+    assert run_to_end("top", "--node", url, "--json").returncode == 2
+    seen = run_to_end("top", "--node", url, "--json", DATASVC_TOKEN=TOKEN)
+    assert json.loads(seen.stdout)["cache"]["budget_bytes"] == 10_000_000
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    files = tmp_path / "node.pem", tmp_path / "node.key"
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
+    command = ["openssl", "req", *kind, *subject, "-out", files[0], "-keyout", files[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+def test_with_a_certificate_a_node_talks_https(run, origin, certificate):
+    repository, infos, contents = origin
+    node = run(repositories=(repository.url,), certificate=certificate[0], certificate_key=certificate[1])
+    assert node.url.startswith("https://")
+    trust = ssl.create_default_context(cafile=certificate[0])
+    url = f"{node.url}/objects/{infos[0].digest}?origin={repository.url}&size={OBJECT_BYTES}"
+    with urllib.request.urlopen(url, context=trust) as answer:
+        assert answer.read() == contents[0]
+    with pytest.raises(OSError, match="certificate"):
+        urllib.request.urlopen(url)
+    with pytest.raises(ConnectionError):
+        node.get("/healthz")
+
+
+def test_a_certificate_that_cannot_be_used_is_a_clear_error(run, certificate, tmp_path):
+    key = tmp_path / "encrypted.key"
+    command = ["openssl", "ec", "-in", certificate[1], "-aes256", "-passout", "pass:secret", "-out", key]
+    subprocess.run(command, check=True, capture_output=True)
+    for wrong in (key, certificate[0], tmp_path / "missing"):
+        with pytest.raises(ConfigError, match="certificate"):
+            run(certificate=certificate[0], certificate_key=wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": 70000},
+        {"max_connections": 0},
+        {"peer_rate_bytes_s": 0},
+        {"origin_rate_bytes_s": 0},
+        {"grace_s": -1},
+        {"certificate": Path("x")},
+        {"certificate_key": Path("x")},
+        {"own_url": "http://a:1"},
+        {"host": "0.0.0.0"},
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(wrong, tmp_path):
+    with pytest.raises(ConfigError):
+        NodeSettings(folder=tmp_path, **wrong)
+
+
+def test_connections_above_the_bound_are_refused_at_once(run, origin):
+    node = run(max_connections=2)
+    idle = [node.connect() for _ in range(2)]
+    for connection in idle:
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().read()
+    with socket.create_connection((idle[0].host, idle[0].port)) as third:
+        assert third.recv(100).startswith(b"HTTP/1.1 503 ")
+    idle.pop().close()
+    idle[0].request("GET", "/status")
+    status = json.loads(idle[0].getresponse().read())
+    assert status["serving"]["num_refused_connections"] == 1
+    idle[0].close()
+
+
+def test_metrics_are_what_prometheus_reads(node, origin):
+    repository, infos, _ = origin
+    node.get_object(infos[3], repository)
+    answer = node.get("/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    samples = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(answer.body.decode())
+        for sample in family.samples
+    }
+    assert samples["datasvc_cache_origin_bytes_total"] == 3 * OBJECT_BYTES
+    assert samples["datasvc_sent_bytes_total"] == OBJECT_BYTES
+    assert samples["datasvc_cache_budget_bytes"] == 10_000_000
+    assert samples["datasvc_cache_num_resident"] == 3
+
+
+def test_the_status_names_caches_jobs_and_no_secret(run, origin, tmp_path):
+    node = run(repositories=(origin[0].url,), token=TOKEN)
+    answer = node.get("/status", Authorization=f"Bearer {TOKEN}")
+    assert answer.json["cache"]["folder"] == str(tmp_path / "cache")
+    assert answer.json["process"] == os.getpid()
+    assert TOKEN not in answer.body.decode() + repr(node.settings)
+
+
+def test_what_does_not_exist_is_answered_in_json(node):
+    assert (node.get("/nowhere").status, "error" in node.get("/nowhere").json) == (404, True)
+    refused = node.ask("POST", "/status", {})
+    assert (refused.status, "GET" in refused.headers["Allow"]) == (405, True)
