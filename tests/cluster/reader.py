@@ -1,0 +1,87 @@
+"""A program for nodes: one rank of a job that reads a data set of `content` through the node's cache, and its peers.
+
+It looks at every sample. At its end, or on SIGTERM, it prints what was served as a line of JSON:
+
+    served: {"epoch": [numbers of the samples, in order]}
+    wrong: numbers of those whose bytes were not theirs
+    counters: of the cache, in all
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+
+from datasvc.cache import Cache
+from datasvc.cache.following import FollowedShards
+from datasvc.cache.membership import parse_membership
+from datasvc.cache.peer_source import PeerSettings
+from datasvc.cache.peers import Peers
+from datasvc.order import OrderConfig
+from datasvc.repository import Repository
+from datasvc.shards import open_dataset
+from loaders.batches import Cursor, SampleBatches
+from tests.cluster.content import is_right
+
+
+class StopError(Exception):
+    """Somebody told us to stop."""
+
+
+def read(options, cache, seen):
+    """Serve epochs of one rank into `seen`."""
+    split = open_dataset(Repository.open(options.repo), options.ref)["train"]
+    config = OrderConfig(seed=options.seed, shuffle="windowed", lanes=2, block=10)
+    shards = FollowedShards(cache, split, config)
+    rank = {"batch_size": options.batch_size, "rank": options.rank, "world_size": options.world_size}
+    batches = SampleBatches(split, shards, config, **rank, tail="short", blob="blob", columns=("number",))
+    try:
+        for batch in batches.stream(Cursor(0, 0)):
+            if batch.epoch == options.epochs:
+                break
+            numbers = batch.columns["number"].tolist()
+            seen["wrong"] += [
+                number for number, blob in zip(numbers, batch.blobs, strict=True) if not is_right(number, blob)
+            ]
+            seen["served"].setdefault(batch.epoch, []).extend(numbers)
+            batches.retire(batch)
+            if batch.after.epoch == 0 and batch.after.position == options.pause_at:
+                pause(options.gate)
+    finally:
+        batches.close()
+        shards.close()
+
+
+def pause(gate):
+    """Say so, and wait until somebody writes into the pipe `gate`."""
+    print("paused", flush=True)
+    with open(gate, encoding="ascii") as opened:
+        opened.read()
+
+
+def stop(*_):
+    raise StopError
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name in ("repo", "ref", "cache", "budget", "peers", "own", "gate"):
+        parser.add_argument(f"--{name}")
+    for name, default in {"epochs": 1, "rank": 0, "world-size": 1, "batch-size": 4, "seed": 0, "pause-at": -1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    members = parse_membership(options.peers, own=options.own)
+    peers = Peers(members, PeerSettings(token=os.environ.get("DATASVC_TOKEN")))
+    seen = {"served": {}, "wrong": []}
+    signal.signal(signal.SIGTERM, stop)
+    with Cache(options.cache, budget=options.budget, peers=peers) as cache:
+        try:
+            read(options, cache, seen)
+        except StopError:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(json.dumps({**seen, "counters": cache.counters()}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""What the catalogue costs: a hit, opening it with many objects in it, and reserving from several processes."""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cache_store import Store, environment
+from report import ROOT, Report, alternate
+
+from datasvc.cache import Cache
+from datasvc.cache.folder import join_folder, leave_folder
+from datasvc.cache.recovery import boot_id
+from datasvc.repository import Digest, ObjectInfo
+from datasvc.shards import Split
+
+ROUNDS = 50
+WRITERS = 4
+SHARD_BYTES = 4 << 20
+
+# Says that it is ready, waits for the word to begin, and says how long it took.
+RESERVE = """
+import sys, time
+from datasvc.cache.folder import CacheFolder
+from datasvc.cache.lease import Lease
+from datasvc.repository import Digest, ObjectInfo
+from pathlib import Path
+import secrets
+folder = CacheFolder(Path(sys.argv[1]))
+lease = Lease(folder.files.leases)
+folder.catalogue.enter(lease.id, "")
+infos = [ObjectInfo(Digest(secrets.token_hex(32)), 0) for _ in range(int(sys.argv[2]))]
+print("ready", flush=True)
+sys.stdin.readline()
+for info in infos:
+    assert folder.catalogue.reserve(info, lease.id, "default") == "reserved"
+    folder.catalogue.complete(info.digest, lease.id, publish=True)
+    folder.files.unlock(info.digest)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def measure_hits(folder: Path, photos: Path, arguments: argparse.Namespace) -> Report:
+    """Return microseconds per shard that is found resident."""
+    store = Store.of_photos(photos, folder, shard_bytes=SHARD_BYTES)
+    split = store.split
+    infos = list(split.table.shards())
+    with store.fresh_folder() as target, Cache(target / "cache", budget="1TB") as cache:
+        cache.stage([split])
+        times = alternate(_hits(cache, split, infos), arguments.repeats)
+    report = Report(f"A hit, over {len(infos)} shards of {SHARD_BYTES >> 20} MiB, {ROUNDS} rounds")
+    for name, values in times.items():
+        report.add_row(name, "us", values)
+    names = list(times)
+    for name in names[1:]:
+        report.add_ratio(f"{name} / {names[0]}", times[name], times[names[0]])
+    return report
+
+
+def _hits(cache: Cache, split: Split, infos: Sequence[ObjectInfo]) -> dict[str, Callable[[], float]]:
+    shards = cache.shards(split.repository)
+
+    def acquire(info: ObjectInfo) -> None:
+        cache.acquire(info, split.repository)
+
+    def acquire_and_map(info: ObjectInfo) -> None:
+        with cache.acquire(info, split.repository).path.open("rb", buffering=0) as file:
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).close()
+
+    def release(info: ObjectInfo) -> None:
+        cache.release(info.digest)
+
+    def timed(work: Callable[[ObjectInfo], object], after: Callable[[ObjectInfo], object]) -> Callable[[], float]:
+        def run() -> float:
+            seconds = 0.0
+            for _ in range(ROUNDS):
+                started = time.perf_counter()
+                for info in infos:
+                    work(info)
+                seconds += time.perf_counter() - started
+                for info in infos:
+                    after(info)
+            return seconds / ROUNDS / len(infos) * 1e6
+
+        return run
+
+    def timed_release() -> float:
+        seconds = 0.0
+        for _ in range(ROUNDS):
+            for info in infos:
+                acquire(info)
+            started = time.perf_counter()
+            for info in infos:
+                release(info)
+            seconds += time.perf_counter() - started
+        return seconds / ROUNDS / len(infos) * 1e6
+
+    return {
+        "acquire": timed(acquire, release),
+        "acquire, open and mmap": timed(acquire_and_map, release),
+        "open as a shard": timed(shards.open_shard, shards.release_shard),
+        "release": timed_release,
+    }
+
+
+def measure_catalogue(folder: Path, arguments: argparse.Namespace) -> Report:
+    """Return how long a catalogue of many objects takes to open, and reservations a second."""
+    full = folder / "full"
+    with Cache(full, budget="1TB"):
+        opened = join_folder(full)
+        found = {Digest(secrets.token_hex(32)): 1 << 20 for _ in range(arguments.objects)}
+        opened.catalogue.rebuild(opened.catalogue.configuration, found, boot_id())
+        leave_folder(full, opened)
+    empty = folder / "empty"
+
+    def run_open(cache: Path) -> float:
+        started = time.perf_counter()
+        with Cache(cache, budget="1TB" if cache == empty else None):
+            return (time.perf_counter() - started) * 1e3
+
+    run_open(empty)
+    rates = alternate(
+        {
+            "open": lambda: run_open(full),
+            "open, empty": lambda: run_open(empty),
+            "1 process": lambda: run_writers(folder / secrets.token_hex(4), 1, arguments.reservations),
+            "4 processes": lambda: run_writers(folder / secrets.token_hex(4), WRITERS, arguments.reservations),
+        },
+        arguments.repeats,
+    )
+    report = Report(f"The catalogue with {arguments.objects:,} objects", "A reservation: reserve, publish, complete.")
+    report.add_row(f"open with {arguments.objects:,} objects", "ms", rates["open"])
+    report.add_row("open, empty", "ms", rates["open, empty"])
+    report.add_row("reservations from 1 process", "/s", rates["1 process"])
+    report.add_row(f"reservations from {WRITERS} processes", "/s", rates["4 processes"])
+    report.add_ratio(f"{WRITERS} processes / 1", rates["4 processes"], rates["1 process"])
+    return report
+
+
+def run_writers(folder: Path, num_processes: int, num_each: int) -> float:
+    """Reserve and complete empty objects from some processes at once; returns how many a second in all."""
+    with Cache(folder, budget="1TB"):
+        pass
+    command = [sys.executable, "-c", RESERVE, str(folder), str(num_each)]
+    writers = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(num_processes)
+    ]
+    _hear(writers, "ready")
+    started = time.perf_counter()
+    _say(writers)
+    _hear(writers, "done")
+    seconds = time.perf_counter() - started
+    for writer in writers:
+        writer.communicate("\n")
+        assert not writer.returncode
+    return num_processes * num_each / seconds
+
+
+def _say(writers: Sequence[subprocess.Popen[str]]) -> None:
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+
+
+def _hear(writers: Sequence[subprocess.Popen[str]], word: str) -> None:
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == f"{word}\n"

@@ -1,0 +1,86 @@
+"""What the measurements of the cache read from: a repository of photos behind an HTTP origin of chosen speed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from origin import Limits, OriginProcess
+from report import ROOT
+
+from datasvc.repository import ObjectInfo, Objects, Repository
+from datasvc.shards import Split, ingest, open_dataset
+
+NAME = "photos"
+_SERVE_FILES = Path(__file__).with_name("serve_files.py")
+
+
+class Store:
+    """A local repository, and the way to it over HTTP.
+
+    Args:
+        repository: on this machine.
+        folder: on the disk that is measured; every run gets a new folder in it.
+    """
+
+    def __init__(self, repository: Repository, folder: Path) -> None:
+        self.repository = repository
+        self._folder = folder
+
+    @classmethod
+    def of_photos(cls, photos: Path, folder: Path, *, shard_bytes: int) -> Self:
+        """Ingest the photos into a new repository."""
+        store = cls(Repository.create(tempfile.mkdtemp(dir=folder, prefix="repository-")), folder)
+        ingest(store.repository, str(photos), NAME, shard_bytes=shard_bytes)
+        return store
+
+    @property
+    def split(self) -> Split:
+        """The photos, read in place."""
+        return open_photos(self.repository)
+
+    @contextmanager
+    def origin(self, limits: Limits) -> Iterator[OriginProcess]:
+        """Yield an origin that gives the repository so fast and so late."""
+        with OriginProcess(self.repository.url, limits, program=_SERVE_FILES) as origin:
+            yield origin
+
+    @contextmanager
+    def fresh_folder(self) -> Iterator[Path]:
+        """Yield an empty folder, removed afterwards; what earlier runs left unwritten is on the disk by then."""
+        os.sync()
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix="run-") as name:
+            yield Path(name)
+
+
+def open_photos(repository: Repository) -> Split:
+    """Return the only split of the photos."""
+    return next(iter(open_dataset(repository, f"{NAME}@1").values()))
+
+
+def run_curl(url: str, infos: Sequence[ObjectInfo], folder: Path, *, requests: int) -> None:
+    """Get objects with curl, one request each, so many at once, into files of `folder`."""
+    lines = [f'url = "{url}/{Objects.path(info.digest)}"\noutput = "{folder}/{info.digest}"' for info in infos]
+    command = [
+        "curl",
+        "--silent",
+        "--fail",
+        "--parallel",
+        "--parallel-immediate",
+        "--parallel-max",
+        str(requests),
+        "--config",
+        "-",
+    ]
+    subprocess.run(command, input="\n".join(lines), text=True, check=True, capture_output=True)
+    assert all((folder / info.digest).stat().st_size == info.size_bytes for info in infos)
+
+
+def environment() -> dict[str, str]:
+    """Return what programs of this checkout need to be found."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
