@@ -134,8 +134,11 @@ class Catalogue:
 
     def ready(self, info: ObjectInfo) -> bool:
         """Return whether an object, which the caller holds, is resident and verified: what a hit costs."""
-        with self._reading() as rows:
-            record = rows.get(info.digest)
+        try:
+            with self.env.begin() as txn:
+                record = Rows(self._tables, txn).get(info.digest)
+        except lmdb.Error as error:
+            raise self._failed(error) from error
         return record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes)
 
     def reserve(
@@ -488,10 +491,13 @@ class Catalogue:
         try:
             yield
         except lmdb.Error as error:
-            raise UnavailableError(
-                f"the cache catalogue {self._files.catalogue} failed: {error}. If it is damaged: end the jobs that "
-                "use it and remove that folder; the next to open the cache makes it anew, nothing cached is lost"
-            ) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: lmdb.Error) -> UnavailableError:
+        return UnavailableError(
+            f"the cache catalogue {self._files.catalogue} failed: {error}. If it is damaged: end the jobs that use "
+            "it and remove that folder; the next to open the cache makes it anew, nothing cached is lost"
+        )
 
 
 def _footprint_of(path: Path) -> int:

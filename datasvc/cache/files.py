@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from datasvc.cache.configuration import check_folder
@@ -39,6 +40,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._root = str(folder)  # paths are strings where there are thousands in a second
         self.leases = folder / "leases"
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
@@ -55,29 +57,29 @@ class Files:
 
     def object_path(self, digest: Digest) -> Path:
         """Return where a resident object lies."""
-        return self.folder / "objects" / digest[:2] / parse_digest(digest)
+        return Path(f"{self._root}/objects/{digest[:2]}/{parse_digest(digest)}")
 
     def is_there(self, digest: Digest, size_bytes: int) -> bool:
         """Return whether a resident object's file is there, and whole."""
         try:
-            return os.stat(f"{self.folder}/objects/{digest[:2]}/{digest}").st_size == size_bytes
+            return os.stat(f"{self._root}/objects/{digest[:2]}/{digest}").st_size == size_bytes
         except FileNotFoundError:
             return False
 
     def incoming_path(self, digest: Digest) -> Path:
         """Return where an object grows while it is fetched."""
-        return self.folder / "incoming" / parse_digest(digest)
+        return Path(self._incoming(digest))
 
     def parts_path(self, digest: Digest) -> Path:
         """Return the file that says which parts of an incoming object are there."""
-        return self.folder / "incoming" / (parse_digest(digest) + PARTS_SUFFIX)
+        return Path(self._incoming(digest) + PARTS_SUFFIX)
 
     def lock_incoming(self, digest: Digest) -> None:
         """Take the incoming file of an object, locked until `unlock`; what a dead process left in it stays.
 
         Call it in a write transaction of the catalogue only, so that there is never more than one. Raises OSError.
         """
-        descriptor = os.open(self.incoming_path(digest), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self._incoming(digest), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BaseException:
@@ -87,12 +89,12 @@ class Files:
 
     def is_incoming_locked(self, digest: Digest) -> bool:
         """Return whether a living process or thread fetches the object."""
-        return is_locked(self.incoming_path(digest))
+        return is_locked(self._incoming(digest))
 
     def wait_for_incoming(self, digest: Digest) -> None:
         """Return once whoever fetches the object has finished, failed or died: the kernel frees its lock then."""
         try:
-            descriptor = os.open(self.incoming_path(digest), os.O_RDONLY)
+            descriptor = os.open(self._incoming(digest), os.O_RDONLY)
         except FileNotFoundError:
             return
         try:
@@ -110,14 +112,14 @@ class Files:
 
     def publish(self, digest: Digest) -> None:
         """Give a complete, verified incoming file its name; the lock stays until `unlock`. Raises OSError."""
-        target = self.object_path(digest)
+        target = f"{self._root}/objects/{digest[:2]}/{digest}"
         # No fsync: after a crash of the machine the object is verified again before it is used.
         try:
-            self.incoming_path(digest).rename(target)
+            os.rename(self._incoming(digest), target)
         except FileNotFoundError:
-            target.parent.mkdir(exist_ok=True)
-            self.incoming_path(digest).rename(target)
-        self.parts_path(digest).unlink(missing_ok=True)
+            Path(target).parent.mkdir(exist_ok=True)
+            os.rename(self._incoming(digest), target)
+        _unlink(self._incoming(digest) + PARTS_SUFFIX)
 
     def unlock(self, digest: Digest) -> None:
         """Free this thread's lock, and with it whoever waits for the object."""
@@ -131,8 +133,11 @@ class Files:
 
     def remove_incoming(self, digest: Digest) -> None:
         """Remove what has arrived of an object. Call it in a write transaction of the catalogue only."""
-        self.incoming_path(digest).unlink(missing_ok=True)
-        self.parts_path(digest).unlink(missing_ok=True)
+        _unlink(self._incoming(digest))
+        _unlink(self._incoming(digest) + PARTS_SUFFIX)
+
+    def _incoming(self, digest: Digest) -> str:
+        return f"{self._root}/incoming/{parse_digest(digest)}"
 
     def scan(self) -> list[tuple[Digest, int]]:
         """Return digest and size of every file that lies where resident objects lie. Raises OSError."""
@@ -142,6 +147,11 @@ class Files:
                 inside = [entry for entry in entries if _is_object(entry, folder.name)]
                 found += [(Digest(entry.name), entry.stat().st_size) for entry in inside]
         return found
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _is_object(entry: os.DirEntry[str], prefix: str) -> bool:

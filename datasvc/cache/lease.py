@@ -57,7 +57,7 @@ class Lease:
             self._descriptor = -1
 
 
-def is_locked(path: Path) -> bool:
+def is_locked(path: Path | str) -> bool:
     """Return whether a living process or thread keeps `path` locked; False where there is no such file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)

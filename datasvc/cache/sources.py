@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Literal, Protocol, TypeVar
 
 from datasvc.cache.parts import PART_BYTES
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 # Longer requests spend less of their time on latency, shorter ones let one shard use all requests there are.
 _MAX_REQUEST_BYTES = 2 * PART_BYTES
+# What has arrived is written and hashed while the next requests are under way.
+_WRITING_THREADS = 4
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.2
 
@@ -69,7 +72,8 @@ class RequestPool:
     """The requests to origins that this process has under way, over all objects.
 
     Args:
-        num_requests: how many at once, at least 1. Each holds up to 8 MiB of memory.
+        num_requests: how many at once, at least 1. Each holds up to 16 MiB of memory, and so do a few more whose
+            bytes are being written.
     """
 
     def __init__(self, num_requests: int = 16) -> None:
@@ -78,18 +82,30 @@ class RequestPool:
         self._num_asked = 0
         self._lock = threading.Lock()
         self._is_closed = False
-        self._threads = ThreadPoolExecutor(num_requests, thread_name_prefix="datasvc-origin")
+        self._turns = threading.Semaphore(num_requests)
+        self._threads = ThreadPoolExecutor(num_requests + _WRITING_THREADS, thread_name_prefix="datasvc-origin")
 
     def submit(self, request: Callable[[], T]) -> Future[T]:
-        """Let `request` run as soon as its turn comes. Raises UnavailableError when closed."""
+        """Let `request`, which asks inside `turn`, run as soon as it can. Raises UnavailableError when closed."""
         try:
-            future = self._threads.submit(self._run, request)
+            future = self._threads.submit(request)
         except RuntimeError as error:
             raise UnavailableError("the cache was closed") from error
         with self._lock:
             self._num_asked += 1
         future.add_done_callback(self._done)
         return future
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until one more request may be under way; it is for as long as the block runs.
+
+        Raises UnavailableError when closed meanwhile.
+        """
+        with self._turns:
+            if self._is_closed:
+                raise UnavailableError("the cache was closed while an object was on its way")
+            yield
 
     def request_bytes(self, length: int) -> int:
         """Return how large each request for a range of `length` bytes should be: a multiple of a part."""
@@ -103,11 +119,6 @@ class RequestPool:
         # Not `cancel_futures`: it leaves whoever waits with `as_completed` waiting for ever.
         self._is_closed = True
         self._threads.shutdown(wait=False)
-
-    def _run(self, request: Callable[[], T]) -> T:
-        if self._is_closed:
-            raise UnavailableError("the cache was closed while an object was on its way")
-        return request()
 
     def _done(self, _future: Future[T]) -> None:
         with self._lock:
@@ -136,7 +147,9 @@ class OriginSource:
         futures: list[Future[None]] = []
         try:
             for start, stop in _cut(offset, offset + length, self._requests.request_bytes(length)):
-                futures.append(self._requests.submit(_Request(self._origin, info.digest, start, stop, gate)))
+                futures.append(
+                    self._requests.submit(_Request(self._origin, self._requests, info.digest, (start, stop), gate))
+                )
             for future in as_completed(futures):
                 future.result()
         finally:
@@ -152,22 +165,32 @@ class OriginSource:
 class _Request:
     """One ranged read, until its bytes are handed over."""
 
-    def __init__(self, origin: Origin, digest: Digest, start: int, stop: int, gate: _Gate) -> None:
+    def __init__(
+        self, origin: Origin, requests: RequestPool, digest: Digest, span: tuple[int, int], gate: _Gate
+    ) -> None:
         self._origin = origin
+        self._requests = requests
         self._digest = digest
-        self._start, self._stop = start, stop
+        self._start, self._stop = span
         self._gate = gate
 
     def __call__(self) -> None:
+        with self._requests.turn():
+            content = self._read()
+        if content is not None:
+            self._gate.deliver(self._start, memoryview(content))
+
+    def _read(self) -> bytes | None:
+        """Return the bytes; None where nobody wants them any more."""
         pause_s = _FIRST_PAUSE_S
         for attempt in range(1, _ATTEMPTS + 1):
             if self._gate.closed.is_set():
-                return
+                return None
             try:
                 content = self._origin.read_range(self._digest, self._start, self._stop - self._start)
                 break
             except UnavailableError:
-                # The pause keeps its place among the requests under way: a store that is overrun gets some rest.
+                # The pause keeps its turn: a store that is overrun gets some rest.
                 if attempt == _ATTEMPTS or self._gate.closed.wait(pause_s):
                     raise
                 pause_s *= 2
@@ -177,7 +200,7 @@ class _Request:
                 f"{self._origin.location(self._digest)} is corrupt: {len(content)} of {expected} bytes at "
                 f"{self._start}; restore it from another copy"
             )
-        self._gate.deliver(self._start, memoryview(content))
+        return content
 
 
 class _Gate:

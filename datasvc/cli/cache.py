@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -221,13 +220,9 @@ def _open(cache: Path, *, budget: str | None, tenant: str, peers: str | None = N
 
     if peers is None:
         return Cache(cache, budget=budget, tenant=tenant)
-    from datasvc.cache.membership import parse_membership
-    from datasvc.cache.peer_source import PeerSettings
-    from datasvc.cache.peers import Peers
-    from datasvc.node.auth import TOKEN_VARIABLE, load_token
+    from datasvc.node.peers import open_peers
 
-    settings = PeerSettings(token=load_token(None, os.environ.get(TOKEN_VARIABLE)))
-    return Cache(cache, budget=budget, tenant=tenant, peers=Peers(parse_membership(peers), settings))
+    return Cache(cache, budget=budget, tenant=tenant, peers=open_peers(peers))
 
 
 def _open_existing(cache: Path) -> Cache:

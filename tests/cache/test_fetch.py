@@ -1,14 +1,17 @@
 """One object onto the node: verified, once for all who want it, and nothing left behind where it fails."""
 
 import os
+import signal
 import threading
 
 import pytest
 
-from datasvc.cache.records import RESERVED, UNVERIFIED
+from datasvc.cache import Cache
+from datasvc.cache.parts import PART_BYTES
+from datasvc.cache.records import RESERVED, UNVERIFIED, footprint
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.order import Reuse
-from tests.cache.processes import die_while_fetching, disk_bytes, object_path
+from tests.cache.processes import die_while_fetching, disk_bytes, object_path, run_python
 
 
 def mark_unverified(cache, info):
@@ -273,3 +276,49 @@ def test_a_cache_that_a_disk_refuses_to_write_says_so(cache, origin, monkeypatch
         cache.acquire(infos[0], repository)
     monkeypatch.undo()
     assert cache.status().reserved_bytes == 0
+
+
+# Dies when the second range has been asked for, and the first has been noted.
+DIES_HALF_WAY = """
+import os, signal, sys, time
+from datasvc.cache import Cache, parts
+from datasvc.repository import ObjectInfo, Repository
+repository = Repository.open(sys.argv[2])
+real = parts.Parts.add
+def add(self, number):
+    real(self, number)
+    if len(self.arrived) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+parts.Parts.add = add
+Cache(sys.argv[1]).acquire(ObjectInfo(sys.argv[3], int(sys.argv[4])), repository)
+"""
+
+
+def test_what_had_arrived_when_a_fetch_was_killed_is_not_asked_for_again(tmp_path, origin):
+    repository, _ = origin
+    content = os.urandom(5 * PART_BYTES + 17)
+    info = repository.objects.put(content)
+    with Cache(tmp_path / "large", budget=8 * PART_BYTES) as cache:
+        code = run_python(DIES_HALF_WAY, cache.folder, repository.url, info.digest, info.size_bytes)
+        assert code == -signal.SIGKILL
+        assert cache.status().reserved_bytes == disk_bytes(cache.folder) == footprint(info.size_bytes)
+        asked = []
+        real = repository.objects.read_range
+        repository.objects.read_range = lambda *call: (asked.append(call[1:]), real(*call))[1]
+        path, outcome = cache.acquire(info, repository)
+        assert (path.read_bytes(), outcome) == (content, "origin")
+        assert sum(length for _, length in asked) == info.size_bytes - 2 * PART_BYTES
+        assert cache.counters()["origin_bytes"] == info.size_bytes - 2 * PART_BYTES
+        assert os.listdir(cache.folder / "incoming") == []
+
+
+def test_what_had_arrived_wrong_when_a_fetch_was_killed_is_not_trusted(tmp_path, origin):
+    repository, _ = origin
+    content = os.urandom(5 * PART_BYTES)
+    info = repository.objects.put(content)
+    with Cache(tmp_path / "large", budget=8 * PART_BYTES) as cache:
+        run_python(DIES_HALF_WAY, cache.folder, repository.url, info.digest, info.size_bytes)
+        with (cache.folder / "incoming" / info.digest).open("r+b") as file:
+            file.write(bytes(5 * PART_BYTES))
+        assert cache.acquire(info, repository).path.read_bytes() == content
+        assert cache.status().num_corrupt == 1

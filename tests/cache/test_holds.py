@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from datasvc.cache import Cache
 from datasvc.cache.holds import Holds
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.repository.objects import digest_of
@@ -176,3 +177,31 @@ def test_a_child_gives_up_nothing_of_its_parent(cache, origin):
     cache.acquire(infos[0], repository)
     assert in_a_fork(lambda: "nothing") == "nothing"
     assert cache.status().held_bytes == 4096
+
+
+def test_what_one_thread_has_seized_it_lets_go_before_another_of_its_process_seizes(cache, origin, monkeypatch):
+    """Both use one descriptor: letting go would free what the other has just seized, under its eviction."""
+    repository, infos = origin
+    for info in infos[:2]:
+        cache.acquire(info, repository)
+        cache.release(info.digest)
+    catalogue, holds, order = cache._opened.catalogue, cache._opened.holds, []
+    real = holds.let_go
+
+    def write():
+        with catalogue._writing():
+            order.append("writes")
+
+    writer = threading.Thread(target=write)
+
+    def let_go(digest):
+        monkeypatch.undo()
+        writer.start()
+        writer.join(0.3)  # its chance to come too early
+        real(digest)
+        order.append("let go")
+
+    monkeypatch.setattr(holds, "let_go", let_go)
+    Cache(cache.folder, budget=4096).close()  # seizes both, evicts one
+    writer.join()
+    assert order == ["let go", "writes"]

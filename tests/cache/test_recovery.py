@@ -9,8 +9,7 @@ import sys
 import lmdb
 import pytest
 
-from datasvc.cache import Cache, Quota
-from datasvc.cache import recovery
+from datasvc.cache import Cache, Quota, recovery
 from datasvc.cache.records import UNVERIFIED
 from datasvc.errors import ConfigError, CorruptDataError
 from tests.cache.processes import ROOT, die_while_fetching, disk_bytes, hold_in_a_process, kill, object_path
@@ -78,9 +77,8 @@ def test_a_damaged_catalogue_is_made_again_and_objects_are_verified(filled, orig
 
 
 @pytest.mark.parametrize("offset", [8192, 12288, 20480])
-def test_a_catalogue_with_zeros_in_its_middle_is_made_again_or_read_rightly(filled, origin, offset):
+def test_a_catalogue_with_zeros_in_its_middle_is_made_again_or_read_rightly(filled, offset):
     """In a process of its own: LMDB might die of it."""
-    repository, infos = origin
     zero_from(offset)(filled / "catalogue" / "data.mdb")
     code = "import sys; from datasvc.cache import Cache\n"
     code += "print(Cache(sys.argv[1]).status().num_resident)"

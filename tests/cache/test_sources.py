@@ -79,9 +79,12 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
     pool = RequestPool(4)
     barrier = threading.Barrier(4)  # broken, and an error, unless four reads are under way at once
     info = ObjectInfo(INFO.digest, 8 * PART_BYTES)  # a multiple of four requests, long or short
+    under_way = threading.Semaphore(4)
 
     def before(offset, attempt):
+        assert under_way.acquire(blocking=False)  # no fifth
         barrier.wait(30)
+        under_way.release()
 
     def stream():
         source(MemoryOrigin(before=before), pool).stream(info, 0, info.size_bytes, Written())
@@ -92,7 +95,6 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(pool._threads._threads) == 4
     pool.close()
 
 

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ class Serving:
         self._port = _free_port()
         self.members = members or ",".join(map(self.url, self.nodes))
         self.servers = {}
+        self._starting = []
 
     def url(self, node):
         """Return a node's base URL."""
@@ -41,12 +43,14 @@ class Serving:
         """Start the server of a node, without waiting for it."""
         words = ["serve", "--cache", CACHE, "--repo", self.origin_url, "--budget", budget, "--host", node.address]
         words += ["--port", self._port, "--peers", self.members, "--url", self.url(node), "--grace", 2, *options]
-        self.servers[node.name] = node.datasvc(*words, environ={**self.environ, "DATASVC_TOKEN": token})
+        server = node.datasvc(*words, environ={**self.environ, "DATASVC_TOKEN": token})
+        self.servers[node.name] = server
+        self._starting.append(server)
 
     def wait_until_ready(self):
         """Return once every server that was started listens."""
-        for server in self.servers.values():
-            server.read_line("serving ")
+        while self._starting:
+            self._starting.pop().read_line("serving ")
 
     def stop(self, node):
         """Tell a node's server to stop, and return its status."""
@@ -116,6 +120,13 @@ def flip(path, offset=None):
         (byte,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte ^ 0xFF]))
+
+
+def make_gate(node):
+    """Make the pipe that a reader in this node waits at, see `reader.py`; returns it."""
+    gate = node.folder / "gate"
+    os.mkfifo(gate)
+    return gate
 
 
 def _free_port():

@@ -1,7 +1,6 @@
 """One of three nodes is dead, stuck, slow, full, lies or is a stranger: the others notice, and go round it."""
 
 import json
-import os
 import re
 import sys
 import threading
@@ -11,7 +10,7 @@ import pytest
 from datasvc.cache.placement import rank_nodes
 from datasvc.repository import Repository
 from tests.cluster.content import bytes_of, make_dataset, objects_of
-from tests.cluster.serving import Serving, flip, object_path, resident_digests
+from tests.cluster.serving import Serving, flip, make_gate, object_path, resident_digests
 from tests.cluster.store import FileStore
 from tools.bench.origin import CUT, FLIP, REFUSE, UNAVAILABLE, Fault, Limits, Origin
 
@@ -168,16 +167,10 @@ def test_what_is_resident_anywhere_is_served_while_the_origin_is_down(cluster):
     cluster.start(cluster.good[0], budget="2MB")  # so that a job there fetches until its end
     cluster.wait_until_ready()
     cluster.stage_on([cluster.bad])
-    gate = pipe(cluster.good[0].folder / "gate")
-    reader = cluster.read(cluster.good[0], "pets", "--pause-at", 40, "--gate", gate)
+    gate = make_gate(cluster.good[0])
+    reader = cluster.read(cluster.good[0], "pets", "--pause-at", 220, "--gate", gate)
     reader.read_line("paused")
     cluster.origin.choose = lambda _exchange: Fault(REFUSE)
     gate.write_text("go on")
     seen = json.loads(reader.read_line("served"))
     assert (seen["wrong"], sorted(seen["served"]["0"])) == ([], list(range(300)))
-
-
-def pipe(path):
-    """Make a named pipe; returns it."""
-    os.mkfifo(path)
-    return path

@@ -96,6 +96,15 @@ def test_a_run_resumed_on_one_rank_with_another_batch_size_goes_on_at_the_right_
     assert all(version.entry["code"].keys() == {"revision", "dirty"} for version in model_log(repository, "resized"))
 
 
+@pytest.mark.slow
+def test_ranks_that_are_each_other_s_peers_train_to_the_same_weights(repository, tmp_path):
+    assert run(repository, "alone", epochs=1)[0] == 0
+    cached = {"cache": tmp_path / "cache", "cache_budget": "50MB", "peers": "ranks"}
+    status, _, error = run(repository, "peered", epochs=1, **cached)
+    assert status == 0, error
+    assert describe_model(repository, "peered").tensors == describe_model(repository, "alone").tensors
+
+
 def test_errors_of_a_run_are_said_without_a_traceback(repository):
     status, _, error = run(repository, "broken", ranks=1, data="letters")
     assert status == 1

@@ -2,7 +2,7 @@
 
     python tools/bench/serve_files.py FOLDER --per-connection 35MB --latency-ms 20 --total 200MB
 
-Takes the words of `serve_origin.py` and obeys its commands, but sends files itself, with `sendfile`: a forwarding
+Takes the words of `serve_origin.py` and obeys its commands, but sends files itself, by `sendfile`: a forwarding
 origin takes a core at 500 MB/s, which what is measured on a small machine would lack. A repository in the folder is
 one that fsspec's `http` reads.
 """

@@ -23,6 +23,8 @@ class TrainConfig:
         model: reference model, see `models.MODELS`.
         cache: folder of the node's cache; None reads the repository directly.
         cache_budget: such as "50GB"; None keeps what the node has.
+        peers: nodes to ask before the repository, as `datasvc stage --peers` takes them; "ranks": those of this job,
+            each with a server that the job starts; None: nobody.
         epochs: passes over the training split.
         batch_size: samples of one rank per step.
         learning_rate: peak rate, for the global batch.
@@ -49,6 +51,7 @@ class TrainConfig:
     model: str = "small-cnn"
     cache: str | None = None
     cache_budget: str | None = None
+    peers: str | None = None
     epochs: int = 10
     batch_size: int = 32
     learning_rate: float = 0.1
@@ -72,6 +75,8 @@ class TrainConfig:
         for name in ("learning_rate", "momentum", "weight_decay", "warmup_epochs"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a finite number, not below 0")
+        if self.peers is not None and self.cache is None:
+            raise ConfigError("peers fill a node's cache: give a folder for it with --cache")
         check_name(self.name, "model")
         AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
         if self.device not in ("cpu", "cuda"):

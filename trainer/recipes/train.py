@@ -22,6 +22,8 @@ from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.models import Checkpoint, DataUse
+from datasvc.node.peers import open_peers
+from datasvc.node.ranks import RankNodes
 from datasvc.shards import Dataset, Split
 from loaders import ImageLoader
 from loaders.augment import AugmentConfig
@@ -47,6 +49,7 @@ class Run:
     step: int = 0
     begun_at: int = -1
     version: str | None = None
+    nodes: RankNodes | None = None
 
 
 def train(config: TrainConfig) -> str:
@@ -98,6 +101,9 @@ def train(config: TrainConfig) -> str:
     assert version is not None
     if run.val_loader is not None:
         run.val_loader.close()
+    if run.nodes is not None:
+        hvd.barrier()  # nobody's peer goes before everybody has what it needs
+        run.nodes.close()
     if hvd.rank() == 0:
         report("end", version=version, step=run.step, **metrics)
     hvd.shutdown()
@@ -109,9 +115,10 @@ def start(config: TrainConfig) -> Run:
     repo = datasvc.open(config.repo)
     begin = hvd.broadcast_object(resolve_start(repo, config) if hvd.rank() == 0 else None, name="start")
     dataset = repo.dataset(begin["data"])
-    loader = make_loader(config, dataset["train"], training=True)
+    cache, nodes = open_cache(config)
+    loader = make_loader(config, cache, dataset["train"], training=True)
     # Made before the first step, so that what is wrong with it is said now; without `val` nothing is evaluated.
-    val_loader = make_loader(config, dataset["val"], training=False) if "val" in dataset else None
+    val_loader = make_loader(config, cache, dataset["val"], training=False) if "val" in dataset else None
     device = torch.device(rank_device(config))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -120,7 +127,9 @@ def start(config: TrainConfig) -> Run:
         model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
     )
     optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
-    run = Run(config, repo, dataset, loader, val_loader, model, optimizer, device, version=begin["checkpoint"])
+    run = Run(
+        config, repo, dataset, loader, val_loader, model, optimizer, device, version=begin["checkpoint"], nodes=nodes
+    )
     if run.version is not None:
         resume(run, repo.restore(run.version))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -141,11 +150,21 @@ def rank_device(config: TrainConfig) -> str:
     return f"cuda:{hvd.local_rank()}" if config.device == "cuda" else "cpu"
 
 
-def make_loader(config: TrainConfig, split: Split, *, training: bool) -> ImageLoader:
+def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
+    """Return this node's cache, with the peers that the run wants, and the servers that were started for it."""
+    if config.cache is None:
+        return None, None
+    if config.peers == "ranks":
+        nodes = RankNodes(config.cache, (config.repo,), budget=config.cache_budget)
+        return Cache(config.cache, budget=config.cache_budget, peers=nodes.peers), nodes
+    peers = None if config.peers is None else open_peers(config.peers)
+    return Cache(config.cache, budget=config.cache_budget, peers=peers), None
+
+
+def make_loader(config: TrainConfig, cache: Cache | None, split: Split, *, training: bool) -> ImageLoader:
     """Return this rank's loader of a split."""
     if not split.classes:
         raise ConfigError(f"{split!r} has no labels to train on")
-    cache = Cache(config.cache, budget=config.cache_budget) if config.cache else None
     return ImageLoader(
         split,
         batch_size=config.batch_size,

@@ -1,0 +1,78 @@
+"""A node's server beside a job, without anybody's having started one: it lives exactly as long as who started it.
+
+A program of its own (`python -m datasvc.node.embedded`): what it is told comes over its standard input, and it ends
+with that, so with the job however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle  # between a job and its own child
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+from datasvc.errors import ConfigError
+from datasvc.node.server import serve
+from datasvc.node.settings import NodeSettings
+
+
+class EmbeddedNode:
+    """A running server of this machine's cache.
+
+    Args:
+        settings: of the node.
+
+    Raises:
+        ConfigError: it could not start; the reason is on standard error.
+    """
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - this very file
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            pickle.dump(settings, self._process.stdin)
+            self._process.stdin.flush()
+        self.url = self._process.stdout.readline().decode().strip()
+        if not self.url:
+            self.close()
+            raise ConfigError(
+                f"the server of the cache {settings.folder} did not start; why is on standard error. Where "
+                "`datasvc serve` runs already, name the nodes instead"
+            )
+
+    def close(self) -> None:
+        """End the server; closing again does nothing."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self._process.terminate()
+        self._process.wait()
+
+
+def _end_with_input() -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(0)  # the cache survives its server's end at any instant
+
+
+def main() -> None:
+    """Serve with the settings that come first on standard input."""
+    settings: NodeSettings = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
+    threading.Thread(target=_end_with_input, daemon=True, name="datasvc-parent").start()
+    try:
+        ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - what the parent waits for
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    if not ended:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
