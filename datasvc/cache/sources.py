@@ -22,8 +22,8 @@ Sink = Callable[[int, memoryview], None]
 
 T = TypeVar("T")
 
-# Longer requests spend less of their time on latency, shorter ones let one shard use all requests there are.
-_MAX_REQUEST_BYTES = 2 * PART_BYTES
+# Longer requests spend less of their time on latency: 4 % of it at 35 MB/s and 20 ms.
+_MAX_PARTS = 4
 # What has arrived is written and hashed while the next requests are under way.
 _WRITING_THREADS = 4
 _ATTEMPTS = 4
@@ -107,12 +107,22 @@ class RequestPool:
                 raise UnavailableError("the cache was closed while an object was on its way")
             yield
 
-    def request_bytes(self, length: int) -> int:
-        """Return how large each request for a range of `length` bytes should be: a multiple of a part."""
+    def cut(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the ranges to ask for, in order, each of whole parts of the object.
+
+        Short ones where one object has all requests that there are, and towards its end, so that they end together;
+        long ones where others wait.
+        """
         with self._lock:
-            num_free = max(1, self._num_requests - self._num_asked)
-        num_parts = -(-length // (num_free * PART_BYTES))
-        return min(max(1, num_parts) * PART_BYTES, _MAX_REQUEST_BYTES)
+            num_free = self._num_requests - self._num_asked
+        spans = []
+        while start < stop:
+            num_left = -(-(stop - start) // PART_BYTES)
+            num_parts = _MAX_PARTS if num_free <= 1 else min(max(1, num_left // (2 * num_free)), _MAX_PARTS)
+            end = min(stop, (start // PART_BYTES + num_parts) * PART_BYTES)
+            spans.append((start, end))
+            start = end
+        return spans
 
     def close(self) -> None:
         """Start no more requests: those that wait for their turn fail. Those under way end by themselves."""
@@ -146,10 +156,8 @@ class OriginSource:
         gate = _Gate(sink)
         futures: list[Future[None]] = []
         try:
-            for start, stop in _cut(offset, offset + length, self._requests.request_bytes(length)):
-                futures.append(
-                    self._requests.submit(_Request(self._origin, self._requests, info.digest, (start, stop), gate))
-                )
+            for span in self._requests.cut(offset, offset + length):
+                futures.append(self._requests.submit(_Request(self._origin, self._requests, info.digest, span, gate)))
             for future in as_completed(futures):
                 future.result()
         finally:
@@ -228,11 +236,3 @@ class _Gate:
         with self._changed:
             self.closed.set()
             self._changed.wait_for(lambda: self._num_inside == 0)
-
-
-def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of [start, stop) between multiples of `step`."""
-    while start < stop:
-        end = min(stop, (start // step + 1) * step)
-        yield start, end
-        start = end

@@ -99,12 +99,20 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
 
 
 def test_requests_are_long_where_many_are_under_way_and_short_where_one_object_has_them_all(requests):
-    assert requests.request_bytes(16 * PART_BYTES) == PART_BYTES
-    assert requests.request_bytes(17 * PART_BYTES) == 2 * PART_BYTES
+    def parts_of(stop):
+        spans = requests.cut(0, stop)
+        assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
+        assert (spans[0][0], spans[-1][1]) == (0, stop)
+        return [-(-(end - start) // PART_BYTES) for start, end in spans]
+
+    assert parts_of(17 * PART_BYTES - 1) == [1] * 17
+    long = parts_of(200 * PART_BYTES)
+    assert long == sorted(long, reverse=True)
+    assert (long[0], long[-16:]) == (4, [1] * 16)
     going = threading.Event()
     waiting = [requests.submit(going.wait) for _ in range(20)]
-    assert requests.request_bytes(16 * PART_BYTES) == 2 * PART_BYTES
-    assert requests.request_bytes(1) == PART_BYTES
+    assert parts_of(16 * PART_BYTES) == [4] * 4
+    assert parts_of(1) == [1]
     going.set()
     assert all(future.result() for future in waiting)
 

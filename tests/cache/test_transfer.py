@@ -238,11 +238,14 @@ from datasvc.cache.sources import OriginSource, RequestPool
 from datasvc.cache.transfer import transfer
 from datasvc.repository import ObjectInfo, Repository
 
+written = threading.Semaphore(0)
+
 class Stalling:
     def __init__(self, objects):
         self.objects, self.location = objects, objects.location
     def read_range(self, digest, offset, length):
         if offset >= 2 * PART_BYTES:
+            written.acquire(), written.acquire()
             print("stalls", flush=True)
             threading.Event().wait()
         return self.objects.read_range(digest, offset, length)
@@ -250,7 +253,8 @@ class Stalling:
 incoming, parts, url, digest, size = sys.argv[1:]
 info = ObjectInfo(digest, int(size))
 origin = OriginSource(Stalling(Repository.open(url).objects), digest, RequestPool(1))
-transfer(info, os.open(incoming, os.O_CREAT | os.O_RDWR), Parts(Path(parts), info.size_bytes), [origin])
+transfer(info, os.open(incoming, os.O_CREAT | os.O_RDWR), Parts(Path(parts), info.size_bytes), [origin],
+         lambda *_: written.release())
 """
 
 
