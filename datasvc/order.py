@@ -257,7 +257,7 @@ class AccessOrder:
     @cached_property
     def windows(self) -> ShardWindows:
         """When each shard is needed: what a cache prefetches, and when it may drop it."""
-        cuts = np.union1d(self._segment_starts, self._lane_starts[:-1][self._lane_sizes > 0])
+        cuts = _merge(self._segment_starts, self._lane_starts[:-1][self._lane_sizes > 0])
         stops = np.append(cuts[1:], self.num_samples)
         segment = np.searchsorted(self._segment_starts, cuts, side="right") - 1
         lane = np.searchsorted(self._lane_starts, cuts, side="right") - 1
@@ -297,7 +297,7 @@ class AccessOrder:
         return KeyedPermutation(count, keys).permute(np.arange(count))
 
     def _permute_within_lanes(self, shards: Integers, starts: Integers) -> tuple[Integers, Integers, Integers]:
-        cuts = np.union1d(starts, self._lane_starts[:-1][self._lane_sizes > 0])
+        cuts = _merge(starts, self._lane_starts[:-1][self._lane_sizes > 0])
         lengths = np.diff(np.append(cuts, self.num_samples))
         segment = np.searchsorted(starts, cuts, side="right") - 1
         lane = np.searchsorted(self._lane_starts, cuts, side="right") - 1
@@ -345,6 +345,13 @@ class AccessOrder:
         if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_samples):
             raise IndexError(f"a position is outside 0..{self.num_samples - 1}")
         return wanted
+
+
+def _merge(many: Integers, few: Integers) -> Integers:
+    """Return the union of two ascending arrays without repeats; `np.union1d` would sort all of it again."""
+    places = np.searchsorted(many, few)
+    found = many[np.minimum(places, len(many) - 1)] == few if len(many) else np.zeros(len(few), np.bool_)
+    return np.insert(many, places[~found], few[~found])
 
 
 def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderConfig, run: int) -> int:

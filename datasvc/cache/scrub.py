@@ -37,9 +37,8 @@ def scrub_folder(folder: CacheFolder, report: Callable[[int], None] | None = Non
         if record.state == RESERVED:
             continue
         is_held = folder.holds.is_held(digest)
-        folder.holds.acquire(
-            digest
-        )  # evicted meanwhile it would look damaged, or be another file by the time it is judged
+        # Evicted meanwhile it would look damaged, or be another file by the time it is judged.
+        folder.holds.acquire(digest)
         try:
             found = digest_of_file(folder.files.object_path(digest))
             if found == (FileLink(folder.files.folder, digest).content or digest):

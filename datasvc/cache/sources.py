@@ -157,7 +157,8 @@ class OriginSource:
         futures: list[Future[None]] = []
         try:
             for span in self._requests.cut(offset, offset + length):
-                futures.append(self._requests.submit(_Request(self._origin, self._requests, info.digest, span, gate)))
+                request = _Request(self._origin, self._requests, info.digest, span, gate)
+                futures.append(self._requests.submit(request))
             for future in as_completed(futures):
                 future.result()
         finally:

@@ -9,6 +9,8 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -58,8 +60,6 @@ def in_child(work):
             code = 0
         finally:
             if code:
-                import traceback
-
                 traceback.print_exc()
                 sys.stderr.flush()
             os._exit(code)
@@ -100,10 +100,8 @@ def verify(cache, repository, infos):
 
 def fail(cache, repository, infos):
     repository.objects.local_path(infos[6].digest).rename(repository.url + "/away")
-    try:
+    with suppress(DatasvcError):
         cache.acquire(infos[6], repository)
-    except DatasvcError:
-        pass
     Path(repository.url + "/away").rename(repository.objects.local_path(infos[6].digest))
 
 
@@ -219,4 +217,4 @@ def run(name, place):
 
 if __name__ == "__main__":
     os.fsync = lambda _descriptor: None  # no power is cut here
-    print(run(sys.argv[1], Path(sys.argv[2])))
+    sys.stdout.write(f"{run(sys.argv[1], Path(sys.argv[2]))}\n")

@@ -1,4 +1,4 @@
-"""Other processes that use a cache in tests: holders, fetchers that die, forked children. And what lies on the disk."""
+"""Other processes that use a cache in tests: holders, fetchers that die, forked children; and what is on the disk."""
 
 import os
 import subprocess

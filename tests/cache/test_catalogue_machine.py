@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from datasvc.cache.catalogue import BUSY, GRANTED, LATER, RESIDENT_ALREADY
 from datasvc.cache.eviction import UNKNOWN
@@ -154,6 +154,19 @@ class CatalogueMachine(RuleBasedStateMachine):
         return {name: self.used(name) for name in TENANTS}
 
     # What happens.
+
+    @initialize(
+        quotas=st.sampled_from(
+            [{}, {"one": Quota(6 * BLOCK)}, {"one": Quota(4 * BLOCK), "two": Quota(0, 6 * BLOCK)}]
+        ),
+        uses=st.lists(st.tuples(jobs, objects, st.sampled_from(TENANTS), reuses), min_size=3, max_size=10),
+    )
+    def begin(self, quotas, uses):
+        """Something is there already, of several jobs and tenants."""
+        self.quotas = quotas
+        self.catalogue.configure(lambda found: replace(found, quotas=quotas))
+        for job, number, tenant, reuse in uses:
+            self.reserve(job=job, number=number, tenant=tenant, prefetch=reuse or Reuse(0, 1))
 
     @rule(blocks=st.integers(4, 24))
     def set_budget(self, blocks):
@@ -368,4 +381,4 @@ class CatalogueMachine(RuleBasedStateMachine):
 
 
 TestCatalogueMachine = CatalogueMachine.TestCase
-TestCatalogueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCatalogueMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

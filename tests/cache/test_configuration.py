@@ -1,6 +1,8 @@
 """What is set for a cache, and which folders can be one."""
 
 import os
+import threading
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -96,10 +98,8 @@ def test_a_damaged_configuration_says_what_to_do(tmp_path, content):
 
 @given(st.binary(max_size=60))
 def test_no_content_is_anything_but_an_error_of_ours(content):
-    try:
+    with suppress(DatasvcError):
         Configuration.decode(content, "cache.json")
-    except DatasvcError:
-        pass
 
 
 def test_a_cache_of_a_later_format_is_refused(tmp_path):
@@ -135,8 +135,6 @@ def test_lowering_the_budget_evicts_at_once_what_nobody_holds(cache, origin):
 
 
 def test_quotas_and_budget_set_at_once_by_many_are_all_kept(tmp_path):
-    import threading
-
     with Cache(tmp_path / "cache", budget=10**9) as cache:
         names = [f"t{number}" for number in range(8)]
         threads = [threading.Thread(target=cache.set_quota, args=(name, Quota(4096))) for name in names]

@@ -86,7 +86,7 @@ def test_of_unknown_uses_of_two_jobs_what_was_released_last_goes_first_whatever_
 
 
 def test_shuffled_epochs_hit_with_the_share_of_the_data_that_fits():
-    """Ten epochs over 100 shards, space for 50, nobody knows the next use: no policy beats a half, LRU gets some 15 %."""
+    """Ten epochs, 100 shards, space for 50, nobody knows the next use: no policy beats a half, LRU gets some 15 %."""
     names, resident, clock, hits = [digest_of(b"%d" % number) for number in range(100)], {}, 0, 0
     generator = random.Random(1)
     for epoch in range(10):

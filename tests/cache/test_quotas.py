@@ -15,7 +15,7 @@ quotas = st.builds(
 )
 accounts = st.builds(
     Account,
-    st.integers(100, 200),
+    st.integers(20, 150),
     st.dictionaries(st.sampled_from(TENANTS), quotas),
     st.dictionaries(st.sampled_from(TENANTS), st.integers(0, 90)),
     st.integers(0, 20),

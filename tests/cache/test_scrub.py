@@ -72,6 +72,16 @@ def test_a_bad_object_that_jobs_have_mapped_is_reported_and_counts_until_they_le
     assert disk_bytes(cache.folder) <= 5 * 4096
 
 
+def test_a_bad_file_put_away_by_a_process_killed_before_it_said_so_counts_when_it_is_fetched_again(cache, origin):
+    repository, infos = origin
+    fill(cache, repository, infos[:5])
+    flip(cache, infos[0])
+    object_path(cache, infos[0]).rename(cache.folder / "quarantine" / infos[0].digest)
+    cache.acquire(infos[0], repository)
+    assert disk_bytes(cache.folder) == 5 * 4096
+    assert cache.status().quarantined_bytes == 0
+
+
 def test_the_holder_of_a_bad_object_lets_go_of_it_as_of_any_other(cache, origin):
     repository, infos = origin
     cache.acquire(infos[0], repository)

@@ -133,13 +133,17 @@ def test_the_next_source_continues_where_the_first_stopped(incoming, requests):
 
 
 def test_a_peer_continues_what_the_origin_began(incoming):
+    written = threading.Event()
+
     def answer(offset):
         if offset:
+            written.wait()
             raise NotFoundError("gone")
 
     origin = Origin(answer=answer)
     with peers_with(None) as (servers, peers):
-        fetch(incoming, [OriginSource(origin, INFO.digest, RequestPool(1)), *in_order(peers, servers)])
+        sources = [OriginSource(origin, INFO.digest, RequestPool(2)), *in_order(peers, servers)]
+        fetch(incoming, sources, lambda *_: written.set())
         assert servers[0].requests[0][1] == f"bytes={origin.num_bytes}-"
     assert 0 < origin.num_bytes < len(CONTENT)
     assert incoming.read_bytes() == CONTENT
@@ -238,23 +242,28 @@ from datasvc.cache.sources import OriginSource, RequestPool
 from datasvc.cache.transfer import transfer
 from datasvc.repository import ObjectInfo, Repository
 
-written = threading.Semaphore(0)
+arrived, both = [], threading.Event()
+
+def report(kind, num_bytes):
+    arrived.append(num_bytes)
+    if len(arrived) == 2:
+        both.set()
 
 class Stalling:
     def __init__(self, objects):
         self.objects, self.location = objects, objects.location
     def read_range(self, digest, offset, length):
         if offset >= 2 * PART_BYTES:
-            written.acquire(), written.acquire()
-            print("stalls", flush=True)
+            both.wait()
+            sys.stdout.write("stalls\\n")  # in one piece: another thread may say so too
+            sys.stdout.flush()
             threading.Event().wait()
         return self.objects.read_range(digest, offset, length)
 
 incoming, parts, url, digest, size = sys.argv[1:]
 info = ObjectInfo(digest, int(size))
-origin = OriginSource(Stalling(Repository.open(url).objects), digest, RequestPool(1))
-transfer(info, os.open(incoming, os.O_CREAT | os.O_RDWR), Parts(Path(parts), info.size_bytes), [origin],
-         lambda *_: written.release())
+origin = OriginSource(Stalling(Repository.open(url).objects), digest, RequestPool(2))
+transfer(info, os.open(incoming, os.O_CREAT | os.O_RDWR), Parts(Path(parts), info.size_bytes), [origin], report)
 """
 
 
@@ -276,16 +285,17 @@ def test_a_fetch_that_was_killed_continues_with_what_had_arrived(incoming, tmp_p
 
 
 def test_a_full_disk_is_the_callers_business_and_what_has_arrived_stays(incoming, requests, monkeypatch):
-    real = os.pwrite
+    real, written = os.pwrite, threading.Event()
 
     def pwrite(descriptor, view, offset):
         if offset >= 2 * PART_BYTES:
+            written.wait()
             raise OSError(28, "No space left on device")
         return real(descriptor, view, offset)
 
     monkeypatch.setattr("datasvc.cache.growing_file.os.pwrite", pwrite)
     with pytest.raises(OSError, match="No space left"):
-        fetch(incoming, [OriginSource(Origin(), INFO.digest, RequestPool(1))])
+        fetch(incoming, [OriginSource(Origin(), INFO.digest, RequestPool(2))], lambda *_: written.set())
     monkeypatch.undo()
     origin = Origin()
     fetch(incoming, [OriginSource(origin, INFO.digest, requests)])

@@ -5,6 +5,8 @@ It looks at every sample. At its end, or on SIGTERM, it prints what was served a
     served: {"epoch": [numbers of the samples, in order]}
     wrong: numbers of those whose bytes were not theirs
     counters: of the cache, in all
+
+Errors of datasvc end it with `EXIT_OF_OURS`.
 """
 
 import argparse
@@ -18,11 +20,15 @@ from datasvc.cache.following import FollowedShards
 from datasvc.cache.membership import parse_membership
 from datasvc.cache.peer_source import PeerSettings
 from datasvc.cache.peers import Peers
+from datasvc.errors import DatasvcError
 from datasvc.order import OrderConfig
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 from loaders.batches import Cursor, SampleBatches
 from tests.cluster.content import is_right
+
+
+EXIT_OF_OURS = 9
 
 
 class StopError(Exception):
@@ -45,6 +51,8 @@ def read(options, cache, seen):
                 number for number, blob in zip(numbers, batch.blobs, strict=True) if not is_right(number, blob)
             ]
             seen["served"].setdefault(batch.epoch, []).extend(numbers)
+            if options.report and (seen["wrong"] or batch.after.position == len(split)):
+                report(options.report, seen["wrong"], seen["served"][batch.epoch])
             batches.retire(batch)
             if batch.after.epoch == 0 and batch.after.position == options.pause_at:
                 pause(options.gate)
@@ -60,27 +68,44 @@ def pause(gate):
         opened.read()
 
 
+def report(path, wrong, numbers):
+    """Add a line to a file: an epoch that is whole, or wrong samples as soon as they are seen."""
+    with open(path, "a", encoding="ascii") as file:
+        file.write(json.dumps({"wrong": wrong, "numbers": numbers}) + "\n")
+
+
 def stop(*_):
     raise StopError
 
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ("repo", "ref", "cache", "budget", "peers", "own", "gate"):
+    for name in ("repo", "ref", "cache", "budget", "peers", "own", "gate", "report"):
         parser.add_argument(f"--{name}")
     for name, default in {"epochs": 1, "rank": 0, "world-size": 1, "batch-size": 4, "seed": 0, "pause-at": -1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    members = parse_membership(options.peers, own=options.own)
-    peers = Peers(members, PeerSettings(token=os.environ.get("DATASVC_TOKEN")))
-    seen = {"served": {}, "wrong": []}
     signal.signal(signal.SIGTERM, stop)
+    try:
+        return serve(options)
+    except DatasvcError as error:
+        print(f"{type(error).__name__}: {error}", end="", file=sys.stderr)
+        return EXIT_OF_OURS
+
+
+def serve(options):
+    """Serve until the end, and print what was served; returns the exit status."""
+    peers = Peers(
+        parse_membership(options.peers, own=options.own), PeerSettings(token=os.environ.get("DATASVC_TOKEN"))
+    )
+    seen = {"served": {}, "wrong": []}
     with Cache(options.cache, budget=options.budget, peers=peers) as cache:
         try:
             read(options, cache, seen)
         except StopError:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(json.dumps({**seen, "counters": cache.counters()}), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Serving:
         self._port = _free_port()
         self.members = members or ",".join(map(self.url, self.nodes))
         self.servers = {}
-        self._starting = []
+        self._starting = {}
 
     def url(self, node):
         """Return a node's base URL."""
@@ -45,12 +45,12 @@ class Serving:
         words += ["--port", self._port, "--peers", self.members, "--url", self.url(node), "--grace", 2, *options]
         server = node.datasvc(*words, environ={**self.environ, "DATASVC_TOKEN": token})
         self.servers[node.name] = server
-        self._starting.append(server)
+        self._starting[node.name] = server
 
     def wait_until_ready(self):
         """Return once every server that was started listens."""
         while self._starting:
-            self._starting.pop().read_line("serving ")
+            self._starting.popitem()[1].read_line("serving ")
 
     def stop(self, node):
         """Tell a node's server to stop, and return its status."""
@@ -64,9 +64,9 @@ class Serving:
         words += ["--cache", CACHE, "--peers", self.members, "--own", self.url(node), *options]
         return node.start(*words, environ=self.environ)
 
-    def post_stage(self, node, ref="pets"):
+    def post_stage(self, node, ref="pets", **options):
         """Ask a node's server to stage; returns the job's id."""
-        return self.ask(node, "POST", "/stage", {"ref": ref})["id"]
+        return self.ask(node, "POST", "/stage", {"ref": ref}, **options)["id"]
 
     def wait_for_job(self, node, job_id):
         """Return a staging job once it has ended; the time limit of the test ends what never does."""
@@ -83,10 +83,10 @@ class Serving:
         """Return the status document of a node's server."""
         return self.ask(node, "GET", "/status")
 
-    def ask(self, node, method, path, body=None):
+    def ask(self, node, method, path, body=None, timeout_s=TIMEOUT_S):
         """Return what a node's server answers, decoded. Raises AssertionError where it is an error."""
         url = urlsplit(self.url(node))
-        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout_s)
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)

@@ -1,6 +1,7 @@
 """Staging jobs over HTTP: started, watched, cancelled."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -126,7 +127,8 @@ def test_jobs_that_are_too_many_are_refused_and_old_ones_forgotten(pets, tmp_pat
             return super().stage(*arguments, **options)
 
     splits = list(open_dataset(pets, "pets").values())
-    with SlowCache(tmp_path / "slow", budget="10MB") as cache:
+    with SlowCache(tmp_path / "slow", budget="10MB") as cache, ExitStack() as unblocking:
+        unblocking.callback(blocked.set)
         jobs = StageJobs(cache, num_at_once=1, max_unfinished=2, max_ended=1)
         first, second = (jobs.start(splits, {}) for _ in range(2))
         with pytest.raises(UnavailableError, match="2 staging jobs"):
