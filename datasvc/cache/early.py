@@ -14,7 +14,7 @@ from datasvc.repository import Digest, Objects
 from datasvc.shards import Shard, Wanted
 from datasvc.shards.partial import PartialShard, open_partial
 
-_SHARE = 0.03
+_SHARE = 0.01
 _REQUESTS_AT_ONCE = 16
 
 
@@ -23,7 +23,7 @@ class EarlySamples:
 
     Args:
         objects: where the shards are.
-        split_bytes: of all shards; a few per cent of it may be read early.
+        split_bytes: of all shards; one per cent of it may be read early.
     """
 
     def __init__(self, objects: Objects, split_bytes: int) -> None:

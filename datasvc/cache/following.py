@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.early import EarlySamples
 from datasvc.cache.stager import Stager, StagerJob
 from datasvc.cache.timeline import Timeline
-from datasvc.order import OrderConfig
+from datasvc.errors import DatasvcError
+from datasvc.order import OrderConfig, Reuse
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import Split, Wanted
 from datasvc.shards.reader import Shard
+
+_SHARDS_AT_ONCE = 4
 
 
 class FollowedShards:
     """The shards of one split through a node's cache, for one order: a `ShardStore`.
 
-    The stager starts when a shard is missing for the first time: data that is all here needs none.
+    The stager starts when a shard is missing for the first time: data that is all here needs none. Until it is up,
+    and wherever it is late, the shards that a batch lacks are fetched side by side from here.
 
     Args:
         cache: the node's.
@@ -36,6 +42,9 @@ class FollowedShards:
         self._cursor = (0, 0)
         self._early = EarlySamples(split.repository.objects, split.table.size_bytes)
         self._stager: Stager | None = None
+        self._fetching: set[Digest] = set()
+        self._threads = ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-missing")
+        weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
 
     def open_shard(self, info: ObjectInfo) -> Shard:
         """See `CachedShards.open_shard`."""
@@ -50,6 +59,8 @@ class FollowedShards:
         missing = [each for each in wanted if not self._shards.is_resident(each.info)]
         if missing and self._stager is None:
             self._start()
+        for each in missing:
+            self._fetch(each.info)
         return self._early.read(missing)
 
     def release_shard(self, info: ObjectInfo) -> None:
@@ -64,9 +75,23 @@ class FollowedShards:
 
     def close(self) -> None:
         """End the stager; what is held stays so until released."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+
+    def _fetch(self, info: ObjectInfo) -> None:
+        """Begin to fetch what is needed now; what becomes of it shows when it is opened."""
+
+        def fetch() -> None:
+            now = self._timeline.clock(*self._cursor)
+            with suppress(DatasvcError):  # whoever opens the shard meets the same
+                self._cache.prefetch(info, self._split.repository, Reuse(now, now))
+            self._fetching.discard(info.digest)
+
+        if info.digest not in self._fetching:
+            self._fetching.add(info.digest)
+            self._threads.submit(fetch)
 
     def _start(self) -> None:
         epoch, position = self._cursor

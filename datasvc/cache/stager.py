@@ -32,7 +32,10 @@ from datasvc.errors import DatasvcError
 from datasvc.order import OrderConfig, Reuse
 from datasvc.shards import Split
 
-_SHARDS_AT_ONCE = 4  # each by many ranged requests
+# Each shard is fetched by many ranged requests; of small ones it takes more to have as many under way.
+_SHARDS_AT_ONCE = 4
+_BYTES_AT_ONCE = 128 << 20
+_SHARE_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,9 @@ class Ahead:
     Args:
         cache: the node's.
         job: whose order is followed.
+
+    Attributes:
+        num_at_once: shards that are fetched side by side.
     """
 
     def __init__(self, cache: Cache, job: StagerJob) -> None:
@@ -111,6 +117,7 @@ class Ahead:
         self._timeline = Timeline(job.split.table, job.config, job.lanes)
         self._cursor = job.epoch, job.position
         self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, cache.budget_bytes)
+        self.num_at_once = _choose_shards_at_once(job.split, cache.budget_bytes)
         self._waiting: deque[Piece] = deque()
         self._under_way: set[int] = set()
         self._is_blocked = False
@@ -137,7 +144,7 @@ class Ahead:
     def next_piece(self) -> Piece | None:
         """Return what to fetch next; None where that must wait until the job goes on."""
         with self._lock:
-            if self._is_blocked or not self._waiting or len(self._under_way) >= _SHARDS_AT_ONCE:
+            if self._is_blocked or not self._waiting or len(self._under_way) >= self.num_at_once:
                 return None
             piece = self._waiting.popleft()
             self._under_way.add(piece.shard)
@@ -171,6 +178,12 @@ class Ahead:
         self._cache.expect(expected, self._timeline.clock(*self._cursor), passed_only=passed_only)
 
 
+def _choose_shards_at_once(split: Split, budget_bytes: int) -> int:
+    """Return how many shards to fetch side by side: what is on its way takes room too, so a small share of it."""
+    largest = int(split.table.bytes_per_shard.max(initial=1))
+    return max(_SHARDS_AT_ONCE, min(_BYTES_AT_ONCE, budget_bytes // _SHARE_AT_ONCE) // largest)
+
+
 def serve(pipe: BinaryIO) -> None:
     """Do what the job on the other end of a pipe asks, until the pipe ends."""
     job: StagerJob = pickle.load(pipe)  # noqa: S301 - from our own parent process
@@ -179,7 +192,7 @@ def serve(pipe: BinaryIO) -> None:
     with Cache(job.folder, tenant=job.tenant, peers=job.peers) as cache:
         ahead = Ahead(cache, job)
         ahead.begin()
-        with ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-ahead") as pool:
+        with ThreadPoolExecutor(ahead.num_at_once, thread_name_prefix="datasvc-ahead") as pool:
             while True:
                 while (piece := ahead.next_piece()) is not None:
                     pool.submit(ahead.fetch, piece).add_done_callback(lambda _: events.put(None))

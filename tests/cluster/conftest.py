@@ -7,6 +7,7 @@ from tests.cluster.network import KINDS, refusal
 NUM_NODES = 4
 
 _used: dict[str, str] = {}
+_said: list[str] = []
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +40,14 @@ def separate_network(network):
     return network
 
 
+@pytest.fixture
+def say():
+    """Return what keeps a line for the end of the run, whether the test passes or not."""
+    return _said.append
+
+
 def pytest_terminal_summary(terminalreporter):
     for kind, why in _used.items():
         terminalreporter.write_line(f"cluster tests ran on {NUM_NODES} nodes: {kind}{why}")
+    for line in _said:
+        terminalreporter.write_line(line)

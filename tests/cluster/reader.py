@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 
 from datasvc.cache import Cache
 from datasvc.cache.following import FollowedShards
@@ -27,12 +28,8 @@ from datasvc.shards import open_dataset
 from loaders.batches import Cursor, SampleBatches
 from tests.cluster.content import is_right
 
-
 EXIT_OF_OURS = 9
-
-
-class StopError(Exception):
-    """Somebody told us to stop."""
+told_to_stop = threading.Event()
 
 
 def read(options, cache, seen):
@@ -44,7 +41,7 @@ def read(options, cache, seen):
     batches = SampleBatches(split, shards, config, **rank, tail="short", blob="blob", columns=("number",))
     try:
         for batch in batches.stream(Cursor(0, 0)):
-            if batch.epoch == options.epochs:
+            if batch.epoch == options.epochs or told_to_stop.is_set():
                 break
             numbers = batch.columns["number"].tolist()
             seen["wrong"] += [
@@ -63,9 +60,15 @@ def read(options, cache, seen):
 
 def pause(gate):
     """Say so, and wait until somebody writes into the pipe `gate`."""
-    print("paused", flush=True)
+    say("paused")
     with open(gate, encoding="ascii") as opened:
         opened.read()
+
+
+def say(line):
+    """Tell whoever started us."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def report(path, wrong, numbers):
@@ -74,22 +77,25 @@ def report(path, wrong, numbers):
         file.write(json.dumps({"wrong": wrong, "numbers": numbers}) + "\n")
 
 
-def stop(*_):
-    raise StopError
-
-
 def main():
     parser = argparse.ArgumentParser()
     for name in ("repo", "ref", "cache", "budget", "peers", "own", "gate", "report"):
         parser.add_argument(f"--{name}")
-    for name, default in {"epochs": 1, "rank": 0, "world-size": 1, "batch-size": 4, "seed": 0, "pause-at": -1}.items():
+    for name, default in {
+        "epochs": 1,
+        "rank": 0,
+        "world-size": 1,
+        "batch-size": 4,
+        "seed": 0,
+        "pause-at": -1,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())
     try:
         return serve(options)
     except DatasvcError as error:
-        print(f"{type(error).__name__}: {error}", end="", file=sys.stderr)
+        sys.stderr.write(f"{type(error).__name__}: {error}")
         return EXIT_OF_OURS
 
 
@@ -100,11 +106,8 @@ def serve(options):
     )
     seen = {"served": {}, "wrong": []}
     with Cache(options.cache, budget=options.budget, peers=peers) as cache:
-        try:
-            read(options, cache, seen)
-        except StopError:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print(json.dumps({**seen, "counters": cache.counters()}), flush=True)
+        read(options, cache, seen)
+        say(json.dumps({**seen, "counters": cache.counters()}))
     return 0
 
 

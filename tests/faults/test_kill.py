@@ -96,8 +96,8 @@ def test_a_staging_killed_anywhere_leaves_a_cache_that_goes_on(tmp_path, folder,
     with Cache(tmp_path / "cache", budget=200_000) as cache:
         report = cache.stage(splits)
         assert report.hit_bytes + report.fetched_bytes == sum(split.table.size_bytes for split in splits)
-        usage = cache.status().usage
-        assert (usage.reserved_bytes, usage.held_bytes) == (0, 0)
+        status = cache.status()
+        assert (status.reserved_bytes, status.held_bytes) == (0, 0)
         for split in splits:
             for info in split.table.shards():
                 path, _ = cache.acquire(info, repository)

@@ -166,6 +166,7 @@ def test_a_slurm_job_stages_what_its_comment_names_and_cancels_it_at_its_end(slu
         "datasvc:",
         "datasvc:../x",
         'datasvc:pets", "repo": "s3://x',
+        'datasvc:pets", "split": "val',
         "datasvc:pets@1; id",
         "datasvc:$(id)",
     ],

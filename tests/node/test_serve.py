@@ -225,6 +225,7 @@ def test_metrics_are_what_prometheus_reads(node, origin):
     assert samples["datasvc_sent_bytes_total"] == OBJECT_BYTES
     assert samples["datasvc_cache_budget_bytes"] == 10_000_000
     assert samples["datasvc_cache_num_resident"] == 3
+    assert 'datasvc_tenant_used_bytes{tenant="default"}' in answer.body.decode()
 
 
 def test_the_status_names_caches_jobs_and_no_secret(run, origin, tmp_path):

@@ -22,10 +22,11 @@ from datasvc.shards import Split
 from loaders.batches import Cursor, SampleBatches
 
 LIMITS = Limits(None, 200e6, 0.02)
-BATCH = 64
 CURL_REQUESTS = 16
-# A few places of the data set side by side, and blocks of about a shard.
-ORDER = OrderConfig(seed=1, shuffle="windowed", lanes=4, block=256)
+# A few places of the data set side by side, and small blocks: what a batch needs must fit the smallest cache.
+COLD = OrderConfig(seed=1, shuffle="windowed", lanes=4, block=256)
+REUSE = OrderConfig(seed=1, shuffle="windowed", lanes=2, block=64)
+BATCH = 64
 SHARES = (0.25, 0.5, 0.75, 1.0)
 # Shards small against the smallest cache that is measured, as they are where there are thousands.
 REUSE_SHARD_BYTES = 4 << 20
@@ -48,7 +49,7 @@ class Run:
     origin_bytes: list[int]
 
 
-def run_job(origin: OriginProcess, folder: Path, *, share: float, num_epochs: int) -> Run:
+def run_job(origin: OriginProcess, folder: Path, order: OrderConfig, *, share: float, num_epochs: int) -> Run:
     """Serve a job some epochs through a new cache that has room for `share` of the data."""
     origin.forget()
     began = time.perf_counter()
@@ -57,7 +58,7 @@ def run_job(origin: OriginProcess, folder: Path, *, share: float, num_epochs: in
     budget = int(share * footprint(split.table.bytes_per_shard).sum())
     with Cache(folder / "cache", budget=budget) as cache:
         started, taken = time.perf_counter(), 0
-        for epoch, is_last in _serve(split, cache, num_epochs):
+        for epoch, is_last in _serve(split, cache, order, num_epochs):
             now = time.perf_counter()
             run.first_batch_s = run.first_batch_s or now - started
             if is_last:
@@ -69,12 +70,12 @@ def run_job(origin: OriginProcess, folder: Path, *, share: float, num_epochs: in
     return run
 
 
-def _serve(split: Split, cache: Cache, num_epochs: int) -> Iterator[tuple[int, bool]]:
+def _serve(split: Split, cache: Cache, order: OrderConfig, num_epochs: int) -> Iterator[tuple[int, bool]]:
     """Yield the epoch of each batch, and whether it is the last of it, once all its bytes were looked at."""
-    shards = FollowedShards(cache, split, ORDER)
+    shards = FollowedShards(cache, split, order)
     # fmt: off
     batches = SampleBatches(
-        split, shards, ORDER, batch_size=BATCH, rank=0, world_size=1, tail="short", blob="image", columns=(),
+        split, shards, order, batch_size=BATCH, rank=0, world_size=1, tail="short", blob="image", columns=(),
     )
     # fmt: on
     for batch in batches.stream(Cursor(0, 0)):
@@ -102,7 +103,7 @@ def measure_cold(folder: Path, photos: Path, arguments: argparse.Namespace) -> R
 
         def run_ours(store: Store = store, runs: list[Run] = runs) -> float:
             with store.fresh_folder() as target:
-                runs.append(run_job(origin, target, share=1.0, num_epochs=2))
+                runs.append(run_job(origin, target, COLD, share=1.0, num_epochs=2))
             return runs[-1].epoch_s[0]
 
         def run_theirs(store: Store = store, infos: list[ObjectInfo] = infos) -> float:
@@ -134,7 +135,7 @@ def measure_reuse(folder: Path, photos: Path, arguments: argparse.Namespace) -> 
 
     def run_share(share: float) -> float:
         with store.fresh_folder() as target:
-            runs[share].append(run_job(origin, target, share=share, num_epochs=3))
+            runs[share].append(run_job(origin, target, REUSE, share=share, num_epochs=3))
         return runs[share][-1].epoch_s[-1]
 
     with store.origin(LIMITS) as origin:
