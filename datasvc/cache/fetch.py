@@ -120,6 +120,7 @@ class Fetcher:
             return "resident"
         done = self._transfer(info, repository, report)
         if isinstance(repository, RemoteFile):
+            repository.check_unchanged()
             FileLink(self._files.folder, info.digest).note(done.content)
         counts = {f"{kind}_bytes": count for kind, count in done.bytes_by_kind.items()}
         counts |= {"misses": 1, "corrupt": done.num_corrupt}

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.storage import redact_url, resolve_url, translated
 
@@ -43,9 +43,19 @@ class RemoteFile:
             facts: dict[str, Any] = self._fs.info(self._path)
         if facts.get("type") == "directory" or facts.get("size") is None:
             raise ConfigError(f"{redact_url(url)} is no file of a known size; name single files")
-        state = next((facts[key] for key in _STATES if facts.get(key)), "")
+        state = next((facts[key] for key in _STATES if facts.get(key)), None)
+        if state is None:
+            raise ConfigError(
+                f"the store of {redact_url(url)} says neither a checksum nor a time, so a changed file could not be "
+                "told from the staged one; copy it instead"
+            )
         name = f"datasvc file\0{url}\0{state}\0{facts['size']}"
         self.info = ObjectInfo(Digest(blake3(name.encode()).hexdigest()), int(facts["size"]))
+
+    def check_unchanged(self) -> None:
+        """Raise SourceChangedError unless the store says of the file what it said at first."""
+        if RemoteFile(self.url).info != self.info:
+            raise SourceChangedError(f"{redact_url(self.url)} changed while it was staged; stage it again")
 
     @property
     def objects(self) -> RemoteFile:

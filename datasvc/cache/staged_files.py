@@ -18,9 +18,7 @@ from datasvc.cache.cache import Cache
 from datasvc.cache.fetch import Outcome, Report
 from datasvc.cache.file_links import FileLink
 from datasvc.cache.remote_file import RemoteFile
-from datasvc.errors import SourceChangedError
 from datasvc.repository import Digest
-from datasvc.repository.storage import redact_url
 
 _FILES_AT_ONCE = 8
 
@@ -67,8 +65,6 @@ def stage_files(cache: Cache, urls: Sequence[str], report: Report | None = None)
         acquired = cache.acquire(file.info, file, report)
         with lock:
             held.append(file.info.digest)
-        if acquired.outcome != "resident" and RemoteFile(url).info != file.info:
-            raise SourceChangedError(f"{redact_url(url)} changed while it was staged; stage it again")
         if acquired.outcome == "resident" and report is not None:
             report("resident", file.info.size_bytes)
         return StagedFile(url, link.make(file.file_name), acquired.outcome, file.info.size_bytes)

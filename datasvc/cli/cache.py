@@ -67,17 +67,22 @@ def stage(
 
     Example: datasvc stage s3://bucket/model.bin --cache /nvme/cache
     """
-    if all("://" in each for each in wanted):
-        _stage_files(wanted, cache, budget, tenant, as_json=as_json)
-        return
     from datasvc.errors import ConfigError
 
+    are_files = {"://" in each for each in wanted}
+    if are_files == {True, False}:
+        raise ConfigError("data sets and files by URL are staged by a command each")
+    if are_files == {True}:
+        if split is not None:
+            raise ConfigError("--split belongs to data sets")
+        _stage_files(wanted, cache, budget, tenant, as_json=as_json)
+        return
     if repo is None:
         raise ConfigError("a data set lies in a repository: name it with --repo or DATASVC_REPO")
+    splits = [each for ref in wanted for each in _splits(repo, ref, split)]
     with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
-        for ref in wanted:
-            done = _stage_splits(node, _splits(repo, ref, split), ref)
-            _print_staged(ref, done, as_json=as_json)
+        done = _stage_splits(node, splits, ", ".join(wanted))
+    _print_staged(", ".join(wanted), done, as_json=as_json)
 
 
 @app.command()
@@ -134,12 +139,13 @@ def pin(
     """
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
+    from datasvc.shards.dataset import choose_split
 
     dataset = open_dataset(Repository.open(repo), ref)
     ref = str(dataset.resolved)
     name = ref if split is None else f"{ref}/{split}"
     with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
-        done = _stage_splits(node, _splits(repo, ref, split), name, pinned=True)
+        done = _stage_splits(node, choose_split(dataset, split), name, pinned=True)
     _print_staged(name, done, as_json=as_json, what_was_done="pinned")
 
 

@@ -26,6 +26,7 @@ class EmbeddedNode:
 
     Raises:
         ConfigError: it could not start; the reason is on standard error.
+        OSError: no process could be made.
     """
 
     def __init__(self, settings: NodeSettings) -> None:

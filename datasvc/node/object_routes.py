@@ -3,17 +3,22 @@
     GET  /objects/{digest}                      resident, or 404
     GET  /objects/{digest}?origin=URL&size=N    resident, or fetched first from that repository, if it is one of ours
     HEAD /objects/{digest}                      resident, or 404
+    POST /objects/{digest}/check                read it again: {"found": "intact" | "corrupt" | "gone"}
 
 An object that is fetched first is answered when it is here and verified; until then `/healthz` tells whoever waits
-that the node lives. The bytes were verified when they arrived here; a peer verifies them again.
+that the node lives. The bytes were verified when they arrived here; a peer verifies them again,
+and has them checked where they turn out wrong: what has changed on this disk is put away, and given to nobody more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Callable
 
 from aiohttp import web
 
+from datasvc.cache.scrub import Finding
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.node.answers import error_answer
 from datasvc.node.byte_range import UnsatisfiableRangeError, parse_range
@@ -35,19 +40,30 @@ class ObjectRoutes:
         fetches: what is on its way.
         origins: what it may come from.
         sender: of bodies.
+        check: reads a resident object again; blocks.
     """
 
-    def __init__(self, residency: Residency, fetches: Fetches, origins: Origins, sender: Sender) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        fetches: Fetches,
+        origins: Origins,
+        sender: Sender,
+        check: Callable[[Digest], Finding],
+    ) -> None:
         self._residency = residency
         self._fetches = fetches
         self._origins = origins
         self._sender = sender
+        self._check = check
+        self._checking = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes."""
         return [
             web.get("/objects/{digest}", self.get, allow_head=False),
             web.head("/objects/{digest}", self.head),
+            web.post("/objects/{digest}/check", self.check),
         ]
 
     async def get(self, request: web.Request) -> web.StreamResponse:
@@ -72,6 +88,12 @@ class ObjectRoutes:
             answer = web.StreamResponse(headers=_headers(digest))
             answer.content_length = path.stat().st_size
             return answer
+
+    async def check(self, request: web.Request) -> web.Response:
+        """Answer a POST: what a look at the object's bytes found."""
+        digest = _digest(request)
+        async with self._checking:  # one at a time: whoever asks for many keeps no more than one thread busy
+            return web.json_response({"found": await asyncio.to_thread(self._check, digest)})
 
     async def _answer(self, request: web.Request, digest: Digest, path: str) -> web.StreamResponse:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

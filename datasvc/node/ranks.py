@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from datasvc.cache import parse_budget
 from datasvc.cache.membership import FixedMembership
 from datasvc.cache.peer_source import PeerSettings
 from datasvc.cache.peers import Peers
 from datasvc.cache.recovery import boot_id
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, DatasvcError
+from datasvc.node.auth import is_loopback
 from datasvc.node.embedded import EmbeddedNode
 from datasvc.node.settings import NodeSettings
 
@@ -27,12 +28,48 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_T = TypeVar("_T")
+
+
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank runs: ranks of one machine and folder share a cache, and so a server."""
+    """Where a rank runs, and where its node's server would listen. Ranks of one machine and folder share one.
+
+    Attributes:
+        machine: boot of the machine.
+        inode: device and number of the folder: in two containers equal paths may be different folders.
+        folder: path of the cache.
+        host: address of the machine.
+        port: one that is free.
+        token: rank 0's is everybody's.
+    """
 
     machine: str
+    inode: tuple[int, int]
     folder: str
+    host: str
+    port: int
+    token: str = field(repr=False)
+
+    @classmethod
+    def of(cls, folder: str | Path, address: str | None) -> _Place:
+        """Return this rank's. Raises OSError, ConfigError."""
+        place = Path(folder).expanduser().resolve()
+        place.mkdir(parents=True, exist_ok=True)
+        status = place.stat()
+        host = address or _address()
+        inode = status.st_dev, status.st_ino
+        return cls(boot_id(), inode, str(place), host, _free_port(host), secrets.token_hex(32))
+
+    @property
+    def url(self) -> str:
+        """Of the server."""
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{shown}:{self.port}"
+
+    def is_one_cache(self, other: _Place) -> bool:
+        """Return whether both are on one machine and in one folder."""
+        return (self.machine, self.inode) == (other.machine, other.inode)
 
 
 class RankNodes:
@@ -62,40 +99,35 @@ class RankNodes:
         address: str | None = None,
     ) -> None:
         self._group = group or _new_group()
-        place = _Place(boot_id(), str(Path(folder).expanduser().resolve()))
-        if budget is not None:
-            parse_budget(budget, Path(place.folder))
-        places = self._gather((place, secrets.token_hex(32)))
-        rank = self._rank()
-        leader = min(number for number, (each, _) in enumerate(places) if each == place)
-        token = places[0][1]
-        host = address or _address()
-        ports = self._gather(_free_port(host) if rank == leader else None)
-        urls = self._gather(_url(host, ports[rank]) if rank == leader else None)
-        own = urls[leader]
-        nodes = [url for url in urls if url is not None]
         self._node: EmbeddedNode | None = None
-        failure = ""
-        if rank == leader:
+        plan = self._gathered(lambda: _Place.of(folder, address))
+        rank, token = self._rank(), plan[0].token
+        own = plan[rank]
+        leaders = [min(number for number, each in enumerate(plan) if each.is_one_cache(place)) for place in plan]
+        nodes = list(dict.fromkeys(plan[leader].url for leader in leaders))
+        _check_reachable(plan, nodes)
+
+        def start() -> None:
+            if leaders[rank] != rank:
+                return
             settings = NodeSettings(
-                folder=Path(place.folder),
+                folder=Path(own.folder),
                 repositories=repositories,
-                host=host,
-                port=ports[rank],
+                host=own.host,
+                port=own.port,
                 token=token,
                 budget=budget,
                 peers=",".join(nodes),
-                own_url=own,
+                own_url=own.url,
             )
-            try:
-                self._node = EmbeddedNode(settings)
-            except ConfigError as error:
-                failure = f"{own}: {error}"
-        failures = [each for each in self._gather(failure) if each]
-        if failures:
+            self._node = EmbeddedNode(settings)
+
+        try:
+            self._gathered(start)
+        except ConfigError:
             self.close()
-            raise ConfigError(f"{len(failures)} of {len(nodes)} nodes have no server: {'; '.join(failures)}")
-        self.peers = Peers(FixedMembership(nodes, own=own), PeerSettings(token=token))
+            raise
+        self.peers = Peers(FixedMembership(nodes, own=plan[leaders[rank]].url), PeerSettings(token=token))
 
     def close(self) -> None:
         """End the server that this rank started, if it did; other ranks then go to the origin."""
@@ -111,12 +143,22 @@ class RankNodes:
     ) -> None:
         self.close()
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gathered(self, make: Callable[[], _T]) -> list[_T]:
+        """Return what `make` gave on each rank. Raises ConfigError on every rank where it failed on any."""
         import torch.distributed as dist
 
+        made: _T | None = None
+        failure = ""
+        try:
+            made = make()
+        except (DatasvcError, OSError) as error:
+            failure = f"rank {self._rank()} on {socket.gethostname()}: {error}"
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        dist.all_gather_object(gathered, (made, failure), group=self._group)
+        failures = [each for _, each in gathered if each]
+        if failures:
+            raise ConfigError(f"{len(failures)} ranks cannot serve their node's cache: {'; '.join(failures)}")
+        return [each for each, _ in gathered]
 
     def _rank(self) -> int:
         import torch.distributed as dist
@@ -137,16 +179,25 @@ def _new_group() -> ProcessGroup:
 
 def _address() -> str:
     """Return this machine's address on the way to the job's first rank."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+    (family, _, _, _, there), *_ = socket.getaddrinfo(
+        os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM
+    )
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://{host}:{port}"
+def _check_reachable(plan: Sequence[_Place], nodes: Sequence[str]) -> None:
+    """Refuse addresses that only mean something on one machine where there are several."""
+    local = [place.url for place in plan if place.url in nodes and is_loopback(place.host)]
+    if local and len({place.machine for place in plan}) > 1:
+        raise ConfigError(
+            f"{', '.join(local)} cannot be reached from the other machines: give each rank's `address`, or let "
+            "MASTER_ADDR be an address that all machines reach"
+        )

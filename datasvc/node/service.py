@@ -55,6 +55,7 @@ class Service:
             # What is staged may come from peers. What peers ask for may not, see `fetching`.
             staging = opening.enter_context(Cache(settings.folder, tenant=settings.tenant, peers=self._peers))
             self._closing = opening.pop_all()
+        self._cache = cache
         self._jobs = StageJobs(staging)
         self._residency = Residency(cache)
         self._fetches = Fetches(cache)
@@ -65,7 +66,7 @@ class Service:
         """Return the application of all routes."""
         middlewares: list[Middleware] = [check_token(self._settings.token), answer_errors]
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
-        objects = ObjectRoutes(self._residency, self._fetches, self._origins, self._sender)
+        objects = ObjectRoutes(self._residency, self._fetches, self._origins, self._sender, self._cache.check)
         application.add_routes(objects.routes())
         application.add_routes(StageRoutes(self._jobs, self._origins).routes())
         application.add_routes(

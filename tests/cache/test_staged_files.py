@@ -12,7 +12,7 @@ from datasvc.cache import Cache
 from datasvc.cache.records import footprint
 from datasvc.cache.staged_files import stage_files
 from datasvc.cli.main import app
-from datasvc.errors import CacheFullError, ConfigError, NotFoundError
+from datasvc.errors import CacheFullError, ConfigError, NotFoundError, SourceChangedError
 
 
 class Ranged(SimpleHTTPRequestHandler):
@@ -23,13 +23,16 @@ class Ranged(SimpleHTTPRequestHandler):
         if content is not None:
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
-            self.send_header("ETag", f'"{hash(content)}"')
+            if self.server.says_state:
+                self.send_header("ETag", f'"{hash(content)}"')
             self.end_headers()
 
     def do_GET(self):
         content = self.content()
         if content is None:
             return
+        if self.server.before_answer is not None:
+            self.server.before_answer()
         first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
         part = content[int(first) : int(last) + 1 if last else None]
         self.send_response(206)
@@ -54,7 +57,7 @@ def site(tmp_path):
     folder = tmp_path / "site"
     folder.mkdir()
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranged, directory=str(folder)))
-    server.num_bytes = 0
+    server.num_bytes, server.says_state, server.before_answer = 0, True, None
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield folder, f"http://127.0.0.1:{server.server_port}", server
@@ -98,6 +101,31 @@ def test_a_file_that_changed_is_fetched_again(site, cache):
     (folder / "x").write_bytes(b"new")
     new = stage_files(cache, [f"{url}/x"])[0].path
     assert (old.read_bytes(), new.read_bytes()) == (b"old", b"new")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(site, cache):
+    folder, url, server = site
+    path = folder / "x"
+    first, second = b"1" * 300, b"2" * 300
+
+    def change():
+        path.write_bytes(second)
+        server.before_answer = None
+
+    path.write_bytes(first)
+    server.before_answer = change
+    with pytest.raises(SourceChangedError, match="changed while"):
+        stage_files(cache, [f"{url}/x"])
+    path.write_bytes(first)
+    assert stage_files(cache, [f"{url}/x"])[0].path.read_bytes() == first
+
+
+def test_a_store_that_says_nothing_of_a_file_s_state_is_refused(site, cache):
+    folder, url, server = site
+    (folder / "x").write_bytes(b"1")
+    server.says_state = False
+    with pytest.raises(ConfigError, match="neither a checksum nor a time"):
+        stage_files(cache, [f"{url}/x"])
 
 
 def test_a_scrub_finds_a_changed_staged_file_and_leaves_a_sound_one(site, cache):

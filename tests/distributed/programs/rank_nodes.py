@@ -38,7 +38,10 @@ check(root / "shared")
 # A server that runs already on one node: every rank is told.
 taken = root / f"taken-{dist.get_rank()}"
 with RankNodes(taken, (repo,), budget="50MB"):
-    with raises(ConfigError, "have no server"):
+    with raises(ConfigError, "cannot serve their node"):
         RankNodes(taken, (repo,))
     dist.barrier()
+# A failure on one rank alone is an error on all, and nobody waits for ever.
+with raises(ConfigError, "1 ranks cannot serve", "rank 1"):
+    RankNodes(root / f"own-{dist.get_rank()}", (repo,), address="203.0.113.1" if dist.get_rank() else None)
 dist.destroy_process_group()
