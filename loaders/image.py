@@ -150,7 +150,9 @@ class ImageLoader:
         if cache is not None:
             self._check_window(cache, batch_size * world_size * (prefetch + 1))
         own_lanes = lanes_of_rank(batch_size * world_size, rank=rank, world_size=world_size, lanes=lanes)
-        self._followed = None if cache is None else FollowedShards(cache, split, self.order, own_lanes)
+        self._followed = (
+            None if cache is None else FollowedShards(cache, split, self.order, own_lanes, num_ranks=world_size)
+        )
         self._has_labels = LABEL in split.table.sample_schema.names
         self._batches = SampleBatches(
             split,

@@ -20,7 +20,7 @@ from datasvc.cache.peers import Peers
 from datasvc.cache.pins import Pin, find_pin, read_pins, remove_pin, write_pin
 from datasvc.cache.quotas import DEFAULT_TENANT, Quota
 from datasvc.cache.remote_file import Store
-from datasvc.cache.scrub import ScrubReport, scrub_folder
+from datasvc.cache.scrub import Finding, ScrubReport, check_object, scrub_folder
 from datasvc.cache.staging import StageReport, stage_objects
 from datasvc.cache.status import CacheStatus, read_status
 from datasvc.errors import ConfigError
@@ -230,6 +230,10 @@ class Cache:
         """
         return scrub_folder(self._open(), report)
 
+    def check(self, digest: Digest) -> Finding:
+        """Read one resident object again, and quarantine it if its bytes have changed."""
+        return check_object(self._open(), digest)
+
     def status(self) -> CacheStatus:
         """Return how full the cache is, and who uses it."""
         opened = self._open()
@@ -303,7 +307,8 @@ class CachedShards:
         self._held[info.digest] -= 1
 
     def is_resident(self, info: ObjectInfo) -> bool:
-        """Return whether a shard can be opened without waiting."""
+        """Return whether a shard can be opened without waiting. Raises ConfigError in a forked child."""
+        self._opened.check_process()
         return self._opened.catalogue.ready(info)
 
     def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`

@@ -6,15 +6,15 @@ small share of the data is read so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from datasvc.errors import DatasvcError
+from datasvc.errors import CorruptDataError, DatasvcError
 from datasvc.repository import Digest, Objects
 from datasvc.shards import Shard, Wanted
 from datasvc.shards.partial import PartialShard, open_partial
 
-_SHARE = 0.01
+_SHARE = 0.02
 _REQUESTS_AT_ONCE = 16
 
 
@@ -23,24 +23,30 @@ class EarlySamples:
 
     Args:
         objects: where the shards are.
-        split_bytes: of all shards; one per cent of it may be read early.
+        split_bytes: of all shards; two per cent of it may be read early, by all ranks together.
+        num_ranks: of the job.
+        count: adds to the cache's counters.
     """
 
-    def __init__(self, objects: Objects, split_bytes: int) -> None:
+    def __init__(
+        self, objects: Objects, split_bytes: int, *, num_ranks: int = 1, count: Callable[[str, int], None]
+    ) -> None:
         self._objects = objects
-        self._left_bytes = int(split_bytes * _SHARE)
-        self._has_begun = False
+        self._left_bytes = int(split_bytes * _SHARE) // num_ranks
+        self._count = count
         self._partial: dict[Digest, PartialShard | None] = {}
 
     def read(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
         """Return the shards, good for the wanted rows; {} when the allowance is used up, or it cannot be done."""
-        if not wanted or (self._has_begun and not self._left_bytes):
+        if not wanted or not self._left_bytes:
             return {}
         try:
             with ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="datasvc-early") as pool:
                 return self._read(wanted, pool)
-        except DatasvcError:
+        except DatasvcError as error:
             # Whoever fetches the whole shard meets the same, tries other sources, and says what is wrong.
+            if isinstance(error, CorruptDataError):
+                self._count("corrupt", 1)
             self.end()
             return {}
 
@@ -50,7 +56,7 @@ class EarlySamples:
 
     def end(self) -> None:
         """Read nothing early from here on."""
-        self._has_begun, self._left_bytes = True, 0
+        self._left_bytes = 0
         self._partial.clear()
 
     def _read(self, wanted: Sequence[Wanted], pool: ThreadPoolExecutor) -> Mapping[Digest, Shard]:
@@ -60,16 +66,17 @@ class EarlySamples:
         found = {each: partial for each in wanted if (partial := self._partial[each.info.digest]) is not None}
         reads = [(partial, read) for each, partial in found.items() for read in partial.plan(each.rows)]
         size_bytes = sum(read.size_bytes for _, read in reads)
-        if len(found) < len(wanted) or (self._has_begun and size_bytes > self._left_bytes):
+        if len(found) < len(wanted) or size_bytes > self._left_bytes:
             self.end()
             return {}
-        self._has_begun = True
-        self._left_bytes = max(0, self._left_bytes - size_bytes)
+        self._left_bytes -= size_bytes
         # All requests of all shards side by side.
         spans = [(partial.info.digest, span) for partial, read in reads for span in read.spans]
         contents = pool.map(lambda pair: self._objects.read_range(pair[0], pair[1].offset, pair[1].length), spans)
         for partial, read in reads:
             partial.add(read, [next(contents) for _ in read.spans])
+        self._count("early_bytes", size_bytes)
+        self._count("origin_bytes", size_bytes)
         return {each.info.digest: partial for each, partial in found.items()}
 
     def _open(self, wanted: Wanted) -> PartialShard | None:

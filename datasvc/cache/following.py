@@ -31,20 +31,30 @@ class FollowedShards:
         split: the samples.
         config: the order's parameters.
         lanes: those that this process is served from; None: all.
+        num_ranks: of the job: what is read early is shared among them.
     """
 
-    def __init__(self, cache: Cache, split: Split, config: OrderConfig, lanes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        split: Split,
+        config: OrderConfig,
+        lanes: Sequence[int] | None = None,
+        *,
+        num_ranks: int = 1,
+    ) -> None:
         self._cache = cache
         self._shards = cache.shards(split.repository)
         self._split, self._config, self._lanes = split, config, lanes
         self._timeline = Timeline(split.table, config, lanes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
         self._cursor = (0, 0)
-        self._early = EarlySamples(split.repository.objects, split.table.size_bytes)
+        self._early = EarlySamples(
+            split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=cache.count
+        )
         self._stager: Stager | None = None
         self._fetching: set[Digest] = set()
-        self._threads = ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-missing")
-        weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
+        self._threads: ThreadPoolExecutor | None = None
 
     def open_shard(self, info: ObjectInfo) -> Shard:
         """See `CachedShards.open_shard`."""
@@ -75,7 +85,10 @@ class FollowedShards:
 
     def close(self) -> None:
         """End the stager; what is held stays so until released."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+            self._fetching.clear()
         if self._stager is not None:
             self._stager.close()
             self._stager = None
@@ -85,13 +98,20 @@ class FollowedShards:
 
         def fetch() -> None:
             now = self._timeline.clock(*self._cursor)
-            with suppress(DatasvcError):  # whoever opens the shard meets the same
-                self._cache.prefetch(info, self._split.repository, Reuse(now, now))
-            self._fetching.discard(info.digest)
+            try:
+                with suppress(DatasvcError):  # whoever opens the shard meets the same
+                    self._cache.prefetch(info, self._split.repository, Reuse(now, now))
+            finally:
+                self._fetching.discard(info.digest)
 
-        if info.digest not in self._fetching:
-            self._fetching.add(info.digest)
-            self._threads.submit(fetch)
+        # More wait for the stager, which is better at it, or for whoever opens them.
+        if info.digest in self._fetching or len(self._fetching) >= _SHARDS_AT_ONCE:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-missing")
+            weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
+        self._fetching.add(info.digest)
+        self._threads.submit(fetch)
 
     def _start(self) -> None:
         epoch, position = self._cursor

@@ -11,7 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
@@ -19,7 +19,7 @@ from urllib.parse import urlencode, urlsplit
 from datasvc.cache.peer_health import PeerHealth
 from datasvc.cache.sources import Kind, Sink
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
-from datasvc.repository import ObjectInfo
+from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.storage import redact_url
 
 _BUFFER_BYTES = 1 << 20
@@ -73,6 +73,7 @@ class PeerSource:
 
     Args:
         url: the peer's base URL.
+        digest: the object.
         origin_url: the repository to fetch from if it lacks the object; None: it shall not fetch.
         settings: how to talk to it.
         health: its record.
@@ -84,6 +85,7 @@ class PeerSource:
     def __init__(
         self,
         url: str,
+        digest: Digest,
         origin_url: str | None,
         settings: PeerSettings,
         health: PeerHealth,
@@ -91,6 +93,7 @@ class PeerSource:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.name = url
+        self._digest = digest
         self._origin = {} if origin_url is None else {"origin": redact_url(origin_url)}
         self._settings = settings
         self._health = health
@@ -108,8 +111,16 @@ class PeerSource:
                 offset += len(view)
 
     def judge(self, *, intact: bool) -> None:
-        """See `Source`: whoever gave wrong bytes is left alone for long."""
+        """See `Source`: whoever gave wrong bytes is left alone for long, and told to look at its disk."""
         self._health.judged(intact=intact)
+        if not intact:
+            self._have_it_checked()
+
+    def _have_it_checked(self) -> None:
+        """Ask the peer to read its object again. Nothing depends on the answer: it may be no honest one."""
+        with suppress(OSError, http.client.HTTPException), closing(self._connected()) as connection:
+            connection.request("POST", f"/objects/{self._digest}/check", headers=self._headers())
+            connection.getresponse().close()
 
     def _pieces(self, info: ObjectInfo, offset: int, length: int) -> Generator[memoryview, None, None]:
         """Yield the bytes as they come, in one buffer that is used again and again."""

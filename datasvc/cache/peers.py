@@ -63,7 +63,7 @@ class Peers:
             origin_url: the repository that has it, for a peer that does not.
         """
         above, _ = self._ranked(info.digest)
-        return [self._source(url, origin_url) for url in above if self._health_of(url).may_ask()]
+        return [self._source(url, info, origin_url) for url in above if self._health_of(url).may_ask()]
 
     def holders(self, info: ObjectInfo) -> list[PeerSource]:
         """Return whom to ask for an object when its origin has failed: those that rank below this node.
@@ -71,7 +71,7 @@ class Peers:
         They give it only if it is resident there, so nobody waits for anybody in a circle.
         """
         _, below = self._ranked(info.digest)
-        return [self._source(url, None) for url in below]
+        return [self._source(url, info, None) for url in below]
 
     @property
     def num_nodes(self) -> int:
@@ -104,9 +104,9 @@ class Peers:
         own = ranked.index(nodes.own) if nodes.own is not None else len(ranked)
         return ranked[:own], ranked[own + 1 :]
 
-    def _source(self, url: str, origin_url: str | None) -> PeerSource:
+    def _source(self, url: str, info: ObjectInfo, origin_url: str | None) -> PeerSource:
         tls = self._tls if url.startswith("https:") else None
-        return PeerSource(url, origin_url, self._settings, self._health_of(url), tls=tls)
+        return PeerSource(url, info.digest, origin_url, self._settings, self._health_of(url), tls=tls)
 
     def _health_of(self, url: str) -> PeerHealth:
         with self._lock:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from datasvc.cache.file_links import FileLink
 from datasvc.cache.folder import CacheFolder
 from datasvc.cache.records import RESERVED
 from datasvc.repository import Digest
 from datasvc.repository.objects import digest_of_file
+
+Finding = Literal["intact", "corrupt", "gone"]
 
 
 @dataclass(frozen=True)
@@ -37,21 +40,32 @@ def scrub_folder(folder: CacheFolder, report: Callable[[int], None] | None = Non
         if record.state == RESERVED:
             continue
         is_held = folder.holds.is_held(digest)
-        # Evicted meanwhile it would look damaged, or be another file by the time it is judged.
-        folder.holds.acquire(digest)
-        try:
-            found = digest_of_file(folder.files.object_path(digest))
-            if found == (FileLink(folder.files.folder, digest).content or digest):
-                folder.catalogue.verified(digest)
-            elif folder.catalogue.quarantine(digest, reserved=False, mapped=is_held):
-                corrupt.append(digest)
-                held += [digest] if is_held else []
-        except FileNotFoundError:
+        found = check_object(folder, digest)
+        if found == "gone":
             continue
-        finally:
-            folder.holds.release(digest)
+        if found == "corrupt":
+            corrupt.append(digest)
+            held += [digest] if is_held else []
         num_checked += 1
         checked_bytes += record.size_bytes
         if report is not None:
             report(record.size_bytes)
     return ScrubReport(num_checked, checked_bytes, tuple(corrupt), tuple(held))
+
+
+def check_object(folder: CacheFolder, digest: Digest) -> Finding:
+    """Read a resident object, and quarantine it if its bytes have changed."""
+    is_held = folder.holds.is_held(digest)
+    # Evicted meanwhile it would look damaged, or be another file by the time it is judged.
+    folder.holds.acquire(digest)
+    try:
+        found = digest_of_file(folder.files.object_path(digest))
+        if found == (FileLink(folder.files.folder, digest).content or digest):
+            folder.catalogue.verified(digest)
+            return "intact"
+        # Where somebody else was faster it is judged, or fetched again.
+        return "corrupt" if folder.catalogue.quarantine(digest, reserved=False, mapped=is_held) else "intact"
+    except FileNotFoundError:
+        return "gone"
+    finally:
+        folder.holds.release(digest)

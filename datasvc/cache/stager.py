@@ -16,15 +16,19 @@ import queue
 import subprocess
 import sys
 import threading
+import traceback
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from datasvc.cache.cache import Cache
+from datasvc.cache.fetch import Outcome
 from datasvc.cache.peers import Peers
 from datasvc.cache.plan import choose_ahead_bytes
 from datasvc.cache.timeline import Piece, Timeline
@@ -76,6 +80,8 @@ class Stager:
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
+        self._owner = os.getpid()
+        _running.add(self)
         self._send(job)
 
     @property
@@ -88,16 +94,33 @@ class Stager:
         self._send((epoch, position))
 
     def close(self) -> None:
-        """End the stager; fetches under way are given up. Closing again does nothing."""
+        """End the stager; fetches under way are given up. Closing again does nothing, nor does a forked child."""
+        self.let_go()
+        if self._owner == os.getpid():
+            self._process.terminate()
+            self._process.wait()
+
+    def let_go(self) -> None:
+        """Close this process's end of the pipe: the stager ends when nobody has it open any more."""
         with suppress(BrokenPipeError):
             self._pipe.close()
-        self._process.terminate()
-        self._process.wait()
 
     def _send(self, message: object) -> None:
         with suppress(BrokenPipeError, ValueError):
             pickle.dump(message, self._pipe)
             self._pipe.flush()
+
+
+_running: weakref.WeakSet[Stager] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    """In a forked child: its copies of the pipes would keep the stagers running after the parent's end."""
+    for stager in list(_running):
+        stager.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 class Ahead:
@@ -119,6 +142,7 @@ class Ahead:
         self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, cache.budget_bytes)
         self.num_at_once = _choose_shards_at_once(job.split, cache.budget_bytes)
         self._waiting: deque[Piece] = deque()
+        self._set_aside: list[tuple[int, Piece]] = []  # with the clock at which to try again
         self._under_way: set[int] = set()
         self._is_blocked = False
         self._lock = threading.Lock()
@@ -138,6 +162,10 @@ class Ahead:
                 # Another epoch, or a state was loaded: what was fetched and not used must not wait for ever.
                 self._expect(passed_only=self._cursor > before)
                 self._waiting = deque(self._timeline.pieces(epoch, position))
+                self._set_aside.clear()
+            due = [piece for when, piece in self._set_aside if when <= now]
+            self._set_aside = [each for each in self._set_aside if each[0] > now]
+            self._waiting.extendleft(reversed(due))
             while self._waiting and self._waiting[0].stop <= now:
                 self._waiting.popleft()
 
@@ -151,25 +179,37 @@ class Ahead:
             return piece
 
     def fetch(self, piece: Piece) -> None:
-        """Fetch a piece that `next_piece` gave, or put it back where there is no room or the fetch failed."""
-        info = self._split.table.shard(piece.shard)
+        """Fetch a piece that `next_piece` gave, or put it back where there is no room, or aside where it failed."""
         now = self._timeline.clock(*self._cursor)
-        reuse = Reuse(now, max(now, piece.first))
+        outcome: Outcome | None = None
         try:
-            # Further ahead only where there is room to spare: what it would evict is worth more.
-            evict = piece.first - now <= self._ahead_bytes
-            outcome = self._cache.prefetch(info, self._split.repository, reuse, evict=evict)
-            if outcome == "resident":
-                self._cache.expect({info.digest: piece.first}, now)
+            outcome = self._fetch(piece, now)
         except DatasvcError:
             # The job meets the same error when it needs the shard, and says so; until then it may have passed.
-            self._cache.count("prefetch_failures", 1)
-            outcome = "later"
-        with self._lock:
-            self._under_way.discard(piece.shard)
-            if outcome == "later":
-                self._is_blocked = True
-                self._waiting.appendleft(piece)
+            with suppress(DatasvcError):
+                self._cache.count("prefetch_failures", 1)
+        finally:
+            with self._lock:
+                self._under_way.discard(piece.shard)
+                if outcome == "later":
+                    self._is_blocked = True
+                    self._waiting.appendleft(piece)
+                elif outcome == "busy":
+                    # Somebody else fetches it: look again whether it came, once the job has gone on.
+                    self._set_aside.append((now + 1, piece))
+                elif outcome is None:
+                    self._set_aside.append((now + self._ahead_bytes, piece))
+
+    def _fetch(self, piece: Piece, now: int) -> Outcome:
+        info = self._split.table.shard(piece.shard)
+        # Further ahead only where there is room to spare: what it would evict is worth more.
+        evict = piece.first - now <= self._ahead_bytes
+        # Another rank of this node may need it before this one does.
+        next_use = self._timeline.next_use(piece.shard, *self._cursor)
+        outcome = self._cache.prefetch(info, self._split.repository, Reuse(now, max(now, next_use)), evict=evict)
+        if outcome == "resident":
+            self._cache.expect({info.digest: next_use}, now)
+        return outcome
 
     def _expect(self, *, passed_only: bool) -> None:
         digests = [info.digest for info in self._split.table.shards()]
@@ -195,10 +235,17 @@ def serve(pipe: BinaryIO) -> None:
         with ThreadPoolExecutor(ahead.num_at_once, thread_name_prefix="datasvc-ahead") as pool:
             while True:
                 while (piece := ahead.next_piece()) is not None:
-                    pool.submit(ahead.fetch, piece).add_done_callback(lambda _: events.put(None))
+                    pool.submit(ahead.fetch, piece).add_done_callback(partial(_finished, events))
                 event = events.get()
                 if event is not None:
                     ahead.advance(*event)
+
+
+def _finished(events: queue.SimpleQueue[tuple[int, int] | None], fetch: Future[None]) -> None:
+    error = fetch.exception()
+    if error is not None:
+        traceback.print_exception(error)  # ours to mend; the piece was set aside
+    events.put(None)
 
 
 def _listen(pipe: BinaryIO, events: queue.SimpleQueue[tuple[int, int] | None]) -> None:
@@ -209,5 +256,17 @@ def _listen(pipe: BinaryIO, events: queue.SimpleQueue[tuple[int, int] | None]) -
     os._exit(0)  # locks and leases go with the process; a fetch that is cut off is continued by whoever wants it
 
 
+def main() -> None:
+    """Serve the job on standard input; what goes wrong is one line on standard error."""
+    try:
+        serve(sys.stdin.buffer)
+    except (DatasvcError, OSError) as error:
+        sys.stderr.write(f"datasvc: nothing is fetched ahead: {error}\n")
+        sys.stderr.flush()
+    except BaseException:  # noqa: BLE001 - the end of this process, with the thread that reads still at it
+        traceback.print_exc()
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    serve(sys.stdin.buffer)
+    main()

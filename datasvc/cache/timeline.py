@@ -38,7 +38,8 @@ class Timeline:
     Args:
         table: the shards.
         config: the order's parameters.
-        lanes: those that this process is served from; None: all.
+        lanes: those that this process is served from, and whose pieces it fetches; None: all. Next uses are those of
+            all lanes: other ranks of the node use the same shards.
     """
 
     def __init__(self, table: ShardTable, config: OrderConfig, lanes: Sequence[int] | None = None) -> None:
@@ -61,6 +62,12 @@ class Timeline:
         next_use = int(later[0]) if len(later) else int(self._epoch(epoch + 1)[1][shard])
         return Reuse(now, next_use)
 
+    def next_use(self, shard: int, epoch: int, position: int) -> int:
+        """Return when a shard is needed from a position on, by whatever lane; one entry of `next_uses`."""
+        uses, _ = self._epoch(epoch)
+        ahead = uses.first[(uses.shards == shard) & (uses.stop > self.clock(epoch, position))]
+        return int(ahead[0]) if len(ahead) else int(self._epoch(epoch + 1)[1][shard])
+
     def next_uses(self, epoch: int, position: int) -> Integers:
         """Return when each shard is needed from a position on: `int64[num_shards]`, NEVER where none is seen."""
         now = self.clock(epoch, position)
@@ -76,17 +83,18 @@ class Timeline:
         both = [self._epoch(each)[0] for each in (epoch, epoch + 1)]
         return [
             Piece(shard, first, stop)
-            for uses in both
+            for uses in map(self._own, both)
             for shard, first, stop in zip(uses.shards.tolist(), uses.first.tolist(), uses.stop.tolist(), strict=True)
             if stop > now
         ]
+
+    def _own(self, uses: Uses) -> Uses:
+        return uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
 
     def _epoch(self, epoch: int) -> tuple[Uses, Integers]:
         """Return the uses of an epoch, and the first of each shard."""
         if epoch not in self._epochs:
             uses = plan_uses(self._samples, self._bytes, self._config, [epoch])
-            if self._lanes is not None:
-                uses = uses.only(np.isin(uses.lanes, self._lanes))
             first = np.full(len(self._samples), NEVER, np.int64)
             np.minimum.at(first, uses.shards, uses.first)
             self._epochs = {each: known for each, known in self._epochs.items() if abs(each - epoch) <= 1}

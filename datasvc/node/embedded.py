@@ -11,6 +11,7 @@ import pickle  # between a job and its own child
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import suppress
 
 from datasvc.errors import ConfigError
@@ -33,6 +34,8 @@ class EmbeddedNode:
         self._process = subprocess.Popen(  # noqa: S603 - this very file
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        self._owner = os.getpid()
+        _running.add(self)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):
@@ -47,13 +50,30 @@ class EmbeddedNode:
             )
 
     def close(self) -> None:
-        """End the server; closing again does nothing."""
+        """End the server; closing again does nothing, nor does a forked child."""
+        self.let_go()
+        if self._owner == os.getpid():
+            self._process.terminate()
+            self._process.wait()
+
+    def let_go(self) -> None:
+        """Close this process's ends of the pipes: the server ends when nobody has them open any more."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-        self._process.terminate()
-        self._process.wait()
+
+
+_running: weakref.WeakSet[EmbeddedNode] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    """In a forked child: its copies of the pipes would keep the servers running after the parent's end."""
+    for node in list(_running):
+        node.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def _end_with_input() -> None:

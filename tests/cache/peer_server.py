@@ -43,6 +43,7 @@ class PeerServer:
         self.fault = fault
         self.token = token
         self.requests = []  # digest, range, query
+        self.checked = []  # digests of objects that it was told to look at
         self.num_health_checks = 0
         self.answers_after_checks = None  # of its health, when it is "silent"
         self.going = threading.Event()  # set it to end what lasts for ever
@@ -59,6 +60,10 @@ class PeerServer:
                 digest = split.path.removeprefix("/objects/")
                 peer.requests.append((digest, self.headers.get("Range"), parse_qs(split.query)))
                 peer.answer(self, digest)
+
+            def do_POST(self):
+                peer.checked.append(self.path.removeprefix("/objects/").removesuffix("/check"))
+                self.answer(200)
 
             def answer(self, status, body=b"", headers=()):
                 self.send_response(status)

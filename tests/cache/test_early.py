@@ -1,5 +1,7 @@
 """Single samples of shards that are not here, read by range and checked, as long as a small allowance lasts."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,10 @@ def split(tmp_path_factory):
     return open_dataset(repository, "pets@1")["train"]
 
 
+def ignore(_name, _number):
+    pass
+
+
 def wanted(split, shard, rows):
     return Wanted(split.table.shard(shard), split.table.index(shard), np.array(rows))
 
@@ -51,37 +57,41 @@ def blobs(shard, rows):
 
 def test_samples_of_several_shards_come_without_their_shards(split):
     objects = Counting(split.repository.objects)
-    early = EarlySamples(objects, 1 << 40)
+    counted = Counter()
+    early = EarlySamples(objects, 1 << 40, count=lambda name, number: counted.update({name: number}))
     found = early.read([wanted(split, 0, [1, 0]), wanted(split, 2, [2])])
     for shard, rows in ((0, [1, 0]), (2, [2])):
         info = split.table.shard(shard)
         assert blobs(found[info.digest], rows) == blobs(split.origin.open_shard(info), rows)
     before = objects.num_bytes
+    assert counted == {"early_bytes": before, "origin_bytes": before}
     early.read([wanted(split, 0, [0])])
     assert objects.num_bytes == before  # what is there is not read again
 
 
-def test_the_first_samples_are_read_in_any_case_and_then_only_what_the_allowance_holds(split):
+def test_no_more_is_read_than_the_share_of_the_rank(split):
     objects = Counting(split.repository.objects)
-    early = EarlySamples(objects, 0)
+    split_bytes = 50 * split.table.size_bytes  # two per cent of it are this split
+    assert EarlySamples(objects, split_bytes, count=ignore).read([wanted(split, 0, [0])])
+    read = objects.num_bytes
+    early = EarlySamples(objects, split_bytes, num_ranks=split.table.size_bytes // read, count=ignore)
     assert early.read([wanted(split, 0, [0])])
-    before = objects.num_bytes
     assert early.read([wanted(split, 1, [0])]) == {}
-    assert objects.num_bytes == before
+    assert objects.num_bytes == 2 * read
 
 
 @pytest.mark.parametrize("fault", ["fails", "flips"])
 def test_what_cannot_be_read_or_is_wrong_is_left_to_the_whole_shard(split, fault):
     objects = Counting(split.repository.objects)
     setattr(objects, fault, True)
-    early = EarlySamples(objects, 1 << 40)
+    early = EarlySamples(objects, 1 << 40, count=ignore)
     assert early.read([wanted(split, 0, [0])]) == {}
     setattr(objects, fault, False)
     assert early.read([wanted(split, 0, [0])]) == {}  # and nothing is tried again
 
 
 def test_a_shard_without_an_index_is_waited_for(split):
-    early = EarlySamples(split.repository.objects, 1 << 40)
+    early = EarlySamples(split.repository.objects, 1 << 40, count=ignore)
     assert early.read([Wanted(split.table.shard(0), None, np.array([0]))]) == {}
 
 

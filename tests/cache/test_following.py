@@ -5,6 +5,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +18,10 @@ from datasvc.cache.following import FollowedShards
 from datasvc.cache.records import footprint
 from datasvc.cache.stager import Ahead, StagerJob
 from datasvc.cache.timeline import Timeline
-from datasvc.order import AccessOrder, OrderConfig
-from datasvc.shards import ingest, open_dataset
+from datasvc.errors import CorruptDataError
+from datasvc.order import NEVER, AccessOrder, OrderConfig
+from datasvc.repository import Objects
+from datasvc.shards import Wanted, ingest, open_dataset
 from loaders.batches import Cursor, SampleBatches
 from tests.samples import write_folder
 
@@ -152,6 +157,28 @@ def test_data_that_fits_is_fetched_once_whoever_of_job_and_stager_is_faster(tmp_
         assert cache.counters()["misses"] == split.table.num_shards
 
 
+def test_what_a_batch_lacks_is_fetched_side_by_side_where_the_stager_is_late(tmp_path, split, monkeypatch):
+    barrier, real = threading.Barrier(3), Objects.read_range  # broken unless three are on their way at once
+
+    def read_range(*arguments):
+        barrier.wait(20)
+        return real(*arguments)
+
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        shards = FollowedShards(cache, split, CONFIG)
+        shards.open_shard(split.table.shard(0))
+        shards._stager._process.kill()
+        shards._stager._process.wait()
+        there = resident(cache, split)
+        missing = [info for number, info in enumerate(split.table.shards()) if number not in there][:3]
+        monkeypatch.setattr(Objects, "read_range", read_range)
+        assert shards.open_early([Wanted(info, None, np.array([0])) for info in missing]) == {}
+        for info in missing:
+            shards.open_shard(info)
+        shards.close()
+        assert cache.counters()["misses"] == len(there) + 3
+
+
 def test_data_that_is_all_here_needs_no_stager(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
         cache.stage([split])
@@ -192,6 +219,67 @@ def test_a_stager_ends_with_its_job_however_that_ends(tmp_path, split):
     os.close(stager)
     process.stdin.close()
     process.stdout.close()
+
+
+FORKING = ORPHANED.replace(
+    "    print(", "    if os.fork() == 0:\n        sys.stdin.read()\n        os._exit(0)\n    print("
+)
+
+
+def test_a_stager_ends_with_its_job_whose_forked_child_lives_on(tmp_path, split):
+    words = [sys.executable, "-c", FORKING, split.repository.url, str(tmp_path / "cache")]
+    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    stager = os.pidfd_open(int(process.stdout.readline()))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert select.select([stager], [], [], 20)[0]
+    os.close(stager)
+    process.stdin.close()  # ends the child
+    process.stdout.close()
+
+
+def test_a_shard_that_cannot_be_fetched_holds_up_no_other_and_is_not_asked_for_again_and_again(tmp_path, split):
+    counted = Counter()
+    bad = Timeline(split.table, CONFIG).pieces(0, 0)[6].shard
+
+    class Failing(Cache):
+        def prefetch(self, info, *words, **options):
+            counted[info.digest] += 1
+            if info == split.table.shard(bad):
+                raise CorruptDataError("bad")
+            return super().prefetch(info, *words, **options)
+
+    with Failing(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        ahead = Ahead(cache, job(cache, split))
+        ahead.begin()
+        for position in range(10):
+            ahead.advance(0, position)
+            fetch_all(ahead)
+        assert resident(cache, split) == set(range(split.table.num_shards)) - {bad}
+        assert counted[split.table.shard(bad).digest] <= 3  # a shard may come in pieces
+        assert cache.counters()["prefetch_failures"] == counted[split.table.shard(bad).digest]
+
+
+def test_shards_are_used_again_after_a_close(tmp_path, split):
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        shards = FollowedShards(cache, split, CONFIG)
+        for info in split.table.shards()[:4]:
+            wanted = Wanted(info, None, np.array([0]))
+            shards.open_early([wanted])
+            shards.open_shard(info)
+            shards.close()
+        assert {0, 1, 2, 3} <= resident(cache, split)
+
+
+def test_two_ranks_of_one_order_agree_on_when_a_shard_is_needed_again(tmp_path, split):
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        ranks = [Ahead(cache, replace(job(cache, split), lanes=[lane])) for lane in (0, 1)]
+        for ahead in ranks:
+            ahead.begin()
+            fetch_all(ahead)
+        wanted = Timeline(split.table, CONFIG).next_uses(0, 0)
+        for number, info in enumerate(split.table.shards()):
+            assert cache._open().catalogue.record(info.digest).next_use == wanted[number] < NEVER
 
 
 def test_a_job_whose_stager_died_goes_on(tmp_path, split):

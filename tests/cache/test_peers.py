@@ -230,7 +230,7 @@ from datasvc.cache.peer_source import PeerSettings, PeerSource
 from datasvc.errors import UnavailableError
 from datasvc.repository import ObjectInfo
 info = ObjectInfo({INFO.digest!r}, {len(CONTENT)})
-source = PeerSource({peer.url!r}, "/repo", PeerSettings(stall_timeout_s=5), PeerHealth())
+source = PeerSource({peer.url!r}, {INFO.digest!r}, "/repo", PeerSettings(stall_timeout_s=5), PeerHealth())
 before = len(os.listdir("/proc/self/fd"))
 def broken(offset, view):
     raise ValueError
@@ -295,3 +295,35 @@ def test_certificates_that_cannot_be_read_are_an_error_at_the_start(tmp_path):
     for name in ("ca.pem", "missing.pem"):
         with pytest.raises(ConfigError, match=name):
             Peers(FixedMembership(["http://10.255.0.1:1"]), PeerSettings(ca_file=tmp_path / name))
+
+
+def test_when_the_origin_has_failed_those_that_rank_below_are_asked_for_what_they_have(peer):
+    nodes = [peer.url, "http://127.0.0.1:1", "http://127.0.0.1:2"]
+    upper, own, lower = rank_nodes(INFO.digest, nodes)
+    peers = Peers(FixedMembership(nodes, own=own), HASTY)
+    assert [source.name for source in peers.sources(INFO, ORIGIN)] == [upper]
+    assert [source.name for source in peers.holders(INFO)] == [lower]
+
+
+def test_a_holder_is_not_told_to_fetch_and_is_left_alone_like_any_other(peer):
+    others = (f"http://127.0.0.2:{port}" for port in range(1, 99))
+    own = next(url for url in others if rank_nodes(INFO.digest, [url, peer.url])[0] == url)
+    peers = Peers(FixedMembership([own, peer.url], own=own), HASTY)
+    (holder,) = peers.holders(INFO)
+    content = bytearray()
+    holder.stream(INFO, 0, INFO.size_bytes, lambda _, view: content.extend(view))
+    assert content == CONTENT
+    assert peer.requests == [(INFO.digest, None, {"size": [str(len(CONTENT))]})]
+    peer.fault = 503
+    for message in ("busy", "left alone"):
+        with pytest.raises(UnavailableError, match=message):
+            holder.stream(INFO, 0, INFO.size_bytes, lambda *_: None)
+    assert len(peer.requests) == 2
+
+
+@pytest.mark.parametrize("peer", ["lie"], indirect=True)
+def test_a_peer_whose_bytes_are_wrong_is_told_to_look_at_them(peer):
+    (source,) = peers_at(peer.url).sources(INFO, ORIGIN)
+    source.judge(intact=False)
+    source.judge(intact=True)
+    assert peer.checked == [INFO.digest]

@@ -40,7 +40,7 @@ def check_cold_start(serving, origin, split):
     assert [serving.stop(node) for node in serving.nodes] == [0] * 4
 
 
-@pytest.mark.parametrize("network", ["namespaces", "loopback"], indirect=True)
+@pytest.mark.parametrize("network", ["namespaces", pytest.param("loopback", marks=pytest.mark.slow)], indirect=True)
 def test_of_four_nodes_that_stage_at_once_each_byte_leaves_the_origin_once(network, tmp_path):
     repository = Repository.create(str(tmp_path / "repo"))
     split = make_dataset(repository, "pets", range(300))
@@ -50,7 +50,7 @@ def test_of_four_nodes_that_stage_at_once_each_byte_leaves_the_origin_once(netwo
 
 def test_so_it_does_from_a_real_object_store(network, s3_bucket):
     repository = Repository.create(f"{s3_bucket}/cold")
-    split = make_dataset(repository, "pets", range(300))
+    split = make_dataset(repository, "pets", range(150))
     with Origin(os.environ["AWS_ENDPOINT_URL"], LIMITS, host=network.origin_address) as origin:
         environ = {"AWS_ENDPOINT_URL": origin.url}
         check_cold_start(Serving(network, repository.url, environ=environ), origin, split)

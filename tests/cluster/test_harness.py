@@ -274,6 +274,7 @@ def test_a_machine_that_refuses_namespaces_says_what_it_refused(tmp_path, monkey
     assert "Operation not permitted" in refusal(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_nodes_stage_from_a_real_store_through_the_origin(network, s3_bucket, folder):
     repository = Repository.create(f"{s3_bucket}/harness")
     ingest(repository, str(folder), "pets")

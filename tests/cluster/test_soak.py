@@ -76,7 +76,7 @@ class Job:
             status = self._program.wait()
             assert status in {0, EXIT_OF_OURS, *KILLED}, (status, self._program.errors())
             kind = self._program.errors().rpartition("\n")[2] if status == EXIT_OF_OURS else ""
-            self.ends[f"{status} {kind.replace(str(self._node.folder), '')[:90]}".strip()] += 1
+            self.ends[kind.partition(":")[0] or status] += 1
             self._program.close()
             self._program = None
 

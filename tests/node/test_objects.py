@@ -47,6 +47,23 @@ def test_head_tells_the_size_of_what_is_resident_and_fetches_nothing(node, origi
     assert node.get("/status").json["cache"]["num_resident"] == 2
 
 
+def test_an_object_that_a_reader_found_wrong_is_looked_at_and_put_away(node, origin):
+    repository, infos, contents = origin
+    folder = node.settings.folder
+    path = folder / "objects" / infos[0].digest[:2] / infos[0].digest
+    with path.open("r+b") as file:
+        file.write(b"?")
+    found = [node.ask("POST", f"/objects/{info.digest}/check") for info in infos[:3]]
+    assert [(answer.status, answer.json["found"]) for answer in found] == [
+        (200, "corrupt"),
+        (200, "intact"),
+        (200, "gone"),
+    ]
+    assert node.get_object(infos[0]).status == 404
+    assert node.get_object(infos[0], repository).body == contents[0]
+    assert node.ask("POST", "/objects/x/check").status == 400
+
+
 def test_an_object_larger_than_a_write_comes_whole(run, tmp_path):
     repository = Repository.create(str(tmp_path / "origin"))
     content = bytes(range(256)) * (9 << 12) + b"end"

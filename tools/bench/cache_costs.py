@@ -148,6 +148,8 @@ def run_writers(folder: Path, num_processes: int, num_each: int) -> float:
     """Reserve and complete empty objects from some processes at once; returns how many a second in all."""
     with Cache(folder, budget="1TB"):
         pass
+    for prefix in range(256):  # as in a cache that has been used
+        (folder / "objects" / f"{prefix:02x}").mkdir()
     command = [sys.executable, "-c", RESERVE, str(folder), str(num_each)]
     writers = [
         subprocess.Popen(

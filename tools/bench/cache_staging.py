@@ -7,6 +7,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cache_store import Store, run_curl
@@ -19,14 +21,14 @@ from datasvc.cache.sources import RequestPool
 from datasvc.cache.staging import stage_objects
 from datasvc.repository import ObjectInfo, Repository
 
-REQUESTS = (1, 4, 8, 16)
 RATE_BYTES_S = 35e6
 LATENCY_S = 0.02
 SHARDS_PER_REQUEST = 4
-_SHAPES = ("one large shard", "many shards")
+FREE = ", no limits"
+CURL = "curl, many shards"
 
 
-def stage(repository: Repository, infos: Sequence[ObjectInfo], folder: Path, *, requests: int) -> float:
+def stage(repository: Repository, infos: Sequence[ObjectInfo], requests: int, folder: Path) -> float:
     """Stage objects into a new cache with so many requests under way; returns seconds."""
     total_bytes = sum(info.size_bytes for info in infos)
     with Cache(folder / "cache", budget=2 * total_bytes) as cache:
@@ -44,76 +46,82 @@ def stage(repository: Repository, infos: Sequence[ObjectInfo], folder: Path, *, 
     return seconds
 
 
+@dataclass(frozen=True)
+class Case:
+    """Objects to stage, and with how many requests.
+
+    Attributes:
+        shape: what the objects are.
+        requests: under way at once.
+        infos: the objects.
+    """
+
+    shape: str
+    requests: int
+    infos: Sequence[ObjectInfo]
+
+    @property
+    def name(self) -> str:
+        """What it is called in the table."""
+        return f"{self.shape}, {self.requests} requests"
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all objects."""
+        return sum(info.size_bytes for info in self.infos)
+
+
 def measure(folder: Path, arguments: argparse.Namespace) -> Report:
     """Return MB/s, and the share of N times the rate of a request."""
     store = Store(Repository.create(str(folder / "staging")), folder)
-    objects = store.repository.objects
-    infos = {}
-    for requests in arguments.requests:
-        # So much that each run takes as long: the first bytes of a run come late.
-        total_bytes = int(requests * RATE_BYTES_S * arguments.seconds)
-        num_shards = SHARDS_PER_REQUEST * requests
-        infos[_SHAPES[0], requests] = [objects.put(secrets.token_bytes(total_bytes))]
-        infos[_SHAPES[1], requests] = [
-            objects.put(secrets.token_bytes(total_bytes // num_shards)) for _ in range(num_shards)
-        ]
-    most = max(arguments.requests)
-    sizes = {case: sum(info.size_bytes for info in found) for case, found in infos.items()}
-    with (
-        store.origin(Limits(RATE_BYTES_S, None, LATENCY_S)) as origin,
-        store.origin(Limits()) as fastest,
-    ):
+    cases = [case for requests in arguments.requests for case in _put_cases(store, requests, arguments.seconds)]
+    largest = cases[-2:]
+    with store.origin(Limits(RATE_BYTES_S, None, LATENCY_S)) as origin, store.origin(Limits()) as fastest:
         limited, unlimited = Repository.open(origin.url), Repository.open(fastest.url)
         contestants: dict[str, Callable[[], float]] = {}
-        bytes_of: dict[str, int] = {}
-
-        def add(name: str, case: tuple[str, int], run: Callable[[Path], float]) -> None:
-            def run_afresh() -> float:
-                with store.fresh_folder() as target:
-                    return run(target)
-
-            contestants[name], bytes_of[name] = run_afresh, sizes[case]
-
-        for case, found in infos.items():
-            shape, n = case
-            add(
-                f"{shape}, {n} requests",
-                case,
-                lambda target, found=found, n=n: stage(limited, found, target, requests=n),  # type: ignore[misc]
-            )
-        for shape in _SHAPES:
-            case = (shape, most)
-            add(
-                f"{shape}, {most} requests, no limit",
-                case,
-                lambda target, found=infos[case]: stage(unlimited, found, target, requests=most),  # type: ignore[misc]
-            )
-        case = (_SHAPES[1], most)
-        for label, url in (("", origin.url), (", no limit", fastest.url)):
-            add(
-                f"curl, {most} requests{label}",
-                case,
-                lambda target, url=url: _time_curl(url, infos[case], target, most),  # type: ignore[misc]
-            )
+        for case in cases:
+            contestants[case.name] = partial(_run, store, partial(stage, limited, case.infos, case.requests))
+        for case in largest:
+            contestants[case.name + FREE] = partial(_run, store, partial(stage, unlimited, case.infos, case.requests))
+        many = largest[-1]
+        for label, url in (("", origin.url), (FREE, fastest.url)):
+            contestants[CURL + label] = partial(_run, store, partial(_curl, url, many.infos, many.requests))
         seconds = alternate(contestants, arguments.repeats)
     report = Report(
         f"Staging from {RATE_BYTES_S / 1e6:.0f} MB/s per request and {LATENCY_S * 1e3:.0f} ms",
-        "Ratios are of N times the rate of a request, where N is the number of requests.",
+        f"The last ratios name this machine's ceiling: {many.requests} requests to an origin without limits.",
     )
+    sizes = {case.name: case.size_bytes for case in cases}
     for name, values in seconds.items():
-        report.add_row(name, "MB/s", [bytes_of[name] / 1e6 / value for value in values])
-    for (shape, n), size_bytes in sizes.items():
-        name = f"{shape}, {n} requests"
-        ideal = size_bytes / (n * RATE_BYTES_S)
-        report.add_ratio(f"{name} / {n} x 35 MB/s", [ideal] * arguments.repeats, seconds[name])
-    for shape in _SHAPES:
-        name = f"{shape}, {most} requests"
-        report.add_ratio(f"{name} / without limit", seconds[f"{name}, no limit"], seconds[name])
-        report.add_ratio(f"{name} / curl", seconds[f"curl, {most} requests"], seconds[name])
+        size_bytes = sizes.get(name.removesuffix(FREE), many.size_bytes)
+        report.add_row(name, "MB/s", [size_bytes / 1e6 / value for value in values])
+    for case in cases:
+        ideal = case.size_bytes / (case.requests * RATE_BYTES_S)
+        name = f"{case.name} / {case.requests} x {RATE_BYTES_S / 1e6:.0f} MB/s"
+        report.add_ratio(name, [ideal] * arguments.repeats, seconds[case.name])
+    for case in largest:
+        report.add_ratio(f"{case.name} / without limits", seconds[case.name + FREE], seconds[case.name])
+        report.add_ratio(f"{case.name} / curl", seconds[CURL], seconds[case.name])
     return report
 
 
-def _time_curl(url: str, infos: Sequence[ObjectInfo], folder: Path, requests: int) -> float:
+def _put_cases(store: Store, requests: int, seconds: float) -> list[Case]:
+    """Put as much as takes so long at the full rate, in one object and in many."""
+    total_bytes = int(requests * RATE_BYTES_S * seconds)
+    num_shards = SHARDS_PER_REQUEST * requests
+
+    def put(count: int) -> list[ObjectInfo]:
+        return [store.repository.objects.put(secrets.token_bytes(total_bytes // count)) for _ in range(count)]
+
+    return [Case("one shard", requests, put(1)), Case("many shards", requests, put(num_shards))]
+
+
+def _run(store: Store, work: Callable[[Path], float]) -> float:
+    with store.fresh_folder() as folder:
+        return work(folder)
+
+
+def _curl(url: str, infos: Sequence[ObjectInfo], requests: int, folder: Path) -> float:
     started = time.perf_counter()
     run_curl(url, infos, folder, requests=requests)
     return time.perf_counter() - started
