@@ -342,7 +342,8 @@ class ImageLoader:
         window = window_bytes(table.samples_per_shard, table.bytes_per_shard, self.order, run)
         # At an epoch's boundary the last shards of one and the first of the next are needed together.
         needed = min(2 * window, int(footprint(table.bytes_per_shard).sum()))
-        check_window(needed, cache.budget_bytes, f"the order of {self.split!r}")
+        room = cache.room_bytes({info.digest for info in table.shards()})
+        check_window(needed, room, f"the order of {self.split!r}")
 
 
 def _device_id(device: str) -> int | None:

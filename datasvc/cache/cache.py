@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from datasvc.cache.folder import CacheFolder, join_folder, leave_folder
 from datasvc.cache.peers import Peers
 from datasvc.cache.pins import Pin, find_pin, read_pins, remove_pin, write_pin
 from datasvc.cache.quotas import DEFAULT_TENANT, Quota
+from datasvc.cache.records import footprint
 from datasvc.cache.remote_file import Store
 from datasvc.cache.scrub import Finding, ScrubReport, check_object, scrub_folder
 from datasvc.cache.staging import StageReport, stage_objects
@@ -88,6 +89,15 @@ class Cache:
         """What this cache's tenant may use at most: the node's budget, without what is guaranteed to others."""
         return self._open().catalogue.account().available(self.tenant)
 
+    def room_bytes(self, digests: Collection[Digest]) -> int:
+        """Return what the budget leaves for some objects beside what is pinned of others."""
+        pinned = {
+            digest: size
+            for pin in read_pins(self._open().files.pins).values()
+            for digest, size in pin.objects.items()
+        }
+        return self.budget_bytes - sum(footprint(size) for digest, size in pinned.items() if digest not in digests)
+
     def set_quota(self, tenant: str, quota: Quota) -> None:
         """Set what a tenant is guaranteed and may use at most, for all processes of the node.
 
@@ -117,40 +127,55 @@ class Cache:
         outcome = opened.acquire(info, repository, self._fetcher, report)
         return Acquired(opened.files.object_path(info.digest), outcome)
 
-    def release(self, digest: Digest, reuse: Reuse | None = None) -> None:
+    def new_owner(self, note: str = "") -> str:
+        """Return a name for one order of this process: it has a clock of its own; see `CacheFolder.new_owner`."""
+        return self._open().new_owner(note)
+
+    def end_owner(self, owner: str) -> None:
+        """Say that an order is done: what it leaves in the cache goes first."""
+        self._open().end_owner(owner)
+
+    def release(self, digest: Digest, reuse: Reuse | None = None, *, owner: str | None = None) -> None:
         """Give up one hold of this process; the object may be evicted when nobody holds it.
 
         Args:
             digest: the object.
-            reuse: when this job needs it again, where it knows.
+            reuse: when this job needs it again, where it knows; no matter where another needs it sooner.
+            owner: the order that says so, see `new_owner`; None: this process.
         """
-        self._open().release(digest, reuse)
+        self._open().release(digest, reuse, owner=owner)
 
-    def prefetch(self, info: ObjectInfo, repository: Store, reuse: Reuse, *, evict: bool = True) -> Outcome:
+    def prefetch(
+        self, info: ObjectInfo, repository: Store, reuse: Reuse, *, evict: bool = True, owner: str | None = None
+    ) -> Outcome:
         """Make an object resident ahead of its use, without holding it, and without waiting for anybody.
 
         Args:
             info: the object.
             repository: its origin, or a remote file as one.
             reuse: when it is needed; nothing is evicted for it that is needed sooner.
-            evict: whether anything is evicted at all.
+            evict: whether anything is evicted that anybody may need again.
+            owner: as for `release`.
 
         Returns:
             "later" where that would evict what is needed sooner: nothing was done. "busy" where somebody fetches it.
 
         Raises as `acquire`.
         """
-        return self._open().prefetch(info, repository, self._fetcher, reuse, evict=evict)
+        return self._open().prefetch(info, repository, self._fetcher, reuse, evict=evict, owner=owner)
 
-    def expect(self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False) -> None:
-        """Say when this job needs objects: those that are resident count as its own, and stay until then.
+    def expect(
+        self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False, owner: str | None = None
+    ) -> None:
+        """Say when this job needs objects: those that are resident, and that no other needs as soon, become its own.
 
         Args:
             next_uses: what the job's clock will say at the next use, see `Reuse`.
             now: what it says.
-            passed_only: leave those alone whose next use is yet to come.
+            passed_only: leave those of its own alone whose next use is yet to come.
+            owner: as for `release`.
         """
-        self._open().expect(next_uses, now, passed_only=passed_only)
+        self._open().expect(next_uses, now, passed_only=passed_only, owner=owner)
 
     @contextmanager
     def resident(self, digest: Digest) -> Iterator[Path | None]:
@@ -301,9 +326,10 @@ class CachedShards:
             self.release_shard(info)
             raise
 
-    def release_shard(self, info: ObjectInfo, reuse: Reuse | None = None) -> None:
+    def release_shard(self, info: ObjectInfo, reuse: Reuse | None = None, *, owner: str | None = None) -> None:
         """Let the shard be evicted when space is needed; views of it that still exist stay readable."""
-        self._opened.release(info.digest, None if reuse is None else self._fetcher.weigh(info.digest, reuse))
+        weighed = None if reuse is None else self._fetcher.weigh(info.digest, reuse)
+        self._opened.release(info.digest, weighed, owner=owner)
         self._held[info.digest] -= 1
 
     def is_resident(self, info: ObjectInfo) -> bool:

@@ -26,7 +26,7 @@ from datasvc.cache.eviction import Candidate, by_distance, choose_victims, dista
 from datasvc.cache.file_links import FileLink
 from datasvc.cache.files import Files
 from datasvc.cache.holds import Holds
-from datasvc.cache.lease import is_held
+from datasvc.cache.lease import is_held, lease_of
 from datasvc.cache.quotas import DEFAULT_TENANT, Account
 from datasvc.cache.records import RESERVED, RESIDENT, UNVERIFIED, Record, footprint
 from datasvc.cache.rows import Rows, Tables
@@ -49,10 +49,10 @@ _MAPPED: Final = ".mapped"  # ends the name of a file in quarantine that jobs ha
 
 
 class Job(NamedTuple):
-    """A process that has the cache open.
+    """A process that has the cache open, or one of its orders.
 
     Attributes:
-        lease_id: of the process.
+        lease_id: of the process; an order's has a number after a dot.
         clock_bytes: what its order has served, as it said last.
         note: what it calls itself.
     """
@@ -127,10 +127,16 @@ class Catalogue:
                 rows.put(digest, None, record)
         self.configure(lambda _: configuration)
 
-    def enter(self, lease_id: str, note: str) -> None:
-        """Let a process in, before it reserves anything."""
+    def enter(self, owner: str, note: str) -> None:
+        """Let a process or an order in, before it reserves anything."""
         with self._writing() as (rows, _):
-            rows.enter(lease_id, note)
+            rows.enter(owner, note)
+
+    def end(self, owner: str) -> None:
+        """Let an order count as gone, though its process lives: what it leaves goes first. Not to be undone."""
+        with self._writing() as (rows, _):
+            if rows.owner(owner) is not None:
+                rows.end(owner)
 
     def ready(self, info: ObjectInfo) -> bool:
         """Return whether an object, which the caller holds, is resident and verified: what a hit costs."""
@@ -239,7 +245,7 @@ class Catalogue:
             record = rows.get(digest)
             if record is not None and record.state == RESIDENT:
                 next_use = rows.next_use(lease_id, reuse)
-                rows.put(digest, record, record._replace(next_use=next_use, owner=lease_id))
+                self._claim(rows, digest, record, lease_id, next_use)
             rows.count(counts)
 
     def expect(self, next_uses: Mapping[Digest, int], lease_id: str, now: int, *, passed_only: bool = False) -> None:
@@ -249,16 +255,27 @@ class Catalogue:
             next_uses: on the caller's clock.
             lease_id: of the caller.
             now: what the caller's clock says.
-            passed_only: leave those alone whose next use is yet to come.
+            passed_only: leave those of the caller alone whose next use is yet to come.
         """
         with self._writing() as (rows, _):
+            rows.set_clock(lease_id, now)
             for digest, next_use in next_uses.items():
                 record = rows.get(digest)
                 if record is None or record.state == RESERVED:
                     continue
-                if not passed_only or record.next_use < now:
-                    rows.put(digest, record, record._replace(next_use=next_use, owner=lease_id))
-            rows.set_clock(lease_id, now)
+                if not (passed_only and record.owner == lease_id and record.next_use >= now):
+                    self._claim(rows, digest, record, lease_id, next_use)
+
+    def _claim(self, rows: Rows, digest: Digest, record: Record, owner: str, next_use: int) -> None:
+        """Write down when an owner needs an object, unless another that lives needs it as soon."""
+        if record.owner not in (owner, lease_of(owner)):  # of its process: from before anything was known of it
+            own, other = rows.owner(owner), rows.owner(record.owner)
+            own_bytes = distance_bytes(next_use, None if own is None else own.clock_bytes)
+            clock = None if other is None else other.clock_bytes
+            if distance_bytes(record.next_use, clock) <= own_bytes and clock is not None:
+                if self._is_alive(record.owner):
+                    return
+        rows.put(digest, record, record._replace(next_use=next_use, owner=owner))
 
     def shrink(self, digest: Digest, allocated_bytes: int) -> None:
         """Lower the limit to what the disk held when it was full, and make room below it for the caller.
@@ -378,7 +395,8 @@ class Catalogue:
         """Return the processes that have the cache open."""
         with self._reading() as rows:
             owners = rows.owners()
-        return [Job(name, clock, note) for _, name, clock, note in owners if self._is_alive(name)]
+        living = [owner for owner in owners if owner.clock_bytes is not None and self._is_alive(owner.name)]
+        return [Job(owner.name, owner.clock_bytes or 0, owner.note) for owner in living]
 
     def _make_room(
         self, rows: Rows, seized: list[Digest], tenant: str, size_bytes: int, nearest_bytes: int = _SPARE_NOTHING
@@ -399,7 +417,7 @@ class Catalogue:
         """Yield what may be evicted, first what goes first; each is seized, so that nobody holds it meanwhile."""
         living = []
         for _, name, clock, _ in rows.owners():
-            if self._is_alive(name):
+            if clock is not None and self._is_alive(name):
                 living.append(self._queue(rows, seized, name, clock))
             else:
                 yield from self._queue(rows, seized, name, None)
@@ -433,8 +451,8 @@ class Catalogue:
             if not self._files.is_incoming_locked(digest):
                 self._forget(rows, digest, record)
                 self._files.remove_incoming(digest)
-        for _, name, _, _ in rows.owners():
-            if not self._is_alive(name):
+        for _, name, clock, _ in rows.owners():
+            if clock is None or not self._is_alive(name):
                 rows.leave(name)
 
     def _count_quarantine(self, rows: Rows, tenant: str) -> None:
@@ -465,8 +483,8 @@ class Catalogue:
         self._forget(rows, info.digest, record)
         self._files.remove_incoming(info.digest)
 
-    def _is_alive(self, lease_id: str) -> bool:
-        return lease_id != _NOBODY and is_held(self._files.leases, lease_id)
+    def _is_alive(self, owner: str) -> bool:
+        return owner != _NOBODY and is_held(self._files.leases, lease_of(owner))
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[Rows, list[Digest]]]:

@@ -66,6 +66,7 @@ class Fetcher:
         *,
         prefetch: Reuse | None = None,
         evict: bool = True,
+        owner: str | None = None,
     ) -> Outcome:
         """Make an object resident.
 
@@ -74,7 +75,8 @@ class Fetcher:
             repository: its origin.
             report: called as its bytes arrive.
             prefetch: when it is needed; then nothing that is needed sooner is evicted for it, and nothing waited for.
-            evict: whether anything is evicted at all.
+            evict: whether anything is evicted that anybody may need again.
+            owner: the order that needs it, see `CacheFolder.new_owner`; None: this process.
 
         Returns:
             "resident": it was already. "origin", "peer": it came from there. Of a prefetch also "later": no room
@@ -85,15 +87,16 @@ class Fetcher:
             CorruptDataError: wrong bytes from every source, and twice from the origin.
             NotFoundError, UnavailableError: see `transfer`.
         """
+        owner = owner or self._lease_id
         try:
-            return self._fetch(info, repository, report, prefetch, evict=evict)
+            return self._fetch(info, repository, report, prefetch, evict=evict, owner=owner)
         except OSError as error:
             raise UnavailableError(f"cannot write to the cache {self._files.folder}: {error}") from error
         finally:
             # Whatever happened, an interrupt at any line included: no reservation outlives this call.
             if self._files.is_locked_by_this_thread(info.digest):
                 try:
-                    self._catalogue.drop(info.digest, self._lease_id)
+                    self._catalogue.drop(info.digest, owner)
                 finally:
                     self._files.unlock(info.digest)
 
@@ -105,10 +108,17 @@ class Fetcher:
         return Reuse(reuse.now, int(favour_owned(np.array([reuse.next_use]), owned)[0]))
 
     def _fetch(
-        self, info: ObjectInfo, repository: Store, report: Report | None, prefetch: Reuse | None, *, evict: bool
+        self,
+        info: ObjectInfo,
+        repository: Store,
+        report: Report | None,
+        prefetch: Reuse | None,
+        *,
+        evict: bool,
+        owner: str,
     ) -> Outcome:
-        lease_id, tenant = self._lease_id, self._tenant
-        while (answer := self._catalogue.reserve(info, lease_id, tenant, prefetch=prefetch, evict=evict)) == BUSY:
+        tenant = self._tenant
+        while (answer := self._catalogue.reserve(info, owner, tenant, prefetch=prefetch, evict=evict)) == BUSY:
             if prefetch is not None:
                 return "busy"
             self._files.wait_for_incoming(info.digest)
@@ -116,7 +126,7 @@ class Fetcher:
             return "later" if answer == LATER else "resident"
         if self._is_intact(info.digest):
             # Found by a scan, or from a process killed between publishing and saying so.
-            self._complete(info.digest, prefetch, {"hits": 1}, publish=False)
+            self._complete(info.digest, owner, prefetch, {"hits": 1}, publish=False)
             return "resident"
         done = self._transfer(info, repository, report)
         if isinstance(repository, RemoteFile):
@@ -124,12 +134,14 @@ class Fetcher:
             FileLink(self._files.folder, info.digest).note(done.content)
         counts = {f"{kind}_bytes": count for kind, count in done.bytes_by_kind.items()}
         counts |= {"misses": 1, "corrupt": done.num_corrupt}
-        self._complete(info.digest, prefetch, counts, publish=True)
+        self._complete(info.digest, owner, prefetch, counts, publish=True)
         # Where an earlier fetch had brought all of it nobody knows from where it did.
         return done.kind or "origin"
 
-    def _complete(self, digest: Digest, prefetch: Reuse | None, counts: dict[str, int], *, publish: bool) -> None:
-        self._catalogue.complete(digest, self._lease_id, publish=publish, reuse=prefetch, counts=counts)
+    def _complete(
+        self, digest: Digest, owner: str, prefetch: Reuse | None, counts: dict[str, int], *, publish: bool
+    ) -> None:
+        self._catalogue.complete(digest, owner, publish=publish, reuse=prefetch, counts=counts)
         self._files.unlock(digest)
 
     def _is_intact(self, digest: Digest) -> bool:

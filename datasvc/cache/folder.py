@@ -6,13 +6,13 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 from datasvc.cache.fetch import Fetcher, Outcome, Report
 from datasvc.cache.files import Files
 from datasvc.cache.holds import Holds
-from datasvc.cache.lease import Lease
+from datasvc.cache.lease import Lease, name_order
 from datasvc.cache.peers import Peers
 from datasvc.cache.recovery import open_catalogue
 from datasvc.cache.remote_file import Store
@@ -47,6 +47,7 @@ class CacheFolder:
             opened.pop_all()
         self.requests = RequestPool()
         self._num_hits = 0
+        self._order_numbers = count(1)
         self._lock = threading.Lock()
         self.process = os.getpid()
         self.num_users = 0
@@ -86,30 +87,61 @@ class CacheFolder:
             self.holds.release(info.digest)
             raise
 
-    def release(self, digest: Digest, reuse: Reuse | None = None) -> None:
-        """Give up one hold of this process. Raises ConfigError: it has none."""
+    def new_owner(self, note: str = "") -> str:
+        """Return a name for one order of this process, which has a clock of its own.
+
+        It names the order in other processes too, such as one that fetches ahead for it. It counts as gone from
+        `end_owner` on, or from the end of this process.
+
+        Args:
+            note: what it calls itself.
+        """
+        self.check_process()
+        owner = name_order(self._lease.id, next(self._order_numbers))
+        self.catalogue.enter(owner, note)
+        return owner
+
+    def end_owner(self, owner: str) -> None:
+        """Say that an order is done: what it leaves goes first. Ending it again does nothing."""
+        self.check_process()
+        self.catalogue.end(owner)
+
+    def release(self, digest: Digest, reuse: Reuse | None = None, *, owner: str | None = None) -> None:
+        """Give up one hold of this process; see `Cache.release`. Raises ConfigError: it has none."""
         self.check_process()
         if not self.holds.count(digest):
             raise ConfigError(f"object {digest} was not acquired, or was released already")
-        self.holds.release(digest)
-        self.catalogue.release(digest, self._lease.id, reuse, self._take_hits())
+        try:
+            # Before the hold goes: whoever evicts next must know when it is needed.
+            self.catalogue.release(digest, owner or self._lease.id, reuse, self._take_hits())
+        finally:
+            self.holds.release(digest)
 
     def prefetch(
-        self, info: ObjectInfo, repository: Store, fetcher: Fetcher, reuse: Reuse, *, evict: bool
+        self,
+        info: ObjectInfo,
+        repository: Store,
+        fetcher: Fetcher,
+        reuse: Reuse,
+        *,
+        evict: bool,
+        owner: str | None = None,
     ) -> Outcome:
         """Make an object resident ahead of its use, without holding it; raises as `Fetcher.fetch`."""
         self.check_process()
         if self.catalogue.ready(info):
             return "resident"
-        return fetcher.fetch(info, repository, prefetch=reuse, evict=evict)
+        return fetcher.fetch(info, repository, prefetch=reuse, evict=evict, owner=owner)
 
-    def expect(self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool) -> None:
+    def expect(
+        self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool, owner: str | None = None
+    ) -> None:
         """Say when this process needs what is resident already; see `Cache.expect`."""
         self.check_process()
         waiting = iter(next_uses.items())
         # A piece at a time: nobody else can write to the catalogue meanwhile.
         while some := dict(islice(waiting, _ROWS_AT_ONCE)):
-            self.catalogue.expect(some, self._lease.id, now, passed_only=passed_only)
+            self.catalogue.expect(some, owner or self._lease.id, now, passed_only=passed_only)
 
     @contextmanager
     def resident(self, digest: Digest) -> Iterator[Path | None]:

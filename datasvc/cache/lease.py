@@ -57,6 +57,21 @@ class Lease:
             self._descriptor = -1
 
 
+def name_order(lease_id: str, number: int) -> str:
+    """Return what names one order of a process: it lives at most as long as the lease does."""
+    return f"{lease_id}.{number}"
+
+
+def is_order(owner: str) -> bool:
+    """Return whether `name_order` gave it, so that it is no lease."""
+    return "." in owner
+
+
+def lease_of(owner: str) -> str:
+    """Return the lease of an order; a lease's own id is its own."""
+    return owner.partition(".")[0]
+
+
 def is_locked(path: Path | str) -> bool:
     """Return whether a living process or thread keeps `path` locked; False where there is no such file."""
     try:

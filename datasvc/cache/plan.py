@@ -39,6 +39,6 @@ def check_window(needed_bytes: int, budget_bytes: int, what: str) -> None:
     """
     if needed_bytes > budget_bytes:
         raise CacheFullError(
-            f"{what} needs {needed_bytes} bytes of the cache at once, its budget is {budget_bytes}; raise the "
-            "budget, or use shuffle='windowed' with fewer lanes or smaller blocks"
+            f"{what} needs {needed_bytes} bytes of the cache at once, its budget is {budget_bytes} without what is "
+            "pinned beside; raise the budget, or use shuffle='windowed' with fewer lanes or smaller blocks"
         )

@@ -3,7 +3,7 @@
 objects     digest -> Record
 order       owner, next use, digest -> bytes freed, tenant: what may be evicted, sorted by when it is needed
 reserved    digest: what is on its way
-owners      lease -> when it came, its clock, what it calls itself
+owners      lease, or one order of it, see `lease` -> when it came, its clock, what it calls itself
 pins        digest, name of the pin
 meta        numbers by name; "u:TENANT" what a tenant uses, "n:NAME" a counter
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import lmdb
 
 from datasvc.cache.configuration import Configuration
 from datasvc.cache.eviction import UNKNOWN
+from datasvc.cache.lease import is_order
 from datasvc.cache.quotas import Account
 from datasvc.cache.records import RESERVED, Record, order_key, order_value, parse_order_key, parse_order_value
 from datasvc.order import Reuse
@@ -27,6 +28,23 @@ _TABLES: Final = (b"objects", b"order", b"reserved", b"owners", b"pins", b"meta"
 _CONFIGURATION, _LIMIT, _LOST, _SEQUENCE, _BOOT = b"configuration", b"limit", b"lost", b"sequence", b"boot"
 _OWNER: Final = struct.Struct("<QQ")
 _LAST: Final = b"\xff" * 40
+_ENDED: Final = (1 << 64) - 1  # the clock of an order that was closed
+
+
+class Owner(NamedTuple):
+    """Whose objects are listed: a process, or one order of it.
+
+    Attributes:
+        sequence: when it came.
+        name: its lease, or one of that lease's orders.
+        clock_bytes: what it said last; None where it has ended, though its process may live.
+        note: what it calls itself.
+    """
+
+    sequence: int
+    name: str
+    clock_bytes: int | None
+    note: str
 
 
 class Tables:
@@ -118,14 +136,22 @@ class Rows:
         # Below one that left, while its objects were pinned, nothing would be found to evict.
         if self._txn.get(owner.encode() + b"\0", db=self._tables.owners) is None:
             self.enter(owner, "")
+            if is_order(owner):
+                self.end(owner)  # it was entered when it began, and is gone from the list since it ended
 
-    def owners(self) -> list[tuple[int, str, int, str]]:
-        """Return when it came, name, clock and note of each owner, in the order in which they came."""
-        found = []
-        for key, value in self._txn.cursor(db=self._tables.owners):
-            sequence, clock = _OWNER.unpack_from(value)
-            found.append((sequence, bytes(key)[:-1].decode(), clock, bytes(value)[_OWNER.size :].decode()))
-        return sorted(found)
+    def owner(self, name: str) -> Owner | None:
+        """Return an owner; None where none has that name, any more."""
+        value = self._txn.get(name.encode() + b"\0", db=self._tables.owners)
+        return None if value is None else _parse_owner(name, bytes(value))
+
+    def owners(self) -> list[Owner]:
+        """Return the owners in the order in which they came."""
+        rows = self._txn.cursor(db=self._tables.owners)
+        return sorted(_parse_owner(bytes(key)[:-1].decode(), bytes(value)) for key, value in rows)
+
+    def end(self, owner: str) -> None:
+        """Let an owner count as gone, whether its process lives or not."""
+        self._set_clock(owner, _ENDED)
 
     def leave(self, owner: str) -> None:
         """Forget an owner that has nothing left here."""
@@ -142,11 +168,15 @@ class Rows:
         return reuse.next_use
 
     def set_clock(self, owner: str, now: int) -> None:
-        """Take down an owner's clock, which goes back where a job loads an earlier state."""
+        """Take down an owner's clock, which goes back where a job loads an earlier state; not of one that ended."""
+        self._know(owner)
+        self._set_clock(owner, now)
+
+    def _set_clock(self, owner: str, now: int) -> None:
         key = owner.encode() + b"\0"
-        value = bytes(self._txn.get(key, default=_OWNER.pack(0, 0), db=self._tables.owners))
+        value = bytes(self._txn.get(key, db=self._tables.owners))
         sequence, clock = _OWNER.unpack_from(value)
-        if now != clock:
+        if clock not in (now, _ENDED):
             self._txn.put(key, _OWNER.pack(sequence, now) + value[_OWNER.size :], db=self._tables.owners)
 
     # Pins.
@@ -182,9 +212,11 @@ class Rows:
     def configuration(self) -> Configuration:
         """Budget and quotas."""
         raw = bytes(self._txn.get(_CONFIGURATION, default=b"", db=self._tables.meta))
-        if raw not in self._tables.configurations:
-            self._tables.configurations = {raw: Configuration.decode(raw, "catalogue") if raw else Configuration()}
-        return self._tables.configurations[raw]
+        found = self._tables.configurations.get(raw)
+        if found is None:
+            found = Configuration.decode(raw, "catalogue") if raw else Configuration()
+            self._tables.configurations = {raw: found}  # replaced in one piece: threads share it
+        return found
 
     @configuration.setter
     def configuration(self, configuration: Configuration) -> None:
@@ -265,6 +297,11 @@ class Rows:
 
     def _set_number(self, name: bytes, value: int) -> None:
         self._txn.put(name, b"%d" % value, db=self._tables.meta)
+
+
+def _parse_owner(name: str, value: bytes) -> Owner:
+    sequence, clock = _OWNER.unpack_from(value)
+    return Owner(sequence, name, None if clock == _ENDED else clock, value[_OWNER.size :].decode())
 
 
 def _pin_key(digest: Digest, name: str) -> bytes:

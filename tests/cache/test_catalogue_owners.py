@@ -2,7 +2,6 @@
 
 import pytest
 
-from datasvc.errors import ConfigError
 from datasvc.order import NEVER, Reuse
 from tests.cache.processes import are_there, hold_in_a_process, kill
 
@@ -130,8 +129,3 @@ def test_a_prefetch_is_its_orders_own(cache, origin, orders):
     repository, infos = origin
     assert cache.prefetch(infos[0], repository, Reuse(3, 50), owner=orders[1]) == "origin"
     assert (record(cache, infos[0]).owner, record(cache, infos[0]).next_use) == (orders[1], 50)
-
-
-def test_an_owner_of_another_process_is_refused(cache, origin):
-    with pytest.raises(ConfigError, match="is no owner of this process"):
-        cache.expect({origin[1][0].digest: 1}, 0, owner="1-abc.1")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from tests.cluster.serving import flip
 from tools.bench.origin import CUT, FLIP, REFUSE, SLOW, STALL, UNAVAILABLE, Fault
 
-_MOST_FLIPS = 3
+_MOST_FLIPS = 8
 
 
 class Chaos:

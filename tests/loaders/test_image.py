@@ -254,10 +254,21 @@ def test_a_windowed_order_streams_through_a_cache_smaller_than_the_data(digits, 
 
 
 def test_a_budget_below_the_window_is_refused_at_the_start_with_the_number(digits, tmp_path):
-    table = digits["train"].table
-    cache = Cache(tmp_path / "cache", budget=table.size_bytes - 1)
-    with pytest.raises(CacheFullError, match=f"needs {table.size_bytes} bytes .* budget is {table.size_bytes - 1}"):
+    needed = int(footprint(digits["train"].table.bytes_per_shard).sum())
+    cache = Cache(tmp_path / "cache", budget=needed - 1)
+    with pytest.raises(CacheFullError, match=f"needs {needed} bytes .* budget is {needed - 1}"):
         make(digits["train"], cache=cache)
+
+
+def test_what_is_pinned_of_other_data_leaves_no_room_and_of_this_data_does_not_count(digits, tmp_path):
+    sizes = [int(footprint(digits[name].table.bytes_per_shard).sum()) for name in ("train", "val")]
+    with Cache(tmp_path / "cache", budget=sum(sizes)) as cache:
+        cache.pin("val", [digits["val"]])
+        make(digits["train"], cache=cache).close()
+    with Cache(tmp_path / "cache", budget=sum(sizes) - 1) as cache:
+        make(digits["val"], cache=cache).close()
+        with pytest.raises(CacheFullError, match=f"budget is {sizes[0] - 1} without what is pinned"):
+            make(digits["train"], cache=cache)
 
 
 def test_a_corrupt_origin_reaches_the_training_loop_as_an_error(repository, folder, tmp_path):
