@@ -35,7 +35,7 @@ class Recording:
         self.open[info.digest] -= 1
         assert self.open[info.digest] >= 0
 
-    def open_early(self, wanted):
+    def open_early(self, _wanted):
         return {}
 
     def advance(self, epoch, position):

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from datasvc.cache import Cache
-from datasvc.cache.records import footprint
 from datasvc.cache.plan import window_bytes
+from datasvc.cache.records import footprint
 from datasvc.errors import (
     BadSampleError,
     CacheFullError,
