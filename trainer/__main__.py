@@ -15,6 +15,7 @@ from trainer.recipes.config import TrainConfig
 from trainer.recipes.train import train
 
 _PAIRS = ("scale", "ratio")
+_OPTIONAL_NUMBERS = ("resize", "block")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> TrainConfig:
@@ -27,8 +28,8 @@ def parse_arguments(arguments: list[str] | None = None) -> TrainConfig:
         elif field.name in _PAIRS:
             parser.add_argument(option, nargs=2, type=float, default=field.default, metavar=("LOW", "HIGH"))
         else:
-            kind = int if field.name == "resize" else type(field.default)
-            kind = str if field.default is None and field.name != "resize" else kind
+            kind = str if field.default is None else type(field.default)
+            kind = int if field.name in _OPTIONAL_NUMBERS else kind
             parser.add_argument(option, type=kind, default=field.default)
     values: dict[str, Any] = vars(parser.parse_args(arguments))
     values |= {name: tuple(values[name]) for name in _PAIRS}

@@ -49,6 +49,8 @@ class FollowedShards:
         self._timeline = Timeline(split.table, config, lanes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
         self._cursor = (0, 0)
+        # Two loaders of one process are two jobs: each has its own clock.
+        self._owner = cache.new_owner(f"{split.dataset}/{split.name}")
         self._early = EarlySamples(
             split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=cache.count
         )
@@ -75,7 +77,8 @@ class FollowedShards:
 
     def release_shard(self, info: ObjectInfo) -> None:
         """Let the shard be evicted once it is the one that is needed last."""
-        self._shards.release_shard(info, self._timeline.reuse(self._numbers[info.digest], *self._cursor))
+        reuse = self._timeline.reuse(self._numbers[info.digest], *self._cursor)
+        self._shards.release_shard(info, reuse, owner=self._owner)
 
     def advance(self, epoch: int, position: int) -> None:
         """Say that everything before a position was served: the stager goes on."""
@@ -100,7 +103,7 @@ class FollowedShards:
             now = self._timeline.clock(*self._cursor)
             try:
                 with suppress(DatasvcError):  # whoever opens the shard meets the same
-                    self._cache.prefetch(info, self._split.repository, Reuse(now, now))
+                    self._cache.prefetch(info, self._split.repository, Reuse(now, now), owner=self._owner)
             finally:
                 self._fetching.discard(info.digest)
 
@@ -124,6 +127,7 @@ class FollowedShards:
             self._lanes,
             epoch,
             position,
+            self._owner,
         )
         self._stager = Stager(job)
         weakref.finalize(self, self._stager.close)

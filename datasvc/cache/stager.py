@@ -55,6 +55,7 @@ class StagerJob:
         lanes: those that the job is served from; None: all.
         epoch: where the job stands.
         position: likewise.
+        owner: the name under which the job says when it needs what, see `Cache.new_owner`.
     """
 
     folder: Path
@@ -65,6 +66,7 @@ class StagerJob:
     lanes: Sequence[int] | None
     epoch: int
     position: int
+    owner: str
 
 
 class Stager:
@@ -137,6 +139,7 @@ class Ahead:
     def __init__(self, cache: Cache, job: StagerJob) -> None:
         self._cache = cache
         self._split = job.split
+        self._owner = job.owner
         self._timeline = Timeline(job.split.table, job.config, job.lanes)
         self._cursor = job.epoch, job.position
         self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, cache.budget_bytes)
@@ -204,18 +207,19 @@ class Ahead:
         info = self._split.table.shard(piece.shard)
         # Further ahead only where there is room to spare: what it would evict is worth more.
         evict = piece.first - now <= self._ahead_bytes
-        # Another rank of this node may need it before this one does.
+        # Of a shard that comes in pieces an earlier one may be yet to come.
         next_use = self._timeline.next_use(piece.shard, *self._cursor)
-        outcome = self._cache.prefetch(info, self._split.repository, Reuse(now, max(now, next_use)), evict=evict)
+        reuse = Reuse(now, max(now, next_use))
+        outcome = self._cache.prefetch(info, self._split.repository, reuse, evict=evict, owner=self._owner)
         if outcome == "resident":
-            self._cache.expect({info.digest: next_use}, now)
+            self._cache.expect({info.digest: next_use}, now, owner=self._owner)
         return outcome
 
     def _expect(self, *, passed_only: bool) -> None:
-        digests = [info.digest for info in self._split.table.shards()]
-        next_uses = self._timeline.next_uses(*self._cursor).tolist()
-        expected = dict(zip(digests, next_uses, strict=True))
-        self._cache.expect(expected, self._timeline.clock(*self._cursor), passed_only=passed_only)
+        next_uses, infos = self._timeline.next_uses(*self._cursor), self._split.table.shards()
+        expected = {infos[shard].digest: next_use for shard, next_use in next_uses.items()}
+        now = self._timeline.clock(*self._cursor)
+        self._cache.expect(expected, now, passed_only=passed_only, owner=self._owner)
 
 
 def _choose_shards_at_once(split: Split, budget_bytes: int) -> int:

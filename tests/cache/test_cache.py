@@ -248,3 +248,21 @@ def in_a_fork_of_a_thread(work):
     thread.start()
     thread.join()
     return answers[0]
+
+
+def test_a_cache_dropped_while_another_of_its_folder_is_opened_does_not_close_it_under_that(tmp_path, monkeypatch):
+    """The garbage collector may run, and find one, between any two steps of opening."""
+    from datasvc.cache import folder
+
+    dropped = [Cache(tmp_path / "cache", budget=4096)]
+    real = folder.CacheFolder.check_process
+
+    def collecting(self):
+        dropped.clear()
+        gc.collect()
+        return real(self)
+
+    monkeypatch.setattr(folder.CacheFolder, "check_process", collecting)
+    with Cache(tmp_path / "cache") as cache:
+        monkeypatch.undo()
+        assert cache.status().budget_bytes == 4096

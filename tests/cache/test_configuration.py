@@ -170,3 +170,10 @@ def test_a_tenant_at_its_maximum_evicts_its_own(cache, origin):
             small.release(info.digest)
     assert cache.status().tenants["small"].used_bytes == 4096
     assert cache.acquire(infos[0], repository).outcome == "resident"
+
+
+def test_a_mount_point_may_have_any_letters(tmp_path):
+    place = tmp_path / "Größe é"
+    place.mkdir()
+    mounts = "1 0 0:1 / / rw - ext4 a rw\n2 1 0:2 / {} rw - nfs4 b rw\n".format(str(place).replace(" ", "\\040"))
+    assert file_system_of(place, mounts) == "nfs4"

@@ -19,7 +19,7 @@ from datasvc.cache.records import footprint
 from datasvc.cache.stager import Ahead, StagerJob
 from datasvc.cache.timeline import Timeline
 from datasvc.errors import CorruptDataError
-from datasvc.order import NEVER, AccessOrder, OrderConfig
+from datasvc.order import AccessOrder, OrderConfig
 from datasvc.repository import Objects
 from datasvc.shards import Wanted, ingest, open_dataset
 from loaders.batches import Cursor, SampleBatches
@@ -47,7 +47,7 @@ def used_bytes(split):
 
 
 def job(cache, split, epoch=0, position=0):
-    return StagerJob(cache.folder, cache.tenant, None, split, CONFIG, None, epoch, position)
+    return StagerJob(cache.folder, cache.tenant, None, split, CONFIG, None, epoch, position, cache.new_owner())
 
 
 def resident(cache, split):
@@ -63,13 +63,13 @@ def fetch_all(ahead):
         ahead.fetch(piece)
 
 
-def use_until(cache, split, timeline, start, stop):
+def use_until(cache, split, timeline, start, stop, owner):
     """Use what an order needs and lets go of between two places near each other, as a loader does."""
     for piece in timeline.pieces(*start):
         if piece.stop <= timeline.clock(*stop) and stop[0] - start[0] <= 1:
             info = split.table.shard(piece.shard)
             cache.acquire(info, split.repository)
-            cache.release(info.digest, timeline.reuse(piece.shard, *stop))
+            cache.release(info.digest, timeline.reuse(piece.shard, *stop), owner=owner)
 
 
 def needed_first(split, epoch, position, count):
@@ -94,11 +94,12 @@ def test_what_is_needed_first_is_fetched_first_and_pushed_out_by_nothing_that_is
 def test_the_stager_goes_on_with_the_job_and_across_the_end_of_the_epoch(tmp_path, split):
     room = 8 * int(footprint(split.table.bytes_per_shard).max())
     with Cache(tmp_path / "cache", budget=room) as cache:
-        ahead = Ahead(cache, job(cache, split))
+        running = job(cache, split)
+        ahead = Ahead(cache, running)
         ahead.begin()
         timeline, before = Timeline(split.table, CONFIG), (0, 0)
         for epoch, position in [(0, 0), (0, 50), (0, 110), (1, 0), (1, 60), (3, 10), (0, 20)]:
-            use_until(cache, split, timeline, before, (epoch, position))
+            use_until(cache, split, timeline, before, (epoch, position), running.owner)
             before = epoch, position
             ahead.advance(epoch, position)
             fetch_all(ahead)
@@ -279,7 +280,7 @@ def test_two_ranks_of_one_order_agree_on_when_a_shard_is_needed_again(tmp_path, 
             fetch_all(ahead)
         wanted = Timeline(split.table, CONFIG).next_uses(0, 0)
         for number, info in enumerate(split.table.shards()):
-            assert cache._open().catalogue.record(info.digest).next_use == wanted[number] < NEVER
+            assert cache._open().catalogue.record(info.digest).next_use == wanted[number]
 
 
 def test_a_job_whose_stager_died_goes_on(tmp_path, split):

@@ -1,6 +1,7 @@
 """Holds are locks of the kernel: they end with their holder, and nobody seizes what is held."""
 
 import os
+import resource
 import signal
 import threading
 
@@ -8,7 +9,7 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.holds import Holds
-from datasvc.errors import CacheFullError, ConfigError
+from datasvc.errors import CacheFullError, ConfigError, UnavailableError
 from datasvc.repository.objects import digest_of
 from tests.cache.processes import (
     are_there,
@@ -205,3 +206,18 @@ def test_what_one_thread_has_seized_it_lets_go_before_another_of_its_process_sei
     Cache(cache.folder, budget=4096).close()  # seizes both, evicts one
     writer.join()
     assert order == ["let go", "writes"]
+
+
+def test_a_process_that_may_open_no_more_files_is_told_so(tmp_path):
+    holds = Holds(tmp_path / "holds")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.open("/dev/null", os.O_RDONLY)
+    os.close(taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken, hard))
+    try:
+        with pytest.raises(UnavailableError, match="ulimit -n"):
+            holds.acquire(digest_of(b"x"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    holds.acquire(digest_of(b"x"))
+    holds.close()

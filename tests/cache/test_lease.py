@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from datasvc.cache.lease import Lease, is_held, sweep
+from datasvc.durable import TEMPORARY_PREFIX
 from datasvc.errors import ConfigError
 
 
@@ -48,3 +49,9 @@ def test_a_sweep_removes_dead_leases_and_no_living_one(tmp_path):
 def test_a_folder_that_cannot_hold_leases_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot hold leases"):
         Lease(tmp_path / "missing")
+
+
+def test_what_a_process_killed_while_it_took_a_lease_left_is_swept(tmp_path):
+    (tmp_path / f"{TEMPORARY_PREFIX}7-abc").touch()
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []

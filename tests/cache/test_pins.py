@@ -1,6 +1,7 @@
 """What is pinned stays: over evictions, restarts, reboots and damage, until it is unpinned."""
 
 import signal
+import threading
 
 import pytest
 
@@ -157,3 +158,39 @@ def test_a_damaged_pin_says_what_to_do(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(CorruptDataError, match="remove it and pin again"):
         read_pins(tmp_path)
+
+
+def test_a_pin_waits_for_another_of_its_name_and_is_not_undone_with_it(tmp_path, splits, monkeypatch):
+    """Else the one that fails would let go of what the other, done meanwhile, was told is kept."""
+    with Cache(tmp_path / "cache", budget="1MB") as cache:
+        failing, time_to_fail, done = threading.Event(), threading.Event(), []
+        real = cache.stage
+
+        def stage(wanted, report=None):
+            if failing.is_set():
+                return real(wanted, report)
+            failing.set()
+            assert time_to_fail.wait(20)
+            raise CacheFullError("no room")
+
+        monkeypatch.setattr(cache, "stage", stage)
+
+        def fail():
+            with pytest.raises(CacheFullError):
+                cache.pin("x", [splits["train"]])
+
+        first = threading.Thread(target=fail)
+        first.start()
+        assert failing.wait(20)
+        second = threading.Thread(target=lambda: done.append(cache.pin("x", [splits["train"]])))
+        third = threading.Thread(target=lambda: cache.pin("other", [splits["train"]]))
+        second.start(), third.start()
+        third.join(20)
+        assert not third.is_alive()  # of another name: it waits for nobody
+        time_to_fail.set()
+        first.join(), second.join()
+        assert done
+        digests = {info.digest for info in splits["train"].table.shards()}
+        assert set(read_pins(cache.folder / "pins")) == {"x", "other"}
+        cache.unpin("other")
+        assert cache._opened.catalogue.pinned() == digests

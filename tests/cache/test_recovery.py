@@ -10,9 +10,18 @@ import lmdb
 import pytest
 
 from datasvc.cache import Cache, Quota, recovery
+from datasvc.cache.configuration import Configuration
 from datasvc.cache.records import UNVERIFIED
-from datasvc.errors import ConfigError, CorruptDataError
-from tests.cache.processes import ROOT, die_while_fetching, disk_bytes, hold_in_a_process, kill, object_path
+from datasvc.errors import ConfigError, CorruptDataError, UnavailableError
+from tests.cache.processes import (
+    ROOT,
+    die_while_fetching,
+    disk_bytes,
+    hold_in_a_process,
+    kill,
+    object_path,
+    start_python,
+)
 
 
 @pytest.fixture
@@ -213,3 +222,72 @@ def test_opening_frees_what_it_had_opened_when_it_fails(filled):
         with pytest.raises(CorruptDataError):
             Cache(filled)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def fill_as(cache, repository, infos):
+    for info in infos:
+        cache.acquire(info, repository)
+        cache.release(info.digest)
+
+
+def test_tenants_keep_what_they_had_when_the_catalogue_is_made_again(tmp_path, origin, monkeypatch):
+    """On a file system without extended attributes all would be the default tenant's."""
+    repository, infos = origin
+    folder = tmp_path / "cache"
+    with Cache(folder, budget=5 * 4096) as cache, Cache(folder, tenant="team") as team:
+        cache.set_quota("team", Quota(3 * 4096))
+        fill_as(team, repository, infos[:3])
+        fill_as(cache, repository, infos[3:5])
+    monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
+    with Cache(folder) as cache:
+        assert cache._opened.catalogue.account().used_bytes == {"team": 3 * 4096, "default": 2 * 4096}
+        assert [cache.acquire(info, repository).outcome for info in infos[:5]] == ["resident"] * 5
+
+
+@pytest.mark.parametrize("budget", [None, 5 * 4096])
+def test_what_fits_the_budget_is_not_evicted_by_a_restart_whoever_had_it(tmp_path, origin, monkeypatch, budget):
+    repository, infos = origin
+    folder = tmp_path / "cache"
+    with Cache(folder, budget=5 * 4096) as cache:
+        fill_as(cache, repository, infos[:5])
+    path = folder / "cache.json"
+    quotas = {"team": Quota(3 * 4096), "default": Quota(0, 2 * 4096)}
+    path.write_bytes(Configuration(5 * 4096, quotas).encode())
+    monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
+    with Cache(folder, budget=budget) as cache:
+        assert cache.status().num_resident == 5
+        assert "evicted" not in cache.counters()
+
+
+def test_what_does_not_fit_after_a_restart_goes_from_those_above_their_guarantee(tmp_path, origin, monkeypatch):
+    repository, infos = origin
+    folder = tmp_path / "cache"
+    with Cache(folder, budget=5 * 4096) as cache, Cache(folder, tenant="team") as team:
+        cache.set_quota("team", Quota(2 * 4096))
+        fill_as(cache, repository, infos[:3])
+        fill_as(team, repository, infos[3:5])
+    (folder / "cache.json").write_bytes(Configuration(3 * 4096, {"team": Quota(2 * 4096)}).encode())
+    monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
+    with Cache(folder) as cache:
+        assert cache._opened.catalogue.account().used_bytes == {"team": 2 * 4096, "default": 4096}
+
+
+# Has the lock that LMDB takes for its process id, as one of another PID namespace may.
+SAME_PROCESS_ID = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX, 1, int(sys.argv[2]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_of_the_same_id_in_another_container_is_explained(cache):
+    process = start_python(SAME_PROCESS_ID, cache.folder / "catalogue" / "lock.mdb", os.getpid())
+    assert process.stdout.readline() == "locked\n"
+    folder = cache.folder
+    cache.close()
+    with pytest.raises(UnavailableError, match=r"same process id.*hostPID"):
+        Cache(folder)
+    kill(process)
+    Cache(folder).close()

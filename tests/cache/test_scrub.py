@@ -2,6 +2,7 @@
 
 import mmap
 
+from datasvc.cache import scrub
 from tests.cache.processes import disk_bytes, hold_in_a_process, kill, object_path
 from tests.cache.test_fetch import mark_unverified
 
@@ -106,17 +107,46 @@ def test_what_a_scan_found_is_verified_by_a_scrub(cache, origin, monkeypatch):
     assert cache.acquire(infos[0], repository).outcome == "resident"
 
 
-def test_what_was_fetched_anew_while_it_was_read_is_not_taken_for_the_bad_one(cache, origin, monkeypatch):
-    """Between reading and judging it nobody can evict it and bring a good one."""
+def while_it_is_read(monkeypatch, work):
+    """Do something between the reading of an object and the verdict."""
+    real = scrub.digest_of_stream
+
+    def reading(file):
+        found = real(file)
+        work()
+        return found
+
+    monkeypatch.setattr(scrub, "digest_of_stream", reading)
+
+
+def test_a_job_that_maps_a_bad_object_while_it_is_read_is_reported_and_its_room_counts(cache, origin, monkeypatch):
+    repository, infos = origin
+    fill(cache, repository, infos[:5])
+    flip(cache, infos[0])
+    processes = []
+    while_it_is_read(
+        monkeypatch,
+        lambda: processes or processes.append(hold_in_a_process(cache, repository, infos[:1])),
+    )
+    done = cache.scrub()
+    assert (done.corrupt, done.held) == ((infos[0].digest,), (infos[0].digest,))
+    cache.acquire(infos[5], repository)
+    assert (cache.status().quarantined_bytes, disk_bytes(cache.folder)) == (4096, 5 * 4096)
+    kill(processes[0])
+
+
+def test_the_good_copy_that_came_meanwhile_is_not_taken_for_the_bad_one(cache, origin, monkeypatch):
+    """Another scrub was faster, and the object has been fetched again before this one judges it."""
     repository, infos = origin
     fill(cache, repository, infos[:1])
     flip(cache, infos[0])
-    catalogue = cache._opened.catalogue
-    real = catalogue.quarantine
 
-    def meanwhile(*arguments, **options):
-        assert not cache._opened.holds.seize(infos[0].digest)
-        return real(*arguments, **options)
+    def meanwhile():
+        monkeypatch.undo()
+        assert cache.check(infos[0].digest) == "corrupt"
+        fill(cache, repository, infos[:1])
 
-    monkeypatch.setattr(catalogue, "quarantine", meanwhile)
-    assert len(cache.scrub().corrupt) == 1
+    while_it_is_read(monkeypatch, meanwhile)
+    assert cache.scrub().corrupt == ()
+    assert cache.counters()["corrupt"] == 1
+    assert cache.acquire(infos[0], repository).outcome == "resident"

@@ -16,7 +16,8 @@ from datasvc.shards import ingest
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     ["ingest"], ["ls"], ["show"], ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["stage"], ["cache", "status"],
-    ["cache", "plan"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"], ["serve"], ["top"],
+    ["cache", "plan"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
+    ["serve"], ["top"],
     ["models", "ls"], ["models", "show"], ["models", "log"], ["models", "restore"],
 ]  # fmt: skip
 

@@ -97,6 +97,7 @@ def test_a_dead_node_costs_the_origin_nothing(cluster):
     assert cluster.complaints("num_failed") >= 2
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_while_it_is_asked_costs_its_own_share_at_most(cluster):
     asked = threading.Event()
 

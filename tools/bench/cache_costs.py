@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import mmap
+import os
 import secrets
 import subprocess
 import sys
@@ -71,8 +72,9 @@ def _hits(cache: Cache, split: Split, infos: Sequence[ObjectInfo]) -> dict[str, 
         cache.acquire(info, split.repository)
 
     def acquire_and_map(info: ObjectInfo) -> None:
-        with cache.acquire(info, split.repository).path.open("rb", buffering=0) as file:
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).close()
+        file = os.open(cache.acquire(info, split.repository).path, os.O_RDONLY)
+        mmap.mmap(file, 0, access=mmap.ACCESS_READ).close()
+        os.close(file)
 
     def release(info: ObjectInfo) -> None:
         cache.release(info.digest)

@@ -37,6 +37,9 @@ class TrainConfig:
         ratio: width / height of a training window.
         flip: probability of a horizontal flip.
         seed: of initialisation, order and augmentation.
+        shuffle: "global", which needs all of the data in the cache, or "windowed", which streams through a small one.
+        lanes: windowed: see `OrderConfig`.
+        block: likewise.
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
         resume: "auto" continues the newest version of `name` where there is one; "never" starts anew.
         device: "cpu", or "cuda" for the GPU of this rank.
@@ -64,6 +67,9 @@ class TrainConfig:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
     seed: int = 0
+    shuffle: str = "global"
+    lanes: int = 1
+    block: int | None = None
     checkpoint_every: int = 1000
     resume: str = "auto"
     device: str = "cpu"
@@ -79,6 +85,8 @@ class TrainConfig:
             raise ConfigError("peers fill a node's cache: give a folder for it with --cache")
         check_name(self.name, "model")
         AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
+        if self.shuffle not in ("global", "windowed"):
+            raise ConfigError(f"shuffle is {self.shuffle!r}; expected 'global' or 'windowed'")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device is {self.device!r}; expected 'cpu' or 'cuda'")
         if self.resume not in ("auto", "never"):

@@ -174,11 +174,18 @@ def make_loader(config: TrainConfig, cache: Cache | None, split: Split, *, train
         resize=config.resize,
         augment=AugmentConfig(scale=config.scale, ratio=config.ratio, flip=config.flip),
         seed=config.seed,
+        **(_order(config) if training else {}),
         rank=hvd.rank(),
         world_size=hvd.size(),
         device=rank_device(config),
         num_threads=max(1, len(os.sched_getaffinity(0)) // hvd.local_size()),
     )
+
+
+def _order(config: TrainConfig) -> dict[str, Any]:
+    if config.shuffle == "global":
+        return {"shuffle": "global"}
+    return {"shuffle": config.shuffle, "lanes": config.lanes, "block": config.block}
 
 
 def resume(run: Run, checkpoint: Checkpoint) -> None:
