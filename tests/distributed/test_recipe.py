@@ -107,12 +107,12 @@ def test_ranks_that_are_each_other_s_peers_train_to_the_same_weights(repository,
 
 @pytest.mark.slow
 def test_a_windowed_run_streams_through_a_cache_that_its_data_does_not_fit(repository, digits_folder, tmp_path):
-    ingest(repository, str(digits_folder), "finely", shard_bytes=64 << 10)
-    cached = {"data": "finely", "cache": tmp_path / "cache", "cache_budget": "1500000"}
+    ingest(repository, str(digits_folder), "finely", shard_bytes=32 << 10)
+    cached = {"data": "finely", "cache": tmp_path / "cache", "cache_budget": "1800000"}
     status, _, error = run(repository, "streamed", ranks=1, epochs=1, **cached)
     assert status == 1
     assert "use shuffle='windowed'" in error
-    order = {"shuffle": "windowed", "lanes": 2, "block": 64}
+    order = {"shuffle": "windowed", "lanes": 2, "block": 24}
     status, events, error = run(repository, "streamed", epochs=1, **cached, **order)
     assert status == 0, error
     assert len(steps(events)) == 14
