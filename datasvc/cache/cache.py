@@ -17,7 +17,7 @@ from datasvc.cache.budget import parse_budget
 from datasvc.cache.fetch import Fetcher, Outcome, Report
 from datasvc.cache.folder import CacheFolder, join_folder, leave_folder
 from datasvc.cache.peers import Peers
-from datasvc.cache.pins import Pin, find_pin, read_pins, remove_pin, write_pin
+from datasvc.cache.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
 from datasvc.cache.quotas import DEFAULT_TENANT, Quota
 from datasvc.cache.records import footprint
 from datasvc.cache.remote_file import Store
@@ -214,8 +214,15 @@ class Cache:
         )
 
     def pin(self, name: str, splits: Sequence[Split], report: Report | None = None) -> StageReport:
-        """Stage all shards of `splits` and keep them until `unpin(name)`, over restarts too; raises as `stage`."""
+        """Stage all shards of `splits` and keep them until `unpin(name)`, over restarts too; raises as `stage`.
+
+        Whoever pins or unpins the same name meanwhile waits.
+        """
         opened = self._open()
+        with changing_pin(opened.files.pins, name):
+            return self._pin(opened, name, splits, report)
+
+    def _pin(self, opened: CacheFolder, name: str, splits: Sequence[Split], report: Report | None) -> StageReport:
         objects = {info.digest: info.size_bytes for split in splits for info in split.table.shards()}
         folder = opened.files.pins
         before = read_pins(folder).get(name)
@@ -241,10 +248,11 @@ class Cache:
     def unpin(self, name: str) -> Pin:
         """Let what was pinned as `name` be evicted. Raises NotFoundError: nothing was."""
         opened = self._open()
-        pin = find_pin(opened.files.pins, name)
-        # In this order: what the catalogue keeps is named by a file at every instant.
-        opened.catalogue.unpin(name, pin.objects)
-        remove_pin(opened.files.pins, name)
+        with changing_pin(opened.files.pins, name):
+            pin = find_pin(opened.files.pins, name)
+            # In this order: what the catalogue keeps is named by a file at every instant.
+            opened.catalogue.unpin(name, pin.objects)
+            remove_pin(opened.files.pins, name)
         return pin
 
     def scrub(self, report: Callable[[int], None] | None = None) -> ScrubReport:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from datasvc.repository.repository import MARKER
 
 CACHE_FORMAT: Final = 2
 _NAME: Final = "cache.json"
+_ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # proc(5): space, tab, newline and backslash as octal numbers
 # Their locks are kept per machine, lost on a reconnect, or not kept at all; and a cache on a network is none.
 _REMOTE_FILE_SYSTEMS: Final = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs"}
@@ -104,7 +106,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         ConfigError: it lies on a network file system, belongs to another user, or holds something else.
     """
-    kind = file_system_of(folder, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
+    kind = file_system_of(folder, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
     if kind in _REMOTE_FILE_SYSTEMS:
         raise ConfigError(
             f"{folder} lies on {kind}, a network file system: its locks do not hold among nodes and its disk is not "
@@ -131,7 +133,7 @@ def file_system_of(folder: Path, mounts: str) -> str:
     place = str(folder.resolve())
     for line in mounts.splitlines():
         fields, _, described = line.partition(" - ")
-        point = fields.split(" ")[4].encode().decode("unicode_escape")
+        point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), fields.split(" ")[4])
         inside = place == point or place.startswith(point.rstrip("/") + "/")
         # Of two mounts on one point the later one is seen.
         if inside and len(point) >= best:

@@ -13,7 +13,7 @@ running job, the oldest job first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +27,7 @@ UNKNOWN: Final = 1 << 60
 
 @dataclass(frozen=True)
 class Candidate:
-    """A resident object that nobody holds.
+    """A resident object that is not pinned.
 
     Attributes:
         digest: the object.
@@ -49,6 +49,7 @@ def choose_victims(
     size_bytes: int,
     *,
     nearest_bytes: int = -NEVER,
+    take: Callable[[Candidate], bool] = lambda _: True,
 ) -> list[Candidate]:
     """Return what to evict so that `tenant` may use `size_bytes` more, or all that may go where that is not enough.
 
@@ -58,6 +59,7 @@ def choose_victims(
         tenant: who asks.
         size_bytes: for what.
         nearest_bytes: spare what is needed as soon as that, or sooner: a prefetch does no harm.
+        take: returns whether a victim can be had; asked of nothing that would not help.
     """
     victims: list[Candidate] = []
     waiting = iter(candidates)
@@ -65,7 +67,7 @@ def choose_victims(
         candidate = next(waiting, None)
         if candidate is None or candidate.distance_bytes <= nearest_bytes:
             break
-        if account.helps(candidate.tenant, tenant, candidate.freed_bytes, size_bytes):
+        if account.helps(candidate.tenant, tenant, candidate.freed_bytes, size_bytes) and take(candidate):
             account.evict(candidate.tenant, candidate.freed_bytes)
             victims.append(candidate)
     return victims

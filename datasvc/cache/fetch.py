@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from datasvc.cache.catalogue import BUSY, GRANTED, LATER, Catalogue
+from datasvc.cache.catalogue import BUSY, GRANTED, LATER, Catalogue, Crowded
 from datasvc.cache.file_links import FileLink
 from datasvc.cache.files import Files
 from datasvc.cache.parts import Parts
@@ -118,10 +118,17 @@ class Fetcher:
         owner: str,
     ) -> Outcome:
         tenant = self._tenant
-        while (answer := self._catalogue.reserve(info, owner, tenant, prefetch=prefetch, evict=evict)) == BUSY:
-            if prefetch is not None:
+        while True:
+            answer = self._catalogue.reserve(info, owner, tenant, prefetch=prefetch, evict=evict)
+            if answer == BUSY and prefetch is not None:
                 return "busy"
-            self._files.wait_for_incoming(info.digest)
+            if answer == BUSY:
+                self._files.wait_for_incoming(info.digest)
+            elif isinstance(answer, Crowded):
+                # It ends whatever becomes of it, and each turn waits for another one: this goes on while others do.
+                self._files.wait_for_incoming(answer.digest)
+            else:
+                break
         if answer != GRANTED:
             return "later" if answer == LATER else "resident"
         if self._is_intact(info.digest):
@@ -152,7 +159,7 @@ class Fetcher:
             return False
         wanted = FileLink(self._files.folder, digest).content or digest
         if found != wanted:
-            self._catalogue.quarantine(digest, reserved=True)
+            self._catalogue.quarantine(digest)
         return found == wanted
 
     def _transfer(self, info: ObjectInfo, repository: Store, report: Report | None) -> TransferReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count, islice
@@ -179,35 +180,53 @@ class CacheFolder:
 
 
 _folders: dict[Path, CacheFolder] = {}
-_folders_lock = threading.RLock()  # a finalizer may run while it is held
+_folders_lock = threading.Lock()
+_leaving: deque[tuple[Path, CacheFolder]] = deque()
 
 
 def join_folder(folder: Path) -> CacheFolder:
     """Return the open folder, which stays open until each `join_folder` was answered by `leave_folder`."""
-    with _folders_lock:
-        if folder not in _folders:
-            _folders[folder] = CacheFolder(folder)
-        opened = _folders[folder]
-        opened.check_process()
-        opened.num_users += 1
-        return opened
+    try:
+        with _folders_lock:
+            if folder not in _folders:
+                _folders[folder] = CacheFolder(folder)
+            opened = _folders[folder]
+            opened.check_process()
+            opened.num_users += 1
+    finally:
+        _close_what_nobody_uses()
+    return opened
 
 
 def leave_folder(folder: Path, opened: CacheFolder) -> None:
-    """Say that one user of the folder in this process is gone."""
+    """Say that one user of the folder in this process is gone: also from a finalizer, in the middle of any call."""
+    _leaving.append((folder, opened))
+    _close_what_nobody_uses()
+
+
+def _close_what_nobody_uses() -> None:
+    # Whoever has the lock, this thread perhaps, looks once more when it has freed it.
+    while _leaving and _folders_lock.acquire(blocking=False):
+        try:
+            while _leaving:
+                _leave(*_leaving.popleft())
+        finally:
+            _folders_lock.release()
+
+
+def _leave(folder: Path, opened: CacheFolder) -> None:
     if opened.process != os.getpid():
         return  # a copy in a forked child: lease and database belong to the parent
-    with _folders_lock:
-        opened.num_users -= 1
-        if not opened.num_users:
-            del _folders[folder]
-            opened.close()
+    opened.num_users -= 1
+    if not opened.num_users:
+        del _folders[folder]
+        opened.close()
 
 
 def _forget_folders() -> None:
     """In a forked child: close its copies of the descriptors whose locks say that the parent lives and holds."""
     global _folders_lock  # noqa: PLW0603  another thread may have had it, which is not in this process
-    _folders_lock = threading.RLock()
+    _folders_lock = threading.Lock()
     for opened in _folders.values():
         opened.close_locks()
 

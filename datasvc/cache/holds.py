@@ -14,17 +14,21 @@ import os
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository import Digest
 
 # The kernel searches the locks of a file one by one: many files keep each list short.
 _NUM_FILES: Final = 64
 _FLOCK: Final = struct.Struct("@hhqqi4x")  # fcntl.h: type, whence, start, len, pid
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # fcntl.h: F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
+
+
+_TOO_MANY_FILES: Final = (errno.EMFILE, errno.ENFILE)
 
 
 class Holds:
@@ -57,10 +61,13 @@ class Holds:
             ) from error
 
     def acquire(self, digest: Digest) -> None:
-        """Hold an object, once more; waits for whoever is about to evict it. Raises OSError: too many open files."""
+        """Hold an object, once more; waits for whoever is about to evict it.
+
+        Raises UnavailableError: this process may open no more files, or the kernel has no more locks.
+        """
         with self._lock:
             if not self._counts[digest]:
-                self._set(self._mine, _SETLKW, fcntl.F_RDLCK, digest)
+                self._hold(digest)
             self._counts[digest] += 1
         self._release_abandoned()
 
@@ -110,6 +117,13 @@ class Holds:
         self._others.clear()
         self._counts.clear()
 
+    def _hold(self, digest: Digest) -> None:
+        try:
+            self._set(self._mine, _SETLKW, fcntl.F_RDLCK, digest)
+        except OSError as error:
+            advice = "; raise the limit of open files (ulimit -n)" if error.errno in _TOO_MANY_FILES else ""
+            raise UnavailableError(f"cannot hold {digest[:12]}... in {self._folder}: {error}{advice}") from error
+
     def _release(self, digest: Digest) -> None:
         self._counts[digest] -= 1
         if not self._counts[digest]:
@@ -147,3 +161,16 @@ class Holds:
     @staticmethod
     def _apply(descriptor: int, call: int, kind: int, offset: int) -> None:
         fcntl.fcntl(descriptor, call, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+
+
+@contextmanager
+def locked_byte(path: Path, offset: int) -> Iterator[None]:
+    """Have one byte of a lock file alone, among threads and processes; waits for whoever has it. Raises OSError."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.fcntl(descriptor, _SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+        yield
+    finally:
+        # A child, forked meanwhile, may have a copy of the descriptor: closing alone would not free the lock.
+        fcntl.fcntl(descriptor, _SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, offset, 1, 0))
+        os.close(descriptor)

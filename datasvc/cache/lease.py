@@ -104,7 +104,6 @@ def is_held(folder: Path, lease_id: str) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the lease files of dead holders."""
+    """Remove the lease files of dead holders, and what was to be one. Call it while nobody takes a lease."""
     for path in folder.iterdir():
-        if not path.name.startswith(TEMPORARY_PREFIX):
-            is_held(folder, path.name)
+        is_held(folder, path.name)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from datasvc import durable
+from datasvc.cache.holds import locked_byte
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.repository import Digest
-from datasvc.repository.objects import parse_digest
+from datasvc.repository.objects import digest_of, parse_digest
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,14 @@ class Pin:
     def size_bytes(self) -> int:
         """Bytes of all objects."""
         return sum(self.objects.values())
+
+
+@contextmanager
+def changing_pin(folder: Path, name: str) -> Iterator[None]:
+    """Be the only one who changes the pins of a name; waits for whoever does. Raises OSError."""
+    # 60 bits of a digest: two names that share a byte would only wait for each other.
+    with locked_byte(folder / "lock", int(digest_of(name.encode())[:15], 16)):
+        yield
 
 
 def write_pin(folder: Path, pin: Pin) -> None:

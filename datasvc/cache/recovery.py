@@ -19,13 +19,13 @@ from typing import Final
 import lmdb
 
 from datasvc import durable
-from datasvc.cache.catalogue import Catalogue
+from datasvc.cache.catalogue import Catalogue, describe_failure
 from datasvc.cache.configuration import Configuration
 from datasvc.cache.files import Files
 from datasvc.cache.holds import Holds
 from datasvc.cache.lease import sweep, unlock_and_close
 from datasvc.cache.pins import read_pins
-from datasvc.errors import CorruptDataError, UnavailableError
+from datasvc.errors import CorruptDataError
 
 # lmdb.h, mdb.c: both meta pages lie at the start; mm_last_pg of MDB_meta is at 136.
 _PAGE: Final = 4096
@@ -107,7 +107,7 @@ def _open(files: Files, holds: Holds, presence: Presence, configuration: Configu
     ) as error:
         return _rebuild_alone(files, holds, configuration, alone=alone, why=str(error))
     except lmdb.Error as error:
-        raise UnavailableError(f"the cache catalogue {files.catalogue} cannot be opened: {error}") from error
+        raise describe_failure(files.catalogue, error) from error
     if boot == boot_id():
         return catalogue
     catalogue.close()
@@ -132,7 +132,7 @@ def _rebuild(files: Files, holds: Holds, configuration: Configuration) -> Catalo
     catalogue = Catalogue(files, holds)
     for name, pin in read_pins(files.pins).items():
         catalogue.pin(name, pin.objects)
-    catalogue.rebuild(configuration, dict(files.scan()), boot_id())
+    catalogue.rebuild(configuration, files.scan(), boot_id())
     # Last: a catalogue that was made half-way is made again.
     durable.write_file(files.catalogue / _BOOT, boot_id().encode(), synced=False)
     return catalogue

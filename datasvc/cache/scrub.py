@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from datasvc.cache.catalogue import JUDGED, MAPPED
 from datasvc.cache.file_links import FileLink
 from datasvc.cache.folder import CacheFolder
 from datasvc.cache.records import RESERVED
@@ -39,13 +42,11 @@ def scrub_folder(folder: CacheFolder, report: Callable[[int], None] | None = Non
     for digest, record in folder.catalogue.records().items():
         if record.state == RESERVED:
             continue
-        is_held = folder.holds.is_held(digest)
-        found = check_object(folder, digest)
+        found = _check(folder, digest)
         if found == "gone":
             continue
-        if found == "corrupt":
-            corrupt.append(digest)
-            held += [digest] if is_held else []
+        corrupt += [digest] if found in {"corrupt", "mapped"} else []
+        held += [digest] if found == "mapped" else []
         num_checked += 1
         checked_bytes += record.size_bytes
         if report is not None:
@@ -55,17 +56,32 @@ def scrub_folder(folder: CacheFolder, report: Callable[[int], None] | None = Non
 
 def check_object(folder: CacheFolder, digest: Digest) -> Finding:
     """Read a resident object, and quarantine it if its bytes have changed."""
-    is_held = folder.holds.is_held(digest)
-    # Evicted meanwhile it would look damaged, or be another file by the time it is judged.
-    folder.holds.acquire(digest)
+    found = _check(folder, digest)
+    return "corrupt" if found == "mapped" else found
+
+
+def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
+    """Check as `check_object` does; "mapped" is a corrupt one that somebody else holds."""
     try:
-        found = digest_of_file(folder.files.object_path(digest))
-        if found == (FileLink(folder.files.folder, digest).content or digest):
-            folder.catalogue.verified(digest)
-            return "intact"
-        # Where somebody else was faster it is judged, or fetched again.
-        return "corrupt" if folder.catalogue.quarantine(digest, reserved=False, mapped=is_held) else "intact"
+        # Open until it is judged: as long as it is, no other file has its inode.
+        with folder.files.object_path(digest).open("rb", buffering=0) as file:
+            if _is_intact(folder, digest, file.fileno()):
+                return "intact"
+            judged = folder.catalogue.condemn(digest, os.fstat(file.fileno()).st_ino)
     except FileNotFoundError:
         return "gone"
+    # Where somebody else was faster it is judged, or fetched again.
+    return "intact" if judged == JUDGED else "mapped" if judged == MAPPED else "corrupt"
+
+
+def _is_intact(folder: CacheFolder, digest: Digest, descriptor: int) -> bool:
+    # Held, so that it is not evicted while its own digest, if it is a staged file, is looked up and noted.
+    folder.holds.acquire(digest)
+    try:
+        found = digest_of_file(Path(f"/proc/self/fd/{descriptor}"))
+        intact = found == (FileLink(folder.files.folder, digest).content or digest)
+        if intact:
+            folder.catalogue.verified(digest)
+        return intact
     finally:
         folder.holds.release(digest)

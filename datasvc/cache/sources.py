@@ -118,7 +118,10 @@ class RequestPool:
         spans = []
         while start < stop:
             num_left = -(-(stop - start) // PART_BYTES)
-            num_parts = _MAX_PARTS if num_free <= 1 else min(max(1, num_left // (2 * num_free)), _MAX_PARTS)
+            if num_free > 1:
+                num_parts = min(max(1, num_left // num_free), _MAX_PARTS)
+            else:
+                num_parts = -(-num_left // -(-num_left // _MAX_PARTS))  # no small rest
             end = min(stop, (start // PART_BYTES + num_parts) * PART_BYTES)
             spans.append((start, end))
             start = end

@@ -38,7 +38,7 @@ from datasvc.shards import Split
 
 # Each shard is fetched by many ranged requests; of small ones it takes more to have as many under way.
 _SHARDS_AT_ONCE = 4
-_BYTES_AT_ONCE = 128 << 20
+_BYTES_AT_ONCE = 256 << 20
 _SHARE_AT_ONCE = 16
 
 

@@ -13,6 +13,10 @@ from datasvc.cache.records import footprint
 from datasvc.errors import CacheFullError
 from datasvc.repository import Digest, ObjectInfo, Repository
 
+_LEAST_THREADS = 8
+_MOST_THREADS = 64
+_BYTES_AT_ONCE = 512 << 20
+
 
 @dataclass(frozen=True)
 class StageReport:
@@ -54,7 +58,7 @@ def stage_objects(
     *,
     tenant: str,
     report: Report | None,
-    num_threads: int,
+    num_threads: int | None,
     stop: threading.Event,
 ) -> StageReport:
     """Make objects resident, held until all are there so that none evicts another; see `Cache.stage`."""
@@ -80,7 +84,8 @@ def stage_objects(
             report("resident", info.size_bytes)
 
     try:
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-stage") as pool:
+        threads = num_threads or _choose_threads(len(objects), needed)
+        with ThreadPoolExecutor(threads, thread_name_prefix="datasvc-stage") as pool:
             futures = [pool.submit(stage_one, *pair) for pair in objects.values()]
             try:
                 for future in futures:
@@ -94,6 +99,12 @@ def stage_objects(
         for digest in held:
             folder.release(digest)
     return _summary(came, len(objects))
+
+
+def _choose_threads(num_objects: int, needed_bytes: int) -> int:
+    """Return how many objects to fetch at once: of small ones more, to keep all requests busy."""
+    mean_bytes = max(1, needed_bytes // max(1, num_objects))
+    return min(max(_LEAST_THREADS, _BYTES_AT_ONCE // mean_bytes), _MOST_THREADS)
 
 
 def _summary(came: list[tuple[Outcome, int]], num_wanted: int) -> StageReport:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from datasvc.cache.catalogue import BUSY, GRANTED, LATER, RESIDENT_ALREADY
+from datasvc.cache.catalogue import BUSY, FREE, GRANTED, JUDGED, LATER, MAPPED, RESIDENT_ALREADY
 from datasvc.cache.eviction import UNKNOWN
 from datasvc.cache.files import Files
 from datasvc.cache.holds import Holds
@@ -270,7 +270,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             assert record.next_use == reuse.next_use
             for job in self.jobs:
                 if job.lease.id == owner:
-                    job.clock = max(job.clock, reuse.now)
+                    job.clock = reuse.now
         known.next_use = record.next_use
 
     @precondition(reserved)
@@ -291,17 +291,33 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.jobs[job].holds.release(INFOS[number].digest)
         self.jobs[job].held[number] -= 1
         self.catalogue.release(INFOS[number].digest, self.jobs[job].lease.id, reuse)
-        self.known[number].owner = self.jobs[job].lease.id
-        self.take_next_use(number, self.jobs[job].lease.id, reuse)
+        if reuse is not None:
+            self.jobs[job].clock = reuse.now
+        released = [each.next_use for each in self.known.values() if UNKNOWN <= each.next_use < NEVER]
+        next_use = max([UNKNOWN, *released]) + 1 if reuse is None else reuse.next_use
+        if self.takes_over(number, self.jobs[job], next_use):
+            self.known[number].owner = self.jobs[job].lease.id
+            self.take_next_use(number, self.jobs[job].lease.id, reuse)
+
+    def takes_over(self, number, job, next_use):
+        """Another job that lives, and needs the object as soon, has its way."""
+        known = self.known[number]
+        if known.owner == job.lease.id or known.owner not in self.living():
+            return True
+        return self.left(next_use, job.clock) < self.left(known.next_use, self.living()[known.owner])
+
+    @staticmethod
+    def left(next_use, clock):
+        return next_use if next_use >= UNKNOWN else next_use - clock
 
     @rule(job=jobs, wanted=st.dictionaries(objects, st.integers(0, 1000), max_size=5), now=st.integers(0, 100))
     def expect(self, job, wanted, now):
         asking = self.jobs[job]
         self.catalogue.expect({INFOS[n].digest: use for n, use in wanted.items()}, asking.lease.id, now)
-        asking.clock = max(asking.clock, now)
+        asking.clock = now
         for number, use in wanted.items():
             known = self.known.get(number)
-            if known is not None and known.state == RESIDENT:
+            if known is not None and known.state == RESIDENT and self.takes_over(number, asking, use):
                 known.owner, known.next_use = asking.lease.id, use
 
     @rule(number=objects, name=st.sampled_from(["p", "q"]))
@@ -314,13 +330,16 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.catalogue.unpin(name, {INFOS[number].digest: 1})
         self.pins.setdefault(number, set()).discard(name)
 
-    @rule(number=objects, mapped=st.booleans())
-    def quarantine(self, number, mapped):
-        known = self.known.get(number)
-        is_resident = known is not None and known.state == RESIDENT
-        assert self.catalogue.quarantine(INFOS[number].digest, reserved=False, mapped=mapped) == is_resident
-        if is_resident:
-            del self.known[number]
+    @rule(number=objects, replaced=st.booleans())
+    def condemn(self, number, replaced):
+        known, digest = self.known.get(number), INFOS[number].digest
+        inode = (self.files.inode(digest) or 0) + replaced
+        verdict = self.catalogue.condemn(digest, inode)
+        if known is None or known.state != RESIDENT or replaced:
+            assert verdict == JUDGED
+            return
+        assert verdict == (MAPPED if self.is_held(number) else FREE)
+        del self.known[number]
 
     @precondition(reserved)
     @rule(data=st.data())

@@ -177,3 +177,14 @@ def test_a_mount_point_may_have_any_letters(tmp_path):
     place.mkdir()
     mounts = "1 0 0:1 / / rw - ext4 a rw\n2 1 0:2 / {} rw - nfs4 b rw\n".format(str(place).replace(" ", "\\040"))
     assert file_system_of(place, mounts) == "nfs4"
+
+
+def test_a_configuration_that_another_thread_replaces_meanwhile_is_read_all_the_same(cache):
+    class Replaced(dict):
+        """What was just found in it is there no more."""
+
+        def __contains__(self, _key):
+            return True
+
+    cache._opened.catalogue._tables.configurations = Replaced()
+    assert cache.budget_bytes == 5 * 4096

@@ -283,10 +283,10 @@ sys.stdin.read()
 
 
 def test_a_process_of_the_same_id_in_another_container_is_explained(cache):
-    process = start_python(SAME_PROCESS_ID, cache.folder / "catalogue" / "lock.mdb", os.getpid())
-    assert process.stdout.readline() == "locked\n"
     folder = cache.folder
     cache.close()
+    process = start_python(SAME_PROCESS_ID, folder / "catalogue" / "lock.mdb", os.getpid())
+    assert process.stdout.readline() == "locked\n"
     with pytest.raises(UnavailableError, match=r"same process id.*hostPID"):
         Cache(folder)
     kill(process)

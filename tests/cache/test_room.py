@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from datasvc.cache import Cache, Quota
+from datasvc.cache.catalogue import GRANTED, Crowded
 from datasvc.errors import CacheFullError
 from datasvc.order import NEVER, Reuse
 from datasvc.repository import Digest
@@ -97,15 +98,14 @@ def test_who_fetches_itself_waits_for_no_room(cache, origin, monkeypatch):
     gate = Gate(repository, infos[3], monkeypatch)
     fetching, _ = in_thread(lambda: cache.prefetch(infos[3], repository, Reuse(0, 10)))
     assert gate.begun.wait(20)
-    refused = []
-
-    def report(_kind, _length):
-        with pytest.raises(CacheFullError) as error:
-            cache.acquire(infos[5], repository)
-        refused.append(error)
-
-    cache.acquire(infos[4], repository, report)
-    assert refused
+    catalogue, files = cache._opened.catalogue, cache._opened.files
+    assert catalogue.reserve(infos[4], "1-me", "default") == GRANTED
+    with pytest.raises(CacheFullError):
+        catalogue.reserve(infos[5], "1-me", "default")
+    catalogue.drop(infos[4].digest, "1-me")
+    files.unlock(infos[4].digest)
+    cache.acquire(infos[6], repository)
+    assert catalogue.reserve(infos[5], "1-me", "default") == Crowded(infos[3].digest)
     gate.open.set()
     fetching.join()
 

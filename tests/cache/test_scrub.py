@@ -109,14 +109,14 @@ def test_what_a_scan_found_is_verified_by_a_scrub(cache, origin, monkeypatch):
 
 def while_it_is_read(monkeypatch, work):
     """Do something between the reading of an object and the verdict."""
-    real = scrub.digest_of_stream
+    real = scrub.digest_of_file
 
     def reading(file):
         found = real(file)
         work()
         return found
 
-    monkeypatch.setattr(scrub, "digest_of_stream", reading)
+    monkeypatch.setattr(scrub, "digest_of_file", reading)
 
 
 def test_a_job_that_maps_a_bad_object_while_it_is_read_is_reported_and_its_room_counts(cache, origin, monkeypatch):

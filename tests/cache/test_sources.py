@@ -77,14 +77,19 @@ def test_a_range_brings_that_range_and_is_cut_at_parts(requests):
 
 def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
     pool = RequestPool(4)
-    barrier = threading.Barrier(4)  # broken, and an error, unless four reads are under way at once
-    info = ObjectInfo(INFO.digest, 8 * PART_BYTES)  # a multiple of four requests, long or short
-    under_way = threading.Semaphore(4)
+    info = ObjectInfo(INFO.digest, 8 * PART_BYTES)
+    under_way, lock, four = set(), threading.Lock(), threading.Event()
 
     def before(offset, attempt):
-        assert under_way.acquire(blocking=False)  # no fifth
-        barrier.wait(30)
-        under_way.release()
+        this = object()
+        with lock:
+            under_way.add(this)
+            assert len(under_way) <= 4
+            if len(under_way) == 4:
+                four.set()
+        assert four.wait(30)
+        with lock:
+            under_way.remove(this)
 
     def stream():
         source(MemoryOrigin(before=before), pool).stream(info, 0, info.size_bytes, Written())

@@ -246,7 +246,7 @@ arrived, both = [], threading.Event()
 
 def report(kind, num_bytes):
     arrived.append(num_bytes)
-    if len(arrived) == 2:
+    if sum(arrived) >= 2 * PART_BYTES:
         both.set()
 
 class Stalling:
