@@ -39,6 +39,7 @@ bench: setup  ## all benchmarks, some minutes; results belong into docs/benchmar
 	$(BIN)/python tools/bench/ingest_samples.py
 	$(BIN)/python tools/bench/ingest_memory.py
 	$(BIN)/python tools/bench/open_version.py
+	$(BIN)/python tools/bench/cache.py
 	$(BIN)/python tools/bench/loader.py
 	$(BIN)/python tools/bench/trainer.py
 

@@ -31,8 +31,6 @@ from datasvc.repository.references import check_name
 from datasvc.shards.dataset import Split, Wanted
 from datasvc.shards.reader import Shard
 
-_STAGING_THREADS = 8
-
 
 class Acquired(NamedTuple):
     """An object that this process holds.
@@ -188,7 +186,7 @@ class Cache:
         splits: Sequence[Split],
         report: Report | None = None,
         *,
-        num_threads: int = _STAGING_THREADS,
+        num_threads: int | None = None,
         stop: threading.Event | None = None,
     ) -> StageReport:
         """Bring all shards of `splits` onto the node; equal shards once.
@@ -196,7 +194,7 @@ class Cache:
         Args:
             splits: of any data sets.
             report: called from any thread with where bytes came from ("resident", "origin", "peer") and how many.
-            num_threads: shards fetched at once.
+            num_threads: shards fetched at once; None: enough for all requests that this process may have under way.
             stop: once it is set no further shard is begun.
 
         Raises:

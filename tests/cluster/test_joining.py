@@ -91,6 +91,7 @@ def test_nodes_that_join_and_leave_in_mid_epoch_cost_no_sample(network, origin, 
         assert resident_digests(node) <= objects_of(origin.splits["pets"]).keys()
 
 
+@pytest.mark.slow
 def test_of_a_cluster_that_is_cut_in_two_each_half_reads_the_origin_once(separate_network, origin):
     network, split = separate_network, origin.splits["pets"]
     serving = Serving(network, f"{origin.url}/repo")
@@ -126,6 +127,7 @@ def test_jobs_that_are_cut_off_from_the_origin_go_on_once_the_way_is_free(separa
     check_served(readers, range(NUM_SAMPLES))
 
 
+@pytest.mark.slow
 def test_two_jobs_with_different_data_share_a_folder_and_a_server(network, origin):
     serving = Serving(network, f"{origin.url}/repo")
     node, peer = serving.nodes = network.nodes[:2]

@@ -34,10 +34,12 @@ def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launc
         assert f"[{survivor}] survived" in done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_can_start_the_job_too(launcher):
     done = launcher.run_with_torchrun(2, "membership.py")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_are_each_other_s_peers_and_the_origin_is_read_once(launcher, digits, tmp_path):
     launcher.run_program(2, "rank_nodes.py", digits["train"].repository.url, tmp_path)

@@ -59,6 +59,7 @@ def steps(events):
     return [event["step"] for event in events if event["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(repository):
     status, whole, _ = run(repository, "whole")
     assert status == 0
@@ -125,6 +126,7 @@ def test_errors_of_a_run_are_said_without_a_traceback(repository):
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_a_data_set_without_a_validation_split_is_trained_and_kept(repository, digits_folder):
     ingest(repository, str(digits_folder / "val"), "unsplit")
     status, events, error = run(repository, "unsplit", ranks=1, data="unsplit", epochs=1)
@@ -133,6 +135,7 @@ def test_a_data_set_without_a_validation_split_is_trained_and_kept(repository, d
     assert events[-1]["version"] == f"unsplit@{describe_model(repository, 'unsplit').version}"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_data_is_refused_without_a_traceback(repository, digits_folder):
     status, _, error = run(repository, "unsplit", ranks=1, data="digits@1", epochs=2)
     assert status == 2

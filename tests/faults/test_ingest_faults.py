@@ -81,6 +81,7 @@ def test_an_image_that_would_fill_the_memory_is_a_bad_sample(repository, folder)
         ingest(repository, str(folder), "pets")
 
 
+@pytest.mark.slow
 def test_a_compressed_tar_that_unfolds_without_end_needs_no_memory_to_refuse(repository, tmp_path):
     program = (
         "import re, resource, sys\n"

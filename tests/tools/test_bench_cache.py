@@ -38,6 +38,7 @@ def run(folder, part, *arguments):
     return {figure["name"]: figure["median"] for figure in found["rows"] + found["ratios"]}
 
 
+@pytest.mark.slow
 def test_the_catalogue_is_measured(tmp_path):
     assert all(value > 0 for value in run(tmp_path, "catalogue", *TINY["catalogue"]).values())
 

@@ -16,7 +16,9 @@ from cache_store import Store, environment
 from report import ROOT, Report, alternate
 
 from datasvc.cache import Cache
+from datasvc.cache.files import Found
 from datasvc.cache.folder import join_folder, leave_folder
+from datasvc.cache.quotas import DEFAULT_TENANT
 from datasvc.cache.recovery import boot_id
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import Split
@@ -117,7 +119,7 @@ def measure_catalogue(folder: Path, arguments: argparse.Namespace) -> Report:
     full = folder / "full"
     with Cache(full, budget="1TB"):
         opened = join_folder(full)
-        found = {Digest(secrets.token_hex(32)): 1 << 20 for _ in range(arguments.objects)}
+        found = [Found(Digest(secrets.token_hex(32)), 1 << 20, DEFAULT_TENANT) for _ in range(arguments.objects)]
         opened.catalogue.rebuild(opened.catalogue.configuration, found, boot_id())
         leave_folder(full, opened)
     empty = folder / "empty"
