@@ -15,6 +15,7 @@ from datasvc.shards import Shard, Wanted
 from datasvc.shards.partial import PartialShard, open_partial
 
 _SHARE = 0.02
+_MAX_BYTES = 512 << 20
 _REQUESTS_AT_ONCE = 16
 
 
@@ -32,7 +33,8 @@ class EarlySamples:
         self, objects: Objects, split_bytes: int, *, num_ranks: int = 1, count: Callable[[str, int], None]
     ) -> None:
         self._objects = objects
-        self._left_bytes = int(split_bytes * _SHARE) // num_ranks
+        # It lies in memory until the shards are here.
+        self._left_bytes = min(int(split_bytes * _SHARE) // num_ranks, _MAX_BYTES)
         self._count = count
         self._partial: dict[Digest, PartialShard | None] = {}
 

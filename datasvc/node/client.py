@@ -16,6 +16,16 @@ from datasvc.errors import ConfigError, UnavailableError
 _TIMEOUT_S = 10.0
 
 
+_MAX_ANSWER_BYTES = 64 << 20
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows none: the token would go with the request to whoever is named."""
+
+    def redirect_request(self, *_request: Any) -> None:
+        return None
+
+
 class NodeClient:
     """One node.
 
@@ -37,7 +47,7 @@ class NodeClient:
             raise ConfigError(f"cannot read certificates from {ca_file}: {error}") from error
         # No proxies: a node is a neighbour, and its token is for nobody else.
         self._opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirects()
         )
 
     def status(self) -> dict[str, Any]:
@@ -50,7 +60,7 @@ class NodeClient:
         request = urllib.request.Request(f"{self._url}/status", headers=self._headers)  # noqa: S310 - http(s) only
         try:
             with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
-                found = json.load(answer)
+                found = json.loads(answer.read(_MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as error:
             if error.code == http.client.UNAUTHORIZED:
                 raise ConfigError(f"{self._url} does not take our token; give its own with --token-file") from error

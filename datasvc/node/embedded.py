@@ -77,7 +77,8 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def _end_with_input() -> None:
-    while sys.stdin.buffer.read(1):
+    # Not through the buffer, which Python wants back at its end; nothing comes after the settings.
+    while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(0)  # the cache survives its server's end at any instant
 

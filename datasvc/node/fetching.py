@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from datasvc.cache import Cache
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.node.waiting import PATIENCE_S, wait_moving
 from datasvc.repository import Digest, ObjectInfo, Repository
 
@@ -41,7 +42,7 @@ class Fetches:
         self._cache = cache
         self._patience_s = patience_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-peer-fetch")
-        self._under_way: dict[Digest, _Fetch] = {}
+        self._under_way: dict[ObjectInfo, _Fetch] = {}
         self._running: set[Future[Path]] = set()
         self._moved_at = 0.0
 
@@ -62,14 +63,15 @@ class Fetches:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: as `Cache.acquire`.
             UnavailableError: it does not move.
         """
-        fetch = self._under_way.get(info.digest) or self._start(info, repository)
+        fetch = self._under_way.get(info) or self._start(info, repository)
         fetch.num_users += 1
         try:
             yield await wait_moving(fetch.arrived, idle_s=lambda: self._idle_s(fetch), patience_s=self._patience_s)
         finally:
             fetch.num_users -= 1
             if not fetch.num_users:
-                del self._under_way[info.digest]
+                del self._under_way[info]
+                fetch.future.cancel()  # what nobody waits for any more need not begin
                 # Held until the last one has read it: without that it might be evicted and fetched twice.
                 fetch.future.add_done_callback(lambda done: self._release(info.digest, done))
 
@@ -88,6 +90,7 @@ class Fetches:
         def run() -> Path:
             fetch.is_running = True
             moved()
+            _check_size(info, repository)
             return self._cache.acquire(info, repository, moved).path
 
         fetch.future = self._threads.submit(run)
@@ -96,7 +99,7 @@ class Fetches:
         fetch.arrived = asyncio.wrap_future(fetch.future)
         # All who wait may be gone when it fails.
         fetch.arrived.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._under_way[info.digest] = fetch
+        self._under_way[info] = fetch
         return fetch
 
     def _idle_s(self, fetch: _Fetch) -> float:
@@ -107,3 +110,14 @@ class Fetches:
     def _release(self, digest: Digest, done: Future[Path]) -> None:
         if not done.cancelled() and done.exception() is None:
             self._cache.release(digest)
+
+
+def _check_size(info: ObjectInfo, repository: Repository) -> None:
+    """Believe no caller: room is made for an object, and others are evicted, by the size that its origin says."""
+    stored = repository.objects.size(info.digest)
+    if stored is None:
+        raise NotFoundError(f"{repository.objects.location(info.digest)} does not exist")
+    if stored != info.size_bytes:
+        raise ConfigError(
+            f"{repository.objects.location(info.digest)} has {stored} bytes, not the {info.size_bytes} asked for"
+        )

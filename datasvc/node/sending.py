@@ -147,8 +147,10 @@ class Sender:
         writer = await answer.prepare(request)
         assert writer is not None
         assert request.transport is not None
-        # A drained transport shall keep no piece of the buffer, which the next read fills again.
-        request.transport.set_write_buffer_limits(high=0)
+        # A drained transport shall keep no piece of the buffer, which the next read fills again. One that encrypts
+        # has copied it, and with a limit of 0 would never call itself drained.
+        is_secure = request.transport.get_extra_info("sslcontext") is not None
+        request.transport.set_write_buffer_limits(high=1 if is_secure else 0)
         writer.send_headers()  # else aiohttp copies the first piece to send it with them
         for offset in range(start, stop, len(buffer)):
             piece = buffer[: min(len(buffer), stop - offset)]

@@ -79,6 +79,8 @@ class NodeSettings:
         if self.certificate is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # No tickets: they would look like the beginning of an answer to a peer that listens for a sign of life.
+        context.num_tickets = 0
         try:
             # Without a callback for the password OpenSSL would ask on the terminal.
             context.load_cert_chain(self.certificate, self.certificate_key, password=_no_password)

@@ -17,6 +17,8 @@ from datasvc.shards.dataset import Split
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 _ENDED: frozenset[JobState] = frozenset({"done", "failed", "cancelled"})
 
+_SHARDS_AT_ONCE = 8  # few, so that a job that is cancelled ends soon
+
 
 class StageJob:
     """One staging job.
@@ -75,7 +77,7 @@ class StageJob:
         if not self._begin():
             return
         try:
-            cache.stage(self.splits, self._report, stop=self.stop)
+            cache.stage(self.splits, self._report, num_threads=_SHARDS_AT_ONCE, stop=self.stop)
         except DatasvcError as error:
             self._end("cancelled" if self.stop.is_set() else "failed", error)
         except BaseException as error:
@@ -90,6 +92,7 @@ class StageJob:
         with self._lock:
             if self._state == "waiting":
                 self._state = "cancelled"
+                self.future.cancel()
 
     def _begin(self) -> bool:
         with self._lock:

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,18 +76,24 @@ def test_without_a_terminal_it_looks_once(cache):
     assert "\x1b" not in done.stdout
 
 
+def obey_interrupts():
+    """As a terminal's programs do: those of a job in the background ignore them, and this test may be one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_on_a_terminal_it_watches_until_interrupted(cache):
     terminal, other_end = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "datasvc.cli.main", "top", "--cache", cache.folder, "--interval", "0.01"],
         cwd=ROOT, stdin=other_end, stdout=other_end, stderr=other_end, start_new_session=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+        preexec_fn=obey_interrupts,  # noqa: PLW1509 - one call, which takes no lock
     )  # fmt: skip
     os.close(other_end)
     seen = b""
     while seen.count(b"resident in 1 objects") < 3:
         seen += os.read(terminal, 4096)
-    process.send_signal(2)
+    process.send_signal(signal.SIGINT)
     drained = True
     while drained:
         try:

@@ -133,6 +133,17 @@ def test_an_object_that_the_origin_lacks_is_missing(node, origin):
     assert node.get_object(ObjectInfo(digest_of(b"nowhere"), 7), repository).status == 404
 
 
+def test_a_size_that_is_a_lie_makes_no_room(run, origin):
+    repository, infos, contents = origin
+    node = run(repositories=(repository.url,), budget=3 * OBJECT_BYTES)
+    assert node.get_object(infos[0], repository).body == contents[0]
+    for digest, status in ((infos[1].digest, 400), (digest_of(b"nowhere"), 404)):
+        lie = ObjectInfo(digest, 3 * OBJECT_BYTES - 5000)
+        assert node.get_object(lie, repository).status == status
+    assert node.get_object(infos[0]).body == contents[0]
+    assert node.get_object(infos[1], repository).body == contents[1]
+
+
 def test_a_wrong_object_of_the_origin_is_never_served(node, origin):
     repository, infos, contents = origin
     path = repository.objects.local_path(infos[4].digest)

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datasvc.errors import ConfigError
 from datasvc.node.settings import NodeSettings
+from datasvc.repository import Repository
 from tests.node.conftest import OBJECT_BYTES
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +166,19 @@ def test_with_a_certificate_a_node_talks_https(run, origin, certificate):
         urllib.request.urlopen(url)
     with pytest.raises(ConnectionError):
         node.get("/healthz")
+
+
+@pytest.mark.parametrize("rate", [None, 40_000_000])
+def test_an_object_of_many_writes_comes_whole_over_https(run, certificate, tmp_path, rate):
+    repository = Repository.create(str(tmp_path / "origin"))
+    content = os.urandom(11 << 20)
+    info = repository.objects.put(content)
+    pair = {"certificate": certificate[0], "certificate_key": certificate[1]}
+    node = run(repositories=(repository.url,), budget="100MB", peer_rate_bytes_s=rate, **pair)
+    trust = ssl.create_default_context(cafile=certificate[0])
+    url = f"{node.url}/objects/{info.digest}?origin={repository.url}&size={len(content)}"
+    with urllib.request.urlopen(url, context=trust, timeout=20) as answer:
+        assert answer.read() == content
 
 
 def test_a_certificate_that_cannot_be_used_is_a_clear_error(run, certificate, tmp_path):
