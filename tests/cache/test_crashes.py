@@ -12,7 +12,7 @@ from tests.cache.processes import ROOT
 
 # Fewer would mean that the steps are not seen any more.
 LEAST_STEPS = 10
-QUICK = ("fetch and evict", "sweep a dead fetch", "scrub")
+QUICK = ("fetch and evict",)
 
 
 @pytest.mark.parametrize(

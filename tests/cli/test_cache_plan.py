@@ -57,6 +57,7 @@ def test_facts_come_as_json(digits, data_bytes):
     assert found["num_samples"] == len(digits["train"])
 
 
+@pytest.mark.slow
 def test_a_run_that_will_starve_is_told_so(digits, data_bytes):
     needed = ("--budget", data_bytes + BLOCKS, "--images-per-second", 1000)
     done = plan(digits, *needed, "--origin-rate", "1kB")

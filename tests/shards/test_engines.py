@@ -347,6 +347,7 @@ print(int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) << 
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_source(tmp_path):
     shard_bytes = 8 << 20
     peaks = []

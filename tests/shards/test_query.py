@@ -91,6 +91,7 @@ def test_a_key_that_was_deleted_and_is_there_again_is_seen_once(repository, inde
     assert ask(repository, "select key, blob from train order by all") == expected
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_sql_sees_exactly_the_samples_that_iterating_gives(tmp_path_factory, data):
     with pytest.MonkeyPatch.context() as patch:

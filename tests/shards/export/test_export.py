@@ -180,9 +180,12 @@ def test_a_finished_export_is_not_written_again(repository, tmp_path):
 
 
 def test_a_killed_tidying_up_is_finished(repository, tmp_path, monkeypatch):
+    def interrupted(_self):
+        raise KeyboardInterrupt
+
     dataset = write_photos(repository)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("datasvc.shards.export.progress.Progress.tidy", lambda self: os.kill(os.getpid(), 2))
+        patch.setattr("datasvc.shards.export.progress.Progress.tidy", interrupted)
         exported(dataset, tmp_path / "out", "folder")
     for path in (tmp_path / "out" / ".datasvc-export").iterdir():
         if path.suffix != ".json":
