@@ -210,32 +210,21 @@ main()
 """
 
 
-def test_a_stager_ends_with_its_job_however_that_ends(tmp_path, split):
-    words = [sys.executable, "-c", ORPHANED, split.repository.url, str(tmp_path / "cache")]
-    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    stager = os.pidfd_open(int(process.stdout.readline()))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert select.select([stager], [], [], 20)[0]
-    os.close(stager)
-    process.stdin.close()
-    process.stdout.close()
-
-
 FORKING = ORPHANED.replace(
     "    print(", "    if os.fork() == 0:\n        sys.stdin.read()\n        os._exit(0)\n    print("
 )
 
 
-def test_a_stager_ends_with_its_job_whose_forked_child_lives_on(tmp_path, split):
-    words = [sys.executable, "-c", FORKING, split.repository.url, str(tmp_path / "cache")]
+@pytest.mark.parametrize("program", [ORPHANED, FORKING], ids=["alone", "a forked child lives on"])
+def test_a_stager_ends_with_its_job_however_that_ends(tmp_path, split, program):
+    words = [sys.executable, "-c", program, split.repository.url, str(tmp_path / "cache")]
     process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     stager = os.pidfd_open(int(process.stdout.readline()))
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert select.select([stager], [], [], 20)[0]
     os.close(stager)
-    process.stdin.close()  # ends the child
+    process.stdin.close()  # ends a forked child
     process.stdout.close()
 
 
