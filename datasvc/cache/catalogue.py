@@ -121,10 +121,7 @@ class Catalogue:
         with self._writing() as (rows, room):
             configuration = change(rows.configuration)
             is_new = configuration != rows.configuration
-            if is_new or not configuration.is_written(self._files.folder):
-                configuration.write(self._files.folder)
-            rows.configuration = configuration
-            rows.limit_bytes = configuration.budget_bytes
+            self._keep(rows, configuration, is_new=is_new)
             if is_new and configuration.budget_bytes:  # otherwise none is known: what lies there stays until one is
                 room.keep_quotas()
 
@@ -136,10 +133,7 @@ class Catalogue:
             for each in found:
                 record = Record(UNVERIFIED, each.size_bytes, rows.next_use(NOBODY, None), NOBODY, each.tenant)
                 rows.put(each.digest, None, record)
-            if not configuration.is_written(self._files.folder):
-                configuration.write(self._files.folder)
-            rows.configuration = configuration
-            rows.limit_bytes = configuration.budget_bytes
+            self._keep(rows, configuration, is_new=False)
             if configuration.budget_bytes:
                 room.keep_budget()
 
@@ -193,7 +187,7 @@ class Catalogue:
             if record is not None and record.size_bytes != info.size_bytes:
                 self._forget_wrong_size(rows, room, info, record)
                 record = None
-            if record is not None and record.state == RESIDENT and self._files.is_there(*_pair(info)):
+            if record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes):
                 return RESIDENT_ALREADY
             refused = False
             if record is not None:
@@ -417,6 +411,12 @@ class Catalogue:
             and is_held(self._files.leases, lease_of(owner.name))
         ]
 
+    def _keep(self, rows: Rows, configuration: Configuration, *, is_new: bool) -> None:
+        if is_new or not configuration.is_written(self._files.folder):
+            configuration.write(self._files.folder)
+        rows.configuration = configuration
+        rows.limit_bytes = configuration.budget_bytes
+
     def _forget_wrong_size(self, rows: Rows, room: Room, info: ObjectInfo, record: Record) -> None:
         if record.state == RESIDENT:
             # Its digest was right, so it is the caller who is wrong; others may have it mapped.
@@ -482,7 +482,3 @@ def _claim(rows: Rows, room: Room, digest: Digest, claim: Record) -> None:
         if distance_bytes(record.next_use, other.clock_bytes) <= own_bytes and room.is_alive(other):
             return
     rows.put(digest, record, claim)
-
-
-def _pair(info: ObjectInfo) -> tuple[Digest, int]:
-    return info.digest, info.size_bytes

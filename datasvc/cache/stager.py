@@ -4,8 +4,7 @@ It follows what the job says of its position, fetches the shards in the order in
 of the epoch, and stops where the next one would push out what is needed sooner. The job fetches by itself what it
 finds missing, so a stager that is late, or dead, costs time and nothing else.
 
-A program of its own (`python -m datasvc.cache.stager`), not a forked or spawned copy of the job: no client survives a
-fork, and no job's main module is run again. It ends with its standard input, so with the job however that ends.
+A program of its own (`python -m datasvc.cache.stager`), which ends with the job however that ends: see `Companion`.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from __future__ import annotations
 import os
 import pickle  # between a job and its own child
 import queue
-import subprocess
 import sys
 import threading
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +31,7 @@ from datasvc.cache.plan import choose_ahead_bytes
 from datasvc.cache.timeline import Piece, Timeline
 from datasvc.errors import DatasvcError
 from datasvc.order import OrderConfig, Reuse
+from datasvc.orphans import Companion
 from datasvc.shards import Split
 
 # Each shard is fetched by many ranged requests; of small ones it takes more to have as many under way.
@@ -77,52 +75,15 @@ class Stager:
     """
 
     def __init__(self, job: StagerJob) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - this very file
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-        )
-        assert self._process.stdin is not None
-        self._pipe = self._process.stdin
-        self._owner = os.getpid()
-        _running.add(self)
-        self._send(job)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it still works."""
-        return self._process.poll() is None
+        self._program = Companion(__name__, job)
 
     def advance(self, epoch: int, position: int) -> None:
         """Say that everything before a position was served. Does nothing once the stager is gone."""
-        self._send((epoch, position))
+        self._program.send((epoch, position))
 
     def close(self) -> None:
         """End the stager; fetches under way are given up. Closing again does nothing, nor does a forked child."""
-        self.let_go()
-        if self._owner == os.getpid():
-            self._process.terminate()
-            self._process.wait()
-
-    def let_go(self) -> None:
-        """Close this process's end of the pipe: the stager ends when nobody has it open any more."""
-        with suppress(BrokenPipeError):
-            self._pipe.close()
-
-    def _send(self, message: object) -> None:
-        with suppress(BrokenPipeError, ValueError):
-            pickle.dump(message, self._pipe)
-            self._pipe.flush()
-
-
-_running: weakref.WeakSet[Stager] = weakref.WeakSet()
-
-
-def _let_go_of_all() -> None:
-    """In a forked child: its copies of the pipes would keep the stagers running after the parent's end."""
-    for stager in list(_running):
-        stager.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go_of_all)
+        self._program.close()
 
 
 class Ahead:

@@ -6,13 +6,13 @@ epoch: further it need not see, as every shard is used once in each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from datasvc.cache.uses import Uses, bytes_per_position, plan_uses
-from datasvc.keyed import Integers
 from datasvc.order import NEVER, OrderConfig, Reuse
 from datasvc.shards.table import ShardTable
 
@@ -47,7 +47,7 @@ class Timeline:
         self._lanes = None if lanes is None else np.asarray(lanes)
         self._num_samples = int(self._samples.sum())
         self._step = bytes_per_position(self._samples, self._bytes)
-        self._epochs: dict[int, Uses] = {}
+        self._epochs: dict[int, tuple[Uses, Uses]] = {}
 
     def clock(self, epoch: int, position: int) -> int:
         """Return what the job's clock says at a position."""
@@ -59,19 +59,12 @@ class Timeline:
         Whichever lane needs it then: that may be another rank's of this node.
         """
         now = self.clock(epoch, position)
-        uses = self._epoch(epoch)
-        later = uses.first[(uses.shards == shard) & (uses.first >= now)]
-        next_use = int(later[0]) if len(later) else int(self._firsts(self._epoch(epoch + 1))[shard])
-        return Reuse(now, next_use)
+        return Reuse(now, _first_use(shard, ((uses, uses.first >= now) for uses, _ in self._both(epoch))))
 
     def next_use(self, shard: int, epoch: int, position: int) -> int:
         """Return when this process needs a shard from a position on; NEVER where it does not see that."""
         now = self.clock(epoch, position)
-        for uses in (self._own(self._epoch(each)) for each in (epoch, epoch + 1)):
-            ahead = uses.first[(uses.shards == shard) & (uses.stop > now)]
-            if len(ahead):
-                return int(ahead[0])
-        return NEVER
+        return _first_use(shard, ((own, own.stop > now) for _, own in self._both(epoch)))
 
     def next_uses(self, epoch: int, position: int) -> dict[int, int]:
         """Return when this process needs each shard from a position on, by number; none that it sees no use of."""
@@ -85,22 +78,27 @@ class Timeline:
         now = self.clock(epoch, position)
         return [
             Piece(shard, first, stop)
-            for uses in (self._own(self._epoch(each)) for each in (epoch, epoch + 1))
-            for shard, first, stop in zip(uses.shards.tolist(), uses.first.tolist(), uses.stop.tolist(), strict=True)
+            for _, own in self._both(epoch)
+            for shard, first, stop in zip(own.shards.tolist(), own.first.tolist(), own.stop.tolist(), strict=True)
             if stop > now
         ]
 
-    def _own(self, uses: Uses) -> Uses:
-        return uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
+    def _both(self, epoch: int) -> Iterator[tuple[Uses, Uses]]:
+        """Yield the uses of an epoch, and then of the next: by all lanes, and by this process's own."""
+        for each in (epoch, epoch + 1):
+            found = self._epochs.get(each)
+            if found is None:
+                uses = plan_uses(self._samples, self._bytes, self._config, [each])
+                found = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
+                near = {known: kept for known, kept in self._epochs.items() if abs(known - each) <= 1}
+                self._epochs = near | {each: found}
+            yield found
 
-    def _firsts(self, uses: Uses) -> Integers:
-        first = np.full(len(self._samples), NEVER, np.int64)
-        np.minimum.at(first, uses.shards, uses.first)
-        return first
 
-    def _epoch(self, epoch: int) -> Uses:
-        """Return the uses of an epoch, by all lanes."""
-        if epoch not in self._epochs:
-            self._epochs = {each: known for each, known in self._epochs.items() if abs(each - epoch) <= 1}
-            self._epochs[epoch] = plan_uses(self._samples, self._bytes, self._config, [epoch])
-        return self._epochs[epoch]
+def _first_use(shard: int, epochs: Iterable[tuple[Uses, npt.NDArray[np.bool_]]]) -> int:
+    """Return when a shard is used first, of those uses that count; NEVER where none does."""
+    for uses, counts in epochs:
+        found = uses.first[counts & (uses.shards == shard)]
+        if len(found):
+            return int(found[0])
+    return NEVER

@@ -93,7 +93,7 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
     """
     from datasvc.sizes import format_size
 
-    with _open_existing(cache) as node:
+    with open_existing_cache(cache) as node:
         found = node.status()
     if as_json:
         print_json({**asdict(found), "jobs": [job._asdict() for job in found.jobs]})
@@ -161,7 +161,7 @@ def unpin(
     """
     from datasvc.sizes import format_size
 
-    with _open_existing(cache) as node:
+    with open_existing_cache(cache) as node:
         done = node.unpin(name)
     if as_json:
         print_json({"pin": name, "num_objects": len(done.objects), "size_bytes": done.size_bytes})
@@ -180,7 +180,7 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
     from datasvc.errors import CorruptDataError
     from datasvc.sizes import format_size
 
-    with _open_existing(cache) as node, byte_progress("scrubbing") as (set_total, advance):
+    with open_existing_cache(cache) as node, byte_progress("scrubbing") as (set_total, advance):
         set_total(node.status().resident_bytes)
         done = node.scrub(advance)
         folder = node.folder
@@ -211,7 +211,7 @@ def quota(
     from datasvc.cache import Quota, parse_budget
     from datasvc.sizes import format_size
 
-    with _open_existing(cache) as node:
+    with open_existing_cache(cache) as node:
         least = 0 if guaranteed == "0" else parse_budget(guaranteed, node.folder)
         most = None if maximum is None else parse_budget(maximum, node.folder)
         node.set_quota(tenant, Quota(least, most))
@@ -231,7 +231,8 @@ def _open(cache: Path, *, budget: str | None, tenant: str, peers: str | None = N
     return Cache(cache, budget=budget, tenant=tenant, peers=open_peers(peers))
 
 
-def _open_existing(cache: Path) -> Cache:
+def open_existing_cache(cache: Path) -> Cache:
+    """Return the cache in a folder. Raises NotFoundError: there is none, and looking at it shall not make one."""
     from datasvc.errors import NotFoundError
 
     if not (cache / "catalogue").is_dir():

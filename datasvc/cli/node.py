@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from datasvc.cli.cache import BudgetOption, CacheOption, open_existing_cache
 from datasvc.cli.output import JsonOption, print_json, print_json_line
 
 TokenOption = Annotated[
@@ -20,13 +21,11 @@ CaOption = Annotated[Path | None, typer.Option(help="Certificates that vouch for
 
 
 def serve(
-    cache: Annotated[
-        Path, typer.Option("--cache", envvar="DATASVC_CACHE", help="The cache's folder, on a local disk.")
-    ],
+    cache: CacheOption,
     repo: Annotated[
         list[str], typer.Option("--repo", envvar="DATASVC_REPO", help="Repository to read from; repeat for more.")
     ],
-    budget: Annotated[str | None, typer.Option(help="Such as 50GB or 10%; kept for the node.")] = None,
+    budget: BudgetOption = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; beyond this machine it needs a token.")
     ] = "127.0.0.1",
@@ -131,7 +130,7 @@ def _looking(
     node: str | None, cache: Path | None, token_file: Path | None, ca: Path | None
 ) -> Callable[[], dict[str, Any]]:
     """Return what asks a node, or reads a cache's folder where no node is named."""
-    from datasvc.errors import ConfigError, NotFoundError
+    from datasvc.errors import ConfigError
 
     if node is not None:
         from datasvc.node.auth import TOKEN_VARIABLE, load_token
@@ -140,10 +139,7 @@ def _looking(
         return NodeClient(node, token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)), ca_file=ca).status
     if cache is None:
         raise ConfigError("what to watch? --node URL of one that serves, or --cache FOLDER on this machine")
-    if not (cache / "catalogue").is_dir():
-        raise NotFoundError(f"{cache} is no cache; `datasvc stage REF --cache {cache} --budget SIZE` makes one")
-    from datasvc.cache import Cache
     from datasvc.node.status import describe_cache
 
-    opened = Cache(cache)
+    opened = open_existing_cache(cache)
     return lambda: {"cache": describe_cache(opened.status())}

@@ -16,6 +16,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -74,16 +75,7 @@ def byte_progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[
     Yields:
         A function that sets the total, and one that counts bytes done.
     """
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
+    with _byte_bar() as bar:
         task = bar.add_task(title, total=None)
         yield lambda total: bar.update(task, total=total), lambda done: bar.advance(task, done)
 
@@ -95,19 +87,9 @@ def staging_progress(title: str, total_bytes: int | None) -> Iterator[Callable[[
     Yields:
         A function, for any thread, that counts bytes by where they came from: "resident", "origin", "peer".
     """
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[came]}"),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )
     counted: Counter[str] = Counter()
     lock = threading.Lock()
-    with bar:
+    with _byte_bar(TextColumn("{task.fields[came]}")) as bar:
         task = bar.add_task(title, total=total_bytes, came="")
 
         def count(kind: str, size_bytes: int) -> None:
@@ -117,3 +99,17 @@ def staging_progress(title: str, total_bytes: int | None) -> Iterator[Callable[[
             bar.update(task, advance=size_bytes, came=came)
 
         yield count
+
+
+def _byte_bar(*more: ProgressColumn) -> Progress:
+    """Return a bar of bytes, rate and time left, and more columns; it shows on a terminal only."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        *more,
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )

@@ -1,22 +1,19 @@
 """A node's server beside a job, without anybody's having started one: it lives exactly as long as who started it.
 
-A program of its own (`python -m datasvc.node.embedded`): what it is told comes over its standard input, and it ends
-with that, so with the job however that ends.
+A program of its own (`python -m datasvc.node.embedded`), which ends with the job however that ends: see `Companion`.
 """
 
 from __future__ import annotations
 
 import os
 import pickle  # between a job and its own child
-import subprocess
 import sys
 import threading
-import weakref
-from contextlib import suppress
 
 from datasvc.errors import ConfigError
 from datasvc.node.server import serve
 from datasvc.node.settings import NodeSettings
+from datasvc.orphans import Companion
 
 
 class EmbeddedNode:
@@ -31,17 +28,8 @@ class EmbeddedNode:
     """
 
     def __init__(self, settings: NodeSettings) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - this very file
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self._owner = os.getpid()
-        _running.add(self)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            pickle.dump(settings, self._process.stdin)
-            self._process.stdin.flush()
-        self.url = self._process.stdout.readline().decode().strip()
+        self._program = Companion(__name__, settings, answers=True)
+        self.url = self._program.read_line()
         if not self.url:
             self.close()
             raise ConfigError(
@@ -51,29 +39,7 @@ class EmbeddedNode:
 
     def close(self) -> None:
         """End the server; closing again does nothing, nor does a forked child."""
-        self.let_go()
-        if self._owner == os.getpid():
-            self._process.terminate()
-            self._process.wait()
-
-    def let_go(self) -> None:
-        """Close this process's ends of the pipes: the server ends when nobody has them open any more."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-
-
-_running: weakref.WeakSet[EmbeddedNode] = weakref.WeakSet()
-
-
-def _let_go_of_all() -> None:
-    """In a forked child: its copies of the pipes would keep the servers running after the parent's end."""
-    for node in list(_running):
-        node.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go_of_all)
+        self._program.close()
 
 
 def _end_with_input() -> None:

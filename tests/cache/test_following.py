@@ -168,8 +168,8 @@ def test_what_a_batch_lacks_is_fetched_side_by_side_where_the_stager_is_late(tmp
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
         shards = FollowedShards(cache, split, CONFIG)
         shards.open_shard(split.table.shard(0))
-        shards._stager._process.kill()
-        shards._stager._process.wait()
+        shards._stager._program.process.kill()
+        shards._stager._program.process.wait()
         there = resident(cache, split)
         missing = [info for number, info in enumerate(split.table.shards()) if number not in there][:3]
         monkeypatch.setattr(Objects, "read_range", read_range)
@@ -203,7 +203,7 @@ def main():
     cache = Cache(sys.argv[2], budget="1GB")
     shards = FollowedShards(cache, split, OrderConfig(seed=5, shuffle="windowed", lanes=2, block=8))
     shards.open_shard(split.table.shard(0))
-    print(shards._stager._process.pid, flush=True)
+    print(shards._stager._program.process.pid, flush=True)
     sys.stdin.read()
 
 main()
@@ -277,8 +277,8 @@ def test_a_job_whose_stager_died_goes_on(tmp_path, split):
         shards = FollowedShards(cache, split, CONFIG)
         infos = split.table.shards()
         shards.open_shard(infos[0])
-        shards._stager._process.kill()
-        shards._stager._process.wait()
+        shards._stager._program.process.kill()
+        shards._stager._program.process.wait()
         for number, info in enumerate(infos[1:]):
             shards.advance(0, number)
             shards.open_shard(info)
