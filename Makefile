@@ -22,7 +22,7 @@ demo: setup  ## the main job end to end on real images: ingest, stage, train, ki
 	$(BIN)/python tools/demo.py demo-run
 
 test: setup  ## all tests but the long ones
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
 
 test-all: test  ## all tests
 	$(BIN)/python -m pytest -m slow

@@ -14,6 +14,7 @@ from moto.server import ThreadedMotoServer
 from datasvc.repository import Repository
 from datasvc.shards import Dataset, ingest, open_dataset
 from tests import s3_server
+from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
 from tests.samples import write_folder
 
 # A slow machine is no failure: what a property costs is not what its test is about. Equal code gets equal examples, a
@@ -72,23 +73,15 @@ def s3_bucket(tmp_path_factory):
         yield f"s3://{bucket}"
 
 
-_s3_used: list[str] = []
-
-
 def _start_s3(tmp_path_factory, stack):
     if s3_server.is_installed():
         server = s3_server.CephServer(tmp_path_factory.mktemp("ceph")).start()
         stack.callback(server.close)
-        _s3_used.append("a Ceph gateway")
+        say("S3 tests ran against a Ceph gateway")
         return server.url, s3_server.KEY, s3_server.SECRET
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     stack.callback(moto.stop)
-    _s3_used.append("moto (no Ceph gateway is installed: radosgw ceph-mon ceph-osd ceph-mgr ceph-common)")
+    say("S3 tests ran against moto (no Ceph gateway is installed: radosgw ceph-mon ceph-osd ceph-mgr ceph-common)")
     host, port = moto.get_host_and_port()
     return f"http://{host}:{port}", "test", "test"
-
-
-def pytest_terminal_summary(terminalreporter):
-    for name in _s3_used:
-        terminalreporter.write_line(f"S3 tests ran against {name}")

@@ -9,7 +9,8 @@ from blake3 import blake3
 
 from datasvc.errors import ConfigError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
-from datasvc.repository.storage import redact_url, resolve_url, translated
+from datasvc.repository.asking import ask
+from datasvc.repository.storage import redact_url, resolve_url
 
 # What stores say of the state of a file, the most exact first.
 _STATES = (
@@ -38,9 +39,8 @@ class RemoteFile:
     def __init__(self, url: str) -> None:
         self.url = url
         self._fs, self._path = resolve_url(url)
-        with translated("look at", redact_url(url)):
-            self._fs.invalidate_cache()  # of the store's client: what it listed once may have changed
-            facts: dict[str, Any] = self._fs.info(self._path)
+        self._fs.invalidate_cache()  # of the store's client: what it listed once may have changed
+        facts: dict[str, Any] = ask(self._fs, "look at", redact_url(url), lambda: self._fs.info(self._path))
         if facts.get("type") == "directory" or facts.get("size") is None:
             raise ConfigError(f"{redact_url(url)} is no file of a known size; name single files")
         state = next((facts[key] for key in _STATES if facts.get(key)), None)
@@ -73,8 +73,12 @@ class RemoteFile:
 
     def read_range(self, _digest: Digest, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`. Raises NotFoundError, UnavailableError."""
-        with translated("read", redact_url(self.url)):
-            return bytes(self._fs.cat_file(self._path, start=offset, end=offset + length))
+        return ask(
+            self._fs,
+            "read",
+            redact_url(self.url),
+            lambda: bytes(self._fs.cat_file(self._path, start=offset, end=offset + length)),
+        )
 
 
 Store = Repository | RemoteFile

@@ -26,8 +26,6 @@ T = TypeVar("T")
 _MAX_PARTS = 4
 # What has arrived is written and hashed while the next requests are under way.
 _WRITING_THREADS = 4
-_ATTEMPTS = 4
-_FIRST_PAUSE_S = 0.2
 
 
 class Source(Protocol):
@@ -194,18 +192,9 @@ class _Request:
 
     def _read(self) -> bytes | None:
         """Return the bytes; None where nobody wants them any more."""
-        pause_s = _FIRST_PAUSE_S
-        for attempt in range(1, _ATTEMPTS + 1):
-            if self._gate.closed.is_set():
-                return None
-            try:
-                content = self._origin.read_range(self._digest, self._start, self._stop - self._start)
-                break
-            except UnavailableError:
-                # The pause keeps its turn: a store that is overrun gets some rest.
-                if attempt == _ATTEMPTS or self._gate.closed.wait(pause_s):
-                    raise
-                pause_s *= 2
+        if self._gate.closed.is_set():
+            return None
+        content = self._origin.read_range(self._digest, self._start, self._stop - self._start)
         expected = self._stop - self._start
         if len(content) != expected:
             raise CorruptDataError(

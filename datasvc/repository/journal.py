@@ -103,6 +103,7 @@ class Journal:
     def _read(self, name: str) -> dict[str, Any] | None:
         path = f"{self._folder}/{name}"
         try:
-            return decode_entry(self._storage.read(path), self._storage.location(path))
+            location = self._storage.location(path)
+            return self._storage.read_checked(path, lambda raw: decode_entry(raw, location))
         except (NotFoundError, CorruptDataError):
             return None

@@ -100,14 +100,15 @@ class Log:
 
         Raises:
             NotFoundError: there is no such entry; says which are.
-            CorruptDataError, ConfigError, UnavailableError: see `decode_entry`, `Storage.read`.
+            CorruptDataError, ConfigError, UnavailableError: see `decode_entry`, `Storage.read_checked`.
         """
         path = self._entry_path(number)
+        location = self._storage.location(path)
         try:
-            raw = self._storage.read(path)
+            content = self._storage.read_checked(path, lambda raw: decode_entry(raw, location))
         except NotFoundError as error:
             raise NotFoundError(f"{self.path} has no entry {number}; it has {self._span()}") from error
-        return Entry(number, decode_entry(raw, self._storage.location(path)))
+        return Entry(number, content)
 
     def entries(self) -> list[Entry]:
         """Return all entries, oldest first. Raises as `read`."""

@@ -23,7 +23,8 @@ from blake3 import blake3
 
 from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
-from datasvc.repository.storage import Storage, translated
+from datasvc.repository.asking import translated
+from datasvc.repository.storage import Storage
 
 Digest = NewType("Digest", str)
 """64 lower-case hex digits: the BLAKE3-256 of an object's bytes."""
@@ -203,9 +204,12 @@ class Objects:
         size_bytes = self._storage.size(self.path(digest))
         if size_bytes is None:
             raise NotFoundError(f"object {self.location(digest)} is missing; restore it from another copy")
-        sink = io.BytesIO()
-        self.fetch(digest, size_bytes, sink)
-        return sink.getvalue()
+        try:
+            return self._fetch_whole(digest, size_bytes)
+        except CorruptDataError:
+            if self._storage.is_local:
+                raise
+            return self._fetch_whole(digest, size_bytes)  # a bit that flipped on the way does not do so twice
 
     def read_unverified(self, digest: Digest) -> bytes:
         """Return whatever bytes lie under the name: to find out what damage hit, never to use them."""
@@ -263,6 +267,11 @@ class Objects:
         found = Digest(running.hexdigest())
         if found != digest:
             raise CorruptDataError(_mismatch(self.location(digest), digest, found))
+
+    def _fetch_whole(self, digest: Digest, size_bytes: int) -> bytes:
+        sink = io.BytesIO()
+        self.fetch(digest, size_bytes, sink)
+        return sink.getvalue()
 
     def _parts(self, digest: Digest, size_bytes: int) -> Iterator[bytes]:
         """Yield the object's parts in order, keeping a bounded number of requests under way."""

@@ -10,51 +10,29 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc import durable
-from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
+from datasvc.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptDataError,
+    NotFoundError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from datasvc.repository import age
+from datasvc.repository.asking import ask, translated
 
 _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
-# Packages whose exceptions mean "the store did not answer", though they are no OSError.
-_CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
 
-
-@contextmanager
-def translated(action: str, location: str) -> Iterator[None]:
-    """Turn a store's exceptions into ours; `action` and `location` say what was tried, on what.
-
-    Raises:
-        NotFoundError: nothing is at `location`.
-        ConfigError: the store refuses: credentials or permissions.
-        UnavailableError: any other failure of the store or of the way to it.
-    """
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except NotADirectoryError as error:
-        raise ConfigError(f"cannot {action} {location}: a part of the path is a file, not a folder") from error
-    except FileNotFoundError as error:
-        raise NotFoundError(f"cannot {action} {location}: nothing is there") from error
-    except PermissionError as error:
-        raise ConfigError(f"cannot {action} {location}: not allowed ({error}); check the credentials") from error
-    except (OSError, TimeoutError) as error:
-        raise UnavailableError(f"cannot {action} {location}: {error}") from error
-    except ImportError as error:
-        raise ConfigError(f"cannot {action} {location}: its driver is missing ({error})") from error
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in _CLIENT_PACKAGES:
-            raise
-        raise UnavailableError(f"cannot {action} {location}: {type(error).__name__}: {error}") from error
+_Answer = TypeVar("_Answer")
 
 
 def _raise_but_missing(_function: object, _path: str, error: Any) -> None:
@@ -134,33 +112,40 @@ class Storage:
 
     def read(self, path: str) -> bytes:
         """Return the whole content. Raises NotFoundError, UnavailableError."""
-        with translated("read", self.location(path)):
-            return bytes(self._fs.cat_file(self._full(path)))
+        return self._ask("read", path, lambda: bytes(self._fs.cat_file(self._full(path))))
+
+    def read_checked(self, path: str, check: Callable[[bytes], _Answer]) -> _Answer:
+        """Return what `check` makes of the whole content.
+
+        A remote store is asked again where `check` finds damage: a bit that flipped on the way does not do so twice.
+
+        Raises:
+            NotFoundError, UnavailableError: as `read`.
+            CorruptDataError: from `check`.
+        """
+        try:
+            return check(self.read(path))
+        except CorruptDataError:
+            if self.is_local:
+                raise
+            return check(self.read(path))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`; fewer where the content ends. Raises as `read`."""
-        with translated("read", self.location(path)):
-            return bytes(self._fs.cat_file(self._full(path), start=offset, end=offset + length))
+        full = self._full(path)
+        return self._ask("read", path, lambda: bytes(self._fs.cat_file(full, start=offset, end=offset + length)))
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes, or None when nothing is there. Raises UnavailableError."""
-        try:
-            with translated("look at", self.location(path)):
-                return int(self._fs.info(self._full(path), **self._fresh())["size"])
-        except NotFoundError:
-            return None
+        info = self._info(path)
+        return None if info is None else int(info["size"])
 
     def list(self, folder: str) -> list[str]:
         """Return the names directly below `folder`, sorted; [] when there is no such folder.
 
         Unfinished temporary files are left out. Raises UnavailableError.
         """
-        try:
-            with translated("list", self.location(folder)):
-                self._fs.invalidate_cache(self._full(folder))
-                entries = self._fs.ls(self._full(folder), detail=False)
-        except NotFoundError:
-            return []
+        entries = self._entries(folder, detail=False)
         # Some stores list the folder itself among its entries.
         own = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's own name for its documented rule
         paths = {self._fs._strip_protocol(entry) for entry in entries} - {own}  # noqa: SLF001
@@ -247,24 +232,41 @@ class Storage:
 
     def _listing(self, folder: str) -> Sequence[dict[str, Any]]:
         """Return what a remote store says of each entry of `folder`, without the folder itself."""
-        full = self._full(folder)
-        try:
-            with translated("list", self.location(folder)):
-                self._fs.invalidate_cache(full)
-                entries = self._fs.ls(full, detail=True)
-                self._fs.invalidate_cache(full)  # a whole repository's listings would stay in memory
-        except NotFoundError:
-            return []
-        own = self._fs._strip_protocol(full)  # noqa: SLF001 - fsspec's own name for its documented rule
+        entries = self._entries(folder, detail=True)
+        self._fs.invalidate_cache(self._full(folder))  # a whole repository's listings would stay in memory
+        own = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's own name for its documented rule
         return [entry for entry in entries if self._fs._strip_protocol(entry["name"]) != own]  # noqa: SLF001
 
     def _file(self, path: str) -> age.StoredFile | None:
-        try:
-            with translated("look at", self.location(path)):
-                info = self._fs.info(self._full(path), **self._fresh())
-        except NotFoundError:
+        info = self._info(path)
+        if info is None:
             return None
         return age.StoredFile(path, int(info["size"]), age.modified_s(info, self.location(path)))
+
+    def _info(self, path: str) -> dict[str, Any] | None:
+        """Return what the store says of the file at `path`, None where nothing is there."""
+        full = self._full(path)
+        try:
+            return self._ask("look at", path, lambda: dict(self._fs.info(full, **self._fresh())))
+        except NotFoundError:
+            return None
+
+    def _entries(self, folder: str, *, detail: bool) -> Sequence[Any]:
+        """Return what lies directly below `folder` as the store says it; [] where there is no such folder."""
+        full = self._full(folder)
+
+        def listed() -> Sequence[Any]:
+            self._fs.invalidate_cache(full)
+            entries: Sequence[Any] = self._fs.ls(full, detail=detail)
+            return entries
+
+        try:
+            return self._ask("list", folder, listed)
+        except NotFoundError:
+            return []
+
+    def _ask(self, action: str, path: str, question: Callable[[], _Answer]) -> _Answer:
+        return ask(self._fs, action, self.location(path), question)
 
     def delete_folder(self, folder: str) -> None:
         """Delete everything below `folder`; nothing happens where there is none. Raises UnavailableError."""

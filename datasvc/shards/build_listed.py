@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from datasvc.errors import BadSampleError, SourceChangedError
 from datasvc.repository import Repository
+from datasvc.repository.asking import translated
 from datasvc.repository.journal import Journal
-from datasvc.repository.storage import translated
 from datasvc.shards.build import Progress, Report, ShardFinisher, ShardOutput, UnitResult, Work
 from datasvc.shards.digests import digest_blob, digest_samples, encode_value
 from datasvc.shards.images import read_header, reencode

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from datasvc import durable
 from datasvc.errors import BadSampleError, NotFoundError
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.preview import Preview, thumbnail
 
 _MAX_SIDE = 192

@@ -11,7 +11,7 @@ import pyarrow.fs as arrow_fs
 
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.repository import Digest, Objects, Storage
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 
 
 class ObjectFiles(arrow_fs.FileSystemHandler):  # type: ignore[misc]

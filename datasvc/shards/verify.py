@@ -15,8 +15,8 @@ import pyarrow as pa
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository
+from datasvc.repository.asking import translated
 from datasvc.repository.objects import digest_of
-from datasvc.repository.storage import translated
 from datasvc.shards.damage import marks_of, readable_marks, rows_not_among
 from datasvc.shards.dataset import Split, open_dataset
 from datasvc.shards.deletions import Deletions

@@ -123,31 +123,8 @@ def test_requests_are_long_where_many_are_under_way_and_short_where_one_object_h
     assert all(future.result() for future in waiting)
 
 
-def test_a_passing_fault_is_tried_again(requests):
-    def before(offset, attempt):
-        if offset == 0 and attempt == 1:
-            raise UnavailableError("503")
-
-    origin, written = MemoryOrigin(before=before), Written()
-    source(origin, requests).stream(INFO, 0, len(CONTENT), written)
-    assert written.content == CONTENT
-    assert sorted(offset for offset, _ in origin.ranges).count(0) == 2
-
-
-def test_a_fault_that_stays_is_given_up_after_a_few_tries(requests, monkeypatch):
-    monkeypatch.setattr("datasvc.cache.sources._FIRST_PAUSE_S", 0.001)
-
-    def before(offset, attempt):
-        raise UnavailableError("503 for ever")
-
-    origin = MemoryOrigin(before=before)
-    with pytest.raises(UnavailableError, match="for ever"):
-        source(origin, requests).stream(INFO, 0, PART_BYTES, Written())
-    assert len(origin.ranges) == 4
-
-
-@pytest.mark.parametrize("error", [NotFoundError, CorruptDataError])
-def test_what_no_second_try_can_mend_is_not_tried_again(requests, error):
+@pytest.mark.parametrize("error", [NotFoundError, CorruptDataError, UnavailableError])
+def test_what_an_origin_says_is_not_asked_again_here(requests, error):
     def before(offset, attempt):
         raise error("gone")
 

@@ -3,11 +3,9 @@
 import pytest
 
 from tests.cluster.network import KINDS, refusal
+from tests.said import say
 
 NUM_NODES = 4
-
-_used: dict[str, str] = {}
-_said: list[str] = []
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +26,8 @@ def network(request, tmp_path, why_no_namespaces):
     folder = tmp_path / "nodes"
     folder.mkdir()
     with KINDS[kind](folder, NUM_NODES) as network:
-        _used[network.kind] = f" ({why_no_namespaces})" if why_no_namespaces else ""
+        why = f" ({why_no_namespaces})" if why_no_namespaces else ""
+        say(f"cluster tests ran on {NUM_NODES} nodes: {network.kind}{why}")
         yield network
 
 
@@ -38,16 +37,3 @@ def separate_network(network):
     if not network.is_separate:
         pytest.skip(f"{network.kind} cannot be cut off from each other")
     return network
-
-
-@pytest.fixture
-def say():
-    """Return what keeps a line for the end of the run, whether the test passes or not."""
-    return _said.append
-
-
-def pytest_terminal_summary(terminalreporter):
-    for kind, why in _used.items():
-        terminalreporter.write_line(f"cluster tests ran on {NUM_NODES} nodes: {kind}{why}")
-    for line in _said:
-        terminalreporter.write_line(line)

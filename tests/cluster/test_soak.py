@@ -22,6 +22,7 @@ from tests.cluster.disk import BudgetWatcher, SmallDisk, files_of
 from tests.cluster.reader import EXIT_OF_OURS
 from tests.cluster.serving import CACHE, Serving
 from tests.cluster.store import FileStore
+from tests.said import say
 from tools.bench.origin import Limits, Origin
 
 SOAK_S = float(os.environ.get("DATASVC_SOAK_S", "150"))
@@ -189,7 +190,7 @@ class Soak:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 240)
-def test_whatever_breaks_no_sample_is_wrong_no_byte_over_budget_and_nothing_is_left(network, tmp_path, say):
+def test_whatever_breaks_no_sample_is_wrong_no_byte_over_budget_and_nothing_is_left(network, tmp_path):
     seed = int(os.environ.get("DATASVC_SOAK_SEED", secrets.randbits(32)))
     say(f"soak of {SOAK_S:g} s with DATASVC_SOAK_SEED={seed}")
     with ExitStack() as stack:

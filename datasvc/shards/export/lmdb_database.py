@@ -14,7 +14,7 @@ import lmdb
 
 from datasvc import durable
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.dataset import Split
 from datasvc.shards.export.columns import given_columns, has_images, is_label, refused_column, refused_null
 from datasvc.shards.export.destination import Destination

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.sources.column_types import checked_names, join_schemas
 from datasvc.shards.sources.columns import ColumnMap
 from datasvc.shards.sources.features import features_of_files, image_columns, label_column

@@ -11,7 +11,8 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.storage import redact_url, resolve_url, translated
+from datasvc.repository.asking import translated
+from datasvc.repository.storage import redact_url, resolve_url
 from datasvc.shards.images import EXTENSIONS as IMAGES
 from datasvc.shards.sources.files import COMPRESSIONS, expand_braces, is_marker
 from datasvc.shards.sources.options import SourceOptions

@@ -16,7 +16,7 @@ from typing import Final
 import zstandard
 
 from datasvc.errors import BadSampleError, ConfigError
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.sources.files import COMPRESSIONS, FileReader, SourceFile
 from datasvc.shards.sources.framing import read_up_to
 from datasvc.shards.sources.line_blocks import LINE_BYTES, read_line_blocks

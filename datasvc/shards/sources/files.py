@@ -21,8 +21,9 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.repository.asking import translated
 from datasvc.repository.repository import MARKER
-from datasvc.repository.storage import redact_url, resolve_url, translated
+from datasvc.repository.storage import redact_url, resolve_url
 from datasvc.shards.sources.local_files import check_inside, find_local
 
 COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}

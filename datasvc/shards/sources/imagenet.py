@@ -17,8 +17,9 @@ from typing import Any, BinaryIO, ClassVar, Final, cast
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
+from datasvc.repository.asking import translated
 from datasvc.repository.objects import digest_of
-from datasvc.repository.storage import redact_url, translated
+from datasvc.repository.storage import redact_url
 from datasvc.shards.images import EXTENSIONS
 from datasvc.shards.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.sources.columns import SampleBatcher

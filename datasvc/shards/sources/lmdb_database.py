@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
-from datasvc.repository.storage import redact_url, translated
+from datasvc.repository.asking import translated
+from datasvc.repository.storage import redact_url
 from datasvc.shards.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.sources.caffe import datum_image, datum_values, is_datum, parse_datum
 from datasvc.shards.sources.columns import SampleBatcher, looks_like_image

@@ -16,7 +16,7 @@ from typing import Final
 import lmdb
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.sources.source import BATCH_BYTES
 
 _MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zstandard
 
 from datasvc.errors import BadSampleError
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.sources.files import FileReader, decompressed
 from datasvc.shards.sources.framing import read_up_to, skip
 from datasvc.shards.sources.mds_encodings import MdsColumn

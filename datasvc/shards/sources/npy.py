@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.sources.files import FileReader, SourceFile
 from datasvc.shards.sources.framing import skip
 

@@ -21,8 +21,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.repository.asking import translated
 from datasvc.repository.objects import Digest
-from datasvc.repository.storage import redact_url, translated
+from datasvc.repository.storage import redact_url
 from datasvc.shards.schema import KEY, LABEL
 from datasvc.shards.sources.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.framing import read_up_to

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.sources.files import FileReader
 
 _BLOCK_BYTES: Final = 1 << 20

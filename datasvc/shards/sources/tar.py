@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final, TypeVar, cast
 import zstandard
 
 from datasvc.errors import CorruptDataError
-from datasvc.repository.storage import translated
+from datasvc.repository.asking import translated
 from datasvc.shards.sources import tar_header
 from datasvc.shards.sources.files import FileReader, decompressed
 from datasvc.shards.sources.tar_header import BLOCK_BYTES, padded

@@ -22,8 +22,9 @@ import google_crc32c
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
+from datasvc.repository.asking import translated
 from datasvc.repository.objects import Digest
-from datasvc.repository.storage import redact_url, translated
+from datasvc.repository.storage import redact_url
 from datasvc.shards.schema import KEY
 from datasvc.shards.sources.columns import SampleBatcher
 from datasvc.shards.sources.files import FileReader, SourceFile, list_files

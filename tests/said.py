@@ -1,0 +1,26 @@
+"""Lines for the end of a test run, whichever process of it had something to say."""
+
+import pytest
+
+_lines: dict[str, None] = {}
+
+
+def say(line):
+    """Keep a line for the end of the run; said twice, it is printed once."""
+    _lines[line] = None
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["said"] = list(_lines)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    for line in getattr(node, "workeroutput", {}).get("said", ()):
+        say(line)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in _lines:
+        terminalreporter.write_line(line)
