@@ -127,16 +127,12 @@ def test_errors_of_a_run_are_said_without_a_traceback(repository):
 
 
 @pytest.mark.slow
-def test_a_data_set_without_a_validation_split_is_trained_and_kept(repository, digits_folder):
+def test_a_data_set_without_a_validation_split_is_trained_and_its_checkpoint_fits_no_other_data(repository, digits_folder):
     ingest(repository, str(digits_folder / "val"), "unsplit")
     status, events, error = run(repository, "unsplit", ranks=1, data="unsplit", epochs=1)
     assert status == 0, error
     assert describe_model(repository, "unsplit").entry["metrics"] == {}
     assert events[-1]["version"] == f"unsplit@{describe_model(repository, 'unsplit').version}"
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_other_data_is_refused_without_a_traceback(repository, digits_folder):
     status, _, error = run(repository, "unsplit", ranks=1, data="digits@1", epochs=2)
     assert status == 2
     assert "the state belongs to the samples of shard table" in error

@@ -105,7 +105,7 @@ def test_resized_from_3_to_2_to_4_ranks_each_sample_of_the_epoch_is_served_once(
     for world_size, batch_size, steps in ((3, 7, 4), (2, 11, 3), (4, 5, 1000)):
         states = []
         for rank in range(world_size):
-            with make(split, batch_size, rank=rank, world_size=world_size, tail="pad") as loader:
+            with make(split, batch_size, data_rank=rank, data_world_size=world_size, tail="pad") as loader:
                 if state is not None:
                     loader.load_state_dict(state)
                 for number, batch in enumerate(loader, 1):
@@ -122,7 +122,7 @@ def test_ranks_share_a_global_batch_that_does_not_depend_on_their_number(digits)
     def first_batch(world_size):
         parts = []
         for rank in range(world_size):
-            with make(digits["train"], 24 // world_size, rank=rank, world_size=world_size) as loader:
+            with make(digits["train"], 24 // world_size, data_rank=rank, data_world_size=world_size) as loader:
                 parts.append(next(iter(loader)))
         return torch.cat([part.images for part in parts])
 
@@ -147,7 +147,7 @@ def test_a_rank_with_nothing_of_a_short_tail_gets_an_empty_batch(repository, tmp
         (tmp_path / "flat" / f"{number}.jpg").write_bytes(jpeg(seed=number))
     ingest(repository, str(tmp_path / "flat"), "flat")
     split = open_dataset(repository, "flat")["train"]
-    with make(split, 1, rank=0, world_size=4, tail="short") as loader:
+    with make(split, 1, data_rank=0, data_world_size=4, tail="short") as loader:
         assert [len(batch.images) for batch in loader] == [1, 0]
         assert next(iter(loader)).labels is None
 
@@ -289,7 +289,7 @@ def test_a_corrupt_origin_reaches_the_training_loop_as_an_error(repository, fold
         ({"training": False, "resize": 0}, "resize is 0, below size 32"),
         ({"size": 0}, "size is 0"),
         ({"batch_size": 2000}, "gives no full batch of 2000"),
-        ({"rank": 2, "world_size": 2}, "rank is 2"),
+        ({"data_rank": 2, "data_world_size": 2}, "data_rank is 2"),
         ({"tail": "wrap"}, "tail is 'wrap'"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"training": False, "resize": 16}, "resize is 16, below size 32"),
@@ -329,20 +329,23 @@ def test_gpu_and_cpu_decode_agree(digits):
 
 
 class Interrupting:
-    """A pipeline that is interrupted once, right after a run's output was taken."""
+    """A decoder that is interrupted once, right after a batch was taken."""
 
-    def __init__(self, pipeline, after):
-        self._pipeline, self._left = pipeline, after
+    def __init__(self, decoder, after):
+        self._decoder, self._left = decoder, after
 
     def feed(self, *arguments):
-        self._pipeline.feed(*arguments)
+        self._decoder.feed(*arguments)
 
     def take(self):
-        output = self._pipeline.take()
+        output = self._decoder.take()
         self._left -= 1
         if self._left == 0:
             raise KeyboardInterrupt
         return output
+
+    def close(self):
+        self._decoder.close()
 
 
 @pytest.mark.parametrize("tail", ["short", "pad"])
@@ -351,7 +354,7 @@ def test_after_ctrl_c_anywhere_the_loader_goes_on_exactly(digits, tail):
         whole = take(loader, 8)
     with make(digits["val"], 64, tail=tail) as loader:
         found = take(loader, 2)
-        loader._pipeline = Interrupting(loader._pipeline, after=1)
+        loader._decoder = Interrupting(loader._decoder, after=1)
         with pytest.raises(KeyboardInterrupt):
             take(loader, 1)
         found += take(loader, 6)
@@ -380,7 +383,7 @@ def test_after_an_error_of_the_store_the_same_loader_goes_on(digits, monkeypatch
 def test_short_and_empty_batches_work_at_any_prefetch(digits, prefetch):
     """9 positions left for 2 ranks of 4: the last step has one sample, for rank 1."""
     for rank, sizes in ((0, [4, 0]), (1, [4, 1])):
-        with make(digits["val"], 4, rank=rank, world_size=2, tail="short", prefetch=prefetch) as loader:
+        with make(digits["val"], 4, data_rank=rank, data_world_size=2, tail="short", prefetch=prefetch) as loader:
             loader.load_state_dict({**loader.state_dict(), "position": 351})
             assert [len(batch.images) for batch in loader] == sizes
             assert len(next(iter(loader)).labels) == 4
@@ -430,7 +433,7 @@ def test_the_window_counts_prefetched_batches_of_all_ranks_and_the_next_epochs_f
     assert 2 * window < table.size_bytes
     cache = Cache(tmp_path / "cache", budget=2 * window - 1)
     with pytest.raises(CacheFullError, match=f"needs {2 * window} bytes"):
-        make(digits["train"], 30, cache=cache, world_size=2, prefetch=3, **order)
+        make(digits["train"], 30, cache=cache, data_rank=0, data_world_size=2, prefetch=3, **order)
 
 
 def test_evaluation_serves_every_sample_in_table_order_by_default(digits):
@@ -461,7 +464,7 @@ def test_windows_of_a_sample_differ_from_epoch_to_epoch_and_seed_to_seed(digits)
 
 def test_fewer_samples_than_ranks_are_refused(digits):
     with pytest.raises(ConfigError, match="fewer samples than there are ranks: 361"):
-        make(digits["val"], 1, rank=360, world_size=361, tail="pad")
+        make(digits["val"], 1, data_rank=360, data_world_size=361, tail="pad")
 
 
 def test_a_flip_mirrors_left_and_right(digits):

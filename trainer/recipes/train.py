@@ -175,8 +175,8 @@ def make_loader(config: TrainConfig, cache: Cache | None, split: Split, *, train
         augment=AugmentConfig(scale=config.scale, ratio=config.ratio, flip=config.flip),
         seed=config.seed,
         **(_order(config) if training else {}),
-        rank=hvd.rank(),
-        world_size=hvd.size(),
+        data_rank=hvd.rank(),
+        data_world_size=hvd.size(),
         device=rank_device(config),
         num_threads=max(1, len(os.sched_getaffinity(0)) // hvd.local_size()),
     )

@@ -1,0 +1,265 @@
+"""What every loader is: an order, a rank's part of it, batches under way, and where the run stands.
+
+A loader counts what it handed over, never what it prefetched. What turns samples into batches is a `Decoder`, made by
+each kind of loader; it may be thrown away at any moment, because the position lies here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from datasvc.cache import Cache
+from datasvc.cache.following import FollowedShards
+from datasvc.cache.plan import check_window, window_bytes
+from datasvc.cache.records import footprint
+from datasvc.errors import ConfigError
+from datasvc.order import OrderConfig, OrderState, Tail, count_steps, lanes_of_rank
+from datasvc.shards import Split
+from loaders.batches import Cursor, SampleBatch, SampleBatches
+from loaders.data_ranks import DataRanks
+
+B = TypeVar("B")
+B_co = TypeVar("B_co", covariant=True)
+
+
+class Decoder(Protocol[B_co]):
+    """Turns sample batches into what a loader hands over, several at a time."""
+
+    def feed(self, batch: SampleBatch) -> None:
+        """Start on a batch; its views stay valid until `take` has returned it. It may be empty."""
+
+    def take(self) -> B_co:
+        """Return what became of the oldest batch that was fed, waiting for it.
+
+        Raises:
+            BadSampleError: a sample does not decode; names it. The decoder is not used again.
+        """
+
+    def close(self) -> None:
+        """Stop, and let go of everything."""
+
+
+class Loader(ABC, Generic[B]):
+    """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
+
+    Args:
+        split: of a data-set version.
+        blob: column that is decoded.
+        columns: others, of fixed width, that the decoder needs.
+        batch_size: samples of this rank per step.
+        order: its parameters.
+        tail: what becomes of the samples that fill no global batch.
+        ranks: which part of each global batch is this process's.
+        cache: the node's; None reads a local repository in place, and a remote one into memory.
+        prefetch: batches under way while the caller trains.
+
+    Raises:
+        ConfigError: an argument is out of range; no such column; a batch larger than the epoch with "drop".
+        CacheFullError: the cache's budget is below the window that the order needs; says the number.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        blob: str,
+        columns: Sequence[str],
+        batch_size: int,
+        order: OrderConfig,
+        tail: Tail,
+        ranks: DataRanks,
+        cache: Cache | None,
+        prefetch: int,
+    ) -> None:
+        check_sizes(batch_size=batch_size, prefetch=prefetch)
+        self.split = split
+        self.batch_size = batch_size
+        self.order = order
+        self.tail: Tail = tail
+        self.ranks = ranks
+        self._prefetch = prefetch
+        self._check_lengths()
+        if cache is not None:
+            self._check_window(cache, self._global_batch * (prefetch + 1))
+        own_lanes = lanes_of_rank(self._global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
+        self._followed = (
+            None if cache is None else FollowedShards(cache, split, order, own_lanes, num_ranks=ranks.world_size)
+        )
+        self._batches = SampleBatches(
+            split,
+            self._followed or split.origin,
+            order,
+            batch_size=batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            tail=tail,
+            blob=blob,
+            columns=tuple(columns),
+        )
+        self._cursor = Cursor(0, 0)
+        self._decoder: Decoder[B] | None = None
+        self._stream: Iterator[SampleBatch] | None = None
+        self._under_way: deque[SampleBatch] = deque()
+        self._process = os.getpid()
+        self._in_use = threading.Lock()
+
+    @abstractmethod
+    def _make_decoder(self) -> Decoder[B]:
+        """Return a new decoder, for at most `prefetch` batches with samples at a time."""
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch."""
+        return count_steps(0, len(self.split), self._global_batch, self.tail)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that a new `for` serves the rest of, counted from 0.
+
+        Inside the loop's last batch that rest is empty: a `for` from there yields nothing and ends the epoch.
+        """
+        return self._cursor.epoch
+
+    @property
+    def progress(self) -> float:
+        """Epochs served so far, with the share of the current one: for schedules that outlive a resize."""
+        return self._cursor.epoch + self._cursor.position / len(self.split)
+
+    @property
+    def steps_left(self) -> int:
+        """Steps from here to the end of the epoch."""
+        return count_steps(self._cursor.position, len(self.split), self._global_batch, self.tail)
+
+    def __iter__(self) -> Iterator[B]:
+        """Yield the rest of the epoch.
+
+        Raises:
+            BadSampleError: a sample does not decode; names it. The state still stands before its batch.
+            ConfigError: used in a forked process, or from two threads at once.
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: from the cache or the repository.
+        """
+        epoch = self._cursor.epoch
+        while self._cursor.epoch == epoch and self.steps_left:
+            batch, self._cursor = self._next()
+            yield batch
+        if self._cursor.epoch == epoch:
+            self._cursor = Cursor(epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run stands after the batches handed over so far, as JSON values."""
+        return OrderState(self.split.digest, self._cursor.epoch, self._cursor.position, self.order).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, saved at any world size, batch size, cache or device.
+
+        Raises:
+            ConfigError: not a state, or one of a later format.
+            StateMismatchError: the state belongs to another version or order; says both.
+        """
+        wanted = OrderState.from_dict(state)
+        wanted.check_matches(self.split.digest, self.order, len(self.split))
+        with self._alone():
+            self._discard()
+            self._cursor = Cursor(wanted.epoch, wanted.position)
+
+    def close(self) -> None:
+        """Release the shards and the decoder. The loader starts anew, from where it stands, when used again."""
+        if os.getpid() != self._process:
+            return  # a child closes nothing of its parent's
+        self._discard()
+        if self._followed is not None:
+            self._followed.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _global_batch(self) -> int:
+        return self.batch_size * self.ranks.world_size
+
+    def _next(self) -> tuple[B, Cursor]:
+        """Return the next batch and where the run stands after it, and start decoding one more."""
+        with self._alone():
+            if self._under_way and self._under_way[0].before != self._cursor:
+                self._discard()  # an interrupt fell between the last batch and the cursor
+            try:
+                self._fill()
+                assert self._decoder is not None
+                finished = self._decoder.take()
+                batch = self._under_way.popleft()
+                self._fill()
+                self._batches.retire(batch)
+            except BaseException:
+                # Ctrl-C or a failing store, anywhere in between: start anew from the cursor, which has not moved.
+                self._discard()
+                raise
+        return finished, batch.after
+
+    def _fill(self) -> None:
+        """Start decoding until `prefetch` batches are under way; empty ones cost nothing and do not count."""
+        if self._decoder is None:
+            self._decoder = self._make_decoder()
+        if self._stream is None:
+            self._stream = self._batches.stream(self._cursor)
+        while sum(bool(batch.blobs) for batch in self._under_way) < self._prefetch:
+            batch = next(self._stream)
+            self._decoder.feed(batch)
+            self._under_way.append(batch)
+
+    def _discard(self) -> None:
+        """Drop what was prefetched: it belongs to a position that is no longer wanted."""
+        decoder, self._decoder, self._stream = self._decoder, None, None
+        self._under_way.clear()
+        if decoder is not None:
+            decoder.close()
+        self._batches.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second thread, and a forked child: threads of decoders and clients do not live there."""
+        if os.getpid() != self._process:
+            raise ConfigError(
+                "this loader was made before the fork; make one in the child, or spawn instead of forking"
+            )
+        if not self._in_use.acquire(blocking=False):
+            raise ConfigError("this loader is used by another thread; give each thread its own loader")
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def _check_lengths(self) -> None:
+        world_size = self.ranks.world_size
+        if len(self.split) < world_size:
+            raise ConfigError(f"{self.split!r} has fewer samples than there are ranks: {world_size}")
+        if not len(self):
+            raise ConfigError(
+                f"{self.split!r} gives no full batch of {self.batch_size} x {world_size} ranks with "
+                "tail='drop'; use smaller batches, or tail='pad'"
+            )
+
+    def _check_window(self, cache: Cache, run: int) -> None:
+        table = self.split.table
+        window = window_bytes(table.samples_per_shard, table.bytes_per_shard, self.order, run)
+        # At an epoch's boundary the last shards of one and the first of the next are needed together.
+        needed = min(2 * window, int(footprint(table.bytes_per_shard).sum()))
+        room = cache.room_bytes({info.digest for info in table.shards()})
+        check_window(needed, room, f"the order of {self.split!r}")
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ConfigError where a number that is given is below 1, by its name."""
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")
