@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from datasvc.cache.parts import PART_BYTES
@@ -76,54 +77,45 @@ class RequestPool:
 
     def __init__(self, num_requests: int = 16) -> None:
         assert num_requests > 0, num_requests
-        self._num_requests = num_requests
-        self._num_asked = 0
+        self.num_requests = num_requests
+        self._num_objects = 0
         self._lock = threading.Lock()
         self._is_closed = False
         self._turns = threading.Semaphore(num_requests)
         self._threads = ThreadPoolExecutor(num_requests + _WRITING_THREADS, thread_name_prefix="datasvc-origin")
 
-    def submit(self, request: Callable[[], T]) -> Future[T]:
-        """Let `request`, which asks inside `turn`, run as soon as it can. Raises UnavailableError when closed."""
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Let `work`, which asks inside `turn`, run as soon as it can. Raises UnavailableError when closed."""
         try:
-            future = self._threads.submit(request)
+            return self._threads.submit(work)
         except RuntimeError as error:
             raise UnavailableError("the cache was closed") from error
-        with self._lock:
-            self._num_asked += 1
-        future.add_done_callback(self._done)
-        return future
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def sharing(self) -> Iterator[None]:
+        """Count one more object among those that share the requests, for as long as the block runs."""
+        with self._lock:
+            self._num_objects += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_objects -= 1
+
+    @contextmanager
+    def turn(self) -> Iterator[int]:
         """Wait until one more request may be under way; it is for as long as the block runs.
 
-        Raises UnavailableError when closed meanwhile.
+        Yields:
+            How many requests an object may have under way, were they shared equally: at least 1.
+
+        Raises:
+            UnavailableError: closed meanwhile.
         """
         with self._turns:
             if self._is_closed:
                 raise UnavailableError("the cache was closed while an object was on its way")
-            yield
-
-    def cut(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges to ask for, in order, each of whole parts of the object.
-
-        Short ones where one object has all requests that there are, and towards its end, so that they end together;
-        long ones where others wait.
-        """
-        with self._lock:
-            num_free = self._num_requests - self._num_asked
-        spans = []
-        while start < stop:
-            num_left = -(-(stop - start) // PART_BYTES)
-            if num_free > 1:
-                num_parts = min(max(1, num_left // num_free), _MAX_PARTS)
-            else:
-                num_parts = -(-num_left // -(-num_left // _MAX_PARTS))  # no small rest
-            end = min(stop, (start // PART_BYTES + num_parts) * PART_BYTES)
-            spans.append((start, end))
-            start = end
-        return spans
+            yield max(1, self.num_requests // max(1, self._num_objects))
 
     def close(self) -> None:
         """Start no more requests: those that wait for their turn fail. Those under way end by themselves."""
@@ -131,13 +123,45 @@ class RequestPool:
         self._is_closed = True
         self._threads.shutdown(wait=False)
 
-    def _done(self, _future: Future[T]) -> None:
+
+class Spans:
+    """What of a range nobody has asked for yet, cut into ranges of whole parts of the object.
+
+    Each cut is made when its request begins: long where requests are shared with other objects, because latency is
+    paid once a request; short where one object has them to itself, and towards its end, so that they end together.
+
+    Args:
+        start: of the range.
+        stop: its end.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._start, self._stop = start, stop
+        self._lock = threading.Lock()
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts are left."""
+        return -(-self._stop // PART_BYTES) - self._start // PART_BYTES if self._start < self._stop else 0
+
+    def take(self, share: int) -> tuple[int, int] | None:
+        """Return what to ask for next, None where nothing is left.
+
+        Args:
+            share: requests that the object may have under way.
+        """
         with self._lock:
-            self._num_asked -= 1
+            start, left = self._start, self.num_parts
+            if not left:
+                return None
+            alone = -(-left // -(-left // _MAX_PARTS))  # no small rest
+            num_parts = alone if share == 1 else min(max(1, left // share), _MAX_PARTS)
+            self._start = min(self._stop, (start // PART_BYTES + num_parts) * PART_BYTES)
+            return start, self._start
 
 
 class OriginSource:
-    """Reads an object from its origin, several ranges at once; what may be a passing fault is tried again.
+    """Reads an object from its origin, several ranges at once.
 
     Args:
         origin: the store.
@@ -150,56 +174,45 @@ class OriginSource:
     def __init__(self, origin: Origin, digest: Digest, requests: RequestPool) -> None:
         self.name = origin.location(digest)
         self._origin = origin
+        self._digest = digest
         self._requests = requests
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """See `Source`."""
-        gate = _Gate(sink)
+        assert info.digest == self._digest
+        gate, spans = _Gate(sink), Spans(offset, offset + length)
         futures: list[Future[None]] = []
-        try:
-            for span in self._requests.cut(offset, offset + length):
-                request = _Request(self._origin, self._requests, info.digest, span, gate)
-                futures.append(self._requests.submit(request))
-            for future in as_completed(futures):
-                future.result()
-        finally:
-            # Requests under way may take their time to fail: they find the gate closed, and nobody waits for them.
-            for future in futures:
-                future.cancel()
-            gate.close()
+        with self._requests.sharing():
+            try:
+                num_asking = min(self._requests.num_requests, spans.num_parts)
+                futures.extend(self._requests.submit(partial(self._ask, spans, gate)) for _ in range(num_asking))
+                for future in as_completed(futures):
+                    future.result()
+            finally:
+                # Requests under way may take their time to fail: they find the gate closed; nobody waits for them.
+                for future in futures:
+                    future.cancel()
+                gate.close()
 
     def judge(self, *, intact: bool) -> None:
         """See `Source`: there is only one origin, so it is asked again whatever it gave."""
 
+    def _ask(self, spans: Spans, gate: _Gate) -> None:
+        """Bring one range after the other until none is left, or nobody wants them any more."""
+        while True:
+            with self._requests.turn() as share:
+                span = None if gate.closed.is_set() else spans.take(share)
+                if span is None:
+                    return
+                content = self._read(*span)
+            gate.deliver(span[0], memoryview(content))
 
-class _Request:
-    """One ranged read, until its bytes are handed over."""
-
-    def __init__(
-        self, origin: Origin, requests: RequestPool, digest: Digest, span: tuple[int, int], gate: _Gate
-    ) -> None:
-        self._origin = origin
-        self._requests = requests
-        self._digest = digest
-        self._start, self._stop = span
-        self._gate = gate
-
-    def __call__(self) -> None:
-        with self._requests.turn():
-            content = self._read()
-        if content is not None:
-            self._gate.deliver(self._start, memoryview(content))
-
-    def _read(self) -> bytes | None:
-        """Return the bytes; None where nobody wants them any more."""
-        if self._gate.closed.is_set():
-            return None
-        content = self._origin.read_range(self._digest, self._start, self._stop - self._start)
-        expected = self._stop - self._start
-        if len(content) != expected:
+    def _read(self, start: int, stop: int) -> bytes:
+        content = self._origin.read_range(self._digest, start, stop - start)
+        if len(content) != stop - start:
             raise CorruptDataError(
-                f"{self._origin.location(self._digest)} is corrupt: {len(content)} of {expected} bytes at "
-                f"{self._start}; restore it from another copy"
+                f"{self.name} is corrupt: {len(content)} of {stop - start} bytes at {start}; restore it from another "
+                "copy"
             )
         return content
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from datasvc.cache.parts import PART_BYTES
-from datasvc.cache.sources import OriginSource, RequestPool
+from datasvc.cache.sources import OriginSource, RequestPool, Spans
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects import digest_of
@@ -104,23 +104,34 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
     pool.close()
 
 
-def test_requests_are_long_where_many_are_under_way_and_short_where_one_object_has_them_all(requests):
-    def parts_of(stop):
-        spans = requests.cut(0, stop)
-        assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
-        assert (spans[0][0], spans[-1][1]) == (0, stop)
-        return [-(-(end - start) // PART_BYTES) for start, end in spans]
+def parts_of(spans, share):
+    """The lengths in parts of all ranges that are left."""
+    found = []
+    while (span := spans.take(share)) is not None:
+        assert not found or span[0] == found[-1][1]
+        found.append(span)
+    return [-(-(stop - start) // PART_BYTES) for start, stop in found]
 
-    assert parts_of(17 * PART_BYTES - 1) == [1] * 17
-    long = parts_of(200 * PART_BYTES)
+
+def test_requests_are_long_where_objects_share_them_and_short_where_one_has_them_all():
+    assert parts_of(Spans(0, 17 * PART_BYTES - 1), 16) == [1] * 17
+    long = parts_of(Spans(0, 200 * PART_BYTES), 16)
     assert long == sorted(long, reverse=True)
     assert (long[0], long[-16:]) == (4, [1] * 16)
-    going = threading.Event()
-    waiting = [requests.submit(going.wait) for _ in range(20)]
-    assert parts_of(16 * PART_BYTES) == [4] * 4
-    assert parts_of(1) == [1]
-    going.set()
-    assert all(future.result() for future in waiting)
+    assert parts_of(Spans(0, 16 * PART_BYTES), 1) == [4] * 4
+    assert parts_of(Spans(0, 5 * PART_BYTES), 1) == [3, 2]
+    assert parts_of(Spans(0, 1), 1) == [1]
+    assert parts_of(Spans(7, 7), 1) == []
+
+
+def test_the_requests_are_shared_among_the_objects_that_are_on_their_way(requests):
+    with requests.sharing():
+        with requests.turn() as share:
+            assert share == 16
+        with requests.sharing(), requests.sharing(), requests.turn() as share:
+            assert share == 5
+        with requests.turn() as share:
+            assert share == 16
 
 
 @pytest.mark.parametrize("error", [NotFoundError, CorruptDataError, UnavailableError])

@@ -190,9 +190,7 @@ def test_wrong_bytes_are_not_continued_by_a_later_fetch(incoming, requests):
 
 
 @pytest.mark.parametrize("error", [NotFoundError, UnavailableError, CorruptDataError])
-def test_when_all_fail_the_error_is_the_origins_and_names_every_source(incoming, requests, monkeypatch, error):
-    monkeypatch.setattr("datasvc.cache.sources._FIRST_PAUSE_S", 0.001)
-
+def test_when_all_fail_the_error_is_the_origins_and_names_every_source(incoming, requests, error):
     def answer(offset):
         raise error("the origin is not what it was")
 
