@@ -327,7 +327,7 @@ class CachedShards:
         outcome = self._opened.acquire(info, self._repository, self._fetcher)
         self._held[info.digest] += 1
         try:
-            return Shard.map(self._opened.files.object_path(info.digest)), outcome
+            return Shard.map(self._opened.files.object_name(info.digest)), outcome
         except BaseException:
             self.release_shard(info)
             raise

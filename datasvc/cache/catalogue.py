@@ -152,10 +152,10 @@ class Catalogue:
         """Return whether an object, which the caller holds, is resident and verified: what a hit costs."""
         try:
             with self.env.begin() as txn:
-                record = Rows(self._tables, txn).get(info.digest)
+                state = Rows(self._tables, txn).state(info.digest)
         except lmdb.Error as error:
             raise self._failed(error) from error
-        return record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes)
+        return state == RESIDENT and self._files.is_there(info.digest, info.size_bytes)
 
     def reserve(
         self, info: ObjectInfo, lease_id: str, tenant: str, *, prefetch: Reuse | None = None, evict: bool = True

@@ -76,19 +76,23 @@ class Files:
 
     def object_path(self, digest: Digest) -> Path:
         """Return where a resident object lies."""
-        return Path(f"{self._root}/objects/{digest[:2]}/{parse_digest(digest)}")
+        return Path(self.object_name(digest))
+
+    def object_name(self, digest: Digest) -> str:
+        """Return where a resident object lies, as text: a `Path` takes longer to make than a file to open."""
+        return f"{self._root}/objects/{digest[:2]}/{parse_digest(digest)}"
 
     def is_there(self, digest: Digest, size_bytes: int) -> bool:
         """Return whether a resident object's file is there, and whole."""
         try:
-            return os.stat(f"{self._root}/objects/{digest[:2]}/{digest}").st_size == size_bytes
+            return os.stat(self.object_name(digest)).st_size == size_bytes
         except FileNotFoundError:
             return False
 
     def inode(self, digest: Digest) -> int | None:
         """Return the inode of a resident object's file; None where there is none."""
         try:
-            return os.stat(f"{self._root}/objects/{digest[:2]}/{digest}").st_ino
+            return os.stat(self.object_name(digest)).st_ino
         except FileNotFoundError:
             return None
 

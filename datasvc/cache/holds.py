@@ -66,9 +66,10 @@ class Holds:
         Raises UnavailableError: this process may open no more files, or the kernel has no more locks.
         """
         with self._lock:
-            if not self._counts[digest]:
+            count = self._counts.get(digest, 0)
+            if not count:
                 self._hold(digest)
-            self._counts[digest] += 1
+            self._counts[digest] = count + 1
         self._release_abandoned()
 
     def release(self, digest: Digest) -> None:

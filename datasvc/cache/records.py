@@ -52,6 +52,14 @@ class Record(NamedTuple):
         state, size_bytes, next_use = _HEAD.unpack_from(content)
         return cls(state, size_bytes, next_use, owner, tenant)
 
+    @staticmethod
+    def state_of(content: bytes | memoryview) -> int:
+        """Return only the state of what `encode` gave. Raises ValueError: it is none."""
+        if len(content) < _HEAD.size:
+            raise ValueError(f"a record of {len(content)} bytes")
+        state: int = _HEAD.unpack_from(content)[0]
+        return state
+
     @property
     def used_bytes(self) -> int:
         """What it takes of the disk."""

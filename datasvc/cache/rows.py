@@ -78,6 +78,11 @@ class Rows:
         value = self._txn.get(bytes.fromhex(digest), db=self._tables.objects)
         return None if value is None else Record.decode(bytes(value))
 
+    def state(self, digest: Digest) -> int | None:
+        """Return the state of an object alone, which every hit asks for; None where it has no record."""
+        value = self._txn.get(bytes.fromhex(digest), db=self._tables.objects)
+        return None if value is None else Record.state_of(value)
+
     def put(self, digest: Digest, before: Record | None, record: Record) -> None:
         """Write a record in place of `before`, and list it where it belongs."""
         key = bytes.fromhex(digest)

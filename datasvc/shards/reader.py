@@ -6,6 +6,7 @@ Views are slices of Arrow's own buffers, some thirty times faster than going thr
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -47,20 +48,12 @@ class Shard:
         self.num_samples = int(self._starts[-1])
 
     @staticmethod
-    def map(path: Path) -> Shard:
+    def map(path: Path | str) -> Shard:
         """Open a local file by mapping it: nothing is read before it is needed.
 
         The mapping outlives the file's name. Raises NotFoundError, CorruptDataError, ConfigError.
         """
-        try:
-            # Mapped by Python: Arrow's own way to make a mapping takes ten times as long.
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"{path} does not exist") from error
-        except ValueError as error:
-            raise CorruptDataError(f"{path} is no Arrow IPC file: it is empty") from error
-        return _open_file(pa.py_buffer(mapped), str(path))
+        return _open_file(pa.py_buffer(map_file(path)), str(path))
 
     @staticmethod
     def from_bytes(content: bytes, name: str) -> Shard:
@@ -146,6 +139,21 @@ class Shard:
     def _blob_parts(self) -> dict[str, list[BlobPart]]:
         names = [field.name for field in self.schema if is_blob(field.type)]
         return {name: [blob_part(batch.column(name)) for batch in self._batches] for name in names}
+
+
+def map_file(path: Path | str) -> mmap.mmap:
+    """Return a local file, mapped for reading. Raises NotFoundError; CorruptDataError: it is empty."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path} does not exist") from error
+    try:
+        # Mapped by Python: Arrow's own way to make a mapping takes ten times as long.
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    except ValueError as error:
+        raise CorruptDataError(f"{path} is no Arrow IPC file: it is empty") from error
+    finally:
+        os.close(descriptor)
 
 
 def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
