@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from datasvc.errors import BadSampleError, ConfigError
+from datasvc.shards.orientation import parse_orientation, read_orientation, swaps_sides
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 REENCODE_QUALITY: Final = 90
 
-_ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
-_SIZES_UPRIGHT = frozenset({"TIFF"})  # formats whose sizes Pillow turns itself
 _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
 _PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
 _APP1, _APP2 = 0xE1, 0xE2
@@ -97,19 +98,34 @@ def reencode(content: bytes | memoryview, how: Reencoding) -> bytes | None:
     Raises:
         BadSampleError: it does not decode.
     """
+    with open_image(content) as image:
+        kind = image.format or ""
+        too_long = how.max_side is not None and max(image.size) > how.max_side
+        again = how.max_side is None and kind in {"JPEG", "WEBP"}
+        if not too_long and not again:
+            return None
+        upright = ImageOps.exif_transpose(image)
+        if too_long and how.max_side is not None:
+            upright.thumbnail((how.max_side, how.max_side), Image.Resampling.LANCZOS)
+        return _encode(upright, kind, how.quality or REENCODE_QUALITY)
+
+
+@contextmanager
+def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
+    """Open an encoded image with Pillow; what a damaged one makes Pillow raise, here and in the body, is translated.
+
+    Raises:
+        BadSampleError: no image, absurdly large, or it does not decode; says which.
+    """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            kind = image.format or ""
-            too_long = how.max_side is not None and max(image.size) > how.max_side
-            again = how.max_side is None and kind in {"JPEG", "WEBP"}
-            if not too_long and not again:
-                return None
-            upright = ImageOps.exif_transpose(image)
-            if too_long and how.max_side is not None:
-                upright.thumbnail((how.max_side, how.max_side), Image.Resampling.LANCZOS)
-            return _encode(upright, kind, how.quality or REENCODE_QUALITY)
+            yield image
+    except BadSampleError:
+        raise
     except UnidentifiedImageError as error:
         raise BadSampleError(f"no image: it starts with {bytes(content[:16])!r}") from error
+    except Image.DecompressionBombError as error:
+        raise BadSampleError(str(error)) from error
     except Exception as error:  # whatever a damaged file makes Pillow raise
         raise BadSampleError(f"does not decode: {error}") from error
 
@@ -145,10 +161,10 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
             size = (width, height)
         elif marker == _APP1:
             if bytes(raw[offset + 4 : offset + 10]) == b"Exif\0\0":
-                orientation = _read_orientation(raw[offset + 10 : offset + 2 + length])
+                orientation = parse_orientation(raw[offset + 10 : offset + 2 + length])
                 if orientation is None:
                     return None
-                turned = 5 <= orientation <= 8
+                turned = swaps_sides(orientation)
         elif marker == _APP2:
             if bytes(raw[offset + 4 : offset + 8]) == b"MPF\0":
                 return None  # several pictures in one file
@@ -162,52 +178,14 @@ def _most_pixels() -> int:
     return Image.MAX_IMAGE_PIXELS or 1 << 60
 
 
-def _read_orientation(tiff: memoryview) -> int | None:
-    """Return the EXIF orientation in a TIFF header, 1 when there is none, None when it is not to be understood."""
-    start = bytes(tiff[:2])
-    if start not in (b"II", b"MM"):
-        return None
-    order: Literal["little", "big"] = "little" if start == b"II" else "big"
-
-    def number(offset: int, length: int) -> int:
-        return int.from_bytes(tiff[offset : offset + length], order)
-
-    first = number(4, 4)
-    if number(2, 2) != 42 or not 8 <= first <= len(tiff) - 2:
-        return None
-    for entry in range(number(first, 2)):
-        offset = first + 2 + 12 * entry
-        if offset + 12 > len(tiff):
-            return None
-        if number(offset, 2) == _ORIENTATION:
-            return number(offset + 8, 2) if number(offset + 2, 2) == 3 else None
-    return 1
-
-
 def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHeader:
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            kind, (width, height) = image.format or "?", image.size
-            if _is_turned(image):
-                width, height = height, width
-            if decode or not _is_complete(kind, content):
-                image.load()
-    except UnidentifiedImageError as error:
-        raise BadSampleError(f"no image: it starts with {bytes(content[:16])!r}") from error
-    except Image.DecompressionBombError as error:
-        raise BadSampleError(str(error)) from error
-    except Exception as error:  # whatever a damaged file makes Pillow raise
-        raise BadSampleError(f"does not decode: {error}") from error
+    with open_image(content) as image:
+        kind, (width, height) = image.format or "?", image.size
+        if swaps_sides(read_orientation(content, kind)):
+            width, height = height, width
+        if decode or not _is_complete(kind, content):
+            image.load()
     return ImageHeader(kind, width, height)
-
-
-def _is_turned(image: Image.Image) -> bool:
-    if image.format in _SIZES_UPRIGHT:
-        return False
-    if image.format == "PNG" and "exif" not in image.info:
-        return False  # Pillow would decode the whole file to look for it behind the pixels
-    orientation = image.getexif().get(_ORIENTATION)
-    return isinstance(orientation, int) and 5 <= orientation <= 8
 
 
 def _is_complete(kind: str, content: bytes | memoryview) -> bool:

@@ -29,6 +29,7 @@ from datasvc.shards.dataset import open_dataset
 from datasvc.shards.engines import EngineName, run_units
 from datasvc.shards.images import Reencoding
 from datasvc.shards.labels import combine_classes, plan_labels
+from datasvc.shards.lean_memory import lean_arrow
 from datasvc.shards.plan import Unit, plan_units, relabelled
 from datasvc.shards.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.repeats import Repeat, Repeats, drop_repeats
@@ -77,6 +78,7 @@ class IngestReport:
     has_source_changed: bool = False
 
 
+@lean_arrow()
 def ingest(
     repository: Repository,
     source: str | Source | Iterable[Mapping[str, Any]],

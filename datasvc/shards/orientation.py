@@ -1,0 +1,133 @@
+"""How an encoded image is to be turned before it stands upright: the EXIF orientation, read from the file's bytes.
+
+Widths and heights in shards are those of the upright image, windows are drawn in it, and DALI cuts them from it. So
+all must read the tag alike, and this is how DALI does: the last EXIF block of a JPEG, the `eXIf` chunk of a PNG
+wherever it lies, the `EXIF` chunk of a WebP; never XMP and never the text chunks of old PNGs, which Pillow would
+follow too. Nothing is decoded for it.
+
+Source of the values: EXIF 2.32 (CIPA DC-008-2019), 4.6.4 A, tag 0x0112.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final, Literal
+
+from PIL import Image
+
+_UPRIGHT: Final = 1
+_TAG = 0x0112
+_SHORT, _LONG = 3, 4  # types of a tag's value
+_EXIF: Final = b"Exif\0\0"
+_APP1, _START_OF_SCAN = 0xE1, 0xDA
+_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker
+_PNG_CHUNK: Final = struct.Struct(">I4s")  # length of the data, name; data and checksum follow
+_RIFF_CHUNK: Final = struct.Struct("<4sI")  # name, length of the data, which is padded to an even one
+_TRANSPOSES: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def read_orientation(content: bytes | memoryview, kind: str) -> int:
+    """Return the orientation that an encoded image asks for, 1 to 8; 1 where it says nothing that can be understood.
+
+    Args:
+        content: the whole file.
+        kind: its format in Pillow's words. Of a TIFF, which Pillow turns itself, and of formats without EXIF it is 1.
+    """
+    raw = memoryview(content).cast("B")
+    found = _UPRIGHT
+    for block in _exif_blocks(raw, kind):
+        found = parse_orientation(block) or _UPRIGHT
+    return found
+
+
+def parse_orientation(tiff: memoryview) -> int | None:
+    """Return the orientation in an EXIF block's TIFF header, 1 when there is none, None if it is no such header."""
+    start = bytes(tiff[:2])
+    if start not in (b"II", b"MM"):
+        return None
+    order: Literal["little", "big"] = "little" if start == b"II" else "big"
+
+    def number(offset: int, length: int) -> int:
+        return int.from_bytes(tiff[offset : offset + length], order)
+
+    first = number(4, 4)
+    if number(2, 2) != 42 or not 8 <= first <= len(tiff) - 2:
+        return None
+    count = number(first, 2)
+    if first + 2 + 12 * count > len(tiff):
+        return None
+    for offset in range(first + 2, first + 2 + 12 * count, 12):
+        if number(offset, 2) == _TAG:
+            kind = number(offset + 2, 2)
+            value = number(offset + 8, 2 if kind == _SHORT else 4)
+            return value if kind in (_SHORT, _LONG) and value in range(1, 9) else _UPRIGHT
+    return _UPRIGHT
+
+
+def swaps_sides(orientation: int) -> bool:
+    """Return whether width and height of the upright image are the stored ones' swapped."""
+    return orientation >= 5
+
+
+def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
+    """Return the image turned as `read_orientation` says; the same object where there is nothing to turn."""
+    method = _TRANSPOSES.get(orientation)
+    return image if method is None else image.transpose(method)
+
+
+def _exif_blocks(raw: memoryview, kind: str) -> Iterator[memoryview]:
+    if kind in ("JPEG", "MPO"):
+        blocks = (data for data in _jpeg_app1(raw) if _is_marked(data))
+    elif kind == "PNG":
+        blocks = (data for name, data in _png_chunks(raw) if name == b"eXIf")
+    elif kind == "WEBP":
+        blocks = (data for name, data in _riff_chunks(raw) if name == b"EXIF")
+    else:
+        return
+    for block in blocks:
+        yield block[len(_EXIF) :] if _is_marked(block) else block
+
+
+def _is_marked(block: memoryview) -> bool:
+    return bytes(block[: len(_EXIF)]) == _EXIF
+
+
+def _jpeg_app1(raw: memoryview) -> Iterator[memoryview]:
+    offset = 2
+    while offset + _SEGMENT.size <= len(raw):
+        start, marker, length = _SEGMENT.unpack_from(raw, offset)
+        if start != 0xFF or marker == _START_OF_SCAN:
+            return
+        if marker == 0xFF:
+            offset += 1  # fill bytes may precede any marker
+            continue
+        if marker == _APP1:
+            yield raw[offset + _SEGMENT.size : offset + 2 + length]
+        offset += 2 + length
+
+
+def _png_chunks(raw: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    offset = 8
+    while offset + _PNG_CHUNK.size <= len(raw):
+        length, name = _PNG_CHUNK.unpack_from(raw, offset)
+        offset += _PNG_CHUNK.size
+        yield name, raw[offset : offset + length]
+        offset += length + 4
+
+
+def _riff_chunks(raw: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    offset = 12
+    while offset + _RIFF_CHUNK.size <= len(raw):
+        name, length = _RIFF_CHUNK.unpack_from(raw, offset)
+        offset += _RIFF_CHUNK.size
+        yield name, raw[offset : offset + length]
+        offset += length + length % 2
