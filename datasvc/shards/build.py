@@ -151,9 +151,9 @@ class ShardOutput:
         self._objects = repository.objects
         self._object = repository.objects.begin()
         self.writer = ShardWriter(self._object, schema)
-        self.keys: list[str] = []
-        self.samples: list[bytes] = []
-        self.payloads: list[bytes] = []
+        self.keys: Sequence[str] | pa.Array = []
+        self.samples: Sequence[bytes] | pa.Array = []
+        self.payloads: Sequence[bytes] | pa.Array = []
         self.image_kinds: Counter[str] = Counter()
 
     def close(self) -> ShardStatistics:

@@ -204,9 +204,9 @@ class _ShardMaker:
         output = self._finisher.open()
         line = _Line(collected, order)
         output.writer.append_columns(*line.columns(self._work.schema))
-        output.keys = line.pick([batch.keys for batch, _ in collected])
-        output.samples = line.pick([batch.digests[0] for batch, _ in collected])
-        output.payloads = line.pick([batch.digests[1] for batch, _ in collected])
+        output.keys = line.pick_array([batch.keys for batch, _ in collected])
+        output.samples = line.pick_array([batch.digests[0] for batch, _ in collected])
+        output.payloads = line.pick_array([batch.digests[1] for batch, _ in collected])
         output.image_kinds.update(kind for kind in line.pick([batch.kinds for batch, _ in collected]) if kind)
         self._finisher.add(self._split, ordinal, output)
         # What the allocator keeps of this shard would come on top of the next one.
@@ -241,6 +241,11 @@ class _Line:
     def pick(self, values: list[Any]) -> list[Any]:
         """Return a value of each sample; `values` has those of each batch."""
         return [values[batch][row] for batch, row in zip(self._batches, self._rows, strict=True)]
+
+    def pick_array(self, values: list[pa.Array]) -> pa.Array:
+        """Return what `pick` would, of Arrow arrays and as one."""
+        parts = [part.take(pa.array(rows)) for part, (_, rows) in zip(values, self._collected, strict=True)]
+        return pa.concat_arrays(parts).take(pa.array(self._order))
 
     def _views(self, column: str) -> Iterator[Any]:
         parts = [BlobParts(batch.columns.column(column)) for batch, _ in self._collected]

@@ -14,7 +14,7 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError
 from datasvc.keyed import Integers
 from datasvc.shards.build import Work
-from datasvc.shards.digests import blob_views, digest_batch
+from datasvc.shards.digests import DIGEST_BYTES, blob_views, digest_batch
 from datasvc.shards.images import ImageHeader, read_header, reencode
 from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_image
 from datasvc.shards.sources.source import BadSample
@@ -43,11 +43,10 @@ class CheckedBatch:
         """Return some of the samples, copied."""
         return CheckedBatch(self.columns.take(pa.array(rows)), [self.kinds[row] for row in rows.tolist()])
 
-    @cached_property
-    def keys(self) -> list[str]:
-        """Key of each sample."""
-        keys: list[str] = self.columns.column(KEY).to_pylist()
-        return keys
+    @property
+    def keys(self) -> pa.Array:
+        """Key of each sample: `string[num_samples]`."""
+        return self.columns.column(KEY)
 
     @cached_property
     def sizes_bytes(self) -> Integers:
@@ -60,9 +59,10 @@ class CheckedBatch:
         return np.cumsum(self.sizes_bytes)
 
     @cached_property
-    def digests(self) -> tuple[list[bytes], list[bytes]]:
-        """Sample and payload digest of each sample, see `digests`."""
-        return digest_batch(self.columns)
+    def digests(self) -> tuple[pa.Array, pa.Array]:
+        """Sample and payload digest of each sample, see `digests`: `fixed_size_binary(16)[num_samples]`."""
+        samples, payloads = digest_batch(self.columns)
+        return pa.array(samples, pa.binary(DIGEST_BYTES)), pa.array(payloads, pa.binary(DIGEST_BYTES))
 
 
 def check_batch(work: Work, batch: pa.RecordBatch, split: str, bad: list[BadSample]) -> CheckedBatch:

@@ -50,14 +50,15 @@ class SampleIndex:
     @classmethod
     def build(
         cls,
-        keys: Sequence[str],
-        samples: Sequence[bytes],
-        payloads: Sequence[bytes],
+        keys: Sequence[str] | pa.Array,
+        samples: Sequence[bytes] | pa.Array,
+        payloads: Sequence[bytes] | pa.Array,
         layout: ShardLayout | None = None,
     ) -> SampleIndex:
         """Return the index of samples given by their keys and digests, and of the shard's record batches."""
         columns = [
-            pa.array(values, field.type) for values, field in zip((keys, samples, payloads), _SCHEMA, strict=True)
+            values if isinstance(values, pa.Array) else pa.array(values, field.type)
+            for values, field in zip((keys, samples, payloads), _SCHEMA, strict=True)
         ]
         return cls(pa.Table.from_arrays(columns, schema=_SCHEMA), layout)
 
