@@ -10,6 +10,7 @@
     |-- BadSampleError               one sample cannot be decoded: fix it, or ask for bad samples to be skipped
     |-- CacheFullError               the node's budget cannot hold what is asked: the message says how much it needs
     |-- StateMismatchError           a saved position belongs to other data or another order
+    |-- LagError                     this job fell behind those it shares decoding with, and asked to be told so
     `-- UnavailableError             a store did not answer after retries: try again later
 
 Foreign exceptions (OSError of a store, ArrowInvalid, lmdb.Error ...) are translated once, where they enter.
@@ -73,6 +74,10 @@ class CacheFullError(DatasvcError):
 
 class StateMismatchError(ConfigError):
     """A saved loader state belongs to another data-set version or order; the message names both."""
+
+
+class LagError(DatasvcError):
+    """A job that shares its decoding fell too far behind the others; iterating again tries again."""
 
 
 class UnavailableError(DatasvcError):

@@ -457,6 +457,8 @@ def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tup
     else:
         begin, end = (size * part // world_size for part in (rank, rank + 1))
         positions = np.arange(step.start + begin, step.start + end)
+    if step.stop <= step.num_samples:
+        return positions, np.ones(len(positions), np.bool_)
     mask = positions < step.num_samples
     return np.where(mask, positions, positions % max(step.num_samples, 1)), mask
 

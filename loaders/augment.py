@@ -1,4 +1,4 @@
-"""Which window of each image is decoded, and whether it is flipped: pure functions of (seed, epoch, position).
+"""What is random in an image: its window, its flip, its colours; pure functions of (seed, epoch, position).
 
 Widths and heights are columns since the ingest, so windows are drawn before anything is decoded, and a resumed run
 draws what an uninterrupted one would.
@@ -9,7 +9,9 @@ uniform), with ten tries and a centre fallback as in common implementations.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, Final
 
 import numpy as np
@@ -21,21 +23,27 @@ from datasvc.keyed import Integers, derive_keys, uniform
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 
-_AUGMENTATION = 32  # purpose of keys; those of order and ingest are below
+_AUGMENTATION, _TRANSFORMS = 32, 35  # purposes of keys; those of order and ingest are below
 _TRIES = 10
-# Streams of a position: four per try, then the flip.
+# Streams of a position: four per try, then the flip, then the colours. Numbers stay for good: states rely on them.
 _AREA, _RATIO, _LEFT, _TOP, _STREAMS_PER_TRY = 0, 1, 2, 3, 4
 _FLIP = _TRIES * _STREAMS_PER_TRY
+_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 6)
+_SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """How training windows are drawn.
+    """How training windows and colours are drawn.
 
     Attributes:
         scale: share of the image's area, 0 < low <= high <= 1.
         ratio: width / height of the window, 0 < low <= high.
         flip: probability of a horizontal flip.
+        brightness: it is multiplied by something in [max(0, 1 - brightness), 1 + brightness]; 0 leaves it alone.
+        contrast: likewise.
+        saturation: likewise.
+        hue: it is turned by something in [-hue, hue], a share of the full circle, at most 0.5.
 
     Raises:
         ConfigError: out of range.
@@ -44,6 +52,10 @@ class AugmentConfig:
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
@@ -52,6 +64,16 @@ class AugmentConfig:
             raise ConfigError(f"ratio is {self.ratio}; expected 0 < low <= high")
         if not 0 <= self.flip <= 1:
             raise ConfigError(f"flip is {self.flip}; expected a probability")
+        for name in ("brightness", "contrast", "saturation"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")
+        if not 0 <= self.hue <= 0.5:
+            raise ConfigError(f"hue is {self.hue}; expected a share of the circle, 0 to 0.5")
+
+    @property
+    def changes_colours(self) -> bool:
+        """Whether colours are changed at all."""
+        return any((self.brightness, self.contrast, self.saturation, self.hue))
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,33 @@ class Windows:
     starts: npt.NDArray[np.int32]
     shapes: npt.NDArray[np.int32]
     flips: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class ColourFactors:
+    """How the colours of a batch change; `factors[rows]` are those of some of its images.
+
+    Attributes:
+        brightness: `float64[batch]`, 1 changes nothing.
+        contrast: likewise.
+        saturation: likewise.
+        hue: `float64[batch]`, share of the circle, 0 changes nothing.
+        sequence: `int8[batch, 4]`, in which order: 0 brightness, 1 contrast, 2 saturation, 3 hue.
+    """
+
+    brightness: npt.NDArray[np.float64]
+    contrast: npt.NDArray[np.float64]
+    saturation: npt.NDArray[np.float64]
+    hue: npt.NDArray[np.float64]
+    sequence: npt.NDArray[np.int8]
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def __getitem__(self, rows: slice) -> ColourFactors:
+        return ColourFactors(
+            self.brightness[rows], self.contrast[rows], self.saturation[rows], self.hue[rows], self.sequence[rows]
+        )
 
 
 def plan_random_windows(
@@ -108,6 +157,49 @@ def plan_random_windows(
             break
     flips = (uniform(key, positions, _FLIP) < config.flip).astype(np.int32)
     return _windows(window, flips)
+
+
+def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> ColourFactors:
+    """Draw how the colours of each sample change.
+
+    The ranges and the random order of the four changes are those of torchvision's `ColorJitter`.
+
+    Args:
+        positions: of the samples in the epoch, `int64[batch]`.
+        seed: of the order.
+        epoch: of the order.
+        config: how far colours go.
+    """
+    key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
+
+    def factor(stream: int, spread: float) -> npt.NDArray[np.float64]:
+        return _between(uniform(key, positions, stream), max(0.0, 1 - spread), 1 + spread)
+
+    sequence = (uniform(key, positions, _SEQUENCE) * len(_SEQUENCES)).astype(np.int64)
+    return ColourFactors(
+        brightness=factor(_BRIGHTNESS, config.brightness),
+        contrast=factor(_CONTRAST, config.contrast),
+        saturation=factor(_SATURATION, config.saturation),
+        hue=_between(uniform(key, positions, _HUE), -config.hue, config.hue),
+        sequence=_SEQUENCES[sequence],
+    )
+
+
+def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Generator]:
+    """Return a generator of random numbers for each sample, for transforms of the user's.
+
+    Each starts anew for (seed, epoch, position) and shares no number with another: the position is part of the
+    counter of Philox (Salmon et al., SC 2011), 2**128 blocks apart.
+
+    Args:
+        seed: of the order.
+        epoch: of the order.
+        positions: of the samples in the epoch, `int64[n]`.
+    """
+    key = derive_keys(seed, epoch, _TRANSFORMS, 2)
+    counters = np.zeros((len(positions), 4), np.uint64)
+    counters[:, 2] = positions
+    return [np.random.Generator(np.random.Philox(key=key, counter=counter)) for counter in counters]
 
 
 def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int) -> Windows:

@@ -6,28 +6,29 @@ what a loader holds of a cache is what its order promised.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed import Integers
-from datasvc.order import AccessOrder, OrderConfig, Step, Tail, plan_step, slice_step
-from datasvc.shards import Shard, ShardStore, Split, Wanted
+from datasvc.order import OrderConfig, Step, Tail
+from datasvc.shards import ShardStore, Split
 from datasvc.shards.reader import Bytes
+from datasvc.shards.schema import LABEL
+from loaders.located import Located, LocatedStep, locate_epoch
+from loaders.mix_order import MixOrder
+from loaders.mixture import Mixture, label_maps, name_of, own_orders, splits_of, weighted_splits
+from loaders.split_reader import Cursor, ShardPart, SplitReader
 
+__all__ = ["Cursor", "SampleBatch", "SampleBatches", "ShardPart"]
 
-@dataclass(frozen=True)
-class Cursor:
-    """Where a run stands: everything of `epoch` before `position` was served."""
-
-    epoch: int
-    position: int
+_CURSORS_KEPT: Final = 64
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,13 @@ class SampleBatch:
         step: positions of the global batch.
         positions: `int64[n]`, of this rank's samples.
         mask: `bool[n]`, False for samples that only pad.
-        shards: `int64[n]`, number of each sample's shard in the shard table.
+        shards: `int64[n]`, number of each sample's shard in the shard table of its split.
         rows: `int64[n]`, its row there, deleted samples counted too.
-        blobs: views of the encoded images, `uint8[size]` each; they keep their mapping alive.
+        blobs: views of the encoded images, `uint8[size]` each; they keep their mapping alive. Empty where no blob
+            column was asked for.
         columns: other columns of fixed width, `dtype[n]` by name.
+        parts: the same samples shard by shard, for decoders that read columns of other kinds.
+        sources: `int64[n]`, number of each sample's split in the mixture; zeros without one.
     """
 
     epoch: int
@@ -53,6 +57,8 @@ class SampleBatch:
     rows: Integers
     blobs: list[Bytes]
     columns: dict[str, npt.NDArray[Any]]
+    parts: Sequence[ShardPart]
+    sources: Integers
 
     @property
     def before(self) -> Cursor:
@@ -65,185 +71,191 @@ class SampleBatch:
         return Cursor(self.epoch, self.step.next_position)
 
 
-class _OpenShards:
-    """The shards that one epoch's batches have open."""
-
-    def __init__(self, split: Split, store: ShardStore, order: AccessOrder, start: int) -> None:
-        self._table = split.table
-        self._store = store
-        self._windows = order.windows
-        self._start = start
-        self._activated = 0
-        self._ends: list[tuple[int, int]] = []  # heap of (stop, shard)
-        self._pieces: Counter[int] = Counter()
-        self._open: dict[int, Shard] = {}
-
-    def advance(self, stop: int) -> None:
-        """Count the pieces of shards that positions before `stop` may need."""
-        windows = self._windows
-        until = int(np.searchsorted(windows.first, stop, side="left"))
-        for piece in range(self._activated, until):
-            if windows.stop[piece] > self._start:
-                shard = int(windows.shards[piece])
-                heapq.heappush(self._ends, (int(windows.stop[piece]), shard))
-                self._pieces[shard] += 1
-        self._activated = max(self._activated, until)
-
-    def get(self, shard: int) -> Shard:
-        if shard not in self._open:
-            self._open[shard] = self._store.open_shard(self._table.shard(shard))
-        return self._open[shard]
-
-    def get_all(self, wanted: Mapping[int, Integers]) -> dict[int, Shard]:
-        """Return the shards of the wanted rows, all of a shard or no more than these rows."""
-        closed = {
-            shard: Wanted(self._table.shard(shard), self._table.index(shard), rows)
-            for shard, rows in wanted.items()
-            if shard not in self._open
-        }
-        early = self._store.open_early(list(closed.values())) if closed else {}
-        return {
-            shard: early[closed[shard].info.digest]
-            if shard in closed and closed[shard].info.digest in early
-            else self.get(shard)
-            for shard in wanted
-        }
-
-    def retire(self, position: int) -> None:
-        """Release the shards that no position from `position` on needs."""
-        while self._ends and self._ends[0][0] <= position:
-            _, shard = heapq.heappop(self._ends)
-            self._pieces[shard] -= 1
-            if not self._pieces[shard]:
-                del self._pieces[shard]
-                self._release(shard)
-
-    def close(self) -> None:
-        for shard in list(self._open):
-            self._release(shard)
-
-    def _release(self, shard: int) -> None:
-        if shard in self._open:
-            self._store.release_shard(self._table.shard(shard))
-            del self._open[shard]
-
-
 class SampleBatches:
     """One rank's endless stream of batches, epoch after epoch, from any cursor.
 
     Args:
-        split: the samples.
-        store: where shards are read from.
+        samples: a split, or a mixture of several.
+        store: where shards are read from; for a mixture one for each of its splits.
         config: the order's parameters.
         batch_size: samples of this rank per step.
         rank: data-parallel rank.
         world_size: number of data-parallel ranks.
         tail: what becomes of the samples that fill no global batch.
-        blob: column with the encoded images.
+        blob: column with the encoded images; None: no blobs are read.
         columns: other columns, of fixed width, to deliver beside.
 
     Raises:
-        ConfigError: the split has no such column; or, when a batch is read, a sample of it is null there.
+        ConfigError: a split has no such column, or of another type than the first; or, when a batch is read, a sample
+            of it is null there.
     """
 
     def __init__(
         self,
-        split: Split,
-        store: ShardStore,
+        samples: Split | Mixture,
+        store: ShardStore | Sequence[ShardStore],
         config: OrderConfig,
         *,
         batch_size: int,
         rank: int,
         world_size: int,
         tail: Tail,
-        blob: str,
+        blob: str | None,
         columns: tuple[str, ...],
     ) -> None:
-        self._split = split
-        self._store = store
-        self._config = config
-        self._global_batch = batch_size * world_size
+        stores = store if isinstance(store, Sequence) else [store]
+        weighted = weighted_splits(samples)
+        labels = label_maps(samples) if LABEL in columns else [None] * len(splits_of(samples))
+        self._readers = {
+            number: SplitReader(split, stores[number], own, blob=blob, columns=columns, labels=labels[number])
+            for number, (split, own) in enumerate(zip(splits_of(samples), own_orders(samples, config), strict=True))
+            if split in weighted
+        }
+        self._locator: _Alone | _Mixed = (
+            _Mixed(samples.order(config.seed), self._readers)
+            if isinstance(samples, Mixture)
+            else _Alone(self._readers[0], config.lanes)
+        )
+        self._batch_size = batch_size
         self._rank, self._world_size, self._tail = rank, world_size, tail
-        self._blob, self._columns = blob, columns
-        self._check_columns()
-        self._counts = split.table.samples_per_shard
-        self._epochs: dict[int, tuple[AccessOrder, _OpenShards]] = {}
+        self._blob = blob
+        self._types = _common_types(list(self._readers.values()), columns)
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
         """Yield batches from `cursor` on, for ever. At least one step must fit into an epoch."""
-        num_samples = len(self._split)
-        self._store.advance(cursor.epoch, cursor.position)
+        for number, own in self._locator.cursors(cursor).items():
+            self._readers[number].advance(own)
         while True:
-            step = plan_step(cursor.position, num_samples, self._global_batch, self._tail)
-            if step is None:
-                cursor = Cursor(cursor.epoch + 1, 0)
-                continue
-            batch = self._read(cursor, step)
-            yield batch
-            cursor = batch.after
+            for located in locate_epoch(
+                self._locator,
+                cursor.epoch,
+                cursor.position,
+                batch_size=self._batch_size,
+                rank=self._rank,
+                world_size=self._world_size,
+                tail=self._tail,
+            ):
+                yield self._read(cursor.epoch, located)
+            cursor = Cursor(cursor.epoch + 1, 0)
 
     def retire(self, batch: SampleBatch) -> None:
         """Say that `batch` and all before it were handed over; shards that nothing needs any more are released."""
-        self._store.advance(batch.after.epoch, batch.after.position)
-        for epoch in [epoch for epoch in self._epochs if epoch < batch.epoch]:
-            self._epochs.pop(epoch)[1].close()
-        self._epochs[batch.epoch][1].retire(batch.step.next_position)
+        for number, own in self._locator.cursors(batch.after).items():
+            self._readers[number].retire(own, batch.before)
 
     def close(self) -> None:
         """Release every shard; a new `stream` opens them again."""
-        for _, shards in self._epochs.values():
-            shards.close()
-        self._epochs.clear()
+        for reader in self._readers.values():
+            reader.close()
 
     def describe(self, batch: SampleBatch, index: int) -> str:
         """Name one sample for a message: split, shard and key."""
-        shard, row = int(batch.shards[index]), int(batch.rows[index])
-        key = self._epochs[batch.epoch][1].get(shard).sample(row)["key"]
-        digest = self._split.table.shard(shard).digest[:12]
-        return f"{self._split.dataset}/{self._split.name}: {key!r} (row {row} of shard {digest}...)"
+        reader = self._readers[int(batch.sources[index])]
+        return reader.describe(int(batch.shards[index]), int(batch.rows[index]))
 
-    def _read(self, cursor: Cursor, step: Step) -> SampleBatch:
-        order, open_shards = self._epoch(cursor)
-        positions, mask = slice_step(step, rank=self._rank, world_size=self._world_size, lanes=self._config.lanes)
-        shards, rows = order.locate(positions)
-        open_shards.advance(step.next_position)
-        blobs: list[Any] = [None] * len(positions)
-        schema = self._split.table.sample_schema
-        columns = {
-            name: np.empty(len(positions), schema.field(name).type.to_pandas_dtype()) for name in self._columns
-        }
-        chosen = {shard: np.flatnonzero(shards == shard) for shard in np.unique(shards).tolist()}
-        for shard, indices in chosen.items():
-            rows[indices] = self._split.stored_rows(shard, rows[indices])
-        opened = open_shards.get_all({shard: rows[indices] for shard, indices in chosen.items()})
-        for shard, indices in chosen.items():
-            views = opened[shard].blobs(self._blob, rows[indices])
-            for index, view in zip(indices.tolist(), views, strict=True):
-                blobs[index] = view
-            for name in self._columns:
-                columns[name][indices] = self._values(opened[shard], name, rows[indices])
-        return SampleBatch(cursor.epoch, step, positions, mask, shards, rows, blobs, columns)
+    def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
+        step, found, count = located.step, located.located, len(located.positions)
+        self._use_shards(Cursor(epoch, step.start), Cursor(epoch, step.next_position), located)
+        blobs: list[Any] = [] if self._blob is None else [None] * count
+        columns = {name: np.empty(count, kind) for name, kind in self._types.items()}
+        parts: list[ShardPart] = []
+        for number, groups in groupby(located.by_shard, key=itemgetter(0)):
+            reader = self._readers[number]
+            opened = reader.open([(shard, indices) for _, shard, indices in groups], found.rows)
+            parts += opened
+            for part in opened:
+                if self._blob is not None:
+                    views = part.shard.blobs(self._blob, part.rows)
+                    for index, view in zip(part.indices.tolist(), views, strict=True):
+                        blobs[index] = view
+                for name, values in columns.items():
+                    values[part.indices] = reader.values(part, name)
+        return SampleBatch(
+            epoch,
+            step,
+            located.positions,
+            located.mask,
+            found.shards,
+            found.rows,
+            blobs,
+            columns,
+            parts,
+            found.sources,
+        )
 
-    def _values(self, shard: Shard, column: str, rows: Integers) -> npt.NDArray[Any]:
-        if not shard.is_valid(column, rows):
-            raise ConfigError(
-                f"column {column!r} of {self._split.dataset}/{self._split.name} is null for samples of shard "
-                f"{shard.name}: they were added without it; delete them, or ask for columns that every sample has"
-            )
-        values: npt.NDArray[Any] = shard.values(column)[rows]
-        return values
+    def _use_shards(self, start: Cursor, stop: Cursor, located: LocatedStep) -> None:
+        """Let every reader use the shards that the batch needs."""
+        before, after = self._locator.cursors(start), self._locator.cursors(stop)
+        pads = located.step.stop > located.step.num_samples
+        found = located.located
+        for number, reader in self._readers.items():
+            own_before, own_after = before[number], after[number]
+            reader.use(own_before, own_after)
+            if pads or own_after.epoch > own_before.epoch + 1:
+                inside = (found.epochs > own_before.epoch) & (found.epochs < own_after.epoch)
+                kept = (found.sources == number) & (inside | ~located.mask)
+                reader.keep(np.unique(found.shards[kept]).tolist(), start)
 
-    def _check_columns(self) -> None:
-        names = self._split.table.sample_schema.names
-        for column in (self._blob, *self._columns):
-            if column not in names:
+
+class _Alone:
+    """A `Locator`: the positions of a split are those of its own order."""
+
+    def __init__(self, reader: SplitReader, lanes: int) -> None:
+        self._reader = reader
+        self.num_samples = len(reader.split)
+        self.lanes = lanes
+
+    def cursors(self, cursor: Cursor) -> Mapping[int, Cursor]:
+        return {0: cursor}
+
+    def locate(self, epoch: int, positions: Integers) -> Located:
+        shards, rows = self._reader.locate(epoch, positions)
+        return Located(np.zeros_like(positions), np.full_like(positions, epoch), shards, rows)
+
+
+class _Mixed:
+    """A `Locator`: positions are dealt to splits, each with an order and epochs of its own."""
+
+    # Those of each split's order: in a mixture a run of positions lies on them in no fixed way.
+    lanes = 1
+
+    def __init__(self, order: MixOrder, readers: Mapping[int, SplitReader]) -> None:
+        self._order = order
+        self._readers = readers
+        self.num_samples = order.num_samples
+        self._known: dict[Cursor, Mapping[int, Cursor]] = {}
+
+    def cursors(self, cursor: Cursor) -> Mapping[int, Cursor]:
+        """Return where the own order of each split stands."""
+        # Asked for three times: as the end of a batch, as the start of the next, and when the first is retired.
+        if cursor not in self._known:
+            if len(self._known) >= _CURSORS_KEPT:
+                self._known.clear()
+            own = self._order.cursors(cursor.epoch, cursor.position)
+            self._known[cursor] = {number: Cursor(*own[number]) for number in self._readers}
+        return self._known[cursor]
+
+    def locate(self, epoch: int, positions: Integers) -> Located:
+        places = self._order.locate(epoch, positions)
+        shards, rows = np.empty_like(positions), np.empty_like(positions)
+        by_order = np.lexsort((places.epochs, places.sources))
+        sources, epochs = places.sources[by_order], places.epochs[by_order]
+        cuts = np.flatnonzero((np.diff(sources) != 0) | (np.diff(epochs) != 0)) + 1
+        for chosen in np.split(by_order, cuts) if len(positions) else []:
+            source, own_epoch = int(places.sources[chosen[0]]), int(places.epochs[chosen[0]])
+            shards[chosen], rows[chosen] = self._readers[source].locate(own_epoch, places.positions[chosen])
+        return Located(places.sources, places.epochs, shards, rows)
+
+
+def _common_types(readers: Sequence[SplitReader], columns: Sequence[str]) -> dict[str, npt.DTypeLike]:
+    """Return the type of each column's values. Raises ConfigError: two splits have it of different types."""
+    first = readers[0]
+    for reader in readers[1:]:
+        for name in columns:
+            kinds = [np.dtype(each.dtype(name)).name for each in (reader, first)]
+            if kinds[0] != kinds[1]:
                 raise ConfigError(
-                    f"{self._split.dataset}/{self._split.name} has no column {column!r}; its columns are {names}"
+                    f"column {name!r} of {name_of(reader.split)} is {kinds[0]}, that of {name_of(first.split)} "
+                    f"{kinds[1]}; a mixture needs one type"
                 )
-
-    def _epoch(self, cursor: Cursor) -> tuple[AccessOrder, _OpenShards]:
-        if cursor.epoch not in self._epochs:
-            order = AccessOrder(self._counts, self._config, cursor.epoch)
-            shards = _OpenShards(self._split, self._store, order, cursor.position)
-            self._epochs[cursor.epoch] = (order, shards)
-        return self._epochs[cursor.epoch]
+    return {name: first.dtype(name) for name in columns}

@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import methodcaller
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy.typing as npt
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.order import OrderConfig, Shuffle, Tail, parse_tail
 from datasvc.shards import Split
 from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH
-from loaders.augment import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    AugmentConfig,
-    Windows,
-    plan_centre_windows,
-    plan_random_windows,
-)
-from loaders.batches import SampleBatch
+from loaders.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
 from loaders.data_ranks import choose_data_ranks
-from loaders.image_decoder import ImageBatch, ImageDecoder
+from loaders.decode.backend import Backend, DecodeConfig, Framework
+from loaders.decode.choose import Decode, find_missing, plan_candidates
+from loaders.decode.make import make_backend
+from loaders.decode.pixels import Layout, Output, PixelFormat
+from loaders.image_batch import ImageBatch
+from loaders.image_decoder import ImageDecoder, OnBad
+from loaders.image_plan import ImagePlan
 from loaders.loader import Decoder, Loader, check_sizes
-from loaders.pipeline import PipelineConfig
+from loaders.mixture import Mixture, check_column, columns_of, largest
+from loaders.other_columns import sort_columns
+from loaders.shared import Share, Sharing, parse_share
+from loaders.transform import Transform
+from loaders.verdict import Means
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-# Shorter side before the centre crop, as a share of the crop: 256 for 224.
-_RESIZE_SHARE = 256 / 224
+_LOG = logging.getLogger(__name__)
 
 
-class ImageLoader(Loader[ImageBatch]):
-    """Batches of a split's images, decoded by DALI; `for images, labels in loader` runs to the end of the epoch.
+class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
+    """Batches of a split's images, decoded; `for images, labels in loader` runs to the end of the epoch.
 
     A new `for` goes on where the last one stopped: the rest of the epoch, or the next epoch. `state_dict()` says
     what was handed over, never what was prefetched; loaded at any world size or batch size it continues with
     exactly the samples not yet served. Every rank of a job makes one with the same arguments but `rank`.
 
     Args:
-        split: of a data-set version, with images.
+        split: of a data-set version, with images; or a mixture of several.
         batch_size: samples of this rank per step.
         training: random windows and flips in shuffled order; otherwise the centre, in table order.
         cache: the node's; None reads a local repository in place, and a remote one into memory.
@@ -60,18 +69,38 @@ class ImageLoader(Loader[ImageBatch]):
         mesh_axis: name of its data axis, where it has more than one.
         tail: "drop", "short" or "pad" (masked) where the last samples fill no global batch; default "drop" in
             training, "pad" otherwise. With "short" and several ranks, a rank may get an empty last batch.
-        device: "cpu", or the GPU that decodes and receives the images, "cuda" or "cuda:1".
-        num_threads: decoding threads; default the processors this process may use.
+        output: "float32", "float16" or "bfloat16", normalised; or "uint8", as decoded.
+        layout: "NCHW" or "NHWC".
+        columns: others to deliver beside, `batch.columns[name]`: numbers and booleans as tensors, which no sample may
+            lack, everything else as a list of Python values, None for null.
+        transform: training and evaluation: called for each image from any thread with `uint8[size, size, 3]`, cropped
+            and mirrored, and a random generator of (seed, epoch, position); it returns such pixels.
+        on_bad: "raise" where a sample does not decode, or "mask": its image is zeros, its mask False, its name in
+            `batch.bad`.
+        device: where the images shall lie, "cpu", "cuda" or "cuda:1".
+        decode: "cpu" decodes just the window of each image, in threads; "gpu" lets DALI decode on `device`; "pillow"
+            is slower and needs nothing else installed. "auto" is the CPU, or without that decoder Pillow; for a GPU
+            it measures both for about a second, keeps the faster and logs it. The windows are the same, and so are
+            the pixels, to a level or two of 255.
+        num_threads: decoding threads in all; default the processors this process may use.
         prefetch: batches under way while the caller trains.
+        ledger: folder that records what was handed over, see `Loader`.
+        share: jobs of this node that give the same name, or `Share`, and otherwise the same arguments, let one
+            process decode each batch once for all of them.
 
     Raises:
-        ConfigError: an argument is out of range; no images; a batch larger than the epoch with "drop".
+        ConfigError: an argument is out of range; no images; a batch larger than the epoch with "drop"; what is to
+            decode is not installed.
         CacheFullError: the cache's budget is below the window that the order needs; says the number.
+
+    Attributes:
+        num_bad: samples handed over so far that did not decode.
+        sharing: this loader's part in its share, with what it counted; None without one.
     """
 
     def __init__(
         self,
-        split: Split,
+        split: Split | Mixture,
         *,
         batch_size: int,
         training: bool,
@@ -91,64 +120,138 @@ class ImageLoader(Loader[ImageBatch]):
         mesh: DeviceMesh | None = None,
         mesh_axis: str | None = None,
         tail: Tail | None = None,
+        output: Output = "float32",
+        layout: Layout = "NCHW",
+        columns: Sequence[str] = (),
+        transform: Transform | None = None,
+        on_bad: OnBad = "raise",
         device: str = "cpu",
+        decode: Decode = "auto",
         num_threads: int | None = None,
         prefetch: int = 2,
+        ledger: Path | str | None = None,
+        share: Share | str | None = None,
     ) -> None:
+        arguments = dict(locals())
         wanted: Any = ("global" if training else None) if shuffle == "auto" else shuffle
-        self._training = training
-        self._device = device
-        self._augment = augment or AugmentConfig()
-        self._resize = round(size * _RESIZE_SHARE) if resize is None else resize
         check_sizes(size=size, num_threads=num_threads)
-        if self._resize < size:
-            raise ConfigError(f"resize is {self._resize}, below size {size}: the crop would not fit")
-        columns = split.table.sample_schema.names
-        if IMAGE not in columns:
-            raise ConfigError(f"{split!r} has no images; its columns are {columns}")
+        self._plan = ImagePlan(training, size, resize, seed, augment or AugmentConfig(), transform)
+        if on_bad not in get_args(OnBad):
+            raise ConfigError(f"on_bad is {on_bad!r}; expected one of {', '.join(get_args(OnBad))}")
+        check_column(split, IMAGE, "images")
+        stored = columns_of(split)
+        self._numbers, self._lists = sort_columns(split, columns)
         super().__init__(
             split,
             blob=IMAGE,
-            columns=(WIDTH, HEIGHT, LABEL) if LABEL in columns else (WIDTH, HEIGHT),
+            columns=tuple(dict.fromkeys([WIDTH, HEIGHT, *([LABEL] if LABEL in stored else []), *self._numbers])),
             batch_size=batch_size,
             order=OrderConfig(seed=seed, shuffle=wanted, lanes=lanes, block=block, sticky=sticky),
             tail=parse_tail(tail or ("drop" if training else "pad")),
             ranks=choose_data_ranks(data_rank, data_world_size, mesh, mesh_axis),
             cache=cache,
             prefetch=prefetch,
+            ledger=ledger,
         )
-        self._pipeline_config = PipelineConfig(
+        self._config = DecodeConfig(
             batch_size=batch_size,
-            size=size,
-            mean=mean,
-            std=std,
+            pixels=PixelFormat(size, output, layout, mean, std),
             num_threads=len(os.sched_getaffinity(0)) if num_threads is None else num_threads,
             prefetch=prefetch,
             device_id=_device_id(device),
-            max_width=split.table.largest("max_width"),
-            max_height=split.table.largest("max_height"),
+            max_width=largest(split, "max_width"),
+            max_height=largest(split, "max_height"),
         )
-
-    def _make_decoder(self) -> Decoder[ImageBatch]:
-        return ImageDecoder(
-            self._pipeline_config,
-            device=self._device,
-            plan_windows=self._plan_windows,
-            describe=self._batches.describe,
+        self._on_bad = on_bad
+        self._framework: Framework = "torch"
+        self._backends = plan_candidates(
+            decode, on_gpu=self._config.device_id is not None, has_edits=self._plan.has_edits, missing=find_missing()
         )
+        if decode == "auto" and self._backends == ["pillow"]:
+            _LOG.warning("images are decoded by Pillow, about half as fast: %s", find_missing()["cpu"])
+        self.num_bad = 0
+        self.sharing: Sharing[ImageBatch[torch.Tensor]] | None = None
+        if share is not None:
+            if self._config.device_id is not None:
+                raise ConfigError(f"device is {device!r}; jobs share what the CPU decodes: give device='cpu'")
+            self.sharing = Sharing(self, parse_share(share), arguments, cache)
+            self._source = self.sharing.planned
 
-    def _plan_windows(self, batch: SampleBatch) -> Windows:
-        widths, heights = batch.columns[WIDTH], batch.columns[HEIGHT]
-        if self._training:
-            return plan_random_windows(
-                widths,
-                heights,
-                batch.positions,
-                seed=self.order.seed,
-                epoch=batch.epoch,
-                config=self._augment,
+    def __iter__(self) -> Iterator[ImageBatch[torch.Tensor]]:
+        """Yield the rest of the epoch; see `Loader`."""
+        return self._serve("torch")
+
+    def numpy(self) -> Iterator[ImageBatch[npt.NDArray[Any]]]:
+        """Yield the rest of the epoch as NumPy arrays; torch is not imported.
+
+        It is the same run as that of `for batch in loader`: the same batches, the same state. Pixels differ from
+        torch's by a level of 255 at most, as Pillow scales them here.
+
+        Raises:
+            ConfigError: `device` is a GPU, or `output` is "bfloat16", which NumPy does not have.
+            BadSampleError, CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Loader`.
+        """
+        if self._config.device_id is not None or self._config.pixels.output == "bfloat16":
+            raise ConfigError("NumPy arrays lie in the memory of the CPU and have no bfloat16; give other arguments")
+        return self._serve("numpy")
+
+    def _serve(self, framework: Framework) -> Iterator[ImageBatch[Any]]:
+        batches = super().__iter__()
+        while True:
+            if self._framework != framework:
+                with self._alone():
+                    self._discard()
+                    self._framework = framework
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.num_bad += len(batch.bad)
+            yield batch
+
+    def close(self) -> None:
+        """See `Loader`; leaves the share."""
+        super().close()
+        if self.sharing is not None:
+            self.sharing.close()
+
+    def _make_decoder(self) -> Decoder[ImageBatch[Any]]:
+        if self.sharing is not None:
+            return self.sharing.make_decoder(
+                iter if self._framework == "torch" else methodcaller("numpy"), self._framework
             )
-        return plan_centre_windows(widths, heights, size=self._pipeline_config.size, resize=self._resize)
+        return ImageDecoder(
+            make_backend(
+                self._config,
+                self._backends,
+                framework=self._framework,
+                stopwatch=self.stopwatch,
+                on_choice=self._keep,
+            ),
+            framework=self._framework,
+            plan=self._plan,
+            describe=self._batches.describe,
+            numbers=self._numbers,
+            lists=self._lists,
+            on_bad=self._on_bad,
+            stopwatch=self.stopwatch,
+        )
+
+    def _bad_samples(self, finished: ImageBatch[Any]) -> Collection[int]:
+        return finished.bad
+
+    def _means(self) -> Means:
+        return dataclasses.replace(
+            super()._means(),
+            unit="images",
+            decoder=self._backends[0],
+            num_threads=self._config.num_threads,
+            num_processors=len(os.sched_getaffinity(0)),
+        )
+
+    def _keep(self, chosen: Backend, rates: Mapping[Backend, float]) -> None:
+        self._backends = [chosen]
+        said = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in rates.items())
+        _LOG.info("decode='auto' is %r here: %s", chosen, said)
 
 
 def _device_id(device: str) -> int | None:

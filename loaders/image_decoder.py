@@ -1,116 +1,110 @@
-"""From sample batches to image batches: windows are planned, DALI decodes them, and a sample that fails is named."""
+"""From sample batches to image batches: crops are planned, a backend decodes them, what fails is masked or raised."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from datasvc.errors import BadSampleError
-from datasvc.keyed import Integers
-from datasvc.shards.images import read_header
 from datasvc.shards.schema import LABEL
-from loaders.augment import Windows
 from loaders.batches import SampleBatch
-from loaders.pipeline import DecodePipeline, PipelineConfig
+from loaders.decode.backend import DecodedImages, Framework, ImageBackend
+from loaders.image_batch import ImageBatch
+from loaders.image_plan import ImagePlan
+from loaders.other_columns import read_lists
+from loaders.step_times import Stage
+from loaders.stopwatch import Stopwatch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
-
-@dataclass(frozen=True)
-class ImageBatch:
-    """One rank's part of a global batch; unpacks to `images, labels`.
-
-    Attributes:
-        images: `float32[n, 3, size, size]` on the loader's device, normalised; owned by the caller.
-        labels: `int64[n]` on the CPU; None where the data set has none.
-        mask: `bool[n]`, False for samples that only pad the last batch.
-        epoch: of the batch.
-        positions: `int64[n]`, of the samples in that epoch.
-    """
-
-    images: torch.Tensor
-    labels: torch.Tensor | None
-    mask: torch.Tensor
-    epoch: int
-    positions: Integers
-
-    def __iter__(self) -> Iterator[torch.Tensor | None]:
-        return iter((self.images, self.labels))
+OnBad = Literal["raise", "mask"]
 
 
 class ImageDecoder:
     """A `Decoder` of images.
 
     Args:
-        config: of the DALI graph.
-        device: where the images shall lie.
-        plan_windows: draws the windows of a batch.
+        backend: decodes them.
+        framework: of the batches.
+        plan: what is to become of each image.
         describe: names a sample of a batch, by its index there.
+        numbers: columns to deliver beside, of `SampleBatch.columns`.
+        lists: others, that are read from the shards.
+        on_bad: "raise" or "mask" where samples do not decode.
+        stopwatch: of the loader.
     """
 
     def __init__(
         self,
-        config: PipelineConfig,
+        backend: ImageBackend,
         *,
-        device: str,
-        plan_windows: Callable[[SampleBatch], Windows],
+        framework: Framework,
+        plan: ImagePlan,
         describe: Callable[[SampleBatch, int], str],
+        numbers: Sequence[str] = (),
+        lists: Sequence[str] = (),
+        on_bad: OnBad = "raise",
+        stopwatch: Stopwatch,
     ) -> None:
-        self._pipeline = DecodePipeline(config)
-        self._size = config.size
-        self._device = device
-        self._plan_windows = plan_windows
+        self._backend = backend
+        self._framework = framework
+        self._plan = plan
         self._describe = describe
-        self._under_way: deque[tuple[SampleBatch, Windows]] = deque()
+        self._numbers, self._lists = numbers, lists
+        self._on_bad = on_bad
+        self._stopwatch = stopwatch
+        self._under_way: deque[SampleBatch] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
         """See `Decoder`."""
-        windows = self._plan_windows(batch)
-        if batch.blobs:
-            self._pipeline.feed(batch.blobs, windows)
-        self._under_way.append((batch, windows))
+        self._backend.feed(batch.blobs, self._plan.windows(batch), self._plan.edit(batch))
+        self._under_way.append(batch)
 
-    def take(self) -> ImageBatch:
+    def take(self) -> ImageBatch[Any]:
         """See `Decoder`."""
-        import torch
-
-        batch, _ = self._under_way[0]
-        images = self._images(batch)
-        self._under_way.popleft()
-        labels = torch.from_numpy(batch.columns[LABEL].astype(np.int64)) if LABEL in batch.columns else None
-        return ImageBatch(images, labels, torch.from_numpy(batch.mask), batch.epoch, batch.positions)
+        with self._stopwatch.waiting(Stage.DECODE):
+            decoded = self._backend.take()
+        batch = self._under_way.popleft()
+        bad = {
+            index: f"{self._describe(batch, index)}: {reason}"
+            for index, reason in sorted(decoded.bad.items())
+            if batch.mask[index]  # what only pads is nobody's loss
+        }
+        if bad and self._on_bad == "raise":
+            raise BadSampleError(
+                f"{len(bad)} of {len(batch.blobs)} samples of a batch do not decode: {'; '.join(bad.values())}; "
+                "delete them from the data set, ingest it with --decode-check --on-bad skip, or give on_bad='mask'"
+            )
+        with self._stopwatch.stage(Stage.COLLATE):
+            return self._collate(batch, decoded, bad)
 
     def close(self) -> None:
         """See `Decoder`."""
+        self._backend.close()
         self._under_way.clear()
 
-    def _images(self, batch: SampleBatch) -> torch.Tensor:
+    def _collate(self, batch: SampleBatch, decoded: DecodedImages, bad: Mapping[int, str]) -> ImageBatch[Any]:
+        mask = batch.mask
+        if bad:
+            mask = mask.copy()
+            mask[list(bad)] = False
+        labels = batch.columns[LABEL].astype(np.int64) if LABEL in batch.columns else None
+        columns: dict[str, Any] = {name: self._deliver(batch.columns[name]) for name in self._numbers}
+        return ImageBatch(
+            images=self._deliver(decoded.images),
+            labels=None if labels is None else self._deliver(labels),
+            mask=self._deliver(mask),
+            epoch=batch.epoch,
+            positions=batch.positions,
+            columns=columns | read_lists(batch, self._lists),
+            bad=bad,
+        )
+
+    def _deliver(self, values: Any) -> Any:
+        """Return an array as the caller's framework has it, over the same memory."""
+        if self._framework == "numpy" or not isinstance(values, np.ndarray):
+            return values
         import torch
 
-        if not batch.blobs:
-            return torch.empty(0, 3, self._size, self._size, device=self._device)
-        try:
-            return self._pipeline.take()
-        except RuntimeError as error:
-            bad = self._bad_samples(batch) or [f"DALI refuses a sample that Pillow decodes ({error})"]
-            raise BadSampleError(
-                f"{len(bad)} of {len(batch.blobs)} samples of a batch do not decode: {'; '.join(bad)}; delete them "
-                "from the data set, or ingest it with --decode-check --on-bad skip"
-            ) from error
-
-    def _bad_samples(self, batch: SampleBatch) -> list[str]:
-        """Name the samples of a failed batch that do not decode: DALI tells of one at most."""
-        bad = []
-        for index, blob in enumerate(batch.blobs):
-            try:
-                read_header(blob.tobytes(), decode=True)
-            except BadSampleError as error:
-                bad.append(f"{self._describe(batch, index)}: {error}")
-        return bad
+        return torch.from_numpy(values)

@@ -10,20 +10,28 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from datasvc.cache import Cache
-from datasvc.cache.following import FollowedShards
-from datasvc.cache.plan import check_window, window_bytes
-from datasvc.cache.records import footprint
 from datasvc.errors import ConfigError
-from datasvc.order import OrderConfig, OrderState, Tail, count_steps, lanes_of_rank
-from datasvc.shards import Split
+from datasvc.order import OrderConfig, Tail, count_steps
+from datasvc.shards import ShardStore, Split
 from loaders.batches import Cursor, SampleBatch, SampleBatches
 from loaders.data_ranks import DataRanks
+from loaders.followed import follow_splits
+from loaders.ledger import Ledger
+from loaders.mixture import Mixture, name_of, splits_of
+from loaders.report import Report, make_report
+from loaders.state import restore_state, save_state
+from loaders.step_times import Stage
+from loaders.stopwatch import Stopwatch
+from loaders.timed_shards import TimedShards
+from loaders.trace import write_trace
+from loaders.verdict import Means
 
 B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)
@@ -46,12 +54,25 @@ class Decoder(Protocol[B_co]):
         """Stop, and let go of everything."""
 
 
+class BatchSource(Protocol):
+    """Where a loader's batches come from before they are decoded: shards, or nowhere if that is done elsewhere."""
+
+    def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
+        """Yield batches from `cursor` on, for ever."""
+
+    def retire(self, batch: SampleBatch) -> None:
+        """Say that `batch` and all before it were handed over."""
+
+    def close(self) -> None:
+        """Let go of everything; a new `stream` begins anew."""
+
+
 class Loader(ABC, Generic[B]):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
     Args:
-        split: of a data-set version.
-        blob: column that is decoded.
+        split: of a data-set version; or a mixture of several.
+        blob: column that is decoded; None where the decoder reads the batch's parts itself.
         columns: others, of fixed width, that the decoder needs.
         batch_size: samples of this rank per step.
         order: its parameters.
@@ -59,17 +80,19 @@ class Loader(ABC, Generic[B]):
         ranks: which part of each global batch is this process's.
         cache: the node's; None reads a local repository in place, and a remote one into memory.
         prefetch: batches under way while the caller trains.
+        ledger: folder that records what was handed over, for `datasvc audit`; the same for all ranks and restarts.
 
     Raises:
-        ConfigError: an argument is out of range; no such column; a batch larger than the epoch with "drop".
+        ConfigError: an argument is out of range; no such column; a batch larger than the epoch with "drop"; the
+            ledger is one of other data or another order.
         CacheFullError: the cache's budget is below the window that the order needs; says the number.
     """
 
     def __init__(
         self,
-        split: Split,
+        split: Split | Mixture,
         *,
-        blob: str,
+        blob: str | None,
         columns: Sequence[str],
         batch_size: int,
         order: OrderConfig,
@@ -77,6 +100,7 @@ class Loader(ABC, Generic[B]):
         ranks: DataRanks,
         cache: Cache | None,
         prefetch: int,
+        ledger: Path | str | None = None,
     ) -> None:
         check_sizes(batch_size=batch_size, prefetch=prefetch)
         self.split = split
@@ -84,17 +108,18 @@ class Loader(ABC, Generic[B]):
         self.order = order
         self.tail: Tail = tail
         self.ranks = ranks
+        self.stopwatch = Stopwatch()
         self._prefetch = prefetch
         self._check_lengths()
-        if cache is not None:
-            self._check_window(cache, self._global_batch * (prefetch + 1))
-        own_lanes = lanes_of_rank(self._global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
         self._followed = (
-            None if cache is None else FollowedShards(cache, split, order, own_lanes, num_ranks=ranks.world_size)
+            []
+            if cache is None
+            else follow_splits(split, order, cache, ranks, global_batch=self._global_batch, prefetch=prefetch)
         )
+        stores: Sequence[ShardStore] = self._followed or [each.origin for each in splits_of(split)]
         self._batches = SampleBatches(
             split,
-            self._followed or split.origin,
+            [TimedShards(store, self.stopwatch) for store in stores],
             order,
             batch_size=batch_size,
             rank=ranks.rank,
@@ -103,12 +128,14 @@ class Loader(ABC, Generic[B]):
             blob=blob,
             columns=tuple(columns),
         )
+        self._source: BatchSource = self._batches
         self._cursor = Cursor(0, 0)
         self._decoder: Decoder[B] | None = None
         self._stream: Iterator[SampleBatch] | None = None
         self._under_way: deque[SampleBatch] = deque()
         self._process = os.getpid()
         self._in_use = threading.Lock()
+        self._ledger = None if ledger is None else self._make_ledger(ledger)
 
     @abstractmethod
     def _make_decoder(self) -> Decoder[B]:
@@ -145,36 +172,62 @@ class Loader(ABC, Generic[B]):
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: from the cache or the repository.
         """
         epoch = self._cursor.epoch
-        while self._cursor.epoch == epoch and self.steps_left:
-            batch, self._cursor = self._next()
-            yield batch
+        try:
+            while self._cursor.epoch == epoch and self.steps_left:
+                batch, self._cursor = self._next()
+                yield batch
+        finally:
+            self.stopwatch.pause()
         if self._cursor.epoch == epoch:
+            if self._ledger is not None:
+                with self._alone():
+                    self._ledger.end_epoch(epoch, self._cursor.position)
             self._cursor = Cursor(epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands after the batches handed over so far, as JSON values."""
-        return OrderState(self.split.digest, self._cursor.epoch, self._cursor.position, self.order).to_dict()
+        return save_state(self.split, self.order, self._cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, saved at any world size, batch size, cache or device.
 
         Raises:
             ConfigError: not a state, or one of a later format.
-            StateMismatchError: the state belongs to another version or order; says both.
+            StateMismatchError: the state belongs to another version, mixture or order; says both.
         """
-        wanted = OrderState.from_dict(state)
-        wanted.check_matches(self.split.digest, self.order, len(self.split))
+        wanted = restore_state(state, self.split, self.order)
         with self._alone():
             self._discard()
-            self._cursor = Cursor(wanted.epoch, wanted.position)
+            self._cursor = wanted
+            if self._ledger is not None:
+                self._ledger.begin(wanted.epoch, wanted.position)
+
+    def report(self) -> Report:
+        """Return where the time of the steps went, and what limits the run: since `restart_report`, up to now."""
+        return make_report(self.stopwatch, self._means())
+
+    def restart_report(self) -> None:
+        """Let `report` begin anew."""
+        self.stopwatch.restart()
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the last steps, stage by stage and thread by thread, as a Chrome trace: for Perfetto.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        names = " + ".join(split.dataset for split in splits_of(self.split))
+        write_trace(path, self.stopwatch.spans(), process_name=f"{names}, rank {self.ranks.rank}")
 
     def close(self) -> None:
         """Release the shards and the decoder. The loader starts anew, from where it stands, when used again."""
         if os.getpid() != self._process:
             return  # a child closes nothing of its parent's
         self._discard()
-        if self._followed is not None:
-            self._followed.close()
+        for followed in self._followed:
+            followed.close()
+        if self._ledger is not None:
+            self._ledger.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,18 +241,44 @@ class Loader(ABC, Generic[B]):
     def _global_batch(self) -> int:
         return self.batch_size * self.ranks.world_size
 
+    def _bad_samples(self, finished: B) -> Collection[int]:  # noqa: ARG002 - for loaders whose samples may be bad
+        """Return which samples of a batch did not decode and were masked, as indices in it."""
+        return ()
+
+    def _make_ledger(self, folder: Path | str) -> Ledger:
+        state = self.state_dict()
+        return Ledger(
+            folder,
+            order={name: value for name, value in state.items() if name not in {"epoch", "position"}},
+            source=" + ".join(map(name_of, splits_of(self.split))),
+            num_samples=len(self.split),
+            ranks=self.ranks,
+            batch_size=self.batch_size,
+            tail=self.tail,
+        )
+
+    def _means(self) -> Means:
+        """Return what this loader has to work with, for the words of a verdict."""
+        return Means(prefetch=self._prefetch, has_cache=bool(self._followed))
+
     def _next(self) -> tuple[B, Cursor]:
         """Return the next batch and where the run stands after it, and start decoding one more."""
-        with self._alone():
+        with self._alone(), self.stopwatch.step() as timer:
             if self._under_way and self._under_way[0].before != self._cursor:
                 self._discard()  # an interrupt fell between the last batch and the cursor
             try:
                 self._fill()
                 assert self._decoder is not None
-                finished = self._decoder.take()
+                with self.stopwatch.stage(Stage.DECODE):
+                    finished = self._decoder.take()
                 batch = self._under_way.popleft()
+                timer.num_samples = len(batch.positions)
                 self._fill()
-                self._batches.retire(batch)
+                with self.stopwatch.stage(Stage.CACHE):
+                    self._source.retire(batch)
+                if self._ledger is not None:  # before the cursor moves: no state is ahead of the ledger
+                    with self.stopwatch.stage(Stage.LEDGER):
+                        self._ledger.write(batch, self._bad_samples(finished))
             except BaseException:
                 # Ctrl-C or a failing store, anywhere in between: start anew from the cursor, which has not moved.
                 self._discard()
@@ -209,12 +288,15 @@ class Loader(ABC, Generic[B]):
     def _fill(self) -> None:
         """Start decoding until `prefetch` batches are under way; empty ones cost nothing and do not count."""
         if self._decoder is None:
-            self._decoder = self._make_decoder()
+            with self.stopwatch.stage(Stage.START):
+                self._decoder = self._make_decoder()
         if self._stream is None:
-            self._stream = self._batches.stream(self._cursor)
-        while sum(bool(batch.blobs) for batch in self._under_way) < self._prefetch:
-            batch = next(self._stream)
-            self._decoder.feed(batch)
+            self._stream = self._source.stream(self._cursor)
+        while sum(bool(len(batch.positions)) for batch in self._under_way) < self._prefetch:
+            with self.stopwatch.stage(Stage.READ):
+                batch = next(self._stream)
+            with self.stopwatch.stage(Stage.DECODE):
+                self._decoder.feed(batch)
             self._under_way.append(batch)
 
     def _discard(self) -> None:
@@ -223,7 +305,7 @@ class Loader(ABC, Generic[B]):
         self._under_way.clear()
         if decoder is not None:
             decoder.close()
-        self._batches.close()
+        self._source.close()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -248,14 +330,6 @@ class Loader(ABC, Generic[B]):
                 f"{self.split!r} gives no full batch of {self.batch_size} x {world_size} ranks with "
                 "tail='drop'; use smaller batches, or tail='pad'"
             )
-
-    def _check_window(self, cache: Cache, run: int) -> None:
-        table = self.split.table
-        window = window_bytes(table.samples_per_shard, table.bytes_per_shard, self.order, run)
-        # At an epoch's boundary the last shards of one and the first of the next are needed together.
-        needed = min(2 * window, int(footprint(table.bytes_per_shard).sum()))
-        room = cache.room_bytes({info.digest for info in table.shards()})
-        check_window(needed, room, f"the order of {self.split!r}")
 
 
 def check_sizes(**sizes: int | None) -> None:

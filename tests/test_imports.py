@@ -28,14 +28,24 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.errors",
     "datasvc.orphans",
 }
+ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.models", "datasvc.gc"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
-ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.node"}
+ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.node", "datasvc.ledger"}
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
-ALLOWED["loaders"] = {"datasvc.shards", "datasvc.order", "datasvc.keyed", "datasvc.cache", "datasvc.errors"}
+ALLOWED["loaders"] = {
+    "datasvc.ledger",
+    "datasvc.durable",
+    "datasvc.repository",
+    "datasvc.shards",
+    "datasvc.order",
+    "datasvc.keyed",
+    "datasvc.cache",
+    "datasvc.errors",
+}
 ALLOWED["trainer.recipes"] = {"trainer", "loaders", "datasvc"} | ALLOWED["datasvc.cli"]
 ALLOWED["trainer.__main__"] = {"trainer.recipes", "datasvc.errors"}
 ALLOWED["trainer"] = set()

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.early import EarlySamples
+from datasvc.cache.fetch import Outcome
 from datasvc.cache.stager import Stager, StagerJob
 from datasvc.cache.timeline import Timeline
 from datasvc.errors import DatasvcError
@@ -32,6 +33,7 @@ class FollowedShards:
         config: the order's parameters.
         lanes: those that this process is served from; None: all.
         num_ranks: of the job: what is read early is shared among them.
+        step_bytes: see `Timeline`.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class FollowedShards:
         lanes: Sequence[int] | None = None,
         *,
         num_ranks: int = 1,
+        step_bytes: int | None = None,
     ) -> None:
         self._cache = cache
         self._shards = cache.shards(split.repository)
         self._split, self._config, self._lanes = split, config, lanes
-        self._timeline = Timeline(split.table, config, lanes)
+        self._step_bytes = step_bytes
+        self._timeline = Timeline(split.table, config, lanes, step_bytes=step_bytes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
         self._cursor = (0, 0)
         # Two loaders of one process are two jobs: each has its own clock.
@@ -60,11 +64,19 @@ class FollowedShards:
 
     def open_shard(self, info: ObjectInfo) -> Shard:
         """See `CachedShards.open_shard`."""
+        return self.open(info)[0]
+
+    def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
+        """Return the shard as `open_shard` does, and where it came from."""
         shard, outcome = self._shards.open(info)
         self._early.forget(info.digest)
         if outcome != "resident" and self._stager is None:
             self._start()
-        return shard
+        return shard, outcome
+
+    def is_resident(self, info: ObjectInfo) -> bool:
+        """See `CachedShards.is_resident`."""
+        return self._shards.is_resident(info)
 
     def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
         """Return shards that are on their way, whose wanted samples were read by themselves; see `EarlySamples`."""
@@ -128,6 +140,7 @@ class FollowedShards:
             epoch,
             position,
             self._owner,
+            self._step_bytes,
         )
         self._stager = Stager(job)
         weakref.finalize(self, self._stager.close)

@@ -54,6 +54,7 @@ class StagerJob:
         epoch: where the job stands.
         position: likewise.
         owner: the name under which the job says when it needs what, see `Cache.new_owner`.
+        step_bytes: see `Timeline`.
     """
 
     folder: Path
@@ -65,6 +66,7 @@ class StagerJob:
     epoch: int
     position: int
     owner: str
+    step_bytes: int | None = None
 
 
 class Stager:
@@ -101,7 +103,7 @@ class Ahead:
         self._cache = cache
         self._split = job.split
         self._owner = job.owner
-        self._timeline = Timeline(job.split.table, job.config, job.lanes)
+        self._timeline = Timeline(job.split.table, job.config, job.lanes, step_bytes=job.step_bytes)
         self._cursor = job.epoch, job.position
         self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, cache.budget_bytes)
         self.num_at_once = _choose_shards_at_once(job.split, cache.budget_bytes)

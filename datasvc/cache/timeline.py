@@ -39,14 +39,23 @@ class Timeline:
         table: the shards.
         config: the order's parameters.
         lanes: those that this process is served from; None: all.
+        step_bytes: by how much the clock goes on with each position. None: the mean size of a sample; what is read in
+            turns with other data goes on by what the job reads of all of it from one position to the next.
     """
 
-    def __init__(self, table: ShardTable, config: OrderConfig, lanes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        table: ShardTable,
+        config: OrderConfig,
+        lanes: Sequence[int] | None = None,
+        *,
+        step_bytes: int | None = None,
+    ) -> None:
         self._samples, self._bytes = table.samples_per_shard, table.bytes_per_shard
         self._config = config
         self._lanes = None if lanes is None else np.asarray(lanes)
         self._num_samples = int(self._samples.sum())
-        self._step = bytes_per_position(self._samples, self._bytes)
+        self._step = step_bytes or bytes_per_position(self._samples, self._bytes)
         self._epochs: dict[int, tuple[Uses, Uses]] = {}
 
     def clock(self, epoch: int, position: int) -> int:
@@ -88,7 +97,7 @@ class Timeline:
         for each in (epoch, epoch + 1):
             found = self._epochs.get(each)
             if found is None:
-                uses = plan_uses(self._samples, self._bytes, self._config, [each])
+                uses = plan_uses(self._samples, self._bytes, self._config, [each], step_bytes=self._step)
                 found = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
                 near = {known: kept for known, kept in self._epochs.items() if abs(known - each) <= 1}
                 self._epochs = near | {each: found}

@@ -63,6 +63,7 @@ def plan_uses(
     epochs: Iterable[int],
     *,
     chosen: npt.NDArray[np.bool_] | None = None,
+    step_bytes: int | None = None,
 ) -> Uses:
     """Return when the order needs each shard.
 
@@ -72,8 +73,9 @@ def plan_uses(
         config: the order's parameters.
         epochs: which epochs, ascending.
         chosen: `bool[num_shards]`, which shards; None: all.
+        step_bytes: by how much the clock goes on with each position; None: the mean size of a sample.
     """
-    step = bytes_per_position(samples_per_shard, bytes_per_shard)
+    step = step_bytes or bytes_per_position(samples_per_shard, bytes_per_shard)
     parts = []
     for epoch in epochs:
         columns = _uses_of_epoch(AccessOrder(samples_per_shard, config, epoch), step)

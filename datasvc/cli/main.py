@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from datasvc.cli import cache, datasets, export, ingest, look, maintain, models, node, versions
+from datasvc.cli import audit, cache, datasets, export, ingest, look, maintain, models, node, versions
 from datasvc.errors import DatasvcError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command()(versions.merge)
 app.command()(export.export)
 app.command()(maintain.verify)
 app.command()(maintain.gc)
+app.command()(audit.audit)
 app.command()(cache.stage)
 app.command()(node.serve)
 app.command()(node.top)

@@ -127,7 +127,25 @@ def test_errors_of_a_run_are_said_without_a_traceback(repository):
 
 
 @pytest.mark.slow
-def test_a_data_set_without_a_validation_split_is_trained_and_its_checkpoint_fits_no_other_data(repository, digits_folder):
+def test_a_profiled_run_says_where_each_epoch_s_time_went_and_leaves_a_trace_of_each_rank(repository, tmp_path):
+    status, events, error = run(repository, "profiled", profile=tmp_path / "trace.json")
+    assert status == 0, error
+    profiles = [event for event in events if event["event"] == "profile"]
+    assert [(event["epoch"], event["num_steps"], event["num_samples"]) for event in profiles] == [
+        (0, 14, 14 * 48),
+        (1, 14, 14 * 48),
+    ]
+    assert all(event["verdict"] in error for event in profiles)
+    for rank in range(2):
+        spans = json.loads((tmp_path / f"trace.{rank}.json").read_text())["traceEvents"]
+        assert sum(span["name"] == "wait" for span in spans) == 28
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.0.json", "trace.1.json"]
+
+
+@pytest.mark.slow
+def test_a_data_set_without_a_validation_split_is_trained_and_its_checkpoint_fits_no_other_data(
+    repository, digits_folder
+):
     ingest(repository, str(digits_folder / "val"), "unsplit")
     status, events, error = run(repository, "unsplit", ranks=1, data="unsplit", epochs=1)
     assert status == 0, error

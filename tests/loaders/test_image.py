@@ -1,5 +1,6 @@
 """ImageLoader with real shards and DALI on the CPU."""
 
+import dataclasses
 import io
 import json
 
@@ -23,7 +24,9 @@ from datasvc.order import OrderConfig
 from datasvc.shards import ingest, open_dataset
 from loaders import ImageLoader
 from loaders.augment import AugmentConfig
-from loaders.pipeline import PipelineConfig, decoder_arguments
+from loaders.decode.backend import DecodeConfig
+from loaders.decode.dali import decoder_arguments
+from loaders.decode.pixels import PixelFormat
 from tests.samples import jpeg
 
 FAST = {"size": 32, "num_threads": 1}
@@ -309,11 +312,10 @@ def test_a_state_of_another_version_or_order_is_refused(digits):
 
 
 def test_without_a_gpu_no_mixed_operator_is_in_the_graph_and_with_one_memory_is_hinted():
-    config = PipelineConfig(
-        batch_size=8, size=32, mean=(0, 0, 0), std=(1, 1, 1), num_threads=1, prefetch=2, max_width=500, max_height=375
-    )
+    pixels = PixelFormat(size=32, output="float32", layout="NCHW", mean=(0, 0, 0), std=(1, 1, 1))
+    config = DecodeConfig(batch_size=8, pixels=pixels, num_threads=1, prefetch=2, max_width=500, max_height=375)
     assert decoder_arguments(config) == {"device": "cpu"}
-    on_gpu = PipelineConfig(**{**config.__dict__, "device_id": 1})
+    on_gpu = dataclasses.replace(config, device_id=1)
     assert decoder_arguments(on_gpu) == {
         "device": "mixed", "preallocate_width_hint": 500, "preallocate_height_hint": 375,
     }  # fmt: skip
@@ -371,7 +373,7 @@ def test_after_an_error_of_the_store_the_same_loader_goes_on(digits, monkeypatch
             raise UnavailableError("503")
 
         loader._batches.close()
-        monkeypatch.setattr(loader._batches._store, "open_shard", unavailable)
+        monkeypatch.setattr(loader.split.origin, "open_shard", unavailable)
         with pytest.raises(UnavailableError):
             take(loader, 3)
         monkeypatch.undo()

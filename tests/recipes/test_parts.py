@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from trainer.__main__ import parse_arguments
 from trainer.recipes import random_state
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.models import build_model
+from trainer.recipes.profile import trace_path
 from trainer.recipes.schedules import warmup_cosine
 
 REQUIRED = {"data": "d@1", "repo": "r", "name": "m"}
@@ -56,6 +59,7 @@ def test_every_setting_is_an_option():
         {"resume": "maybe"},
         {"name": "Bad/Name"},
         {"device": "tpu"},
+        {"profile": "/nowhere/at/all/trace.json"},
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_runs(change):
@@ -67,6 +71,12 @@ def test_an_unknown_model_says_which_there_are():
     with pytest.raises(ConfigError, match="small-cnn"):
         build_model("resnet-9000", 10)
     assert build_model("small-cnn", 10)(torch.zeros(2, 3, 64, 64)).shape == (2, 10)
+
+
+def test_of_several_ranks_each_has_a_trace_of_its_own():
+    assert trace_path("/x/trace.json", rank=0, num_ranks=1) == Path("/x/trace.json")
+    paths = [trace_path("/x/trace.json", rank=rank, num_ranks=2) for rank in range(2)]
+    assert paths == [Path("/x/trace.0.json"), Path("/x/trace.1.json")]
 
 
 def test_random_states_go_on_where_they_were():

@@ -1,185 +1,96 @@
-"""Images per second of `ImageLoader`, beside the same DALI graph fed from memory: what storage and order cost.
+"""Images per second of `ImageLoader`, beside the same decode and DALI's own graph, both fed from memory, and peers.
 
-Training at 224 pixels with 2 decoding threads and batches of 64, from photos staged in a node's cache. Three things:
+Training at 224 pixels with 2 decoding threads and batches of 64, from photos staged in a node's cache:
 
-- `ImageLoader`: order, cache, windows and decode, as a training loop uses it;
-- `DALI from memory`: the same graph, fed the same images with the same windows in the same order, from arrays held in
-  memory, all planned beforehand. It is what would be left if storage, order and planning cost nothing;
-- `sample views`: the loader's stream of zero-copy views without decode, at the same batch size and at 1,024.
+- `ImageLoader`: order, cache, windows and decode, as a training loop uses it; and without torch;
+- `own_in_memory`: the loader's decode alone, fed the same images with the same windows in the same order, from arrays
+  held in memory, all planned beforehand. It is what would be left if storage, order and planning cost nothing;
+- `dali_in_memory`: DALI's own graph on the CPU, fed likewise: it decodes the same windows, scales and normalises;
+- `views`: the loader's stream of zero-copy views without decode, at the same batch size and at 1,024;
+- peers that are installed, each on the photos as it wants them, in a process of its own;
+- what a fresh process costs: first batch, resume, peak memory.
 
-Both decoders are made afresh in each repeat and timed when they run: the first batches are left out, and both end
-with the same number of batches under way. Ratios are of speeds.
+A ratio NAME is the speed of `ImageLoader` by that of NAME.
 
-    python tools/bench/loader.py [--repeats 5] [--images 6000] [--batch 64] [--threads 2] [--size 224] [--json]
+    python tools/bench/loader.py [--repeats 5] [--images 6000] [--batch 64] [--threads 2] [--size 224]
+                                 [--peers all|none|NAME,...] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from loader_contestants import DALI, LOADER, MEMORY, NUMPY, VIEWS, WARM_UP_STEPS, Contestants
+from loader_peers import PEERS, installed_peers, run_peer
+from loader_process import measure_process
 from photos import write_photos
 from report import Report, alternate, make_parser
 
 import datasvc
 from datasvc.cache import Cache
-from datasvc.order import OrderConfig
-from datasvc.shards import Split
-from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH
-from loaders import ImageLoader
-from loaders.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, Windows, plan_random_windows
-from loaders.batches import Cursor, SampleBatches
-from loaders.pipeline import DecodePipeline, PipelineConfig
 
-LOADER, MEMORY, VIEWS = "ImageLoader", "DALI from memory", "sample views"
-PREFETCH = 2
-WARM_UP_STEPS = 4
-LARGE_BATCH = 1024
-EPOCHS_OF_VIEWS = 10
-
-Fed = tuple[list, Windows]
-
-
-class Bench:
-    """A staged data set, and what is timed on it.
-
-    Args:
-        split: the photos.
-        cache: where they are staged.
-        settings: `batch`, `size` and `threads`.
-    """
-
-    def __init__(self, split: Split, cache: Cache, settings: argparse.Namespace) -> None:
-        self._split = split
-        self._cache = cache
-        self._batch, self._size, self._threads = settings.batch, settings.size, settings.threads
-        self._num_steps = len(split) // self._batch
-        self._in_memory = self._hold_in_memory()
-
-    def contestants(self) -> dict[str, Callable[[], float]]:
-        """Return what to time, in samples per second."""
-        return {
-            LOADER: self.run_loader,
-            MEMORY: self.run_from_memory,
-            f"{VIEWS}, batches of {self._batch}": lambda: self.run_views(self._batch),
-            f"{VIEWS}, batches of {self._large_batch}": lambda: self.run_views(self._large_batch),
-        }
-
-    @property
-    def _large_batch(self) -> int:
-        return min(LARGE_BATCH, len(self._split))
-
-    def run_loader(self) -> float:
-        """Time the rest of the loader's first epoch."""
-        # fmt: off
-        with ImageLoader(
-            self._split, batch_size=self._batch, training=True, cache=self._cache, size=self._size,
-            num_threads=self._threads, prefetch=PREFETCH,
-        ) as loader:
-            return self._rate(batch.images.shape for batch in loader)
-        # fmt: on
-
-    def run_from_memory(self) -> float:
-        """Time the same batches, fed from memory."""
-        # fmt: off
-        pipeline = DecodePipeline(PipelineConfig(
-            batch_size=self._batch, size=self._size, mean=IMAGENET_MEAN, std=IMAGENET_STD,
-            num_threads=self._threads, prefetch=PREFETCH,
-        ))
-        # fmt: on
-        # The loader, too, begins the next epoch's batches before the last ones of this are taken.
-        fed = itertools.cycle(self._in_memory)
-
-        def decode() -> Iterator[tuple[int, ...]]:
-            for images, windows in itertools.islice(fed, PREFETCH):
-                pipeline.feed(images, windows)
-            for _ in range(self._num_steps):
-                decoded = pipeline.take()
-                pipeline.feed(*next(fed))
-                yield tuple(decoded.shape)
-
-        return self._rate(decode())
-
-    def run_views(self, batch_size: int) -> float:
-        """Time some epochs of views, shards opened and released as in training."""
-        batches = self._sample_batches(batch_size)
-        num_steps = EPOCHS_OF_VIEWS * (len(self._split) // batch_size)
-        stream = batches.stream(Cursor(0, 0))
-        batches.retire(next(stream))
-        started = time.perf_counter()
-        for batch in itertools.islice(stream, num_steps):
-            batches.retire(batch)
-        seconds = time.perf_counter() - started
-        batches.close()
-        return num_steps * batch_size / seconds
-
-    def _hold_in_memory(self) -> list[Fed]:
-        """Copy the batches of epoch 0, and plan their windows as the loader does."""
-        batches = self._sample_batches(self._batch)
-        fed = []
-        for batch in itertools.islice(batches.stream(Cursor(0, 0)), self._num_steps):
-            windows = plan_random_windows(
-                batch.columns[WIDTH], batch.columns[HEIGHT], batch.positions, seed=0, epoch=0, config=AugmentConfig()
-            )
-            fed.append(([blob.copy() for blob in batch.blobs], windows))
-        batches.close()
-        return fed
-
-    def _sample_batches(self, batch_size: int) -> SampleBatches:
-        store = self._cache.shards(self._split.repository)
-        # fmt: off
-        return SampleBatches(
-            self._split, store, OrderConfig(), batch_size=batch_size, rank=0, world_size=1, tail="drop", blob=IMAGE,
-            columns=(WIDTH, HEIGHT, LABEL),
-        )
-        # fmt: on
-
-    def _rate(self, decoded: Iterator[object]) -> float:
-        """Return images per second once the decoder runs."""
-        for _ in itertools.islice(decoded, WARM_UP_STEPS):
-            pass
-        started = time.perf_counter()
-        num_steps = sum(1 for _ in decoded)
-        assert num_steps == self._num_steps - WARM_UP_STEPS
-        return num_steps * self._batch / (time.perf_counter() - started)
+COSTS = {
+    "first batch of a cold process": ("s", "first_batch_s"),
+    "from a new loader to its first batch": ("ms", "start_ms"),
+    "from a state to its first batch": ("ms", "resume_ms"),
+    "peak memory (PSS)": ("MB", "peak_mb"),
+}
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = make_parser(__doc__, repeats=5)
-    parser.add_argument("--images", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="to work in; default the folder for temporary files")
-    arguments = parser.parse_args()
-    least = (WARM_UP_STEPS + 1) * arguments.batch
-    if arguments.images < least:
-        parser.error(f"--images must be at least {least}, that is {WARM_UP_STEPS + 1} batches")
+    arguments = _parse()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="datasvc-bench-") as name:
         folder = Path(name)
-        size_bytes = write_photos(folder / "photos", num_images=arguments.images)
+        photos = folder / "photos"
+        size_bytes = write_photos(photos, num_images=arguments.images)
         repository = datasvc.open(str(folder / "repository"), create=True)
-        repository.ingest(str(folder / "photos"), "photos")
+        repository.ingest(str(photos), "photos")
         split = next(iter(repository.dataset("photos@1").values()))
+        peers: dict[str, Callable[[], float]] = {
+            name: partial(run_peer, name, photos, arguments) for name in arguments.peers
+        }
         with Cache(folder / "cache", budget=2 * size_bytes) as cache:
             cache.stage([split])
-            rates = alternate(Bench(split, cache, arguments).contestants(), arguments.repeats)
+            rates = alternate(Contestants(split, cache, arguments).all() | peers, arguments.repeats)
+        costs = [
+            measure_process(folder / "repository", folder / "cache", arguments) for _ in range(arguments.repeats)
+        ]
     report = Report(
         f"Training batches of {arguments.batch} x {arguments.size} pixels from {arguments.images:,} photos, "
         f"{size_bytes / arguments.images / 1e3:.0f} kB each, {arguments.threads} decoding threads"
     )
     for contestant, values in rates.items():
-        report.add_row(contestant, "images/s" if contestant in (LOADER, MEMORY) else "samples/s", values)
-    report.add_ratio(f"{LOADER} / {MEMORY}", rates[LOADER], rates[MEMORY])
-    for contestant in rates:
-        if contestant.startswith(VIEWS):
-            report.add_ratio(f"{contestant} / {LOADER}", rates[contestant], rates[LOADER])
+        report.add_row(contestant, "samples/s" if contestant.startswith(VIEWS) else "images/s", values)
+    for title, (unit, key) in COSTS.items():
+        report.add_row(title, unit, [cost[key] for cost in costs])
+    for contestant in (DALI, MEMORY, NUMPY, *peers):
+        report.add_ratio(contestant, rates[LOADER], rates[contestant])
     report.show(as_json=arguments.as_json)
+
+
+def _parse() -> argparse.Namespace:
+    parser = make_parser(__doc__, repeats=5)
+    parser.add_argument("--images", type=int, default=6000)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peers", default="all", help="all that are installed, none, or names of some: %(default)s")
+    parser.add_argument("--folder", type=Path, help="to work in; default the folder for temporary files")
+    arguments = parser.parse_args()
+    known = installed_peers()
+    names = {"all": known, "none": []}.get(arguments.peers, arguments.peers.split(","))
+    if not set(names) <= set(known):
+        parser.error(f"--peers: installed are {', '.join(known)} of {', '.join(PEERS)}")
+    arguments.peers = names
+    least = (WARM_UP_STEPS + 2) * arguments.batch
+    if arguments.images < least:
+        parser.error(f"--images must be at least {least}, that is {WARM_UP_STEPS + 2} batches")
+    return arguments
 
 
 if __name__ == "__main__":

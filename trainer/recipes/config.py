@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasvc.errors import ConfigError
@@ -43,6 +44,8 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
         resume: "auto" continues the newest version of `name` where there is one; "never" starts anew.
         device: "cpu", or "cuda" for the GPU of this rank.
+        profile: file for a trace of the loader's steps, written at the end of each epoch, when where their time went
+            is printed as well; of several ranks each has one of its own, `trace.0.json`. None: neither.
 
     Raises:
         ConfigError: a value is out of range.
@@ -73,6 +76,7 @@ class TrainConfig:
     checkpoint_every: int = 1000
     resume: str = "auto"
     device: str = "cpu"
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "checkpoint_every", "size"):
@@ -89,6 +93,8 @@ class TrainConfig:
             raise ConfigError(f"shuffle is {self.shuffle!r}; expected 'global' or 'windowed'")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device is {self.device!r}; expected 'cpu' or 'cuda'")
+        if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
+            raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist")
         if self.resume not in ("auto", "never"):
             raise ConfigError(f"resume is {self.resume!r}; expected 'auto' or 'never'")
 

@@ -31,6 +31,7 @@ from trainer.recipes import random_state
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.evaluate import evaluate
 from trainer.recipes.models import build_model
+from trainer.recipes.profile import profile_epoch
 from trainer.recipes.schedules import warmup_cosine
 
 
@@ -56,7 +57,7 @@ def train(config: TrainConfig) -> str:
     """Run a training to its end; returns the last committed version, "digits-cnn@9".
 
     Reports events on standard output, a JSON object a line: `start` of every rank, then from rank 0 `step`,
-    `checkpoint` and `end`.
+    `checkpoint`, `profile` and `end`.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
@@ -94,6 +95,8 @@ def train(config: TrainConfig) -> str:
             if run.step % config.checkpoint_every == 0 and not is_last:
                 commit(run, {})
             ended = time.perf_counter()
+        if config.profile is not None:
+            profile(run, config.profile)
     # Released before the evaluation: both loaders' shards need not fit the cache together.
     run.loader.close()
     metrics = {} if run.val_loader is None else evaluate(run.model, run.val_loader, run.device)
@@ -210,6 +213,13 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     run.step = run.begun_at = int(state["step"])
     if len(state["random"]) == hvd.size():
         random_state.reinstate(state["random"][hvd.rank()])
+
+
+def profile(run: Run, path: str) -> None:
+    """Say where the time of the epoch that just ended went."""
+    times = profile_epoch(run.loader, path, rank=hvd.rank(), num_ranks=hvd.size())
+    if hvd.rank() == 0:
+        report("profile", epoch=run.loader.epoch - 1, **times)
 
 
 def commit(run: Run, metrics: dict[str, float]) -> str:

@@ -1,0 +1,78 @@
+"""What every way to decode images has in common: how it is set, and how batches go in and come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy.typing as npt
+
+from loaders.augment import Windows
+from loaders.decode.pixels import PixelFormat, Pixels
+
+if TYPE_CHECKING:
+    import torch
+
+    from datasvc.shards.reader import Bytes
+
+Backend = Literal["cpu", "gpu", "pillow"]
+Framework = Literal["torch", "numpy"]
+# Changes an image of a batch in place: its index there, and `uint8[size, size, 3]`, upright and mirrored already.
+Edit = Callable[[int, Pixels], None]
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What a decoder of images is built from.
+
+    Attributes:
+        batch_size: most images of a batch.
+        pixels: what becomes of each image.
+        num_threads: decoding threads.
+        prefetch: batches under way at once.
+        device_id: GPU that receives the images; None for the CPU.
+        max_width: widest image of the data set, 0 if unknown: GPU memory is allocated once, for it.
+        max_height: likewise.
+    """
+
+    batch_size: int
+    pixels: PixelFormat
+    num_threads: int
+    prefetch: int
+    device_id: int | None = None
+    max_width: int = 0
+    max_height: int = 0
+
+
+@dataclass(frozen=True)
+class DecodedImages:
+    """What became of a batch.
+
+    Attributes:
+        images: `PixelFormat.shape(n)`; zeros where an image does not decode. An array from the CPU, a tensor on its
+            device from a GPU. Nobody writes to it again while it is referenced.
+        bad: why an image does not decode, by its index in the batch.
+    """
+
+    images: npt.NDArray[Any] | torch.Tensor
+    bad: Mapping[int, str]
+
+
+class ImageBackend(Protocol):
+    """Decodes several batches at a time, first in, first out."""
+
+    def feed(self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None) -> None:
+        """Start on a batch.
+
+        Args:
+            images: 0 to `batch_size` encoded images, which stay alive and unchanged until `take`.
+            windows: one for each.
+            edit: called for each from any thread, after scaling and before normalising.
+        """
+
+    def take(self) -> DecodedImages:
+        """Return what became of the oldest batch that was fed, waiting for it."""
+
+    def close(self) -> None:
+        """Stop, and let go of everything that was not taken."""

@@ -1,0 +1,146 @@
+"""Batches decoded on the CPU: images are spread over a few threads, which write them where the batch lies."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from loaders.augment import Windows
+from loaders.buffer_ring import BufferRing
+from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Framework
+from loaders.decode.crop import import_codec
+from loaders.decode.worker import ImageWorker
+from loaders.step_times import Stage
+from loaders.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from datasvc.shards.reader import Bytes
+
+# Images that a thread takes at once: few, so that threads finish a batch together.
+_MOST_AT_ONCE = 8
+_SHARES_OF_A_THREAD = 4
+# Besides those under way, the caller has one batch and asks for the next.
+_WITH_THE_CALLER = 2
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A batch to decode: what, and where to."""
+
+    images: Sequence[Bytes]
+    starts: list[list[int]]
+    shapes: list[list[int]]
+    flips: list[bool]
+    edit: Edit | None
+    out: npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A batch under way."""
+
+    images: npt.NDArray[Any]
+    parts: list[Future[dict[int, str]]]
+
+
+class CpuBackend:
+    """An `ImageBackend` of `num_threads` threads in all; equal input gives equal bytes at any number of them.
+
+    Args:
+        config: what it is built from.
+        backend: "cpu" or "pillow", see `ImageWorker`.
+        framework: whose resizer is used.
+        stopwatch: times what the threads do.
+
+    Raises:
+        ConfigError: the decoder is not installed.
+    """
+
+    def __init__(self, config: DecodeConfig, *, backend: Backend, framework: Framework, stopwatch: Stopwatch) -> None:
+        if backend == "cpu":
+            import_codec()
+        self._config, self._backend, self._framework = config, backend, framework
+        self._stopwatch = stopwatch
+        shape = config.pixels.shape(config.batch_size)
+        self._ring = BufferRing(shape, config.pixels.dtype, keep=config.prefetch + _WITH_THE_CALLER)
+        self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="datasvc-decode")
+        self._own = threading.local()
+        self._stopped = threading.Event()
+        self._under_way: deque[_Run] = deque()
+
+    def feed(self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None) -> None:
+        """See `ImageBackend`."""
+        count = len(images)
+        work = _Work(
+            images,
+            windows.starts.tolist(),
+            windows.shapes.tolist(),
+            windows.flips.astype(bool).tolist(),
+            edit,
+            self._ring.take()[:count],
+        )
+        step = max(1, min(_MOST_AT_ONCE, count // (_SHARES_OF_A_THREAD * self._config.num_threads)))
+        parts = [
+            self._pool.submit(self._decode, work, range(start, min(start + step, count)))
+            for start in range(0, count, step)
+        ]
+        self._under_way.append(_Run(work.out, parts))
+
+    def take(self) -> DecodedImages:
+        """See `ImageBackend`."""
+        run = self._under_way[0]
+        bad: dict[int, str] = {}
+        for part in run.parts:
+            bad |= part.result()
+        self._under_way.popleft()
+        return DecodedImages(self._deliver(run.images), bad)
+
+    def close(self) -> None:
+        """Stop, once each thread is done with the image that it is at."""
+        self._stopped.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._under_way.clear()
+
+    def _decode(self, work: _Work, indices: range) -> dict[int, str]:
+        """Decode some images of a batch; returns why some do not."""
+        with self._stopwatch.stage(Stage.DECODE):
+            return self._decode_timed(work, indices)
+
+    def _decode_timed(self, work: _Work, indices: range) -> dict[int, str]:
+        worker, bad = self._worker(), {}
+        for index in indices:
+            if self._stopped.is_set():
+                break
+            reason = worker.decode(
+                work.images[index],
+                work.starts[index],
+                work.shapes[index],
+                work.out[index],
+                flip=work.flips[index],
+                edit=None if work.edit is None else partial(work.edit, index),
+            )
+            if reason is not None:
+                bad[index] = reason
+        return bad
+
+    def _deliver(self, images: npt.NDArray[Any]) -> npt.NDArray[Any] | torch.Tensor:
+        if self._config.pixels.output != "bfloat16":
+            return images
+        import torch
+
+        return torch.from_numpy(images).view(torch.bfloat16)
+
+    def _worker(self) -> ImageWorker:
+        if not hasattr(self._own, "worker"):
+            self._own.worker = ImageWorker(self._config.pixels, backend=self._backend, framework=self._framework)
+        worker: ImageWorker = self._own.worker
+        return worker

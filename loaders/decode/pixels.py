@@ -1,0 +1,158 @@
+"""What becomes of decoded pixels: flipped, normalised and laid out as the model wants them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.errors import ConfigError
+
+Output = Literal["uint8", "float32", "float16", "bfloat16"]
+Layout = Literal["NCHW", "NHWC"]
+Pixels = npt.NDArray[np.uint8]
+
+# NumPy has no bfloat16: its bits travel as integers.
+_DTYPES: Final[dict[str, Any]] = {
+    "uint8": np.uint8,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
+
+
+@dataclass(frozen=True)
+class PixelFormat:
+    """How the images of a batch lie in memory.
+
+    Attributes:
+        size: side in pixels.
+        output: "uint8", levels 0..255 as decoded; else normalised, `(level / 255 - mean) / std`.
+        layout: "NCHW", or "NHWC" (channels last).
+        mean: of each channel, in 0..1.
+        std: likewise, above 0.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    size: int
+    output: Output
+    layout: Layout
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("output", self.output, Output), ("layout", self.layout, Layout)):
+            if value not in get_args(known):
+                raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(get_args(known))}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != 3 or not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
+                raise ConfigError(f"{name} is {values}; expected three numbers{' above 0' if name == 'std' else ''}")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the memory; the bits of "bfloat16" are uint16."""
+        dtype: np.dtype[Any] = np.dtype(_DTYPES[self.output])
+        return dtype
+
+    @property
+    def scale(self) -> npt.NDArray[np.float32]:
+        """What a level is multiplied by, `float32[3]`."""
+        return np.asarray(1 / (255 * np.array(self.std)), np.float32)
+
+    @property
+    def shift(self) -> npt.NDArray[np.float32]:
+        """What is added then, `float32[3]`."""
+        return np.asarray(-np.array(self.mean) / np.array(self.std), np.float32)
+
+    def shape(self, count: int) -> tuple[int, ...]:
+        """Return the shape of `count` images."""
+        side = (self.size, self.size)
+        return (count, 3, *side) if self.layout == "NCHW" else (count, *side, 3)
+
+
+class PixelWriter:
+    """Writes one image after another as a format says; each thread has its own.
+
+    Args:
+        pixels: the format.
+    """
+
+    def __init__(self, pixels: PixelFormat) -> None:
+        self._planar = pixels.layout == "NCHW"
+        self._output = pixels.output
+        side = (pixels.size, pixels.size)
+        self._planes = np.empty((3, *side), np.uint8)
+        self._mirrored = np.empty((*side, 3), np.uint8)
+        self._halves = np.empty((3, *side), pixels.dtype)
+        self._scale, self._shift = pixels.scale, pixels.shift
+        self._row_scale, self._row_shift = np.tile(self._scale, pixels.size), np.tile(self._shift, pixels.size)
+        self._tables = _level_tables(pixels)
+
+    def write(self, image: Pixels, out: npt.NDArray[Any], *, flip: bool) -> None:
+        """Write `uint8[size, size, 3]`, mirrored if asked, to `out`, of one image of the format."""
+        if self._output == "uint8":
+            if self._planar:
+                np.copyto(out, _to_planes(image, flip))
+            else:
+                copy_pixels(image, out, flip=flip)
+        elif self._output == "float32":
+            self._write_floats(image, out, flip)
+        else:
+            self._write_halves(image, out, flip)
+
+    def _write_floats(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
+        if self._planar:
+            # Bytes change places first: floats are four times as many.
+            np.copyto(self._planes, _to_planes(image, flip))
+            for plane, target, scale, shift in zip(self._planes, out, self._scale, self._shift, strict=True):
+                np.multiply(plane, scale, out=target)
+                np.add(target, shift, out=target)
+            return
+        if flip:
+            copy_pixels(image, self._mirrored, flip=True)
+            image = self._mirrored
+        rows = out.reshape(len(out), -1)
+        np.multiply(image.reshape(rows.shape), self._row_scale, out=rows)
+        np.add(rows, self._row_shift, out=rows)
+
+    def _write_halves(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
+        """Look every level up: NumPy takes four times as long to round floats to halves."""
+        np.copyto(self._planes, _to_planes(image, flip))
+        halves = out if self._planar else self._halves
+        for table, plane, target in zip(self._tables, self._planes, halves, strict=True):
+            np.take(table, plane, out=target, mode="clip")
+        if not self._planar:
+            np.copyto(out, halves.transpose(1, 2, 0))
+
+
+def _to_planes(image: Pixels, flip: bool) -> Pixels:
+    planes = image.transpose(2, 0, 1)
+    return planes[:, :, ::-1] if flip else planes
+
+
+def copy_pixels(image: Pixels, out: Pixels, *, flip: bool) -> None:
+    """Copy `uint8[height, width, 3]`, mirrored left and right if asked."""
+    if not flip:
+        np.copyto(out, image)
+        return
+    for channel in range(3):  # five times as fast as all at once, whose inner loop has three steps
+        np.copyto(out[:, :, channel], image[:, ::-1, channel])
+
+
+def _level_tables(pixels: PixelFormat) -> npt.NDArray[Any]:
+    """Return what each level becomes, `dtype[3, 256]`."""
+    levels = np.arange(256, dtype=np.float32)
+    values = levels * pixels.scale[:, None] + pixels.shift[:, None]
+    if pixels.output == "bfloat16":
+        return _to_bfloat16_bits(values)
+    return values.astype(pixels.dtype)
+
+
+def _to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Round to the nearest bfloat16, ties to even: the upper half of a float32's bits."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -1,0 +1,75 @@
+"""One decoding thread's work: an encoded image becomes pixels of the batch, from first to last on one core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.errors import BadSampleError
+from loaders.decode.backend import Backend, Framework
+from loaders.decode.crop import CropDecoder
+from loaders.decode.pixels import PixelFormat, Pixels, PixelWriter, copy_pixels
+from loaders.decode.resize import make_resizer
+from loaders.pillow_decoder import decode_window
+
+if TYPE_CHECKING:
+    from datasvc.shards.reader import Bytes
+
+
+class ImageWorker:
+    """Decodes images in the thread that calls; each thread has its own.
+
+    Args:
+        pixels: what becomes of each image.
+        backend: "cpu" decodes just the window, and lets Pillow try what that decoder refuses; "pillow" has it do all.
+        framework: whose resizer is used.
+    """
+
+    def __init__(self, pixels: PixelFormat, *, backend: Backend, framework: Framework) -> None:
+        self._size = pixels.size
+        self._crops = CropDecoder() if backend == "cpu" else None
+        self._resizer = make_resizer(framework, pixels.size)
+        self._writer = PixelWriter(pixels)
+        self._window, self._edited = np.empty((2, pixels.size, pixels.size, 3), np.uint8)
+
+    def decode(
+        self,
+        blob: Bytes,
+        start: Sequence[int],
+        shape: Sequence[int],
+        out: npt.NDArray[Any],
+        *,
+        flip: bool,
+        edit: Callable[[Pixels], None] | None = None,
+    ) -> str | None:
+        """Decode an image.
+
+        Args:
+            blob: the encoded image.
+            start: top and left of the window in the upright image, pixels.
+            shape: its height and width.
+            out: one image of the format, that is filled; with zeros where the image does not decode.
+            flip: mirror it.
+            edit: changes the scaled, mirrored `uint8[size, size, 3]` in place.
+
+        Returns:
+            Why it does not decode; None where it does.
+        """
+        crop = None if self._crops is None else self._crops.decode(blob, start, shape)
+        if crop is not None:
+            image = self._resizer.resize(crop)
+        else:
+            try:
+                image = decode_window(blob, start, shape, False, self._size, out=self._window)
+            except BadSampleError as error:
+                out[...] = 0
+                return str(error)
+        if edit is not None:
+            copy_pixels(image, self._edited, flip=flip)
+            edit(self._edited)
+            image, flip = self._edited, False
+        self._writer.write(image, out, flip=flip)
+        return None

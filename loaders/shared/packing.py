@@ -1,0 +1,63 @@
+"""A batch as a few runs of bytes: its arrays and tensors as they lie in memory, and a short header that names them.
+
+Written and read by processes of one user that run the same program, and never stored: the header is a pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle  # between processes of one user; nothing is stored
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Part = npt.NDArray[np.uint8]
+
+
+def pack(batch: object) -> list[Part]:
+    """Return the batch as runs of bytes, the header last. Views where its memory is contiguous, else copies."""
+    arrays: list[Part] = []
+
+    # No method of the pickler: a cycle with itself would keep the batch, and its memory, until garbage is collected.
+    def set_aside(buffer: pickle.PickleBuffer) -> None:
+        arrays.append(np.frombuffer(buffer.raw(), np.uint8))
+
+    header = io.BytesIO()
+    _Pickler(header, protocol=5, buffer_callback=set_aside).dump(batch)
+    return [*arrays, np.frombuffer(header.getvalue(), np.uint8)]
+
+
+def unpack(parts: Sequence[memoryview]) -> Any:
+    """Return the batch that `pack` gave; its arrays and tensors are views of the parts and keep them alive."""
+    return pickle.loads(parts[-1], buffers=parts[:-1])  # noqa: S301 - of a process of this user, see `rendezvous`
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return _reduce_tensor(value, torch)
+        return NotImplemented
+
+
+def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Reduce a tensor to the bytes that it lies on, whatever the order of its axes and its type."""
+    tensor = tensor.detach().cpu()
+    flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    if flat.numel() != tensor.numel():  # part of something larger
+        tensor = tensor.contiguous().clone()
+        flat = tensor.reshape(-1)
+    values = np.asarray(flat.view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8))
+    return _make_tensor, (values, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
+
+
+def _make_tensor(values: Part, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    if not values.size:
+        return torch.empty(shape, dtype=kind)
+    return torch.from_numpy(values).view(kind).as_strided(shape, stride)

@@ -1,0 +1,41 @@
+"""Whole images for users' own transforms: decoded by Pillow, upright, 8-bit RGB."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from datasvc.errors import ConfigError
+from datasvc.shards.images import open_image
+from datasvc.shards.orientation import read_orientation, turn_upright
+from loaders.pillow_decoder import to_rgb
+
+Decode = Literal["pil", "numpy"] | None
+
+
+def check_decode(decode: str | None) -> None:
+    """Raise ConfigError unless `decode` is one."""
+    if decode not in ("pil", "numpy", None):
+        raise ConfigError(f"decode is {decode!r}; expected 'pil', 'numpy' or None")
+
+
+def decode_image(content: bytes, decode: Decode) -> Any:
+    """Return an encoded image as `decode` says: a `PIL.Image`, `uint8[height, width, 3]`, or the bytes themselves.
+
+    Raises:
+        BadSampleError: it does not decode.
+    """
+    if decode is None:
+        return content
+    with open_image(content) as opened:
+        kind = opened.format or ""
+        upright = to_rgb(turn_upright(opened, read_orientation(content, kind)), kind)
+        upright.load()  # here, where what a damaged file raises is translated
+    return upright if decode == "pil" else np.array(upright)
+
+
+def black_image(width: int, height: int, decode: Decode) -> Any:
+    """Return what stands for an image that does not decode, of the size that it should have."""
+    return Image.new("RGB", (width, height)) if decode == "pil" else np.zeros((height, width, 3), np.uint8)

@@ -1,0 +1,96 @@
+"""The randomness of users' transforms, as a function of (seed, epoch, position).
+
+A transform draws from the generator that it asks for, or from the global ones of torch, numpy and Python, as most
+libraries of transforms do; either way a sample gets the same numbers in every process and after every restart.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+
+from datasvc.keyed import Keys, derive_keys
+from loaders.augment import generators
+from loaders.torch.served import ServedIndex
+
+_GLOBAL_GENERATORS = 48  # purpose of keys; those of order, ingest and augmentation are below
+_BOUND: Final = 1 << 63
+
+
+class PlacedTransform:
+    """A user's transform that draws what belongs to a sample's place.
+
+    Args:
+        transform: called with a sample; gets a `numpy.random.Generator` if it has a parameter `generator`.
+    """
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        self._transform = transform
+        self._takes_generator = _has_generator(transform)
+
+    def __call__(self, sample: dict[str, Any], served: ServedIndex | None) -> Any:
+        """Return what becomes of a sample; one of no order draws as torch's own transforms do."""
+        if served is None:
+            return self._call(sample, generator_anywhere)
+        with global_generators_at(served):
+            return self._call(sample, lambda: generator_at(served))
+
+    def _call(self, sample: dict[str, Any], make_generator: Callable[[], np.random.Generator]) -> Any:
+        return (
+            self._transform(sample, generator=make_generator()) if self._takes_generator else self._transform(sample)
+        )
+
+
+def generator_at(index: ServedIndex) -> np.random.Generator:
+    """Return a new generator for one served sample: the one that other loaders give a transform there."""
+    return generators(index.seed, index.epoch, np.array([index.position]))[0]
+
+
+def generator_anywhere() -> np.random.Generator:
+    """Return a new generator for a sample of no order, seeded from torch's global one as torch's samplers are."""
+    return np.random.default_rng(int(torch.randint(_BOUND - 1, ()).item()))
+
+
+@contextmanager
+def global_generators_at(index: ServedIndex) -> Iterator[None]:
+    """Seed the global generators of torch (on the CPU), numpy and Python for one served sample, and restore them."""
+    counter = np.array([0, 0, index.position, 0], np.uint64)
+    bits = np.random.Generator(np.random.Philox(key=_keys(index.seed, index.epoch), counter=counter))
+    seeds = bits.integers(0, _BOUND, 3).tolist()
+    # Another generator in its place for a while: to copy the state of numpy's own takes ten times as long.
+    before = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
+    mtrand.set_bit_generator(_numpys())
+    np.random.seed([seeds[1] >> 32, seeds[1] & 0xFFFFFFFF])  # noqa: NPY002 - the one that transforms draw from
+    torch.default_generator.manual_seed(seeds[0])
+    random.seed(seeds[2])
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        mtrand.set_bit_generator(before[1])
+        random.setstate(before[2])
+
+
+@lru_cache(maxsize=1)
+def _numpys() -> np.random.MT19937:
+    return np.random.MT19937(0)
+
+
+@lru_cache(maxsize=16)
+def _keys(seed: int, epoch: int) -> Keys:
+    return derive_keys(seed, epoch, _GLOBAL_GENERATORS, 2)
+
+
+def _has_generator(transform: Callable[..., Any]) -> bool:
+    try:
+        return "generator" in inspect.signature(transform).parameters
+    except (ValueError, TypeError):  # written in C, without a signature
+        return False

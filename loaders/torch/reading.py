@@ -1,0 +1,155 @@
+"""Samples of a split by number, read in whichever process asks: nothing that is open travels between processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from datasvc.cache import Cache
+from datasvc.cache.peers import Peers
+from datasvc.cache.records import footprint
+from datasvc.errors import ConfigError
+from datasvc.keyed import Integers
+from datasvc.shards import Shard, ShardStore, Split
+
+# Mapped shards hold a file descriptor each, of which a process often has 1024; others hold memory or cache budget.
+_MAPPED_SHARDS: Final = 256
+_FEW_SHARDS: Final = 4
+
+
+@dataclass(frozen=True)
+class CacheAddress:
+    """How a process opens the node's cache for itself.
+
+    Attributes:
+        folder: of the cache.
+        tenant: whose quota is used; None: the usual one.
+        peers: other nodes to ask first.
+    """
+
+    folder: Path
+    tenant: str | None = None
+    peers: Peers | None = None
+
+    @classmethod
+    def of(cls, cache: Cache | str | Path) -> CacheAddress:
+        """Return the address of a cache, or of its folder."""
+        if isinstance(cache, Cache):
+            return cls(cache.folder, cache.tenant, cache.peers)
+        return cls(Path(cache).expanduser().resolve())
+
+    def open(self) -> Cache:
+        """Open the cache in this process. Raises as `Cache`."""
+        options = {} if self.tenant is None else {"tenant": self.tenant}
+        return Cache(self.folder, peers=self.peers, **options)
+
+
+class SampleReader:
+    """Reads samples in one process: made there, never sent to another.
+
+    Args:
+        split: the samples.
+        address: of the node's cache; None reads a local repository in place, and a remote one into memory.
+
+    Raises:
+        ConfigError: the cache was open in the process that this one was forked from.
+        UnavailableError: the cache cannot be opened.
+    """
+
+    def __init__(self, split: Split, address: CacheAddress | None) -> None:
+        self.process = os.getpid()
+        self.split = split
+        self._cache = None if address is None else address.open()
+        self._store: ShardStore = split.origin if self._cache is None else self._cache.shards(split.repository)
+        self._stops = np.cumsum(split.table.samples_per_shard)
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._max_open = self._choose_max_open()
+        self._lock = threading.Lock()
+
+    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
+        """Return samples as Python values, bytes copied, None for what a sample lacks.
+
+        Args:
+            numbers: of samples, each in range(len(split)), in any order.
+            columns: what to read of each.
+
+        Raises:
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `ShardStore.open_shard`.
+        """
+        wanted = np.asarray(numbers, np.int64)
+        shards = np.searchsorted(self._stops, wanted, side="right")
+        samples: list[dict[str, Any]] = [{} for _ in numbers]
+        for number in np.unique(shards).tolist():
+            indices = np.flatnonzero(shards == number)
+            rows = wanted[indices] - (int(self._stops[number - 1]) if number else 0)
+            with self._lock:
+                shard = self._open_shard(number)
+            stored = self.split.stored_rows(number, rows)
+            for index, sample in zip(indices.tolist(), _read_rows(shard, stored, columns), strict=True):
+                samples[index] = sample
+        return samples
+
+    def _open_shard(self, number: int) -> Shard:
+        table = self.split.table
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        while len(self._open) >= self._max_open:
+            oldest, _ = self._open.popitem(last=False)
+            self._store.release_shard(table.shard(oldest))
+        self._open[number] = self._store.open_shard(table.shard(number))
+        return self._open[number]
+
+    def _choose_max_open(self) -> int:
+        """Return how many shards may stay open: few where they hold memory, or a cache that cannot hold all."""
+        infos = list(self.split.table.shards())
+        if self._cache is None:
+            is_mapped = not infos or self.split.repository.objects.local_path(infos[0].digest) is not None
+            return _MAPPED_SHARDS if is_mapped else _FEW_SHARDS
+        room = self._cache.room_bytes({info.digest for info in infos})
+        fits = int(footprint(self.split.table.bytes_per_shard).sum()) <= room
+        return _MAPPED_SHARDS if fits else _FEW_SHARDS
+
+
+def reopen(split: Split) -> Split:
+    """Return a split that a fork brought into this process, opened again: clients of stores survive no fork."""
+    opened: Split = pickle.loads(pickle.dumps(split))  # noqa: S301 - made in this line
+    return opened
+
+
+def check_columns(split: Split, columns: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the columns to read, all of them for None.
+
+    Raises:
+        ConfigError: the split has no such column, or none is asked for.
+    """
+    names = split.table.sample_schema.names
+    if columns is None:
+        return tuple(names)
+    if isinstance(columns, str) or not columns:
+        raise ConfigError(f"columns is {columns!r}; expected names, some of {names}")
+    for column in columns:
+        if column not in names:
+            raise ConfigError(f"{split!r} has no column {column!r}; its columns are {names}")
+    return tuple(columns)
+
+
+def _read_rows(shard: Shard, rows: Integers, columns: Sequence[str]) -> list[dict[str, Any]]:
+    stops = np.cumsum([batch.num_rows for batch in shard.batches])
+    samples = []
+    for row in rows.tolist():
+        number = int(np.searchsorted(stops, row, side="right"))
+        batch = shard.batches[number]
+        within = row - (int(stops[number - 1]) if number else 0)
+        samples.append(
+            {name: batch.column(name)[within].as_py() if name in shard.schema.names else None for name in columns}
+        )
+    return samples

@@ -1,0 +1,78 @@
+"""Blocks of a shard that is still on its way: what is here is right, and what comes later is seen."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from datasvc.errors import ConfigError
+from datasvc.order import Step
+from datasvc.repository import Repository
+from datasvc.shards.partial import open_partial
+from datasvc.shards.schema import shard_schema
+from loaders.batches import SampleBatch, ShardPart
+from loaders.token_decoder import TokenConfig, TokenDecoder
+from tests.shards.versions import write_shard
+
+BLOCK = 2
+COUNT = (1 << 16) + 100  # two record batches, by number of samples
+CONFIG = TokenConfig(
+    column="tokens",
+    block_tokens=BLOCK,
+    dtype=None,
+    tokenizer=None,
+    lengths_are_needed=False,
+    pad=None,
+    labels="within",
+    documents=True,
+    end=None,
+)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """Objects, and a shard whose block n is n, n, and starts a document in its second token where n is odd."""
+    schema = shard_schema(
+        [
+            pa.field("key", pa.string(), nullable=False),
+            pa.field("tokens", pa.list_(pa.uint32(), BLOCK), nullable=False),
+            pa.field("document_starts", pa.list_(pa.int32()), nullable=False),
+        ]
+    )
+    samples = [
+        {"key": str(number), "tokens": [number] * BLOCK, "document_starts": [1] if number % 2 else []}
+        for number in range(COUNT)
+    ]
+    objects = Repository.create(str(tmp_path_factory.mktemp("partial") / "repo")).objects
+    return objects, write_shard(objects, samples, schema)
+
+
+def batch_of(shard, rows):
+    rows = np.array(rows)
+    each = np.zeros_like(rows)
+    part = ShardPart(shard, np.arange(len(rows)), rows)
+    step = Step(0, len(rows), COUNT)
+    return SampleBatch(0, step, rows, rows >= 0, each, rows, [], {}, [part], each)
+
+
+def test_blocks_that_come_later_are_seen_in_a_shard_that_grows(stored):
+    objects, row = stored
+    shard = open_partial(objects, row.shard, row.index)
+    assert len(shard.batches) == 2
+    decoder = TokenDecoder(CONFIG, batch_size=2, describe=lambda *_: "", finish=lambda batch: batch)
+    for rows in ([COUNT - 1, COUNT - 2], [1, 2], [COUNT - 3, 3]):
+        shard.fetch(objects, np.array(rows))
+        decoder.feed(batch_of(shard, rows))
+        batch = decoder.take()
+        assert batch.tokens.tolist() == [[number] * BLOCK for number in rows]
+        assert batch.document_ids.tolist() == [[0, number % 2] for number in rows]
+
+
+def test_a_shard_without_the_column_is_refused(stored):
+    objects, row = stored
+    shard = open_partial(objects, row.shard, row.index)
+    shard.fetch(objects, np.array([0]))
+    config = TokenConfig(**{**vars(CONFIG), "column": "ids"})
+    decoder = TokenDecoder(config, batch_size=2, describe=lambda *_: "", finish=lambda batch: batch)
+    decoder.feed(batch_of(shard, [0]))
+    with pytest.raises(ConfigError, match=r"column 'ids' is null for samples of shard .* added without it"):
+        decoder.take()
