@@ -31,6 +31,10 @@ def plan_edit(
         if factors is not None:
             augment_colour(image[None], factors[index : index + 1])
         if transform is not None:
-            apply_transform(transform, image, random[index])
+            try:
+                apply_transform(transform, image, random[index])
+            except Exception as error:
+                error.add_note(f"in the transform of the sample at position {positions[index]} of epoch {epoch}")
+                raise
 
     return edit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.order import OrderConfig, Shuffle, Tail, parse_tail
+from datasvc.processors import count_processors
 from datasvc.shards import Split
 from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH
 from loaders.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
@@ -81,8 +81,9 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         decode: "cpu" decodes just the window of each image, in threads; "gpu" lets DALI decode on `device`; "pillow"
             is slower and needs nothing else installed. "auto" is the CPU, or without that decoder Pillow; for a GPU
             it measures both for about a second, keeps the faster and logs it. The windows are the same, and so are
-            the pixels, to a level or two of 255.
-        num_threads: decoding threads in all; default the processors this process may use.
+            the pixels, to a level or two of 255 between "cpu" and "pillow", to some eight with "gpu".
+        num_threads: decoding threads in all; default the processors this process may use, so give ranks of one node
+            their share.
         prefetch: batches under way while the caller trains.
         ledger: folder that records what was handed over, see `Loader`.
         share: jobs of this node that give the same name, or `Share`, and otherwise the same arguments, let one
@@ -156,7 +157,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         self._config = DecodeConfig(
             batch_size=batch_size,
             pixels=PixelFormat(size, output, layout, mean, std),
-            num_threads=len(os.sched_getaffinity(0)) if num_threads is None else num_threads,
+            num_threads=count_processors() if num_threads is None else num_threads,
             prefetch=prefetch,
             device_id=_device_id(device),
             max_width=largest(split, "max_width"),
@@ -236,6 +237,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             stopwatch=self.stopwatch,
         )
 
+    @property
+    def decode(self) -> Backend:
+        """What decodes: "cpu", "gpu" or "pillow". Of "auto" with a GPU it is settled by the first batch."""
+        return self._backends[0]
+
     def _bad_samples(self, finished: ImageBatch[Any]) -> Collection[int]:
         return finished.bad
 
@@ -245,7 +251,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             unit="images",
             decoder=self._backends[0],
             num_threads=self._config.num_threads,
-            num_processors=len(os.sched_getaffinity(0)),
+            num_processors=count_processors(),
         )
 
     def _keep(self, chosen: Backend, rates: Mapping[Backend, float]) -> None:

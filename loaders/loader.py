@@ -134,7 +134,8 @@ class Loader(ABC, Generic[B]):
         self._stream: Iterator[SampleBatch] | None = None
         self._under_way: deque[SampleBatch] = deque()
         self._process = os.getpid()
-        self._in_use = threading.Lock()
+        # A thread that was interrupted between taking it and its use takes it once more.
+        self._in_use = threading.RLock()
         self._ledger = None if ledger is None else self._make_ledger(ledger)
 
     @abstractmethod
@@ -220,14 +221,18 @@ class Loader(ABC, Generic[B]):
         write_trace(path, self.stopwatch.spans(), process_name=f"{names}, rank {self.ranks.rank}")
 
     def close(self) -> None:
-        """Release the shards and the decoder. The loader starts anew, from where it stands, when used again."""
+        """Release the shards and the decoder. The loader starts anew, from where it stands, when used again.
+
+        Raises ConfigError: another thread uses it.
+        """
         if os.getpid() != self._process:
             return  # a child closes nothing of its parent's
-        self._discard()
-        for followed in self._followed:
-            followed.close()
-        if self._ledger is not None:
-            self._ledger.close()
+        with self._alone():
+            self._discard()
+            for followed in self._followed:
+                followed.close()
+            if self._ledger is not None:
+                self._ledger.close()
 
     def __enter__(self) -> Self:
         return self

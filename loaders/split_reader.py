@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError
@@ -134,7 +135,18 @@ class SplitReader:
                 "has"
             )
         values: npt.NDArray[Any] = part.shard.values(column)[part.rows]
-        return values if column != LABEL or self._labels is None else self._labels[values].astype(values.dtype)
+        return values if column != LABEL or self._labels is None else self._translated(values, self._labels, part)
+
+    def _translated(self, labels: npt.NDArray[Any], mapping: npt.NDArray[Any], part: ShardPart) -> npt.NDArray[Any]:
+        """Return labels as the mixture numbers its classes; negative ones name no class, and stay."""
+        if (labels >= len(mapping)).any():
+            raise ConfigError(
+                f"{self.split.dataset}/{self.split.name} has a label of {labels.max()} in {part.shard.name}, and "
+                f"names {len(mapping)} classes only; ingest it with all class names"
+            )
+        named = labels >= 0
+        translated: npt.NDArray[Any] = np.where(named, mapping[np.where(named, labels, 0)], labels)
+        return translated.astype(labels.dtype)
 
     def dtype(self, column: str) -> npt.DTypeLike:
         """Return the dtype of a column of fixed width."""

@@ -147,12 +147,18 @@ class StoredLists:
 
     Args:
         column: of lists; null ones count as empty.
+
+    Raises:
+        ConfigError: a list has null in it.
     """
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         self._counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
         self._starts = np.cumsum(self._counts) - self._counts
-        self._values = pc.list_flatten(column).to_numpy()
+        values = pc.list_flatten(column)
+        if values.null_count:
+            raise ConfigError("where documents start is null in a list; it is a number")
+        self._values = values.to_numpy().astype(np.int64, copy=False)
 
     def gather(self, rows: Integers) -> tuple[Integers, npt.NDArray[Any]]:
         """Return the lists of `rows` end to end: for each value the index of its row in `rows`, and the value."""

@@ -128,21 +128,24 @@ class TokenDecoder:
         config = self._config
         tokens = self._tokens.take()[: len(batch.positions)]
         length = np.full(len(tokens), config.block_tokens)
-        pad = config.pad
+        ragged = np.zeros(len(tokens), np.bool_)
         for part in batch.parts:
             self._check_there(part, config.column)
             blocks = self._blocks_of(part.shard)
             tokens[part.indices] = blocks.gather(part.rows)
             if blocks.format.is_ragged:
-                pad = pad or 0
+                ragged[part.indices] = True
                 length[part.indices] = self._lengths(batch, part, blocks)
             if config.lengths_are_needed or LENGTH in part.shard.schema.names:
                 length[part.indices] = self._given_lengths(batch, part, length)
             if blocks.format.may_be_negative:
                 self._check_sign(batch, part, tokens, length)
         length = np.where(batch.mask, length, 0)
-        if pad is not None:
-            _write_padding(tokens, length, pad)
+        if config.pad is not None:
+            _write_padding(tokens, length, config.pad)
+        elif ragged.any():
+            # What a whole block has behind its tokens stays, whatever lies beside it in the batch.
+            _write_padding(tokens, np.where(ragged, length, config.block_tokens), 0)
         return tokens, length
 
     def _lengths(self, batch: SampleBatch, part: ShardPart, blocks: StoredBlocks) -> Integers:

@@ -17,7 +17,7 @@ from datasvc.shards import Split
 from datasvc.shards.sources.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER, TOKENS
 from loaders.data_ranks import choose_data_ranks
 from loaders.loader import Decoder, Loader, check_sizes
-from loaders.mixture import Mixture, splits_of
+from loaders.mixture import Mixture, weighted_splits
 from loaders.token_batch import TokenBatch, to_torch
 from loaders.token_blocks import choose_format
 from loaders.token_decoder import Labels, TokenConfig, TokenDecoder
@@ -93,7 +93,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     ) -> None:
         wanted: Any = ("global" if training else None) if shuffle == "auto" else shuffle
         check_sizes(block_tokens=block_tokens)
-        splits = splits_of(split)
+        splits = weighted_splits(split)
         self._config = TokenConfig(
             column=tokens,
             block_tokens=_common_block(splits, tokens, block_tokens, dtype),

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "datasvc.errors": set(),
     "datasvc.orphans": set(),
+    "datasvc.processors": set(),
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
@@ -27,6 +28,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.durable",
     "datasvc.errors",
     "datasvc.orphans",
+    "datasvc.processors",
 }
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
@@ -38,6 +40,7 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.node"
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
 ALLOWED["loaders"] = {
     "datasvc.ledger",
+    "datasvc.processors",
     "datasvc.durable",
     "datasvc.repository",
     "datasvc.shards",

@@ -80,7 +80,7 @@ def ask(
         retry=tenacity.retry_if_exception_type(UnavailableError),
         stop=tenacity.stop_after_attempt(ATTEMPTS),
         # Drawn at random: of many that were cut off together not all come back together.
-        wait=tenacity.wait_exponential_jitter(multiplier=_FIRST_PAUSE_S, jitter=_FIRST_PAUSE_S),
+        wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S) + tenacity.wait_random(0, _FIRST_PAUSE_S),
         reraise=True,
     )
     return retrying(once)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
+from datasvc.processors import count_processors
 from datasvc.repository import Entry, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.journal import Journal
 from datasvc.repository.objects import digest_of
@@ -375,7 +376,7 @@ def count_workers(source: Source, workers: int | None, engine: EngineName = "loc
         if engine != "local":
             raise ConfigError("an iterable is read by this process; leave engine='ray' away, or write it to files")
         return 1
-    return len(os.sched_getaffinity(0)) if workers is None else workers
+    return count_processors() if workers is None else workers
 
 
 def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,20 @@ class _Run:
     parts: list[Future[dict[int, str]]]
 
 
+_WORKING: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for stopped in list(_WORKING):
+        stopped.set()
+
+
+# A program that ends, by Ctrl-C perhaps, waits for its threads: what nobody will take they leave. There is no public
+# hook that runs before that wait; where this one is gone it takes as long as what was prefetched.
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_stop_all)  # noqa: SLF001
+
+
 class CpuBackend:
     """An `ImageBackend` of `num_threads` threads in all; equal input gives equal bytes at any number of them.
 
@@ -75,6 +90,7 @@ class CpuBackend:
         self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="datasvc-decode")
         self._own = threading.local()
         self._stopped = threading.Event()
+        _WORKING.add(self._stopped)
         self._under_way: deque[_Run] = deque()
 
     def feed(self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None) -> None:
@@ -119,7 +135,7 @@ class CpuBackend:
         worker, bad = self._worker(), {}
         for index in indices:
             if self._stopped.is_set():
-                break
+                raise CancelledError
             reason = worker.decode(
                 work.images[index],
                 work.starts[index],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from datasvc.shards.reader import Bytes
 
+_LOG = logging.getLogger(__name__)
 _HARMLESS = np.frombuffer(b"P6 1 1 255\n\0\0\0", np.uint8)  # a PPM of one black pixel
 
 
@@ -49,8 +51,12 @@ class GpuBackend:
         images, windows = self._under_way[0]
         try:
             decoded = self._taken(images, windows) if images else self._to_device(self._empty(0), {})
-        except RuntimeError:
+        except RuntimeError as error:
+            if type(error).__name__ == "OutOfMemoryError":
+                raise
             decoded = self._decode_one_by_one(images, windows)
+            if not decoded.bad:
+                _LOG.warning("DALI failed on a batch that Pillow decodes, which is slower: %s", error)
             self._build_again()
         self._under_way.popleft()
         return decoded

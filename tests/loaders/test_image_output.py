@@ -1,6 +1,7 @@
 """What `ImageLoader` hands over: pixels, types, layouts, columns, frameworks."""
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,9 @@ def test_a_transform_sees_mirrored_pixels_and_draws_the_same_again(digits):
 def test_a_transform_that_returns_something_else_is_named(digits):
     with pytest.raises(ConfigError, match="transform returned"):
         first(digits["val"], transform=lambda image, _: image[:4])
+
+
+def test_a_transform_that_fails_says_at_which_sample(digits):
+    with pytest.raises(ZeroDivisionError) as raised:
+        first(digits["val"], transform=lambda image, _: image / (1 // 0))
+    assert re.search(r"the sample at position \d+ of epoch 0", raised.value.__notes__[0])

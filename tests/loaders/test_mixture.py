@@ -440,3 +440,36 @@ def test_images_of_a_mixture_resume_bit_for_bit(digits):
         assert first.images.equal(second.images)
         assert first.labels.equal(second.labels)
         assert (first.epoch, first.positions.tolist()) == (second.epoch, second.positions.tolist())
+
+
+def test_labels_that_name_no_class_stay_and_those_behind_the_names_are_refused(tmp_path):
+    repository = Repository.create(str(tmp_path / "repo"))
+    names = {"cats": ("tabby", "manx"), "dogs": ("pug", "tabby")}
+    cats = write_split(repository, "cats", [3], -1, classes=names["cats"])  # labels -1, 0 and 1
+    dogs = write_split(repository, "dogs", [2], 0, classes=names["dogs"])
+    mixture = Mixture({cats: 1, dogs: 1}, block=2, epoch_samples=6)
+    # fmt: off
+    batches = SampleBatches(
+        mixture, [each.origin for each in mixture.splits], OrderConfig(), batch_size=6, rank=0, world_size=1,
+        tail="drop", blob="blob", columns=("label",),
+    )
+    # fmt: on
+    batch = next(batches.stream(Cursor(0, 0)))
+    found = dict(
+        zip(
+            [(int(s), view.tobytes()) for s, view in zip(batch.sources, batch.blobs, strict=True)],
+            batch.columns["label"].tolist(),
+            strict=True,
+        )
+    )
+    assert found == {(0, b"-1"): -1, (0, b"0"): 0, (0, b"1"): 1, (1, b"0"): 2, (1, b"1"): 0}
+    batches.close()
+    wrong = write_split(repository, "wrong", [1], 7, classes=names["cats"])
+    # fmt: off
+    batches = SampleBatches(
+        Mixture({wrong: 1, dogs: 1}, block=2), [wrong.origin, dogs.origin], OrderConfig(), batch_size=2, rank=0,
+        world_size=1, tail="drop", blob="blob", columns=("label",),
+    )
+    # fmt: on
+    with pytest.raises(ConfigError, match=r"a label of 7 .* names 2 classes"):
+        next(batches.stream(Cursor(0, 0)))

@@ -1,5 +1,7 @@
 """Blocks of a shard that is still on its way: what is here is right, and what comes later is seen."""
 
+import dataclasses
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -8,8 +10,10 @@ from datasvc.errors import ConfigError
 from datasvc.order import Step
 from datasvc.repository import Repository
 from datasvc.shards.partial import open_partial
+from datasvc.shards.reader import open_shard
 from datasvc.shards.schema import shard_schema
 from loaders.batches import SampleBatch, ShardPart
+from loaders.token_blocks import StoredLists
 from loaders.token_decoder import TokenConfig, TokenDecoder
 from tests.shards.versions import write_shard
 
@@ -76,3 +80,32 @@ def test_a_shard_without_the_column_is_refused(stored):
     decoder.feed(batch_of(shard, [0]))
     with pytest.raises(ConfigError, match=r"column 'ids' is null for samples of shard .* added without it"):
         decoder.take()
+
+
+def test_what_a_whole_block_has_behind_its_tokens_stays_whatever_lies_beside_it(tmp_path):
+    def shard_of(kind, tokens, **more):
+        fields = [pa.field("key", pa.string(), nullable=False), pa.field("tokens", kind, nullable=False)]
+        if more:
+            fields.append(pa.field("length", pa.int64(), nullable=False))
+        objects = Repository.create(str(tmp_path / str(kind)[:4])).objects
+        row = write_shard(objects, [{"key": "0", "tokens": tokens, **more}], shard_schema(fields))
+        return open_shard(objects, row.shard)
+
+    whole = shard_of(pa.list_(pa.uint32(), 4), [1, 2, 3, 99], length=3)
+    ragged = shard_of(pa.list_(pa.uint32()), [5, 6])
+    config = dataclasses.replace(CONFIG, block_tokens=4, labels=None, documents=False)
+    decoder = TokenDecoder(config, batch_size=2, describe=lambda *_: "", finish=lambda made: made)
+    parts = [ShardPart(each, np.array([index]), np.array([0])) for index, each in enumerate((whole, ragged))]
+    zeros = np.zeros(2, np.int64)
+    mask = np.ones(2, np.bool_)
+    decoder.feed(SampleBatch(0, Step(0, 2, 2), np.arange(2), mask, zeros, zeros, [], {}, parts, zeros))
+    batch = decoder.take()
+    assert batch.tokens.tolist() == [[1, 2, 3, 99], [5, 6, 0, 0]]
+    assert batch.length.tolist() == [3, 2]
+
+
+def test_document_starts_with_null_among_them_are_refused_and_of_any_integers_taken():
+    with pytest.raises(ConfigError, match="null in a list"):
+        StoredLists(pa.chunked_array([[[0, None]]], pa.list_(pa.int32())))
+    rows, starts = StoredLists(pa.chunked_array([[[0, 1], [2]]], pa.list_(pa.uint64()))).gather(np.array([1, 0]))
+    assert (rows.tolist(), starts.tolist(), starts.dtype) == ([0, 1, 1], [2, 0, 1], np.int64)

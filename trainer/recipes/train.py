@@ -24,6 +24,7 @@ from datasvc.errors import ConfigError
 from datasvc.models import Checkpoint, DataUse
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
+from datasvc.processors import count_processors
 from datasvc.shards import Dataset, Split
 from loaders import ImageLoader
 from loaders.augment import AugmentConfig
@@ -181,7 +182,7 @@ def make_loader(config: TrainConfig, cache: Cache | None, split: Split, *, train
         data_rank=hvd.rank(),
         data_world_size=hvd.size(),
         device=rank_device(config),
-        num_threads=max(1, len(os.sched_getaffinity(0)) // hvd.local_size()),
+        num_threads=max(1, count_processors() // hvd.local_size()),
     )
 
 
