@@ -38,6 +38,7 @@ class EpochAudit:
         again: positions handed over by attempts that the weights at the end forgot, restarted from older states.
         copies: positions in further files of the same ranks: model-parallel peers, or a restart from the same state.
         reasons: of what was never handed over or repeatedly: which ranks have a gap or no file, in words.
+        disagreements: of the ranks in the stretches that count for it, a line each.
     """
 
     epoch: int
@@ -53,11 +54,12 @@ class EpochAudit:
     again: int
     copies: int
     reasons: Sequence[str]
+    disagreements: Sequence[str] = ()
 
     @property
     def is_faultless(self) -> bool:
         """Whether nothing speaks against it so far."""
-        return not (self.never.count or self.repeated.count)
+        return not (self.never.count or self.repeated.count or self.disagreements)
 
     @property
     def is_proven(self) -> bool:
@@ -74,7 +76,8 @@ class Audit:
         num_files: how many files were read.
         world_sizes: numbers of ranks, stretch by stretch.
         epochs: those that were looked at.
-        disagreements: files of other data or another order, and ranks that cut batches differently.
+        disagreements: files of other data or another order; and those of the ranks in the epochs looked at, which cut
+            batches differently or left unequal numbers of files.
         damage: what cannot be read, a line each.
         torn: files whose end a crash cut off.
     """
@@ -118,12 +121,13 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
     if epoch is not None and epoch not in epochs:
         raise NotFoundError(f"the ledger says nothing of epoch {epoch}; it knows epochs {known[0]} to {known[-1]}")
     history = _History(stretches, header.num_samples)
+    audits = [history.audit(each) for each in (epochs if epoch is None else [epoch])]
     return Audit(
         header,
         len(files),
         [stretch.world_size for stretch in stretches],
-        [history.audit(each) for each in (epochs if epoch is None else [epoch])],
-        [*disagreements, *chain.from_iterable(map(_disagreements, stretches))],
+        audits,
+        [*disagreements, *dict.fromkeys(chain.from_iterable(each.disagreements for each in audits))],
         [*damage, *chain.from_iterable(file.damage for file in files)],
         [str(file.path) for file in files if file.torn],
     )
@@ -143,9 +147,7 @@ def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[L
 
 
 def _disagreements(stretch: Stretch) -> Iterator[str]:
-    """Yield what the ranks of a stretch do not agree on, where it counts."""
-    if stretch.begin >= stretch.limit:
-        return
+    """Yield what the ranks of a stretch do not agree on."""
     for name in ("batch_size", "tail"):
         ranks = defaultdict(list)
         for rank, file in sorted(stretch.files.items()):
@@ -153,6 +155,17 @@ def _disagreements(stretch: Stretch) -> Iterator[str]:
         if len(ranks) > 1:
             said = "; ".join(f"{value} on ranks {_ranks_text(which)}" for value, which in ranks.items())
             yield f"from {_place_text(stretch.begin)} on ranks differ in {name}: {said}"
+    most = max(stretch.num_files.values())
+    fewer = defaultdict(list)
+    for rank, num_files in sorted(stretch.num_files.items()):
+        if num_files < most:
+            fewer[num_files].append(rank)
+    for num_files, which in sorted(fewer.items()):
+        yield (
+            f"from {_place_text(stretch.begin)} on rank {_ranks_text(which)} left {num_files} "
+            f"{'file' if num_files == 1 else 'files'} where others left {most}: its last may be of an attempt that "
+            "was given up"
+        )
 
 
 def _epochs_of(stretches: Iterable[Stretch]) -> Iterator[int]:
@@ -216,7 +229,15 @@ class _History:
             again=given - sum(comb.size for comb in counted[Kind.SERVED]),
             copies=self._copies[epoch],
             reasons=list(self._reasons(epoch, reached, windows)) if found.never.count or found.repeated.count else [],
+            disagreements=list(self._disagreements(epoch)),
         )
+
+    def _disagreements(self, epoch: int) -> Iterator[str]:
+        """Yield what the ranks do not agree on in the stretches that count for an epoch."""
+        for stretch in self._stretches:
+            start, stop = stretch.range_in(epoch, self._num_samples)
+            if start < stop:
+                yield from _disagreements(stretch)
 
     def _ends(self) -> Iterator[Place]:
         """Yield how far each record that counts brought its rank; the farthest is where the run stands."""

@@ -5,7 +5,8 @@
 
 Integers are little-endian. A record that its rank adds to is written again where it stands. As 64 divides a page, a
 process that is killed leaves a record as it was or as it became: what a file says is exact to the batch. A power cut
-may take the last seconds of a file; what it tears is found by its checksum.
+may take the last seconds of a file; what it tears is found by its checksum. A file that it left empty, or all zeros,
+says nothing and is left out, as if its rank had not begun.
 
 A file is called NUMBER-rankR-of-N-RANDOM.ledger. NUMBER is one more than the highest in the folder when the rank
 began, so a run that continues another has higher numbers than that one.
@@ -14,6 +15,7 @@ began, so a run that continues another has higher numbers than that one.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import struct
@@ -24,7 +26,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
-from datasvc.durable import TEMPORARY_PREFIX, make_folder
+from datasvc.durable import TEMPORARY_PREFIX, fsync_folder, make_folder
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.ledger.comb import Comb
 
@@ -151,6 +153,8 @@ class LedgerFile:
 def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
     """Begin a file in `folder`, which is made where it is missing: whole with its header, or not at all.
 
+    Header and name are synced, once in the life of a file: a power cut takes records at most.
+
     Returns:
         The file, and the byte at which its records begin.
 
@@ -163,7 +167,10 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
     temporary = folder / f"{TEMPORARY_PREFIX}{unique}"
     content = header.encode()
     try:
-        temporary.write_bytes(content)
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         # Listed after the folder was changed: a client of a network file system then asks its server.
         number = max((number for number, _ in list_files(folder)), default=0) + 1
         name = f"{number:08}-rank{header.data_rank}-of-{header.data_world_size}-{unique}{SUFFIX}"
@@ -171,6 +178,7 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    fsync_folder(folder)
     return path, len(content)
 
 
@@ -186,6 +194,8 @@ def list_files(folder: Path) -> list[tuple[int, Path]]:
 def read_ledger(path: Path) -> Iterator[LedgerFile | CorruptDataError]:
     """Yield the files of a ledger, in the order of their numbers; of one without a readable header the error.
 
+    Files that a power cut left empty are left out.
+
     Args:
         path: a folder; or one file.
 
@@ -198,8 +208,11 @@ def read_ledger(path: Path) -> Iterator[LedgerFile | CorruptDataError]:
     if not files:
         raise NotFoundError(f"{path} has no files of a ledger (*{SUFFIX}); give what a loader got as ledger=")
     for number, each in files:
+        content = _read_bytes(each)
+        if not any(content):
+            continue
         try:
-            yield _read_file(each, number)
+            yield _parse_file(each, number, content)
         except CorruptDataError as error:
             yield error
 
@@ -240,8 +253,7 @@ def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
     return Header(**json.loads(body)), len(line)
 
 
-def _read_file(path: Path, number: int) -> LedgerFile:
-    content = _read_bytes(path)
+def _parse_file(path: Path, number: int, content: bytes) -> LedgerFile:
     header, offset = _parse_header(path, content)
     num_records, rest = divmod(len(content) - offset, RECORD_BYTES)
     places = [offset + index * RECORD_BYTES for index in range(num_records)]

@@ -7,7 +7,11 @@ Only the second time counts: the weights that saw the first are gone. The rule, 
    folder allow. Files without records say nothing and are left out.
 2. Neighbours in that order that begin at the same cursor with the same number of ranks are one *stretch*: the ranks
    of a job, side by side. Of several files by one rank in a stretch the last counts; the others are its
-   model-parallel peers, or an attempt that was restarted from the same state.
+   model-parallel peers, or an attempt that was restarted from the same state. Ranks have as many peers and as many
+   attempts as one another, so in a stretch all that left files left equally many. Where they did not, the last file
+   of a rank with fewer may be of an attempt that was given up, which proves nothing of the last one: `audit` calls
+   that a disagreement. (A rank that was killed before its first batch looks the same.) A rank without any file is
+   no disagreement: what it served is missing.
 3. A stretch continues the latest one before it that stood at its first cursor: that began there, or came there with
    whole batches. Where no file says so, it continues the latest that began no later.
 4. The history is the last stretch and whatever it continues, back to the first. Each of these counts from where it
@@ -20,6 +24,7 @@ next begins to serve.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -50,6 +55,11 @@ class Stretch:
     world_size: int
     files: dict[int, LedgerFile]
     copies: list[LedgerFile]
+
+    @property
+    def num_files(self) -> dict[int, int]:
+        """How many files each rank left, with its copies."""
+        return dict(Counter(file.header.data_rank for file in (*self.files.values(), *self.copies)))
 
     @property
     def missing_ranks(self) -> list[int]:

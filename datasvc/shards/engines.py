@@ -15,13 +15,14 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any, Final, Literal
 
+import pyarrow as pa
+
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
 from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
 from datasvc.shards.build_listed import build_listed
 from datasvc.shards.build_streamed import build_streamed
-from datasvc.shards.lean_memory import keep_no_freed_memory
 from datasvc.shards.plan import Unit
 
 EngineName = Literal["local", "ray"]
@@ -186,7 +187,8 @@ _in_worker: tuple[Work, Repository, Report] | None = None
 def _start_worker(work: Work, counters: _Counters) -> None:
     global _in_worker  # noqa: PLW0603 - the one place where a worker process keeps what it works on
     end_with_parent()
-    keep_no_freed_memory()
+    # As in `lean_memory`, for good: a worker that was spawned begins with a pool of Arrow's own.
+    pa.set_memory_pool(pa.system_memory_pool())
     _in_worker = (work, Repository.open(work.repository_url), counters.take_slot())
 
 
