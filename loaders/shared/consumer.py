@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +86,7 @@ class SharedBatches:
         self._job = ServerJob.plan(share, recipe=recipe, path=path, fingerprint=fingerprint | {"batches": kind})
         self._connection: socket.socket | None = None
         self._has_joined = False
+        self._is_starter = False
         self._losses = 0
         self._is_behind = False
         self._promised: set[Cursor] = set()
@@ -100,16 +104,16 @@ class SharedBatches:
         """
         if not self._join():
             return False
-        try:
+        answer: Message | None = None
+        with self._exchange():
             self._say({"do": "ask", "cursor": [cursor.epoch, cursor.position]})
             answer = self._wait_for("promised", "refused")
-        except OSError as error:
-            self._lose(str(error))
+            if answer["say"] == "promised":
+                self._promised.add(cursor)
+        if answer is None:
             return False
-        is_promised = bool(answer["say"] == "promised")
+        is_promised = cursor in self._promised
         self._note_lag(answer, is_promised=is_promised)
-        if is_promised:
-            self._promised.add(cursor)
         return is_promised
 
     def take(self, cursor: Cursor) -> Any | None:
@@ -118,27 +122,24 @@ class SharedBatches:
         Its arrays are views of shared memory, mapped for this batch alone: they stay as they are for as long as they
         are kept, and what is written to them nobody else sees.
         """
-        try:
+        batch: Any | None = None
+        with self._exchange():
             while cursor in self._promised and cursor not in self._arrived:
                 self._note(self._hear())
-        except OSError as error:
-            self._lose(str(error))
-        self._promised.discard(cursor)
-        arrived = self._arrived.pop(cursor, None)
-        if arrived is None:
-            return None
-        self._losses = 0
-        self.counts.shared += 1
-        return self._read(*arrived)
+            self._promised.discard(cursor)
+            if cursor in self._arrived:
+                batch = self._read(*self._arrived.pop(cursor))
+        if batch is not None:
+            self._losses = 0
+            self.counts.shared += 1
+        return batch
 
     def forget(self) -> None:
         """Drop everything that was promised."""
         if self._connection is not None and self._promised:
-            try:
+            with self._exchange():
                 self._say({"do": "forget"})
                 self._wait_for("forgotten")
-            except OSError as error:
-                self._lose(str(error))
         self._promised.clear()
         for place, descriptor in self._arrived.values():
             os.close(descriptor)
@@ -149,12 +150,10 @@ class SharedBatches:
         """Return what the decoding process counted: {} where there is none."""
         if not self._has_joined:
             return {}
-        try:
+        with self._exchange():
             self._say({"do": "status"})
             return self._wait_for("status")
-        except OSError as error:
-            self._lose(str(error))
-            return {}
+        return {}
 
     def close(self) -> None:
         """Leave the share: its process ends when nobody is left. Batches that were taken stay as they are."""
@@ -172,19 +171,10 @@ class SharedBatches:
             return True
         if self._connection is None and self._losses >= _LOSSES:
             return False
-        is_first = self._losses == 0
-        try:
-            if self._connection is None:
-                self._connect()
-            assert self._connection is not None
-            # Who lost a server works on alone until the next one is up.
-            self._connection.settimeout(self._share.silent_s if is_first else 0)
-            answer = self._hear()
-            self._connection.settimeout(self._share.silent_s)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._lose(str(error))
+        answer: Message | None = None
+        with self._exchange(), suppress(BlockingIOError):
+            answer = self._hear_of_joining()
+        if answer is None:
             return False
         if answer["say"] == "mismatch":
             self._disconnect()
@@ -192,13 +182,53 @@ class SharedBatches:
         self._has_joined = True
         return True
 
+    def _hear_of_joining(self) -> Message:
+        """Return what the server says to a newcomer. One that ends before it says anything only has its place taken.
+
+        Raises:
+            BlockingIOError: nothing yet, and this job does not wait.
+            OSError: the server that this job started is gone, or another for `silent_s`.
+        """
+        # Who lost a server works on alone until the next one is up.
+        timeout_s = self._share.silent_s if self._losses == 0 else 0
+        give_up_at = time.monotonic() + self._share.silent_s
+        while True:
+            try:
+                if self._connection is None:
+                    self._connect()
+                assert self._connection is not None
+                self._connection.settimeout(timeout_s)
+                answer = self._hear()
+                self._connection.settimeout(self._share.silent_s)
+            except ConnectionError:
+                # The last job of a share has just left, perhaps this one. A new server that fails would fail again.
+                if self._is_starter or time.monotonic() > give_up_at:
+                    raise
+                self._disconnect()
+            else:
+                return answer
+
     def _connect(self) -> None:
         connection, listener = connect_or_listen(self._address, self._share.silent_s)
-        self._connection = connection
+        self._connection, self._is_starter = connection, listener is not None
         if listener is not None:
             with listener:
                 start_server(self._job, listener)
         send(connection, {"do": "join", "fingerprint": self._job.fingerprint})
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Count the other side as lost where it is; leave where the block is interrupted.
+
+        What is still to come would be taken for the answer to the next question.
+        """
+        try:
+            yield
+        except OSError as error:
+            self._lose(str(error))
+        except BaseException:
+            self._disconnect()
+            raise
 
     def _say(self, message: Message) -> None:
         assert self._connection is not None
@@ -229,7 +259,7 @@ class SharedBatches:
         message, descriptor = found
         if descriptor is not None:
             self._arrived[Cursor(*message["cursor"])] = message, descriptor
-        elif message["say"] == "ended":
+        elif message["say"] in {"ended", "ending"}:
             raise ConnectionResetError(message["reason"])
         return message
 

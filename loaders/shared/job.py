@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle  # to a process that this one starts
 import socket
 import subprocess
@@ -73,8 +74,11 @@ def start_server(job: ServerJob, listener: socket.socket) -> int:
     Raises:
         OSError: no process could be made.
     """
+    # -P, and the search path of this process: it finds what this one finds, and nothing else that lies in the working
+    # directory, which may be anybody's.
     process = subprocess.Popen(  # noqa: S603 - one of our own modules
-        [sys.executable, "-m", "loaders.shared.server", str(listener.fileno())],
+        [sys.executable, "-P", "-m", "loaders.shared.server", str(listener.fileno())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,  # whoever reads what this process writes must not wait for that one
         stderr=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import struct
 from contextlib import suppress
@@ -90,6 +91,13 @@ def user_of(connection: socket.socket) -> int:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     return int(user)
+
+
+def is_gone(connection: socket.socket) -> bool:
+    """Whether the other end is closed, whatever of it is still to be read."""
+    poll = select.poll()
+    poll.register(connection, 0)  # POLLHUP is told unasked
+    return bool(poll.poll(0))
 
 
 def _check_user(connection: socket.socket, address: str) -> None:

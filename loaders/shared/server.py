@@ -20,7 +20,7 @@ from typing import Any
 from loaders.shared.decoding import Decoding, Outcome
 from loaders.shared.job import ServerJob
 from loaders.shared.messages import Message, receive, send
-from loaders.shared.rendezvous import user_of
+from loaders.shared.rendezvous import is_gone, user_of
 from loaders.shared.slots import Slot, Slots
 from loaders.shared.window import Window
 from loaders.split_reader import Cursor
@@ -31,13 +31,13 @@ class Consumer:
 
     Attributes:
         connection: to it.
-        has_joined: it asked for the same batches.
+        has_joined: it asked for the same batches; None: it has not said yet.
         promised: steps that it waits for, and where they start.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.has_joined = False
+        self.has_joined: bool | None = None
         self.promised: dict[int, Cursor] = {}
 
 
@@ -65,17 +65,20 @@ class Server:
         self._first = Cursor(0, 0)  # where step 0 of the window starts
         self._next = Cursor(0, 0)  # where the window's next step starts
         self._broken = ""
+        self._has_served = False
+        self._is_ending = False
         self._consumers: set[Consumer] = set()
         self._counts: Counter[str] = Counter(decoded=0, lent=0, refused=0)
 
     def run(self) -> None:
-        """Serve until nobody is left, in the queue at the door either."""
+        """Serve until nobody is left, in the queue at the door either, or only who wants another server."""
         self._accept()
-        while self._consumers:
+        while self._consumers and not self._is_ending:
             for key, _ in self._selector.select():
-                key.data()
+                if not self._is_ending:
+                    key.data()
             self._decode_next()
-            if not self._consumers:
+            if not self._consumers and not self._is_ending:
                 self._accept()
 
     def end(self, reason: str) -> None:
@@ -110,14 +113,15 @@ class Server:
         message, descriptor = heard
         if descriptor is not None:
             os.close(descriptor)
-        self._answer(consumer, message)
+        try:
+            self._answer(consumer, message)
+        except (KeyError, TypeError, AttributeError):
+            self._part_with(consumer)  # it speaks another language
 
     def _answer(self, consumer: Consumer, message: Message) -> None:
         match message.get("do"):
             case "join":
-                consumer.has_joined = message["fingerprint"] == self._job.fingerprint
-                said = "joined" if consumer.has_joined else "mismatch"
-                self._say(consumer, {"say": said, "fingerprint": self._job.fingerprint})
+                self._let_in(consumer, message["fingerprint"])
             case "ask" if consumer.has_joined:
                 self._ask(consumer, Cursor(*message["cursor"]))
             case "forget":
@@ -134,6 +138,28 @@ class Server:
                 )
             case _:
                 self._part_with(consumer)
+
+    def _let_in(self, consumer: Consumer, fingerprint: object) -> None:
+        consumer.has_joined = fingerprint == self._job.fingerprint
+        self._has_served = self._has_served or consumer.has_joined
+        if not consumer.has_joined and not any(self._counts_on(other) for other in self._consumers):
+            self._end_for_others()
+            return
+        said = "joined" if consumer.has_joined else "mismatch"
+        self._say(consumer, {"say": said, "fingerprint": self._job.fingerprint})
+
+    def _counts_on(self, consumer: Consumer) -> bool:
+        """Whether a consumer is here for these batches, or may be the one that started this process."""
+        is_expected = consumer.has_joined is None and not self._has_served
+        return (bool(consumer.has_joined) or is_expected) and not is_gone(consumer.connection)
+
+    def _end_for_others(self) -> None:
+        """Free the name for a server of other settings, then say so: who hears it takes its place at once."""
+        self._is_ending = True
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        for consumer in list(self._consumers):
+            self._say(consumer, {"say": "ending", "reason": "it decoded other batches, for nobody any more"})
 
     def _ask(self, consumer: Consumer, cursor: Cursor) -> None:
         if self._broken:
@@ -200,6 +226,8 @@ class Server:
             self._broken = outcome.error
 
     def _lend(self, consumer: Consumer, slot: Slot) -> None:
+        if consumer not in self._consumers:
+            return  # just gone: it would never give it back
         self._counts["lent"] += 1
         slot.holders[consumer] += 1
         place: Message = {

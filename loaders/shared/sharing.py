@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import pickle  # to tell settings apart
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 from datasvc.cache import Cache
+from datasvc.errors import ConfigError
 from loaders.loader import Loader
 from loaders.mixture import Mixture
 from loaders.shared.consumer import ShareCounts, SharedBatches
@@ -40,10 +42,16 @@ class Sharing(Generic[B]):
         counts: how it went so far.
 
     Raises:
-        ConfigError: the arguments cannot be sent to another process.
+        ConfigError: the arguments cannot be sent to another process; the loader prefetches more than the share's lag.
     """
 
     def __init__(self, loader: Loader[B], share: Share, arguments: Mapping[str, Any], cache: Cache | None) -> None:
+        prefetch = arguments.get("prefetch", 0)
+        if prefetch > share.lag:
+            raise ConfigError(
+                f"prefetch is {prefetch}, more than the lag of {share.lag} of the share {share.name!r}: jobs of "
+                "equal pace that prefetch less would fall behind; give it a larger lag, or a smaller prefetch"
+            )
         self.counts = ShareCounts()
         self._share, self._ranks, self._cache = share, loader.ranks, cache
         self._loader, self._samples = type(loader), loader.split
@@ -110,9 +118,8 @@ def _name(value: object) -> Any:
         return [_name(each) for each in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _name(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    name = getattr(value, "__qualname__", None)
-    if name is not None:
-        return f"{getattr(value, '__module__', '')}.{name}"
+    if isinstance(value, FunctionType | type):
+        return f"{value.__module__}.{value.__qualname__}"
     try:
         content = pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):

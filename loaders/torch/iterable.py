@@ -25,7 +25,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     Args:
         dataset: reads and transforms samples.
-        batches: which, and in what order.
+        batches: which, in what order, and from where on: it starts where they do.
 
     Raises:
         ConfigError: the two are of different splits.
@@ -37,7 +37,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         self.dataset = dataset
         self.order: RankOrder = batches.order
         # Epoch and position in memory that workers share, so that those that outlive an epoch see the next.
-        self._start: torch.Tensor = torch.tensor([batches.epoch, 0]).share_memory_()  # type: ignore[no-untyped-call]
+        self._start: torch.Tensor = torch.tensor(batches.cursor).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def batch_size(self) -> int:
@@ -47,14 +47,20 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of which a `for` yields the rest."""
-        return int(self._start[0])
+        return self.cursor[0]
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        """Epoch and position where a `for` starts."""
+        epoch, position = self._start.tolist()
+        return epoch, position
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch."""
         return self.order.count_own()[1]
 
     def __iter__(self) -> ServedSamples:
-        epoch, position = self._start.tolist()
+        epoch, position = self.cursor
         info = torch.utils.data.get_worker_info()
         worker, num_workers = (0, 0) if info is None else (info.id, info.num_workers)
         batches = DrawnBatches(self.order, epoch, position, worker=worker, num_workers=num_workers)

@@ -16,6 +16,10 @@ from loaders.torch.sampler import OrderBatchSampler
 class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
     """A `torch.utils.data.DataLoader` in our order, with a state: `for batch in loader` runs to the end of the epoch.
 
+    The first `for` starts where its data set or sampler does when the loader is made: where `set_epoch` or
+    `load_state_dict` put it. From then on the loader's own state counts: load states into the loader. It moves the
+    sampler or data set along, so give each loader its own.
+
     A new `for` goes on where the last one stopped: the rest of the epoch, or the next epoch. What workers prefetched
     is never part of the state, nor is how many there are: it counts batches handed over, which says where the order
     stands. The state is that of all loaders of datasvc, and goes from any of them to any other.
@@ -52,7 +56,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
                 "expected a data set with an OrderBatchSampler, or an IterableDataset of loaders.torch alone; got "
                 f"{type(data).__name__} and {type(batches).__name__}"
             )
-        self._cursor = (0, 0)
+        self._cursor = self._source.cursor
         super().__init__(data, **options)
 
     def __len__(self) -> int:

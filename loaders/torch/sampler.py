@@ -79,6 +79,11 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         """The epoch of which a `for` yields the rest."""
         return self._epoch
 
+    @property
+    def cursor(self) -> tuple[int, int]:
+        """Epoch and position where a `for` starts."""
+        return self._epoch, self._position
+
     def __len__(self) -> int:
         """Batches of a whole epoch."""
         return self.order.count_own()[0]

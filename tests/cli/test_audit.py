@@ -83,6 +83,16 @@ def test_samples_that_a_rank_did_not_serve_are_named_by_position_or_key(ledger, 
     assert never == {"count": 18, "samples": [{"position": 6, "key": keys[0]}]}
 
 
+def test_a_rank_with_fewer_files_than_others_is_named_and_nothing_is_proven(ledger, repository):
+    split = open_dataset(repository, "numbers")["train"]
+    with EchoLoader(split, batch_size=6, rank=0, world_size=2, ledger=ledger) as loader:
+        list(loader)
+    done = datasvc("audit", ledger)
+    assert done.returncode == 1
+    assert "rank 1 left 1 file where others left 2" in done.stdout
+    assert "epoch 0: not proven" in done.stdout
+
+
 def test_keys_come_from_no_other_version_than_the_run_read(ledger, repository, tmp_path):
     file_of_rank(ledger, 1).unlink()
     for path in (tmp_path / "repo" / "datasets" / "numbers" / "versions").iterdir():

@@ -1,6 +1,7 @@
 """The files of a ledger: what is written is read, and damage is told from a crash."""
 
 import dataclasses
+import os
 
 import pytest
 from hypothesis import given
@@ -98,6 +99,33 @@ def test_a_hole_at_the_end_is_that_of_a_power_cut(path):
         file.write(bytes(2 * RECORD_BYTES))
     (found,) = read_ledger(path)
     assert (list(found.records), found.torn, list(found.damage)) == (RECORDS, True, [])
+
+
+@pytest.mark.parametrize("content", [b"", bytes(10), bytes(5 * RECORD_BYTES)])
+def test_a_file_that_a_power_cut_left_empty_says_nothing(path, content):
+    (whole,) = read_ledger(path)
+    empty, _ = create_ledger_file(path.parent, HEADER)
+    empty.write_bytes(content)
+    assert list(read_ledger(path.parent)) == [whole]
+    assert list(read_ledger(empty)) == []
+    with pytest.raises(CorruptDataError):
+        read_header(empty)
+
+
+def test_a_new_file_survives_a_power_cut_before_its_name_is_used(tmp_path, monkeypatch):
+    """The header is synced under a name that no reader looks at, then the folder with the name."""
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        real(descriptor)
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), len(list_files(tmp_path))))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    create_ledger_file(tmp_path, HEADER)
+    (content, folder) = synced
+    assert content[0].startswith(f"{tmp_path}/.tmp-")
+    assert content[1] == 0
+    assert folder == (str(tmp_path), 1)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

@@ -114,6 +114,7 @@ def test_the_audit_finds_what_a_count_finds_over_any_kills_restarts_and_resizes(
     """Runs start from states that earlier ones saved, older ones too, and end killed, some ranks a step ahead."""
     ledger = tmp_path_factory.mktemp("ledgers") / "ledger"
     model, states = Model(), [EchoLoader(numbers, batch_size=1, order=order).state_dict()]
+    attempts = []  # cursor and world size, and how many files each rank left, attempts that began alike as one
     for run in runs:
         states = states[: max(1, len(states) - run["restored"])]  # what was saved later is forgotten
         state = states[-1]
@@ -122,6 +123,7 @@ def test_the_audit_finds_what_a_count_finds_over_any_kills_restarts_and_resizes(
         )
         streams = [over_epochs(loader) for loader in loaders]
         has_begun = False  # a restart that serves nothing forgets nothing
+        key, begun = (state["epoch"], state["position"], run["world_size"]), set()
         for step in range(run["steps"]):
             is_last = step == run["steps"] - 1
             for rank, stream in enumerate(streams):
@@ -130,15 +132,23 @@ def test_the_audit_finds_what_a_count_finds_over_any_kills_restarts_and_resizes(
                         model.restore(state)
                         has_begun = True
                     model.serve(next(stream), bad)
+                    begun.add(rank)
             if step == run["saved_after"] and not is_last:
                 states.append(loaders[0].state_dict())
                 if run["closed"]:
                     loaders[0].close()
+        if begun and (not attempts or attempts[-1][0] != key):
+            attempts.append((key, Counter()))
+        if begun:
+            attempts[-1][1].update(begun)
     if not ledger.exists():
         return
     found = audit_of(ledger)
     assert not found.damage
-    assert not found.disagreements
+    # A rank that was killed before its first batch left a file less than others, as one does whose file was lost.
+    unequal = [len(set(num_files.values())) > 1 for _, num_files in attempts]
+    assert all("where others left" in said for said in found.disagreements)
+    assert unequal[-1] <= bool(found.disagreements) <= any(unequal)
     for epoch in found.epochs:
         lived = [each for each in model.lived if each[1] == epoch.epoch]
         forgotten = [each for each in model.forgotten if each[1] == epoch.epoch and each[3]]
@@ -223,6 +233,36 @@ def test_earlier_files_do_not_stand_in_for_one_that_is_gone(numbers, tmp_path):
     gone.unlink()
     (epoch,) = audit_of(tmp_path).epochs
     assert positions_of(epoch.never) == [p for p in range(16, 40) if p % 8 >= 4]
+
+
+@pytest.mark.parametrize("num_peers", [1, 2])
+def test_a_file_of_an_attempt_before_does_not_stand_in_for_one_that_is_gone(numbers, tmp_path, num_peers):
+    """Both attempts began at the same cursor with as many ranks; each rank had as many model-parallel peers."""
+    for _ in range(2 * num_peers):
+        for loader in ranks_of(numbers, tmp_path, 2, 4):
+            list(loader)
+    assert audit_of(tmp_path).is_proven
+    max(tmp_path.glob("*-rank1-of-2-*")).unlink()
+    found = audit_of(tmp_path)
+    left, others = f"{2 * num_peers - 1} file{'s' * (num_peers > 1)}", 2 * num_peers
+    (said,) = found.disagreements
+    assert said.startswith(f"from epoch 0, position 0, on rank 1 left {left} where others left {others}")
+    (epoch,) = found.epochs
+    assert list(epoch.disagreements) == [said]
+    assert not epoch.is_proven
+    assert not found.is_proven
+
+
+def test_unequal_numbers_of_files_speak_against_no_epoch_that_they_say_nothing_of(numbers, tmp_path):
+    for _ in range(2):
+        loaders = ranks_of(numbers, tmp_path, 2, 4)
+        state = serve(loaders, 2)
+    max(tmp_path.glob("*-rank1-of-2-*")).unlink()
+    serve(ranks_of(numbers, tmp_path, 1, 8, state), 8)
+    found = audit_of(tmp_path)
+    assert [epoch.is_proven for epoch in found.epochs] == [False, True]
+    assert not found.is_proven
+    assert audit_of(tmp_path, epoch=1).is_proven
 
 
 def rewrite(path, change):

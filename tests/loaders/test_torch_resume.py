@@ -96,6 +96,32 @@ def test_a_state_counts_what_was_handed_over_and_goes_to_any_number_of_workers(d
     assert_same(read(loader, 1), epochs[1][:1])
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_loaded_into_the_sampler_reaches_whatever_is_made_of_it(dataset, epochs, num_workers):
+    batches = source_of("map", dataset)
+    batches.load_state_dict(batches.order.state_at(1, 3 * BATCH))
+    assert batches.cursor == (1, 3 * BATCH)
+    samples = IterableDataset(dataset, batches)
+    assert samples.cursor == (1, 3 * BATCH)
+    loaders = [
+        stateful(samples, dataset, num_workers),
+        ResumableDataLoader(samples, num_workers=num_workers),
+        ResumableDataLoader(dataset, batches, num_workers=num_workers),
+    ]
+    assert loaders[1].state_dict() == loaders[2].state_dict() == batches.order.state_at(1, 3 * BATCH)
+    for loader in loaders:
+        assert_same(list(loader), epochs[1][3:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_begins_with_the_epoch_that_was_set_before_it_was_made(dataset, epochs, kind):
+    source = source_of(kind, dataset)
+    source.set_epoch(2)
+    loader = ResumableDataLoader(*((source,) if kind == "iterable" else (dataset, source)))
+    assert loader.epoch == 2
+    assert_same(read(loader, 2), epochs[2][:2])
+
+
 def test_a_state_loaded_inside_a_loop_ends_it(dataset, epochs):
     loader = resumable("map", dataset, 0)
     state = loader.state_dict()

@@ -31,12 +31,13 @@ def endless(loader):
         yield from loader.numpy()
 
 
-def main():
+def main(**more):
+    """Take commands until they end; `more` are arguments of the loader that are not JSON."""
     warnings.simplefilter("ignore")
     options = json.loads(sys.argv[2])
     share = Share(**options.pop("share"))
     split = open_dataset(Repository.open(sys.argv[1]), "digits@1")[options.pop("split", "val")]
-    loader = ImageLoader(split, share=share, **{**OPTIONS, **options})
+    loader = ImageLoader(split, share=share, **{**OPTIONS, **options, **more})
     batches = endless(loader)
     for line in sys.stdin:
         command, *arguments = json.loads(line)

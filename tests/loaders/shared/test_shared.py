@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import secrets
 import select
 import signal
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,20 @@ from datasvc.errors import BadSampleError, ConfigError, LagError
 from datasvc.shards import ingest, open_dataset
 from loaders import ImageLoader
 from loaders.data_ranks import DataRanks
-from loaders.shared import Share
+from loaders.shared import Share, consumer
 from loaders.shared.job import ServerJob, start_server
+from loaders.shared.memory import Memory
+from loaders.shared.messages import receive, send
 from loaders.shared.path import Path as RunPath
 from loaders.shared.recipe import Recipe
 from loaders.shared.rendezvous import address_of, connect_or_listen
+from loaders.shared.server import Consumer
+from loaders.shared.server import Server as ServerInside
 from loaders.split_reader import Cursor
 from tests.loaders.shared.job import OPTIONS, describe, endless
 
 ROOT = Path(__file__).parents[3]
+JOB = Path(__file__).with_name("job.py")
 
 
 @pytest.fixture
@@ -60,16 +66,17 @@ def alone(digits):
 
 
 class Job:
-    """A process of `job.py`."""
+    """A process of `job.py`, or of another script that takes the same commands."""
 
-    def __init__(self, split, share, **options):
+    def __init__(self, split, share, script=JOB, cwd=None, **options):
         settings = {"share": share if isinstance(share, dict) else {"name": share}, **options}
         self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("job.py"), split.repository.url, json.dumps(settings)],
+            [sys.executable, script, split.repository.url, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=cwd,
         )
 
     def tell(self, *command):
@@ -488,6 +495,147 @@ def test_where_the_server_cannot_make_the_loader_everybody_decodes_alone(digits,
         assert loader.sharing.counts.alone == 5
         server = Server(loader.sharing.status()["pid"])
     server.wait()
+
+
+def test_transforms_of_a_module_beside_the_script_are_found_and_nothing_of_the_working_directory(
+    digits, name, tmp_path
+):
+    beside, cwd = tmp_path / "beside", tmp_path / "cwd"
+    beside.mkdir()
+    cwd.mkdir()
+    (beside / "own_transforms.py").write_text("def invert(pixels, generator):\n    return 255 - pixels\n")
+    script = beside / "train.py"
+    script.write_text(
+        "from own_transforms import invert\nfrom tests.loaders.shared.job import main\nmain(transform=invert)\n"
+    )
+    (cwd / "json.py").write_text("open('was_run', 'w').close()\n")
+    with Job(digits["val"], name, script, cwd) as job:
+        job.do("take", 5)
+        counts = job.do("counts")
+        assert (counts["shared"], counts["alone"], counts["lost"]) == (5, 0, 0)
+        assert not (cwd / "was_run").exists()
+        server = Server(job.do("status")["pid"])
+    server.wait()
+
+
+@contextmanager
+def no_more_files():
+    """No file can be opened by this process inside the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_who_can_open_no_more_files_decodes_alone(digits, alone, name, has_arrived):
+    with make(digits["val"], Share(name, lag=30)) as loader:
+        assert take(loader, 1) == alone[:1]
+        batches = loader.sharing._batches
+        far = Cursor(0, 8 * 20)
+        assert batches.ask(far)
+        if has_arrived:
+            while far not in batches._arrived:
+                batches._hear()
+        server = Server(loader.sharing.status()["pid"])
+        with pytest.warns(RuntimeWarning, match="Too many open files"), no_more_files():
+            assert batches.take(far) is None
+        server.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert take(loader, 10) == alone[1:11]
+            join_again(loader)
+        server = Server(loader.sharing.status()["pid"])
+    server.wait()
+
+
+def test_an_answer_that_was_interrupted_is_not_taken_for_that_to_the_next_question(digits, name, monkeypatch):
+    def interrupted(connection):
+        raise KeyboardInterrupt
+
+    with make(digits["val"], name) as first, make(digits["val"], name) as second:
+        take(first, 1)
+        take(second, 1)
+        batches = second.sharing._batches
+        for question in (lambda: batches.ask(Cursor(0, 8)), batches.status):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(consumer, "receive", interrupted)
+                question()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert not batches.ask(Cursor(0, 3))  # no step that the first comes to
+            assert batches.ask(Cursor(0, 8))
+        assert second.sharing.counts.lost == 0
+        server = Server(first.sharing.status()["pid"])
+    server.wait()
+
+
+@pytest.mark.parametrize("fate", [signal.SIGCONT, signal.SIGKILL])
+def test_a_name_is_free_for_other_settings_as_soon_as_nobody_uses_it(digits, name, monkeypatch, fate):
+    with make(digits["val"], name) as first:
+        take(first, 1)
+        server = Server(first.sharing.status()["pid"])
+        first.sharing._batches.forget()  # so that closing waits for no answer
+        os.kill(server.pid, signal.SIGSTOP)  # it has not seen yet that the first is gone when the second comes
+    fates = [fate]
+
+    def send_and_go_on(connection, message):
+        send(connection, message)
+        if fates:
+            os.kill(server.pid, fates.pop())
+
+    with make(digits["val"], name, seed=3) as second:
+        monkeypatch.setattr(consumer, "send", send_and_go_on)
+        take(second, 5)
+        counts = second.sharing.counts
+        assert (counts.shared, counts.alone, counts.lost) == (5, 0, 0)
+        server.wait()
+        server = Server(second.sharing.status()["pid"])
+    server.wait()
+
+
+def test_messages_that_make_no_sense_end_whoever_sent_them_alone(digits, alone, name):
+    with make(digits["val"], name) as loader:
+        assert take(loader, 5) == alone[:5]
+        join = {"do": "join", "fingerprint": loader.sharing._batches._job.fingerprint}
+        for message in (
+            [],
+            {"do": "join"},
+            {"do": "release"},
+            {"do": "release", "numbers": 3},
+            {"do": "ask", "cursor": 3},
+            {"do": "ask", "cursor": ["a", "b"]},
+        ):
+            connection, _ = connect_or_listen(address_of(name, DataRanks()), 30)
+            with connection:
+                send(connection, join)
+                assert receive(connection)[0]["say"] == "joined"
+                send(connection, message)
+                assert receive(connection) is None
+        assert take(loader, 5) == alone[5:10]
+        assert loader.sharing.counts.lost == 0
+        server = Server(loader.sharing.status()["pid"])
+    server.wait()
+
+
+def test_a_loan_to_a_consumer_that_has_just_gone_is_none(digits, name):
+    recipe = Recipe(ImageLoader, digits["val"], None, OPTIONS)
+    job = ServerJob.plan(Share(name), recipe=recipe, path=RunPath(360, 8, "drop"), fingerprint={})
+    connection, listener = connect_or_listen(address_of(name, DataRanks()), 30)
+    with connection, listener:
+        server = ServerInside(job, listener)
+        slot = server._slots.add(Cursor(0, 0), Memory(64), [])
+        server._lend(Consumer(connection), slot)
+        assert not slot.holders.total()
+        server._slots.drop(slot)
+
+
+def test_a_loader_that_would_push_out_jobs_of_its_own_pace_is_refused(digits, name):
+    with pytest.raises(ConfigError, match=r"prefetch is 7, more than the lag of 6"):
+        make(digits["val"], name, prefetch=7)
+    make(digits["val"], name, prefetch=6).close()
 
 
 def test_what_cannot_be_sent_to_another_process_is_refused(digits, name):
