@@ -24,6 +24,19 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True, name="datasvc-parent").start()
 
 
+def command_of(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs one of our modules; with `environment` it finds what this process finds.
+
+    Nothing else that lies in the working directory, which may be anybody's, is imported.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment with its search path, as it is now."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 class Companion:
     """A program of ours beside this process, told what to do over its standard input: it ends with that.
 
@@ -41,7 +54,8 @@ class Companion:
 
     def __init__(self, module: str, message: object, *, answers: bool = False) -> None:
         self.process = subprocess.Popen(  # noqa: S603 - one of our own modules
-            [sys.executable, "-m", module],
+            command_of(module),
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if answers else subprocess.DEVNULL,
         )

@@ -40,6 +40,7 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.node"
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
 ALLOWED["loaders"] = {
     "datasvc.ledger",
+    "datasvc.orphans",
     "datasvc.processors",
     "datasvc.durable",
     "datasvc.repository",

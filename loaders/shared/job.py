@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle  # to a process that this one starts
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError
+from datasvc.orphans import command_of, environment
 from loaders.shared.path import Path
 from loaders.shared.recipe import Recipe
 from loaders.shared.settings import Share
@@ -74,11 +73,9 @@ def start_server(job: ServerJob, listener: socket.socket) -> int:
     Raises:
         OSError: no process could be made.
     """
-    # -P, and the search path of this process: it finds what this one finds, and nothing else that lies in the working
-    # directory, which may be anybody's.
     process = subprocess.Popen(  # noqa: S603 - one of our own modules
-        [sys.executable, "-P", "-m", "loaders.shared.server", str(listener.fileno())],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        command_of("loaders.shared.server", str(listener.fileno())),
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,  # whoever reads what this process writes must not wait for that one
         stderr=subprocess.DEVNULL,
