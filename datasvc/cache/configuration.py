@@ -118,9 +118,11 @@ def check_folder(folder: Path) -> None:
             f"the cache {folder} belongs to user {owner}, this is user {os.geteuid()}: users cannot share a cache "
             "folder; use another folder, or let `datasvc serve` run as one user for all"
         )
-    # What lies below objects/ is taken for cached copies, and evicted.
+    # What lies below objects/ is taken for cached copies, and evicted. Looked at first: another process may be making
+    # the folder, and makes objects/ last.
+    has_objects = (folder / "objects").exists()
     is_cache = Configuration.is_written(folder) or (folder / "catalogue").exists()
-    if (folder / MARKER).exists() or ((folder / "objects").exists() and not is_cache):
+    if (folder / MARKER).exists() or (has_objects and not is_cache):
         raise ConfigError(
             f"{folder} is a repository or something else with objects of its own, which a cache would evict: "
             "give the cache a folder to itself"

@@ -3,6 +3,7 @@
 import os
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from datasvc.cache import Cache, Quota
 from datasvc.cache.configuration import Configuration, check_folder, file_system_of
+from datasvc.cache.files import Files
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
 from datasvc.repository import Repository
 
@@ -48,6 +50,27 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
         check_folder(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_processes_that_make_a_cache_at_once_do_not_refuse_each_other(tmp_path, monkeypatch, moment):
+    """Another process makes the folder between any two looks of this one at it."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    real, looks = Path.exists, []
+
+    def exists(path):
+        there = real(path)
+        looks.append(path)
+        if len(looks) == moment:
+            Files(folder)
+        return there
+
+    if moment == 0:
+        Files(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", exists)
+        check_folder(folder)
 
 
 def test_a_file_where_the_cache_shall_be_is_refused(tmp_path):

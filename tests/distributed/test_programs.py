@@ -43,3 +43,7 @@ def test_torchrun_can_start_the_job_too(launcher):
 @pytest.mark.slow
 def test_ranks_are_each_other_s_peers_and_the_origin_is_read_once(launcher, digits, tmp_path):
     launcher.run_program(2, "rank_nodes.py", digits["train"].repository.url, tmp_path)
+
+
+def test_four_ranks_as_2_x_2_get_one_batch_a_pair_and_read_the_data_once(launcher, digits, tmp_path):
+    launcher.run_program(4, "mesh.py", digits["val"].repository.url, tmp_path)
