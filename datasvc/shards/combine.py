@@ -18,6 +18,7 @@ from datasvc.shards.index import SampleIndex
 from datasvc.shards.labels import check_unnamed, combine_classes, map_labels, plan_labels
 from datasvc.shards.reader import Shard, open_shard
 from datasvc.shards.schema import IMAGE, KEY, LABEL, is_blob
+from datasvc.shards.sources.tokens import TOKENIZER
 from datasvc.shards.table import ShardTable
 from datasvc.shards.writer import ShardWriter
 
@@ -105,8 +106,15 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
     """Return the columns of both, those of `head` first; a column that one side lacks becomes nullable.
 
     Raises:
-        ConfigError: a column has two types, or `new` lacks `key`, `image` or `label`, which `head` has.
+        ConfigError: a column has two types, or `new` lacks `key`, `image` or `label`, which `head` has; or their
+            tokens were made by different tokenizers.
     """
+    tokenizers = [(schema.metadata or {}).get(TOKENIZER) for schema in (head, new)]
+    if None not in tokenizers and tokenizers[0] != tokenizers[1]:
+        raise ConfigError(
+            f"the data set's tokens were made by the tokenizer {_short(tokenizers[0])}, what is added by "
+            f"{_short(tokenizers[1])}; ingest it with the same --tokenizer"
+        )
     missing = [name for name in _REQUIRED if name in head.names and name not in new.names]
     if missing:
         raise ConfigError(f"what is added has no column {missing[0]!r}, which every sample of the data set has")
@@ -121,6 +129,10 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
         nullable = len(sides) == 1 or any(side.nullable for side in sides)
         fields.append(sides[0].with_nullable(nullable))
     return pa.schema(fields, metadata=head.metadata)
+
+
+def _short(digest: bytes | None) -> str:
+    return f"{(digest or b'').decode()[:12]}..."
 
 
 def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int]) -> ShardTable:

@@ -17,6 +17,7 @@ from datasvc.shards.keys import SplitKeys
 from datasvc.shards.labels import combine_classes, map_labels, plan_labels
 from datasvc.shards.reader import open_shard
 from datasvc.shards.schema import image_schema, shard_schema
+from datasvc.shards.sources.tokens import TOKENIZER
 from datasvc.shards.table import ShardTable
 from tests.shards.versions import LABELLED_SCHEMA, TEXT_SCHEMA, read_samples, write_shard, write_table
 
@@ -96,6 +97,16 @@ def test_images_and_labels_that_the_data_set_has_may_not_be_missing(column):
     with pytest.raises(ConfigError, match=f"what is added has no column '{column}'"):
         combine_schemas(schema, without)
     assert combine_schemas(without, schema).field(column).nullable
+
+
+def test_tokens_of_two_tokenizers_are_not_put_together():
+    one, other, none = (
+        shard_schema([KEY], {TOKENIZER: digest} if digest else None) for digest in (b"a" * 64, b"b" * 64, None)
+    )
+    with pytest.raises(ConfigError, match=r"tokenizer aaaaaaaaaaaa\.\.\., what is added by bbbbbbbbbbbb"):
+        combine_schemas(one, other)
+    assert combine_schemas(one, one).metadata[TOKENIZER] == b"a" * 64
+    combine_schemas(one, none)
 
 
 def test_classes_that_go_on_where_the_data_set_ends_change_no_shard(objects):
