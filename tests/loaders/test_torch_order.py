@@ -19,6 +19,10 @@ from loaders.torch.share import DrawnBatches
 from loaders.torch.states import ShareState
 from tests.loaders.torch_transforms import draw_everywhere
 
+# A worker of torch's that is left in the middle of an epoch may abort while it ends: Python stops its queue's thread
+# inside of C++. Nothing is lost by that but the worker, and torch says so from a finalizer.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 BATCH = 38
 
 

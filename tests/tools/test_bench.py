@@ -57,7 +57,8 @@ def test_ingest_is_measured(tmp_path):
 @pytest.mark.slow
 def test_small_samples_memory_and_huge_versions_are_measured(tmp_path):
     samples = run_json("ingest_samples.py", "--repeats", 1, "--samples", 2000, "--folder", tmp_path)
-    assert {row["name"] for row in samples["rows"]} >= {"1 process", "2 workers", "peak resident set of a worker"}
+    names = {row["name"] for row in samples["rows"]}
+    assert names >= {"1 process", "2 workers", "peak resident set of one of 2 workers"}
     memory = run_json("ingest_memory.py", "--repeats", 1, "--images", 24, "--folder", tmp_path)
     assert [row["name"] for row in memory["rows"]] == ["photos", "tars"]
     opened = run_json("open_version.py", "--repeats", 1, "--shards", 1000)
