@@ -366,7 +366,10 @@ def test_arguments_that_make_no_sense_are_refused(numbered, options, match):
         make(numbered, **options)
 
 
-def test_shards_of_another_tokenizer_are_refused(repository):
+def test_shards_of_another_tokenizer_are_refused(repository, monkeypatch):
+    # Appends that did not look put them together.
+    monkeypatch.setattr("datasvc.shards.combine.TOKENIZER", b"datasvc.nothing")
+
     def table(tokenizer, key):
         schema = schema_of().with_metadata({**schema_of().metadata, TOKENIZER: tokenizer})
         return write_table(repository.objects, [[{"key": key, "tokens": [1] * BLOCK}]], schema)
