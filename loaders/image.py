@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.order import OrderConfig, Shuffle, Tail, parse_tail
+from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.processors import count_processors
 from datasvc.shards import Split
 from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH
@@ -26,7 +26,7 @@ from loaders.decode.pixels import Layout, Output, PixelFormat
 from loaders.image_batch import ImageBatch
 from loaders.image_decoder import ImageDecoder, OnBad
 from loaders.image_plan import ImagePlan
-from loaders.loader import Decoder, Loader, check_sizes
+from loaders.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_tail
 from loaders.mixture import Mixture, check_column, columns_of, largest
 from loaders.other_columns import sort_columns
 from loaders.shared import Share, Sharing, parse_share
@@ -134,7 +134,6 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         share: Share | str | None = None,
     ) -> None:
         arguments = dict(locals())
-        wanted: Any = ("global" if training else None) if shuffle == "auto" else shuffle
         check_sizes(size=size, num_threads=num_threads)
         self._plan = ImagePlan(training, size, resize, seed, augment or AugmentConfig(), transform)
         if on_bad not in get_args(OnBad):
@@ -147,8 +146,10 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             blob=IMAGE,
             columns=tuple(dict.fromkeys([WIDTH, HEIGHT, *([LABEL] if LABEL in stored else []), *self._numbers])),
             batch_size=batch_size,
-            order=OrderConfig(seed=seed, shuffle=wanted, lanes=lanes, block=block, sticky=sticky),
-            tail=parse_tail(tail or ("drop" if training else "pad")),
+            order=OrderConfig(
+                seed=seed, shuffle=choose_shuffle(shuffle, training=training), lanes=lanes, block=block, sticky=sticky
+            ),
+            tail=choose_tail(tail, training=training),
             ranks=choose_data_ranks(data_rank, data_world_size, mesh, mesh_axis),
             cache=cache,
             prefetch=prefetch,

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.order import OrderConfig, Tail, count_steps
+from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
 from datasvc.shards import ShardStore, Split
 from loaders.batches import Cursor, SampleBatch, SampleBatches
 from loaders.data_ranks import DataRanks
@@ -335,6 +335,17 @@ class Loader(ABC, Generic[B]):
                 f"{self.split!r} gives no full batch of {self.batch_size} x {world_size} ranks with "
                 "tail='drop'; use smaller batches, or tail='pad'"
             )
+
+
+def choose_shuffle(shuffle: Shuffle | str, *, training: bool) -> Shuffle:
+    """Return how samples are shuffled; "auto" is "global" in training, and table order otherwise."""
+    wanted: Any = ("global" if training else None) if shuffle == "auto" else shuffle
+    return cast("Shuffle", wanted)
+
+
+def choose_tail(tail: Tail | None, *, training: bool) -> Tail:
+    """Return what becomes of the last samples; None is "drop" in training, "pad" otherwise. Raises ConfigError."""
+    return parse_tail(tail or ("drop" if training else "pad"))
 
 
 def check_sizes(**sizes: int | None) -> None:

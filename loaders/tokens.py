@@ -12,11 +12,11 @@ import pyarrow as pa
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.order import OrderConfig, Shuffle, Tail, parse_tail
+from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
 from datasvc.shards.sources.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER, TOKENS
 from loaders.data_ranks import choose_data_ranks
-from loaders.loader import Decoder, Loader, check_sizes
+from loaders.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_tail
 from loaders.mixture import Mixture, weighted_splits
 from loaders.token_batch import TokenBatch, to_torch
 from loaders.token_blocks import choose_format
@@ -91,7 +91,6 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         prefetch: int = 2,
         ledger: Path | str | None = None,
     ) -> None:
-        wanted: Any = ("global" if training else None) if shuffle == "auto" else shuffle
         check_sizes(block_tokens=block_tokens)
         splits = weighted_splits(split)
         self._config = TokenConfig(
@@ -112,8 +111,10 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             blob=None,
             columns=(),
             batch_size=batch_size,
-            order=OrderConfig(seed=seed, shuffle=wanted, lanes=lanes, block=block, sticky=sticky),
-            tail=parse_tail(tail or ("drop" if training else "pad")),
+            order=OrderConfig(
+                seed=seed, shuffle=choose_shuffle(shuffle, training=training), lanes=lanes, block=block, sticky=sticky
+            ),
+            tail=choose_tail(tail, training=training),
             ranks=choose_data_ranks(data_rank, data_world_size, mesh, mesh_axis),
             cache=cache,
             prefetch=prefetch,

@@ -155,7 +155,7 @@ class Files:
 
     def publish(self, digest: Digest, tenant: str = DEFAULT_TENANT) -> None:
         """Give a complete, verified incoming file its name; the lock stays until `unlock`. Raises OSError."""
-        target = f"{self._root}/objects/{digest[:2]}/{digest}"
+        target = self.object_name(digest)
         if tenant != DEFAULT_TENANT:
             with suppress(OSError):  # not every file system has such attributes
                 os.setxattr(self._incoming(digest), _TENANT, tenant.encode())

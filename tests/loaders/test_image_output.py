@@ -20,7 +20,6 @@ from loaders.augment import AugmentConfig, plan_random_windows
 from tests.samples import jpeg
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "bench"))
 FAST = {"batch_size": 8, "training": True, "size": 32, "num_threads": 2}
 
 
@@ -31,7 +30,7 @@ def first(split, **options):
 
 @pytest.mark.parametrize("decode", ["cpu", "pillow"])
 def test_photos_and_digits_are_pillows_picture_of_the_box_to_less_than_a_level(decode, digits, repository, tmp_path):
-    from photos import write_photos
+    from tools.bench.photos import write_photos
 
     write_photos(tmp_path / "photos", num_images=6)
     ingest(repository, str(tmp_path / "photos"), "photos")
