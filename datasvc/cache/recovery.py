@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,9 +123,8 @@ def _rebuild_alone(files: Files, holds: Holds, configuration: Configuration, *, 
 
 
 def _rebuild(files: Files, holds: Holds, configuration: Configuration) -> Catalogue:
-    shutil.rmtree(files.catalogue)
-    files.catalogue.mkdir()
-    for folder in (files.folder / "incoming", files.quarantine):
+    # The folders stay: another process that opens the cache knows it by them, and waits for this one.
+    for folder in (files.catalogue, files.folder / "incoming", files.quarantine):
         for path in folder.iterdir():
             path.unlink()
     catalogue = Catalogue(files, holds)

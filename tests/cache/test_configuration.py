@@ -1,6 +1,9 @@
 """What is set for a cache, and which folders can be one."""
 
 import os
+import pathlib
+import shutil
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cache import Cache, Quota
+from datasvc.cache import Cache, Quota, recovery
+from datasvc.cache import files as files_module
 from datasvc.cache.configuration import Configuration, check_folder, file_system_of
 from datasvc.cache.files import Files
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
@@ -71,6 +75,36 @@ def test_processes_that_make_a_cache_at_once_do_not_refuse_each_other(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "exists", exists)
         check_folder(folder)
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "of an earlier boot"])
+def test_a_process_may_join_at_every_moment_of_an_opening(tmp_path, is_new):
+    """After each call that the opening process makes, another one makes its first steps, up to where it waits."""
+    folder = tmp_path / "cache"
+    if not is_new:
+        Cache(folder, budget="10MB").close()
+        (folder / "catalogue" / "boot").write_text("another boot")
+    outcomes = []
+
+    def join(frame, event, _):
+        if event != "c_return" or frame.f_code.co_filename not in files_of_code:
+            return
+        try:
+            Files(folder)
+        except ConfigError as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append("joined")
+
+    files_of_code = {recovery.__file__, files_module.__file__, pathlib.__file__, shutil.__file__}
+    sys.setprofile(join)
+    try:
+        cache = Cache(folder, budget="10MB")
+    finally:
+        sys.setprofile(None)
+    cache.close()
+    assert len(outcomes) > 20
+    assert set(outcomes) == {"joined"}
 
 
 def test_a_file_where_the_cache_shall_be_is_refused(tmp_path):
