@@ -21,6 +21,8 @@ from datasvc.repository import Digest, ObjectInfo
 
 Report = Callable[[Kind, int], None]
 _READ_BACK_BYTES = 1 << 20
+# Of a piece that arrives: whoever hashes does not receive, and its sender waits meanwhile.
+_READ_BACK_AT_ONCE_BYTES = 8 << 20
 
 
 class GrowingFile:
@@ -84,8 +86,8 @@ class GrowingFile:
 
     def digest(self) -> Digest:
         """Return the digest of the complete file. Raises OSError."""
-        self._hash_on()
-        assert self._hashed == self._size_bytes
+        assert self.is_complete
+        self._hash_file_to(self._size_bytes)
         return Digest(self._hash.hexdigest())
 
     def _missing(self) -> list[tuple[int, int]]:
@@ -125,16 +127,18 @@ class GrowingFile:
                 self._parts.add(number)
             offset, length = offset + here, length - here
 
-    def _hash_on(self, offset: int = -1, view: memoryview | None = None) -> None:
-        """Hash what has become contiguous. Who finds another thread at it leaves it to that one."""
-        while self._hashed < (frontier := self._frontier()) and self._hashing.acquire(blocking=False):
-            try:
-                if view is not None and offset == self._hashed:
-                    self._hash.update(view)
-                    self._hashed += len(view)
-                self._hash_file_to(frontier)
-            finally:
-                self._hashing.release()
+    def _hash_on(self, offset: int, view: memoryview) -> None:
+        """Hash some of what has become contiguous. Who finds another thread at it leaves it to that one."""
+        if not self._hashing.acquire(blocking=False):
+            return
+        try:
+            frontier = self._frontier()
+            if offset == self._hashed:
+                self._hash.update(view)
+                self._hashed += len(view)
+            self._hash_file_to(min(frontier, self._hashed + _READ_BACK_AT_ONCE_BYTES))
+        finally:
+            self._hashing.release()
 
     def _hash_file_to(self, stop: int) -> None:
         buffer = memoryview(bytearray(min(_READ_BACK_BYTES, max(0, stop - self._hashed))))

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
+from datasvc.cache.gate import Sink
 from datasvc.cache.peer_health import PeerHealth
-from datasvc.cache.sources import Kind, Sink
+from datasvc.cache.sources import Kind
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
+from datasvc.repository.pace import Pace
 from datasvc.repository.storage import redact_url
 
 _BUFFER_BYTES = 1 << 20
@@ -129,7 +131,7 @@ class PeerSource:
             closing(self._connected()) as connection,
             closing(self._ask(connection, info, offset, length)) as response,
         ):
-            pace = _Pace(self._settings.min_bytes_s, self._settings.rate_window_s)
+            pace = Pace(self._settings.min_bytes_s, self._settings.rate_window_s)
             buffer = memoryview(bytearray(min(_BUFFER_BYTES, length)))
             while length:
                 began = time.monotonic()
@@ -230,20 +232,3 @@ class PeerSource:
         except (OSError, http.client.HTTPException) as error:
             self._health.failed()
             raise UnavailableError(f"{self.name}: {error or type(error).__name__}") from error
-
-
-class _Pace:
-    """Sees a peer that trickles. Counts the time spent waiting for it alone, not what the disk here takes."""
-
-    def __init__(self, min_bytes_s: float, window_s: float) -> None:
-        self._min_bytes_s, self._window_s = min_bytes_s, window_s
-        self._num_bytes, self._elapsed_s = 0, 0.0
-
-    def add(self, num_bytes: int, elapsed_s: float) -> None:
-        self._num_bytes += num_bytes
-        self._elapsed_s += elapsed_s
-        if self._elapsed_s < self._window_s:
-            return
-        if self._num_bytes < self._min_bytes_s * self._elapsed_s:
-            raise TimeoutError(f"too slow: {self._num_bytes / self._elapsed_s:.0f} bytes/s")
-        self._num_bytes, self._elapsed_s = 0, 0.0

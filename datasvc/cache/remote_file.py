@@ -10,6 +10,9 @@ from blake3 import blake3
 from datasvc.errors import ConfigError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.asking import ask
+from datasvc.repository.http_stream import Take
+from datasvc.repository.interrupt import Interrupt
+from datasvc.repository.ranges import Ranges
 from datasvc.repository.storage import redact_url, resolve_url
 
 # What stores say of the state of a file, the most exact first.
@@ -49,6 +52,7 @@ class RemoteFile:
                 f"the store of {redact_url(url)} says neither a checksum nor a time, so a changed file could not be "
                 "told from the staged one; copy it instead"
             )
+        self._ranges = Ranges(self._fs)
         name = f"datasvc file\0{url}\0{state}\0{facts['size']}"
         self.info = ObjectInfo(Digest(blake3(name.encode()).hexdigest()), int(facts["size"]))
 
@@ -73,12 +77,17 @@ class RemoteFile:
 
     def read_range(self, _digest: Digest, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`. Raises NotFoundError, UnavailableError."""
-        return ask(
-            self._fs,
-            "read",
-            redact_url(self.url),
-            lambda: bytes(self._fs.cat_file(self._path, start=offset, end=offset + length)),
-        )
+        return self._ranges.read(self._path, offset, length, location=redact_url(self.url))
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether `stream_range` needs little memory, however long the range."""
+        return self._ranges.can_stream
+
+    def stream_range(self, _digest: Digest, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
+        """Hand `length` bytes from `offset` to `take` as they arrive; see `Ranges.stream`."""
+        location = redact_url(self.url)
+        self._ranges.stream(self._path, offset, length, take, location=location, interrupt=interrupt)
 
 
 Store = Repository | RemoteFile

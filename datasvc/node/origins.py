@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from datasvc.errors import NotFoundError, UnavailableError
 from datasvc.node.token_bucket import TokenBucket
 from datasvc.repository import Repository, Storage
+from datasvc.repository.http_stream import Take
+from datasvc.repository.interrupt import Interrupt
 from datasvc.repository.storage import redact_url
 
 
@@ -40,9 +42,21 @@ class CappedStorage(Storage):
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return a range as `Storage` does, when its turn has come. Raises UnavailableError when closing, too."""
-        if self._closing.wait(self._bucket.reserve(length)):
-            raise UnavailableError(f"cannot read {self.location(path)}: this node is stopping")
+        self._wait_turn(path, length)
         return super().read_range(path, offset, length)
+
+    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
+        """Hand on a range as `Storage` does, each piece when its turn has come: so the sender waits, too."""
+
+        def take_in_turn(view: memoryview) -> None:
+            self._wait_turn(path, len(view))
+            take(view)
+
+        super().stream_range(path, offset, length, take_in_turn, interrupt)
+
+    def _wait_turn(self, path: str, num_bytes: int) -> None:
+        if self._closing.wait(self._bucket.reserve(num_bytes)):
+            raise UnavailableError(f"cannot read {self.location(path)}: this node is stopping")
 
 
 class Origins:

@@ -6,6 +6,7 @@ becomes of a commit whose answer got lost is decided in `storage`.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
@@ -54,6 +55,12 @@ def translated(action: str, location: str) -> Iterator[None]:
         raise UnavailableError(f"cannot {action} {location}: {type(error).__name__}: {error}") from error
 
 
+def pause_s(num_failures: int) -> float:
+    """Return how long to leave a store alone after so many failures in a row, in seconds."""
+    # Drawn at random: of many that were cut off together not all come back together.
+    return _FIRST_PAUSE_S * 2.0 ** (num_failures - 1) + random.uniform(0, _FIRST_PAUSE_S)  # noqa: S311
+
+
 def ask(
     file_system: fsspec.AbstractFileSystem, action: str, location: str, question: Callable[[], _Answer]
 ) -> _Answer:
@@ -79,8 +86,7 @@ def ask(
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnavailableError),
         stop=tenacity.stop_after_attempt(ATTEMPTS),
-        # Drawn at random: of many that were cut off together not all come back together.
-        wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S) + tenacity.wait_random(0, _FIRST_PAUSE_S),
+        wait=lambda state: pause_s(state.attempt_number),
         reraise=True,
     )
     return retrying(once)

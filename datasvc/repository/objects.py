@@ -24,6 +24,8 @@ from blake3 import blake3
 from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository.asking import translated
+from datasvc.repository.http_stream import Take
+from datasvc.repository.interrupt import Interrupt
 from datasvc.repository.storage import Storage
 
 Digest = NewType("Digest", str)
@@ -236,6 +238,32 @@ class Objects:
             self._check_reaches(digest, offset + length)
             raise UnavailableError(f"{self.location(digest)}: {len(content)} of {length} bytes came; try again")
         return content
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether `stream_range` needs little memory, however long the range."""
+        return self._storage.can_stream
+
+    def stream_range(self, digest: Digest, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
+        """Hand exactly `length` bytes of the object from `offset` to `take` as they arrive, in order, unverified.
+
+        Args:
+            digest: the object.
+            offset: in it.
+            length: in bytes.
+            take: called from this thread; its view is valid during the call, and what it raises passes through.
+            interrupt: ends it.
+
+        Raises:
+            NotFoundError, CorruptDataError: as `read_range`.
+            UnavailableError: likewise, and soon after it was interrupted.
+        """
+        try:
+            self._storage.stream_range(self.path(digest), offset, length, take, interrupt)
+        except UnavailableError:
+            if not interrupt.is_set:
+                self._check_reaches(digest, offset + length)
+            raise
 
     def fetch(
         self, digest: Digest, size_bytes: int, file: BinaryIO, *, report: Callable[[int], None] | None = None

@@ -29,6 +29,9 @@ from datasvc.errors import (
 )
 from datasvc.repository import age
 from datasvc.repository.asking import ask, translated
+from datasvc.repository.http_stream import Take
+from datasvc.repository.interrupt import Interrupt
+from datasvc.repository.ranges import Ranges
 
 _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 
@@ -85,6 +88,7 @@ class Storage:
 
     def __init__(self, url: str) -> None:
         self._fs, self._root = resolve_url(url)
+        self._ranges = Ranges(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
 
     @property
@@ -132,8 +136,16 @@ class Storage:
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`; fewer where the content ends. Raises as `read`."""
-        full = self._full(path)
-        return self._ask("read", path, lambda: bytes(self._fs.cat_file(full, start=offset, end=offset + length)))
+        return self._ranges.read(self._full(path), offset, length, location=self.location(path))
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether `stream_range` needs little memory, however long the range."""
+        return self._ranges.can_stream
+
+    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
+        """Hand exactly `length` bytes from `offset` to `take` as they arrive; see `Ranges.stream`."""
+        self._ranges.stream(self._full(path), offset, length, take, location=self.location(path), interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes, or None when nothing is there. Raises UnavailableError."""

@@ -6,9 +6,10 @@ from collections import Counter
 import pytest
 
 from datasvc.cache.parts import PART_BYTES
-from datasvc.cache.sources import OriginSource, RequestPool, Spans
+from datasvc.cache.sources import OriginSource, RequestPool
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo
+from datasvc.repository.interrupt import Interrupt
 from datasvc.repository.objects import digest_of
 
 CONTENT = bytes(range(251)) * (10 * PART_BYTES // 251)
@@ -17,6 +18,8 @@ INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
 
 class MemoryOrigin:
     """`before(offset, attempt)` is called before each read answers; what it returns replaces the answer."""
+
+    can_stream = False
 
     def __init__(self, content=CONTENT, before=None):
         self._content = content
@@ -104,31 +107,11 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
     pool.close()
 
 
-def parts_of(spans, share):
-    """The lengths in parts of all ranges that are left."""
-    found = []
-    while (span := spans.take(share)) is not None:
-        assert not found or span[0] == found[-1][1]
-        found.append(span)
-    return [-(-(stop - start) // PART_BYTES) for start, stop in found]
-
-
-def test_requests_are_long_where_objects_share_them_and_short_where_one_has_them_all():
-    assert parts_of(Spans(0, 17 * PART_BYTES - 1), 16) == [1] * 17
-    long = parts_of(Spans(0, 200 * PART_BYTES), 16)
-    assert long == sorted(long, reverse=True)
-    assert (long[0], long[-16:]) == (4, [1] * 16)
-    assert parts_of(Spans(0, 16 * PART_BYTES), 1) == [4] * 4
-    assert parts_of(Spans(0, 5 * PART_BYTES), 1) == [3, 2]
-    assert parts_of(Spans(0, 1), 1) == [1]
-    assert parts_of(Spans(7, 7), 1) == []
-
-
 def test_the_requests_are_shared_among_the_objects_that_are_on_their_way(requests):
-    with requests.sharing():
+    with requests.sharing(Interrupt()):
         with requests.turn() as share:
             assert share == 16
-        with requests.sharing(), requests.sharing(), requests.turn() as share:
+        with requests.sharing(Interrupt()), requests.sharing(Interrupt()), requests.turn() as share:
             assert share == 5
         with requests.turn() as share:
             assert share == 16

@@ -33,6 +33,8 @@ FAULTS = [401, 404, 416, 500, 503, 507, "lie", "hang up", "stall", "dead", "shor
 class Origin:
     """Counts what is read; `flips` reads get a bit that is not the object's; `answer` may raise."""
 
+    can_stream = False
+
     def __init__(self, content=CONTENT, *, flips=0, answer=None):
         self.content = content
         self.flips = flips
@@ -248,6 +250,7 @@ def report(kind, num_bytes):
         both.set()
 
 class Stalling:
+    can_stream = False
     def __init__(self, objects):
         self.objects, self.location = objects, objects.location
     def read_range(self, digest, offset, length):

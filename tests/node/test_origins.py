@@ -10,6 +10,7 @@ from datasvc.errors import NotFoundError, UnavailableError
 from datasvc.node.origins import CappedStorage, Origins
 from datasvc.node.token_bucket import TokenBucket
 from datasvc.repository import Repository
+from datasvc.repository.interrupt import Interrupt
 
 
 @pytest.fixture
@@ -57,6 +58,21 @@ def test_what_is_read_waits_for_its_turn_in_one_bucket(urls):
     assert bucket.reserve(0) == 0
     storage.read(objects.path(info.digest))
     assert bucket.reserve(0) == pytest.approx(0.08)
+
+
+def test_what_streams_waits_for_its_turn_piece_by_piece(urls):
+    bucket = TokenBucket(1000, burst_bytes=100, clock=lambda: 0.0)
+    objects = Repository.open(urls[0]).objects
+    info, pieces = objects.put(bytes(90)), bytearray()
+    closing = threading.Event()
+    storage = CappedStorage(urls[0], bucket, closing)
+    storage.stream_range(objects.path(info.digest), 0, 90, pieces.extend, Interrupt())
+    assert pieces == bytes(90)
+    assert bucket.reserve(0) == 0
+    closing.set()
+    with pytest.raises(UnavailableError, match="stopping"):
+        storage.stream_range(objects.path(info.digest), 0, 90, pieces.extend, Interrupt())
+    assert pieces == bytes(90)
 
 
 def test_a_read_that_waits_gives_up_when_the_node_stops(urls):

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Objects, Storage
+from datasvc.repository.interrupt import Interrupt
 from datasvc.repository.objects import digest_of, parse_digest
+from tests.cluster.store import FileStore
 
 
 @pytest.fixture
@@ -146,3 +148,54 @@ def test_an_answer_cut_short_while_the_object_is_whole_is_unavailable_and_not_co
     monkeypatch.setattr(objects._storage, "read_range", lambda _path, _offset, _length: b"01")
     with pytest.raises(UnavailableError, match="2 of 5 bytes came"):
         objects.read_range(info.digest, 0, 5)
+
+
+def stream(objects, digest, offset, length, interrupt=None):
+    """Return what a stream of a range hands on."""
+    pieces = bytearray()
+    objects.stream_range(digest, offset, length, pieces.extend, interrupt or Interrupt())
+    return pieces
+
+
+def test_a_stream_of_a_range_is_exactly_the_bytes_that_were_asked_for(objects, monkeypatch):
+    monkeypatch.setattr("datasvc.repository.ranges._GATHERED_BYTES", 300)
+    content = os.urandom(1000)
+    info = objects.put(content)
+    for offset, length in [(0, 1000), (0, 1), (17, 300), (999, 1), (500, 0)]:
+        assert stream(objects, info.digest, offset, length) == content[offset : offset + length]
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 11), (9, 2), (10, 1), (5000, 4)])
+def test_a_stream_that_the_object_ends_before_is_corrupt(objects, offset, length):
+    info = objects.put(b"0123456789")
+    with pytest.raises(CorruptDataError, match="is corrupt: 10 bytes long"):
+        stream(objects, info.digest, offset, length)
+
+
+def test_a_stream_of_a_missing_object_is_not_found(objects):
+    with pytest.raises(NotFoundError):
+        stream(objects, digest_of(b"missing"), 0, 10)
+
+
+def test_a_stream_that_was_interrupted_is_unavailable(objects):
+    info, interrupt = objects.put(b"0123456789"), Interrupt()
+    interrupt.set()
+    with pytest.raises(UnavailableError, match="nobody waits"):
+        stream(objects, info.digest, 0, 10, interrupt)
+
+
+def test_an_object_behind_a_web_server_streams_and_one_that_is_cut_short_there_is_corrupt(tmp_path):
+    local = Objects(Storage(str(tmp_path)))
+    content = os.urandom(100_000)
+    info = local.put(content)
+    with FileStore(tmp_path) as store:
+        objects = Objects(Storage(store.url))
+        assert objects.can_stream
+        assert not local.can_stream
+        assert stream(objects, info.digest, 10, 50_000) == content[10:50_010]
+        local.local_path(info.digest).write_bytes(content[:20_000])
+        for offset in (10, 20_000):
+            with pytest.raises(CorruptDataError, match="is corrupt: 20000 bytes long"):
+                stream(objects, info.digest, offset, 50_000)
+        with pytest.raises(NotFoundError):
+            stream(objects, digest_of(b"missing"), 0, 10)
