@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
+
+import pyarrow as pa
 
 from datasvc.errors import BadSampleError, SourceChangedError
 from datasvc.repository import Repository
@@ -19,9 +21,9 @@ from datasvc.repository.asking import translated
 from datasvc.repository.journal import Journal
 from datasvc.shards.build import Progress, Report, ShardFinisher, ShardOutput, UnitResult, Work
 from datasvc.shards.digests import digest_blob, digest_samples, encode_value
-from datasvc.shards.images import read_header, reencode
+from datasvc.shards.images import ImageHeader, read_header, reencode
 from datasvc.shards.plan import Unit
-from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH
+from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
 from datasvc.shards.sources.files import FileReader
 from datasvc.shards.sources.source import BadSample, ImageFile, printable
 
@@ -68,7 +70,8 @@ def build_listed(work: Work, unit: Unit, repository: Repository, journal: Journa
 class _SampleAdder:
     """Checks the images of a shard and appends them to it.
 
-    What need not be done while an image is in the processor's caches is done for all of them at the end.
+    What need not be done while an image is in the processor's caches is done for all of a record batch at once, or
+    of the shard.
     """
 
     def __init__(self, work: Work, output: ShardOutput) -> None:
@@ -77,10 +80,15 @@ class _SampleAdder:
         self._decode = work.options.decode_check
         self._reencoding = work.options.reencoding if work.options.reencoding.is_asked else None
         self._has_label = LABEL in work.source.schema.names
-        self._extra = [name for name in work.source.schema.names if name not in _GIVEN]
+        self._extra = {
+            name: number
+            for number, name in enumerate(name for name in work.source.schema.names if name not in _GIVEN)
+        }
+        self._other_blobs = _other_blobs(work.schema, self._extra)
         self._files: list[ImageFile] = []
+        self._headers: list[ImageHeader] = []
         self._digests: list[bytes] = []
-        self._kinds: list[str] = []
+        self._num_written = 0
 
     @property
     def num_samples(self) -> int:
@@ -89,31 +97,54 @@ class _SampleAdder:
 
     def add(self, file: ImageFile, content: Content) -> None:
         """Append one image. Raises BadSampleError."""
-        if printable(file.key) != file.key:
+        if not file.key.isascii() and printable(file.key) != file.key:
             raise BadSampleError("its name is not UTF-8: rename it")
         if self._reencoding is not None:
             content = reencode(content, self._reencoding) or content
-        kind, width, height = read_header(content, decode=self._decode)
-        sample: dict[str, Any] = {KEY: file.key, IMAGE: content, WIDTH: width, HEIGHT: height}
-        if self._has_label:
-            sample[LABEL] = file.label
-        if self._extra:
-            sample.update(zip(self._extra, file.values, strict=True))
-        self._writer.append(sample)
+        header = read_header(content, decode=self._decode)
+        blobs = (content,) if self._other_blobs is None else self._blobs(file, content)
+        digest = digest_blob(content)
+        is_full = self._writer.append_blobs(*blobs)
         self._files.append(file)
-        self._digests.append(digest_blob(content))
-        self._kinds.append(kind)
+        self._headers.append(header)
+        self._digests.append(digest)
+        if is_full:
+            self._end_batch()
 
     def close(self) -> None:
-        """Say in the output what its index holds of the samples."""
-        files = self._files
-        values = {name: [file.values[number] for file in files] for number, name in enumerate(self._extra)}
+        """Write what is left, and say in the output what its index holds of the samples."""
+        self._end_batch()
+        values = {
+            name: [encode_value(value) for value in column]
+            for name, column in self._values(self._files).items()
+            if name != KEY
+        }
+        self._output.samples, self._output.payloads = digest_samples(len(self._files), {IMAGE: self._digests}, values)
+        self._output.keys = [file.key for file in self._files]
+        self._output.image_kinds.update([header.kind for header in self._headers])
+
+    def _end_batch(self) -> None:
+        start, self._num_written = self._num_written, len(self._files)
+        headers = self._headers[start:]
+        measured = {WIDTH: [header.width for header in headers], HEIGHT: [header.height for header in headers]}
+        self._writer.end_batch({**self._values(self._files[start:]), **measured})
+
+    def _values(self, files: Sequence[ImageFile]) -> dict[str, list[Any]]:
+        """Return what the source says of files: column by column."""
+        values: dict[str, list[Any]] = {KEY: [file.key for file in files]}
         if self._has_label:
             values[LABEL] = [file.label for file in files]
-        encoded = {name: [encode_value(value) for value in column] for name, column in values.items()}
-        self._output.samples, self._output.payloads = digest_samples(len(files), {IMAGE: self._digests}, encoded)
-        self._output.keys = [file.key for file in files]
-        self._output.image_kinds.update(self._kinds)
+        return values | {name: [file.values[number] for file in files] for name, number in self._extra.items()}
+
+    def _blobs(self, file: ImageFile, content: Content) -> tuple[Content | None, ...]:
+        assert self._other_blobs is not None
+        return tuple(content if number is None else file.values[number] for number in self._other_blobs)
+
+
+def _other_blobs(schema: pa.Schema, extra: Mapping[str, int]) -> tuple[int | None, ...] | None:
+    """Return which extra value each blob column holds, None for the image; None where that is the only one."""
+    columns = [field.name for field in schema if is_blob(field.type)]
+    return None if columns == [IMAGE] else tuple(extra.get(name) for name in columns)
 
 
 def _read_files(url: str, files: Sequence[ImageFile], room: Room) -> Iterator[tuple[ImageFile, Content]]:

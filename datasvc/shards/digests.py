@@ -24,6 +24,7 @@ from xxhash import xxh3_128_digest
 from datasvc.shards.schema import HEIGHT, IMAGE, KEY, WIDTH, is_blob
 
 DIGEST_BYTES: Final = 16
+_LENGTH: Final = struct.Struct("<q")
 
 
 def digest_blob(blob: Any) -> bytes:
@@ -69,23 +70,30 @@ def digest_samples(
         blobs: by column, the digest of each blob, None for null.
         values: by column, what `encode_value` gave for each value; neither keys nor what is measured.
     """
-    given = {
-        name: [None if digest is None else b"\2" + digest for digest in digests] for name, digests in blobs.items()
-    }
-    columns = sorted({**given, **values}.items())
-    prefixes = [_prefix(name) for name, _ in columns]
-    samples = [
-        xxh3_128_digest(
-            b"".join(
-                [prefix + _sized(value) for prefix, value in zip(prefixes, row, strict=True) if value is not None]
-            )
-        )
-        for row in (zip(*(column for _, column in columns), strict=True) if columns else [()] * num_samples)
-    ]
+    # A column at a time: nothing but the join is done for each sample. What is null leaves no trace.
+    parts = {name: _digest_parts(name, digests) for name, digests in blobs.items()}
+    parts |= {name: _value_parts(name, column) for name, column in values.items()}
+    rows = zip(*(column for _, column in sorted(parts.items())), strict=True) if parts else [()] * num_samples
+    samples = [xxh3_128_digest(b"".join(row)) for row in rows]
     if not blobs:
         return samples, samples
-    held = zip(*(blobs[name] for name in sorted(blobs)), strict=True)
-    return samples, [_payload([digest for digest in each if digest], samples[row]) for row, each in enumerate(held)]
+    held = [blobs[name] for name in sorted(blobs)]
+    if len(held) == 1:
+        return samples, [digest or sample for digest, sample in zip(held[0], samples, strict=True)]
+    each = zip(*held, strict=True)
+    return samples, [
+        _payload([digest for digest in row if digest], samples[number]) for number, row in enumerate(each)
+    ]
+
+
+def _digest_parts(name: str, digests: Sequence[bytes | None]) -> list[bytes]:
+    head = _prefix(name) + _LENGTH.pack(1 + DIGEST_BYTES) + b"\2"
+    return [b"" if digest is None else head + digest for digest in digests]
+
+
+def _value_parts(name: str, encoded: Sequence[bytes | None]) -> list[bytes]:
+    prefix, pack = _prefix(name), _LENGTH.pack
+    return [b"" if value is None else prefix + pack(len(value)) + value for value in encoded]
 
 
 def encode_value(value: Any) -> bytes | None:
@@ -106,7 +114,7 @@ def encode_value(value: Any) -> bytes | None:
         return b"{" + _join({str(name): encode_value(each) for name, each in value.items()})
     if isinstance(value, Iterable):
         inner = [encode_value(each) for each in value]
-        return b"[" + b"".join(struct.pack("<q", -1) if each is None else _sized(each) for each in inner)
+        return b"[" + b"".join(_LENGTH.pack(-1) if each is None else _sized(each) for each in inner)
     return b"o" + str(value).encode()  # dates, times and decimals have one way to be written
 
 
@@ -166,4 +174,4 @@ def _prefix(name: str) -> bytes:
 
 
 def _sized(value: bytes) -> bytes:
-    return struct.pack("<q", len(value)) + value
+    return _LENGTH.pack(len(value)) + value

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Final, Literal
-
-import pyarrow as pa
 
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.orphans import end_with_parent
@@ -23,6 +22,7 @@ from datasvc.repository import Repository
 from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
 from datasvc.shards.build_listed import build_listed
 from datasvc.shards.build_streamed import build_streamed
+from datasvc.shards.lean_memory import keep_lean
 from datasvc.shards.plan import Unit
 
 EngineName = Literal["local", "ray"]
@@ -66,6 +66,7 @@ def run_units(
     workers: int,
     report: Report,
     on_result: OnResult,
+    until: ExitStack,
 ) -> None:
     """Build all units; returns when all are done.
 
@@ -78,6 +79,7 @@ def run_units(
         workers: units built at once.
         report: told of progress, in this process.
         on_result: called with each unit's result as it comes, in this process.
+        until: when it is closed, worker processes are gone; they end while the caller goes on.
 
     Raises:
         ConfigError: the engine is not installed.
@@ -90,7 +92,7 @@ def run_units(
         for unit in units:
             on_result(build_unit(work, unit, repository, earlier.get(unit.number, {}), report))
     else:
-        _run_processes(work, units, earlier, min(workers, len(units)), report, on_result)
+        _run_processes(work, units, earlier, min(workers, len(units)), report, on_result, until)
 
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
@@ -107,15 +109,24 @@ def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
 
 
 def _run_processes(
-    work: Work, units: Sequence[Unit], earlier: Earlier, workers: int, report: Report, on_result: OnResult
+    work: Work,
+    units: Sequence[Unit],
+    earlier: Earlier,
+    workers: int,
+    report: Report,
+    on_result: OnResult,
+    until: ExitStack,
 ) -> None:
     is_local = all("://" not in url for url in (work.repository_url, work.source.url))
-    context = multiprocessing.get_context(choose_start_method(is_local=is_local))
+    method = choose_start_method(is_local=is_local)
+    context = multiprocessing.get_context(method)
     counters = _Counters(context, workers)
-    executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters))
+    # A fork inherits the listing: only numbers need to travel.
+    inherited = {unit.number: unit for unit in units} if method == "fork" else {}
+    executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters, inherited))
 
     def submit(unit: Unit) -> Future[UnitResult]:
-        return executor.submit(_build_in_worker, unit, earlier.get(unit.number, {}))
+        return executor.submit(_build_in_worker, unit.number if inherited else unit, earlier.get(unit.number, {}))
 
     try:
         for result in _run_bounded(submit, units, _QUEUED_PER_WORKER * workers, lambda: report(counters.read())):
@@ -128,7 +139,9 @@ def _run_processes(
             "if memory was short"
         ) from error
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        ending = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, name="datasvc-ending")
+        ending.start()
+        until.callback(ending.join)
 
 
 def _run_bounded(
@@ -181,21 +194,20 @@ class _Counters:
         )
 
 
-_in_worker: tuple[Work, Repository, Report] | None = None
+_in_worker: tuple[Work, Repository, Report, Mapping[int, Unit]] | None = None
 
 
-def _start_worker(work: Work, counters: _Counters) -> None:
+def _start_worker(work: Work, counters: _Counters, inherited: Mapping[int, Unit]) -> None:
     global _in_worker  # noqa: PLW0603 - the one place where a worker process keeps what it works on
     end_with_parent()
-    # As in `lean_memory`, for good: a worker that was spawned begins with a pool of Arrow's own.
-    pa.set_memory_pool(pa.system_memory_pool())
-    _in_worker = (work, Repository.open(work.repository_url), counters.take_slot())
+    keep_lean()
+    _in_worker = (work, Repository.open(work.repository_url), counters.take_slot(), inherited)
 
 
-def _build_in_worker(unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:
+def _build_in_worker(unit: Unit | int, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:
     assert _in_worker is not None
-    work, repository, report = _in_worker
-    return build_unit(work, unit, repository, earlier, report)
+    work, repository, report, inherited = _in_worker
+    return build_unit(work, inherited[unit] if isinstance(unit, int) else unit, repository, earlier, report)
 
 
 def _run_ray(

@@ -12,7 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -149,28 +149,29 @@ def ingest(
     head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
     classes = combine_classes(head_classes, [opened.classes])
     plan = _make_plan(repository, name, opened, options, classes)
-    results, num_resumed = _build(plan, engine, num_workers, report or _ignore)
-    if isinstance(source, str) or source_options is not None:
-        _check_unchanged(plan, source_options)
-    tables = _tables(plan, results)
-    # A file system gives no two files one path.
-    repeats = Repeats.find(repository.objects, tables, by_key=not isinstance(opened, ListedSource))
-    bad = [sample for result in results for sample in result.bad]
-    check_bad(bad, repeats.bad, tables, opened, fails=on_bad == "fail")
-    bad += repeats.bad
-    if duplicates == "fail":
-        check_duplicates(repeats.payloads, opened)
-    dropped = [repeats.keys, *([repeats.payloads] if duplicates == "drop" else [])]
-    tables = drop_repeats(repository.objects, tables, dropped)
-    about = {
-        "message": message,
-        "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
-        "skipped": len(bad),
-        "quarantine": store_quarantine(repository.objects, bad),
-    }
-    committed = _commit(plan, tables, about, append=append, on_common=on_common)
-    with suppress(UnavailableError):  # it is committed: what is left of the journal is for `gc`
-        plan.journal.remove()
+    with ExitStack() as until:
+        results, num_resumed = _build(plan, engine, num_workers, report or _ignore, until)
+        if isinstance(source, str) or source_options is not None:
+            _check_unchanged(plan, source_options)
+        tables = _tables(plan, results)
+        # A file system gives no two files one path.
+        repeats = Repeats.find(repository.objects, tables, by_key=not isinstance(opened, ListedSource))
+        bad = [sample for result in results for sample in result.bad]
+        check_bad(bad, repeats.bad, tables, opened, fails=on_bad == "fail")
+        bad += repeats.bad
+        if duplicates == "fail":
+            check_duplicates(repeats.payloads, opened)
+        dropped = [repeats.keys, *([repeats.payloads] if duplicates == "drop" else [])]
+        tables = drop_repeats(repository.objects, tables, dropped)
+        about = {
+            "message": message,
+            "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
+            "skipped": len(bad),
+            "quarantine": store_quarantine(repository.objects, bad),
+        }
+        committed = _commit(plan, tables, about, append=append, on_common=on_common)
+        with suppress(UnavailableError):  # it is committed: what is left of the journal is for `gc`
+            plan.journal.remove()
     splits = committed.content["splits"]
     return IngestReport(
         version=Resolved("datasets", name, committed.number),
@@ -253,7 +254,9 @@ def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
         )
 
 
-def _build(plan: _Plan, engine: EngineName, workers: int, report: Report) -> tuple[list[UnitResult], int]:
+def _build(
+    plan: _Plan, engine: EngineName, workers: int, report: Report, until: ExitStack
+) -> tuple[list[UnitResult], int]:
     """Build what is not built yet; returns the results of all units in order, and how many shards were there."""
     done, earlier = _read_journal(plan)
     results = {result.number: result for result in done}
@@ -269,7 +272,15 @@ def _build(plan: _Plan, engine: EngineName, workers: int, report: Report) -> tup
 
     left = [unit for unit in plan.units if unit.number not in results]
     run_units(
-        plan.work, left, plan.repository, earlier, engine=engine, workers=workers, report=report, on_result=take
+        plan.work,
+        left,
+        plan.repository,
+        earlier,
+        engine=engine,
+        workers=workers,
+        report=report,
+        on_result=take,
+        until=until,
     )
     return [results[unit.number] for unit in plan.units], num_resumed
 

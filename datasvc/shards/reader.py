@@ -46,6 +46,7 @@ class Shard:
         self._batches = list(batches)
         self._starts = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
         self.num_samples = int(self._starts[-1])
+        self._mapping: mmap.mmap | None = None
 
     @staticmethod
     def map(path: Path | str) -> Shard:
@@ -53,12 +54,23 @@ class Shard:
 
         The mapping outlives the file's name. Raises NotFoundError, CorruptDataError, ConfigError.
         """
-        return _open_file(pa.py_buffer(map_file(path)), str(path))
+        mapping = map_file(path)
+        shard = _open_file(pa.py_buffer(mapping), str(path))
+        shard._mapping = mapping  # noqa: SLF001 - its own
+        return shard
 
     @staticmethod
     def from_bytes(content: bytes, name: str) -> Shard:
         """Open a file held in memory. Raises CorruptDataError, ConfigError."""
         return _open_file(pa.py_buffer(content), name)
+
+    def unmap_pages(self) -> None:
+        """Let go of the pages of a mapped file that this process has touched.
+
+        They stay in the page cache, and views stay valid: what is read again is mapped again.
+        """
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     @property
     def batches(self) -> Sequence[pa.RecordBatch]:

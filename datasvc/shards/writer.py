@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
+from datasvc.shards.blob_column import BlobColumn
 from datasvc.shards.layout import ShardLayout
 from datasvc.shards.recorded_file import RecordedFile, Sink
 from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob
@@ -25,6 +26,8 @@ from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob
 BATCH_BYTES = 4 << 20
 # Record batches of tiny samples end here.
 _BATCH_SAMPLES = 1 << 16
+# Keys and other short texts beside the blobs: their buffers grow where they have to.
+_TEXT_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -54,57 +57,6 @@ def is_gathered(data_type: pa.DataType) -> bool:
     return any(check(data_type) for check in checks)
 
 
-class _BlobColumn:
-    """Blobs or texts of the batch being filled, end to end in a buffer that only ever grows."""
-
-    def __init__(self) -> None:
-        self._buffer = np.empty(BATCH_BYTES + (BATCH_BYTES >> 2), np.uint8)
-        self._view = self._buffer.data
-        self._offsets = [0]
-        self._nulls: list[int] = []
-        self._room: memoryview | None = None
-
-    @property
-    def sizes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each blob: `int64[samples]`."""
-        offsets = np.array(self._offsets, np.int64)
-        return offsets[1:] - offsets[:-1]
-
-    def room(self, size_bytes: int) -> memoryview:
-        """Return where the next blob will lie: what is written there needs no copy when it is appended."""
-        start = self._offsets[-1]
-        if start + size_bytes > len(self._buffer):
-            grown = np.empty(max(start + size_bytes, 2 * len(self._buffer)), np.uint8)
-            grown[:start] = self._buffer[:start]
-            self._buffer, self._view = grown, grown.data
-        self._room = self._view[start : start + size_bytes]
-        return self._room
-
-    def append(self, blob: bytes | memoryview | npt.NDArray[np.uint8] | None) -> int:
-        """Add a blob; returns its size in bytes."""
-        if blob is None:
-            self._nulls.append(len(self._offsets) - 1)
-            self._offsets.append(self._offsets[-1])
-            return 0
-        if blob is not self._room:
-            view = np.frombuffer(blob, np.uint8)
-            self.room(len(view))[:] = view.data
-        size_bytes = len(blob)
-        self._offsets.append(self._offsets[-1] + size_bytes)
-        self._room = None
-        return size_bytes
-
-    def take(self, data_type: pa.DataType) -> pa.Array:
-        """Return the blobs as an array that is valid until the next `append`, and start over."""
-        count = len(self._offsets) - 1
-        is_large = pa.types.is_large_binary(data_type) or pa.types.is_large_string(data_type)
-        offsets = pa.py_buffer(np.array(self._offsets, np.int64 if is_large else np.int32))
-        content = pa.py_buffer(self._buffer[: self._offsets[-1]])
-        array = pa.Array.from_buffers(data_type, count, [_validity(count, self._nulls), offsets, content])
-        self._offsets, self._nulls, self._room = [0], [], None
-        return array
-
-
 class ShardWriter:
     """Writes one shard to `sink`; use it as a context manager, or call `close`.
 
@@ -116,8 +68,9 @@ class ShardWriter:
     def __init__(self, sink: Sink, schema: pa.Schema) -> None:
         self._schema = schema
         self._file = RecordedFile(sink, schema)
-        self._blobs = {field.name: _BlobColumn() for field in schema if is_blob(field.type)}
-        self._texts: dict[str, _BlobColumn] = {}
+        self._blobs = {field.name: _blob_column() for field in schema if is_blob(field.type)}
+        self._blob_columns = tuple(self._blobs.values())
+        self._texts: dict[str, BlobColumn] = {}
         self._values: dict[str, list[Any]] = {name: [] for name in schema.names if name not in self._blobs}
         self._names = frozenset(schema.names)
         self._batch_samples = self._batch_bytes = 0
@@ -136,13 +89,41 @@ class ShardWriter:
         """
         if sample.keys() != self._names:
             raise ConfigError(f"sample has the columns {sorted(sample)}; expected {sorted(self._schema.names)}")
-        for name, column in self._blobs.items():
-            self._batch_bytes += column.append(sample[name])
+        is_full = self.append_blobs(*[sample[name] for name in self._blobs])
         for name, values in self._values.items():
             values.append(sample[name])
-        self._batch_samples += 1
-        if self._batch_bytes >= BATCH_BYTES or self._batch_samples >= _BATCH_SAMPLES:
+        if is_full:
             self._flush()
+
+    def append_blobs(self, *blobs: bytes | memoryview | None) -> bool:
+        """Add the blobs of a sample, whose other values follow with `end_batch`; never mixed with `append`.
+
+        Args:
+            blobs: one for each blob column, in the schema's order; copied as by `append`.
+
+        Returns:
+            Whether the record batch is full: now call `end_batch`.
+        """
+        for column, blob in zip(self._blob_columns, blobs, strict=True):
+            self._batch_bytes += column.append(blob)
+        self._batch_samples += 1
+        return self._batch_bytes >= BATCH_BYTES or self._batch_samples >= _BATCH_SAMPLES
+
+    def end_batch(self, values: Mapping[str, Sequence[Any]]) -> None:
+        """Write the record batch of the samples whose blobs were appended since the last one.
+
+        Args:
+            values: by column that holds no blobs, the value of each of these samples.
+
+        Raises:
+            ConfigError: a column does not hold what the schema says.
+        """
+        if not self._batch_samples:
+            return
+        self._write(
+            [None if field.name in self._blobs else _array(values[field.name], field) for field in self._schema]
+        )
+        self._batch_samples = self._batch_bytes = 0
 
     def append_columns(
         self,
@@ -167,7 +148,7 @@ class ShardWriter:
             raise ConfigError(f"samples have the columns {sorted(found)}; expected {sorted(self._schema.names)}")
         self._flush()
         for name in blobs:
-            self._texts.setdefault(name, _BlobColumn()) if name not in self._blobs else None
+            self._texts.setdefault(name, BlobColumn(_TEXT_BYTES)) if name not in self._blobs else None
         gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
         # About what a sample's other columns take: lists may be larger than any blob.
         other_bytes = values.nbytes // max(1, values.num_rows)
@@ -190,6 +171,8 @@ class ShardWriter:
         """Write what is left and the file's footer; returns the shard's statistics."""
         self._flush()
         self._file.close()
+        # The next shard is being made while this one is synced: two sets of buffers are not needed.
+        self._blobs, self._blob_columns, self._texts = {}, (), {}
         return self.statistics
 
     def __enter__(self) -> Self:
@@ -212,10 +195,8 @@ class ShardWriter:
         return self._file.layout
 
     def _flush(self) -> None:
-        if not self._batch_samples:
-            return
-        self._write([self._take(field) for field in self._schema])
-        self._batch_samples = self._batch_bytes = 0
+        values, self._values = self._values, {name: [] for name in self._values}
+        self.end_batch(values)
 
     def _write(self, columns: Sequence[pa.Array | None]) -> None:
         """Write a record batch; columns that are None are the blobs collected so far."""
@@ -236,14 +217,16 @@ class ShardWriter:
             max(so_far.max_sample_bytes, int(np.max(sample_bytes))),
         )
 
-    def _take(self, field: pa.Field) -> pa.Array | None:
-        if field.name in self._blobs:
-            return None
-        values, self._values[field.name] = self._values[field.name], []
-        try:
-            return pa.array(values, field.type)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise ConfigError(f"column {field.name!r} does not hold {field.type} throughout: {error}") from error
+
+def _blob_column() -> BlobColumn:
+    return BlobColumn(BATCH_BYTES + (BATCH_BYTES >> 2))
+
+
+def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
+    try:
+        return pa.array(values, field.type)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise ConfigError(f"column {field.name!r} does not hold {field.type} throughout: {error}") from error
 
 
 def _largest(batch: pa.RecordBatch, column: str) -> int:
@@ -257,11 +240,3 @@ def _labels(batch: pa.RecordBatch) -> list[int]:
         return []
     labels: list[int] = batch.column(LABEL).drop_null().to_numpy().tolist()
     return labels
-
-
-def _validity(count: int, nulls: list[int]) -> pa.Buffer | None:
-    if not nulls:
-        return None
-    valid = np.ones(count, np.bool_)
-    valid[nulls] = False
-    return pa.py_buffer(np.packbits(valid, bitorder="little"))

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from datasvc.errors import SourceChangedError
+from datasvc.errors import NotFoundError, SourceChangedError
 from datasvc.gc import list_old, named_objects, sweep, unmark
 from datasvc.repository import Repository
 from datasvc.repository.journal import Journal
@@ -59,6 +60,18 @@ def test_workers_that_are_spawned_give_the_same_digests(tmp_path, source, monkey
     monkeypatch.setattr(engines, "choose_start_method", lambda **_: "spawn")
     ingest(many, str(where), "pets", workers=2, **options)
     assert digests(one, "pets") == digests(many, "pets")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_worker_is_left_when_an_ingest_ends(repository, folder, fails):
+    listed = ImageFolder.list(str(folder))
+    if fails:
+        (folder / "train" / "c" / "00012.jpg").unlink()
+    threads = threading.active_count()
+    with pytest.raises(NotFoundError) if fails else nullcontext():
+        ingest(repository, listed, "pets", workers=2, **LISTED)
+    assert multiprocessing.active_children() == []
+    assert threading.active_count() == threads
 
 
 @pytest.mark.slow

@@ -197,3 +197,29 @@ def test_values_keep_their_type_beside_nulls_and_say_which_rows_have_one(monkeyp
     assert not shard.is_valid("score", np.array([0, 1]))
     assert not shard.is_valid("nothing", np.array([0]))
     assert shard.column("score").to_pylist() == scores
+
+
+@given(
+    samples=st.lists(
+        st.tuples(st.none() | st.binary(max_size=60), st.text("ab", max_size=3), st.none() | st.binary())
+    ),
+    batch_bytes=st.integers(1, 100),
+)
+def test_blobs_first_and_values_by_record_batch_give_the_shard_that_whole_samples_give(samples, batch_bytes):
+    fields = [pa.field("blob", pa.large_binary()), pa.field("key", pa.string()), pa.field("mask", pa.large_binary())]
+    schema = shard_schema(fields)
+    whole, parted = io.BytesIO(), io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasvc.shards.writer.BATCH_BYTES", batch_bytes)
+        with ShardWriter(whole, schema) as writer:
+            for sample in samples:
+                writer.append(dict(zip(schema.names, sample, strict=True)))
+        keys = []
+        with ShardWriter(parted, schema) as writer:
+            for blob, key, mask in samples:
+                keys.append(key)
+                if writer.append_blobs(blob, mask):
+                    writer.end_batch({"key": keys})
+                    keys = []
+            writer.end_batch({"key": keys})
+    assert parted.getvalue() == whole.getvalue()

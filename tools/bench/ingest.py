@@ -7,7 +7,10 @@ synced before each. They do not do the same work:
   permutation, writes an index, and syncs each shard to disk before the commit;
 - `tar cf` and `cp -r` end when the bytes are in the page cache; `tar cf + fsync` when they are on the disk;
 - ArrayRecord writes one uncompressed file in each of two processes, unsynced; it is left out where it is not
-  installed (`pip install array-record`).
+  installed (`pip install array-record`);
+- the bare loop is what the machine can do: two processes that know their files, read each into a buffer that they use
+  again, digest it with xxHash3, digest 4 MiB with BLAKE3, write them, and sync every 64 MiB. It lists, checks and
+  commits nothing.
 
 On a disk that writes slower than the rest works, all that sync measure that disk. `--folder /dev/shm` takes it
 out of the comparison. Ratios are of speeds: above 1, datasvc is the faster.
@@ -18,6 +21,7 @@ out of the comparison. Ratios are of speeds: above 1, datasvc is the faster.
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -27,14 +31,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from blake3 import blake3
 from photos import read_photos, write_photos
 from report import Report, alternate, make_parser
+from xxhash import xxh3_128_digest
 
 from datasvc.repository import Repository
 from datasvc.shards.ingest import ingest
 
 ONE, TWO = "datasvc ingest, 1 process", "datasvc ingest, 2 workers"
 TAR, TAR_SYNCED, COPY, ARRAY_RECORD = "tar cf", "tar cf + fsync", "cp -r", "ArrayRecord, 2 processes"
+BARE = "bare read + digest + write, 2 processes"
+BATCH_BYTES, SHARD_BYTES = 4 << 20, 64 << 20
 
 WRITE_ARRAY_RECORD = """
 import sys
@@ -89,6 +97,45 @@ def run_array_record(photos: Path, target: Path) -> float:
     return time.perf_counter() - started
 
 
+def run_bare(photos: Path, target: Path) -> float:
+    """Read, digest and write in two processes, and do nothing else; returns seconds."""
+    target.mkdir()
+    files = [(str(path), path.stat().st_size) for path in sorted(photos.glob("*/*.jpg"))]
+    fork = multiprocessing.get_context("fork")  # nothing is to be imported: that is not what is measured
+    started = time.perf_counter()
+    processes = [fork.Process(target=copy_bare, args=(files[number::2], target / str(number))) for number in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    return time.perf_counter() - started
+
+
+def copy_bare(files: list[tuple[str, int]], target: Path) -> None:
+    """Do what no ingest can do without; `files` are paths and their bytes."""
+    buffer = memoryview(bytearray(BATCH_BYTES + max(size_bytes for _, size_bytes in files)))
+    for start in range(
+        0, len(files), per_shard := max(1, SHARD_BYTES * len(files) // sum(size for _, size in files))
+    ):
+        shard, digest, used = os.open(f"{target}-{start}", os.O_WRONLY | os.O_CREAT | os.O_EXCL), blake3(), 0
+        for path, size_bytes in files[start : start + per_shard]:
+            place = buffer[used : used + size_bytes]
+            descriptor = os.open(path, os.O_RDONLY)
+            assert os.readv(descriptor, [place]) == size_bytes
+            os.close(descriptor)
+            xxh3_128_digest(place)
+            used += size_bytes
+            if used >= BATCH_BYTES:
+                digest.update(buffer[:used])
+                assert os.write(shard, buffer[:used]) == used
+                used = 0
+        digest.update(buffer[:used])
+        assert os.write(shard, buffer[:used]) == used
+        os.fsync(shard)
+        os.close(shard)
+
+
 def plan_contestants(photos: Path, folder: Path) -> dict[str, Callable[[], float]]:
     """Return the contestants, each with a fresh target that is removed afterwards."""
 
@@ -108,6 +155,7 @@ def plan_contestants(photos: Path, folder: Path) -> dict[str, Callable[[], float
         TAR: run_tar,
         TAR_SYNCED: run_tar_synced,
         COPY: run_copy,
+        BARE: run_bare,
     }
     if importlib.util.find_spec("array_record") is not None:
         runs[ARRAY_RECORD] = run_array_record

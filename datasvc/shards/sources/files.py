@@ -296,15 +296,16 @@ def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
     """
     if isinstance(file_system, LocalFileSystem):
         found = [
-            SourceFile(path[len(root) :].lstrip("/"), path, status.st_size, str(status.st_mtime_ns))
-            for path, status in find_local(root)
+            SourceFile(name, path, size_bytes, str(modified_ns))
+            for name, path, size_bytes, modified_ns in find_local(root)
         ]
     else:
         found = [
             SourceFile(path[len(root) :].lstrip("/"), path, int(info["size"]), _stamp_of(info))
             for path, info in file_system.find(root, detail=True).items()
         ]
-    ours = [file.name.removesuffix(MARKER) for file in found if is_marker(file.name)]
+    # Most names end otherwise, which is quicker to see than what their last part is.
+    ours = [file.name.removesuffix(MARKER) for file in found if file.name.endswith(MARKER) and is_marker(file.name)]
     return [file for file in found if not file.name.startswith(tuple(ours))] if ours else found
 
 

@@ -7,9 +7,11 @@ is no image by its extension is left out and counted.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from operator import attrgetter
+from typing import ClassVar, NamedTuple
 
 import pyarrow as pa
 
@@ -17,7 +19,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.storage import redact_url
 from datasvc.shards.images import EXTENSIONS
 from datasvc.shards.schema import IMAGE, KEY, LABEL, image_field
-from datasvc.shards.sources.files import find_below
+from datasvc.shards.sources.files import SourceFile, find_below
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.source import ImageFile, ListedSource, printable
 from datasvc.shards.sources.splits import DEFAULT_SPLIT, SPLIT_NAMES
@@ -53,28 +55,27 @@ class ImageFolder(ListedSource):
         """
         options = options or SourceOptions()
         found, _ = find_below(url)
-        extensions = {name: _extension(name) for name in found}
-        images = sorted(name for name, extension in extensions.items() if extension in EXTENSIONS)
-        others = (extension for extension in extensions.values() if extension not in EXTENSIONS)
-        ignored = Counter(printable(extension) or "(none)" for extension in others)
-        if not images:
+        folders, ignored = _by_folder(found.values())
+        if not folders:
             raise NotFoundError(
                 f"cannot ingest {redact_url(url)}: no images in it ({len(found)} other files); "
                 f"looked for {', '.join(sorted(EXTENSIONS))}"
             )
         if options.split is None:
-            _check_splits(images, url)
-        placed = {name: _place(name, options.split) for name in images}
-        classes = _classes(placed, url)
+            _check_splits(folders, url)
+        places = {folder: _place(folder, options.split) for folder in sorted(folders)}
+        classes = _classes(places, folders, url)
         labels = {name: number for number, name in enumerate(classes)}
         splits: dict[str, list[ImageFile]] = {}
-        for name in images:
-            split, class_name, key = placed[name]
+        for folder, (split, class_name, start) in places.items():
             label = labels[class_name] if class_name is not None else None
-            file = found[name]
-            splits.setdefault(split, []).append(ImageFile(key, file.path, file.size_bytes, label, file.stamp))
+            files = [
+                ImageFile(name[start:], path, size_bytes, label, stamp)
+                for name, path, size_bytes, stamp in folders[folder]
+            ]
+            splits.setdefault(split, []).extend(files)
         for files in splits.values():
-            files.sort(key=lambda file: file.key)
+            files.sort(key=attrgetter("key"))
         return cls(url, splits, classes, ignored)
 
     @property
@@ -84,13 +85,30 @@ class ImageFolder(ListedSource):
         return pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), *label])
 
 
+def _by_folder(found: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]], Counter[str]]:
+    """Return the images by their folder, "" or "a/b/", and how many other files there are of each extension."""
+    folders: defaultdict[str, list[SourceFile]] = defaultdict(list)
+    ignored: Counter[str] = Counter()
+    for file in found:
+        name = file.name
+        extension = _extension(name)
+        if extension in EXTENSIONS:
+            folders[name[: name.rfind("/") + 1]].append(file)
+        else:
+            ignored[printable(extension) or "(none)"] += 1
+    return dict(folders), ignored
+
+
 def _extension(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
+    """Return the lower-case extension as `os.path.splitext` has it, which takes longer."""
+    before, dot, last = name.rpartition(".")
+    is_plain = dot and "/" not in last and before[-1:] not in ("", "/", ".")
+    return f".{last.lower()}" if is_plain else os.path.splitext(name)[1].lower()
 
 
-def _check_splits(images: list[str], url: str) -> None:
+def _check_splits(folders: Iterable[str], url: str) -> None:
     """Refuse sources in which two files would get one key in one split."""
-    tops = {name.partition("/")[0] if "/" in name else "" for name in images}
+    tops = {folder.partition("/")[0] for folder in folders}
     spellings = [top for top in tops if top.lower() in SPLIT_NAMES]
     if spellings and (len(tops) > len(spellings) or len({top.lower() for top in spellings}) < len(spellings)):
         raise ConfigError(
@@ -99,20 +117,36 @@ def _check_splits(images: list[str], url: str) -> None:
         )
 
 
-def _place(name: str, only: str | None) -> tuple[str, str | None, str]:
-    """Return split, class and key of a file from its path below the source; `only`: the split of all."""
-    parts = name.split("/")
-    if only is not None:
-        split = only
+class _Place(NamedTuple):
+    """What the files of a folder are.
+
+    Attributes:
+        split: that they belong to.
+        class_name: their class, None without one.
+        key_start: where the key begins in the path below the source.
+    """
+
+    split: str
+    class_name: str | None
+    key_start: int
+
+
+def _place(folder: str, only: str | None) -> _Place:
+    """Return what the files in a folder below the source are; `only`: the split of all."""
+    top, _, below = folder.partition("/")
+    if only is None and top.lower() in SPLIT_NAMES:
+        split, start = top, len(top) + 1
     else:
-        split = parts.pop(0) if len(parts) > 1 and parts[0].lower() in SPLIT_NAMES else DEFAULT_SPLIT
-    return split.lower(), (parts[0] if len(parts) > 1 else None), "/".join(parts)
+        split, start, below = DEFAULT_SPLIT if only is None else only, 0, folder
+    return _Place(split.lower(), below.partition("/")[0] or None, start)
 
 
-def _classes(placed: dict[str, tuple[str, str | None, str]], url: str) -> tuple[str, ...]:
-    names = {class_name for _, class_name, _ in placed.values()}
+def _classes(places: Mapping[str, _Place], folders: Mapping[str, list[SourceFile]], url: str) -> tuple[str, ...]:
+    names = {place.class_name for place in places.values()}
     if None in names and len(names) > 1:
-        flat = next(name for name, place in placed.items() if place[1] is None)
+        flat = min(
+            file.name for folder, place in places.items() if place.class_name is None for file in folders[folder]
+        )
         raise ConfigError(
             f"cannot ingest {redact_url(url)}: some images lie in class folders and some beside them, such as "
             f"{flat}; move these into a class folder or out of the source"

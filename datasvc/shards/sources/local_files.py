@@ -8,21 +8,24 @@ from collections.abc import Iterator, Sequence
 from datasvc.errors import ConfigError
 
 
-def find_local(root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield every file below `root` with its status, links followed, in no particular order.
+def find_local(root: str) -> Iterator[tuple[str, str, int, int]]:
+    """Yield name, path, bytes and time of change of every file below `root`, in no particular order.
+
+    Names are paths below `root` with forward slashes. Bytes and time, in nanoseconds, are of what a link leads to.
 
     Raises:
         ConfigError: a link leads out of `root`, to nothing, or back to a folder above it.
         OSError: a folder cannot be read.
     """
     real_root = os.path.realpath(root)
-    waiting: list[tuple[str, tuple[str, ...]]] = [(root, (real_root,))]
+    waiting: list[tuple[str, str, tuple[str, ...]]] = [(root, "", (real_root,))]
     while waiting:
-        folder, above = waiting.pop()
+        folder, before, above = waiting.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_file(follow_symlinks=False):  # known from the folder: nearly all entries end here
-                    yield entry.path, entry.stat()
+                    status = entry.stat()
+                    yield before + entry.name, entry.path, status.st_size, status.st_mtime_ns
                     continue
                 if entry.is_symlink():
                     check_inside(real_root, [entry.path])
@@ -30,9 +33,10 @@ def find_local(root: str) -> Iterator[tuple[str, os.stat_result]]:
                     real = os.path.realpath(entry.path) if entry.is_symlink() else f"{above[-1]}/{entry.name}"
                     if real in above:
                         raise ConfigError(f"{entry.path} leads back to a folder that holds it; remove this link")
-                    waiting.append((entry.path, (*above, real)))
+                    waiting.append((entry.path, f"{before}{entry.name}/", (*above, real)))
                 elif entry.is_file():
-                    yield entry.path, entry.stat()
+                    status = entry.stat()
+                    yield before + entry.name, entry.path, status.st_size, status.st_mtime_ns
 
 
 def check_inside(root: str, paths: Sequence[str]) -> None:

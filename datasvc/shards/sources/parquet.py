@@ -33,8 +33,8 @@ from datasvc.shards.sources.tables import (
 
 EXTENSIONS: Final = frozenset({".parquet", ".pq"})
 PART_BYTES: Final = 16 << 20
-# Of all columns of an open part together; each is read through a buffer of its own.
-_BUFFERS_BYTES: Final = 1 << 20
+# Each column of an open part is read through a buffer of its own; pages that are larger pass it by.
+_BUFFER_BYTES: Final = 64 << 10
 _PROBED_SAMPLES: Final = 32
 
 
@@ -221,9 +221,8 @@ def _num_samples(sample_bytes: float) -> int:
 
 def _open(opened: pa.NativeFile, metadata: Any) -> pq.ParquetFile:
     # Without a buffer size, whole column chunks are read at once.
-    buffer_bytes = max(1 << 16, _BUFFERS_BYTES // max(1, metadata.num_columns))
     return pq.ParquetFile(
-        opened, metadata=metadata, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True
+        opened, metadata=metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
     )
 
 
