@@ -7,10 +7,7 @@ what a loader holds of a cache is what its order promised.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +19,7 @@ from datasvc.shards import ShardStore, Split
 from datasvc.shards.reader import Bytes
 from datasvc.shards.schema import LABEL
 from loaders.located import Located, LocatedStep, locate_epoch
+from loaders.mapped_pages import MappedPages
 from loaders.mix_order import MixOrder
 from loaders.mixture import Mixture, label_maps, name_of, own_orders, splits_of, weighted_splits
 from loaders.split_reader import Cursor, ShardPart, SplitReader
@@ -31,8 +29,7 @@ __all__ = ["Cursor", "SampleBatch", "SampleBatches", "ShardPart"]
 _CURSORS_KEPT: Final = 64
 
 
-@dataclass(frozen=True)
-class SampleBatch:
+class SampleBatch(NamedTuple):
     """One rank's part of a global batch, not yet decoded.
 
     Attributes:
@@ -59,6 +56,11 @@ class SampleBatch:
     columns: dict[str, npt.NDArray[Any]]
     parts: Sequence[ShardPart]
     sources: Integers
+
+    @property
+    def pads(self) -> bool:
+        """Whether the step fills a batch with samples that only pad; this rank's part may have none."""
+        return self.step.stop > self.step.num_samples
 
     @property
     def before(self) -> Cursor:
@@ -120,6 +122,8 @@ class SampleBatches:
         self._rank, self._world_size, self._tail = rank, world_size, tail
         self._blob = blob
         self._types = _common_types(list(self._readers.values()), columns)
+        self._mapped = MappedPages()
+        self._needs_values = blob is not None or bool(columns)
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
         """Yield batches from `cursor` on, for ever. At least one step must fit into an epoch."""
@@ -145,24 +149,28 @@ class SampleBatches:
 
     def close(self) -> None:
         """Release every shard; a new `stream` opens them again."""
+        self._mapped.clear()
         for reader in self._readers.values():
             reader.close()
 
     def describe(self, batch: SampleBatch, index: int) -> str:
         """Name one sample for a message: split, shard and key."""
         reader = self._readers[int(batch.sources[index])]
-        return reader.describe(int(batch.shards[index]), int(batch.rows[index]))
+        opened = next(part.shard for part in batch.parts if index in part.indices)
+        return reader.describe(int(batch.shards[index]), int(batch.rows[index]), opened)
 
     def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
-        step, found, count = located.step, located.located, len(located.positions)
+        step, positions, mask, found, by_split = located
         self._use_shards(Cursor(epoch, step.start), Cursor(epoch, step.next_position), located)
-        blobs: list[Any] = [] if self._blob is None else [None] * count
-        columns = {name: np.empty(count, kind) for name, kind in self._types.items()}
+        blobs: list[Any] = [] if self._blob is None else [None] * len(positions)
+        columns = {name: np.empty(len(positions), kind) for name, kind in self._types.items()}
         parts: list[ShardPart] = []
-        for number, groups in groupby(located.by_shard, key=itemgetter(0)):
+        for number, by_shard in by_split.items():
             reader = self._readers[number]
-            opened = reader.open([(shard, indices) for _, shard, indices in groups], found.rows)
+            opened = reader.open(by_shard, found.rows)
             parts += opened
+            if not self._needs_values:
+                continue
             for part in opened:
                 if self._blob is not None:
                     views = part.shard.blobs(self._blob, part.rows)
@@ -170,17 +178,10 @@ class SampleBatches:
                         blobs[index] = view
                 for name, values in columns.items():
                     values[part.indices] = reader.values(part, name)
+        if self._blob is not None:  # columns of tokens are read again and again
+            self._mapped.read([part.shard for part in parts], len(positions))
         return SampleBatch(
-            epoch,
-            step,
-            located.positions,
-            located.mask,
-            found.shards,
-            found.rows,
-            blobs,
-            columns,
-            parts,
-            found.sources,
+            epoch, step, positions, mask, found.shards, found.rows, blobs, columns, parts, found.sources
         )
 
     def _use_shards(self, start: Cursor, stop: Cursor, located: LocatedStep) -> None:

@@ -84,7 +84,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             the pixels, to a level or two of 255 between "cpu" and "pillow", to some eight with "gpu".
         num_threads: decoding threads in all; default the processors this process may use, so give ranks of one node
             their share.
-        prefetch: batches under way while the caller trains.
+        prefetch: batches under way while the caller trains; 0: each is decoded in the call for it.
         ledger: folder that records what was handed over, see `Loader`.
         share: jobs of this node that give the same name, or `Share`, and otherwise the same arguments, let one
             process decode each batch once for all of them.
@@ -159,7 +159,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             batch_size=batch_size,
             pixels=PixelFormat(size, output, layout, mean, std),
             num_threads=count_processors() if num_threads is None else num_threads,
-            prefetch=prefetch,
+            prefetch=max(1, prefetch),  # in the call there is one
             device_id=_device_id(device),
             max_width=largest(split, "max_width"),
             max_height=largest(split, "max_height"),
@@ -201,7 +201,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         batches = super().__iter__()
         while True:
             if self._framework != framework:
-                with self._alone():
+                with self._alone:
                     self._discard()
                     self._framework = framework
             batch = next(batches, None)
@@ -235,6 +235,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             numbers=self._numbers,
             lists=self._lists,
             on_bad=self._on_bad,
+            is_mixture=isinstance(self.split, Mixture),
             stopwatch=self.stopwatch,
         )
 
@@ -253,6 +254,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             decoder=self._backends[0],
             num_threads=self._config.num_threads,
             num_processors=count_processors(),
+            is_shared=self.sharing is not None,
         )
 
     def _keep(self, chosen: Backend, rates: Mapping[Backend, float]) -> None:

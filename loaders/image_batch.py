@@ -25,6 +25,8 @@ class ImageBatch(Generic[A]):
         columns: the others that were asked for, by name: `[n]` on the CPU for numbers and booleans, else a list of
             Python values, None for null.
         bad: samples that do not decode: index in the batch -> its name and the reason.
+        sources: `int64[n]` on the CPU, of a mixture: the number of each sample's split in `mixture.splits`, whose
+            name is `mixture.names[number]`; None where the loader reads a split alone.
     """
 
     images: A
@@ -34,6 +36,7 @@ class ImageBatch(Generic[A]):
     positions: Integers
     columns: Mapping[str, A | list[Any]] = field(default_factory=dict)
     bad: Mapping[int, str] = field(default_factory=dict)
+    sources: A | None = None
 
     def __iter__(self) -> Iterator[A | None]:
         return iter((self.images, self.labels))

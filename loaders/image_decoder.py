@@ -32,6 +32,7 @@ class ImageDecoder:
         numbers: columns to deliver beside, of `SampleBatch.columns`.
         lists: others, that are read from the shards.
         on_bad: "raise" or "mask" where samples do not decode.
+        is_mixture: batches say which split each sample is of.
         stopwatch: of the loader.
     """
 
@@ -45,6 +46,7 @@ class ImageDecoder:
         numbers: Sequence[str] = (),
         lists: Sequence[str] = (),
         on_bad: OnBad = "raise",
+        is_mixture: bool = False,
         stopwatch: Stopwatch,
     ) -> None:
         self._backend = backend
@@ -53,6 +55,7 @@ class ImageDecoder:
         self._describe = describe
         self._numbers, self._lists = numbers, lists
         self._on_bad = on_bad
+        self._is_mixture = is_mixture
         self._stopwatch = stopwatch
         self._under_way: deque[SampleBatch] = deque()
 
@@ -99,6 +102,7 @@ class ImageDecoder:
             positions=batch.positions,
             columns=columns | read_lists(batch, self._lists),
             bad=bad,
+            sources=self._deliver(batch.sources) if self._is_mixture else None,
         )
 
     def _deliver(self, values: Any) -> Any:

@@ -6,12 +6,9 @@ each kind of loader; it may be thrown away at any moment, because the position l
 
 from __future__ import annotations
 
-import os
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
@@ -22,6 +19,7 @@ from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
 from datasvc.shards import ShardStore, Split
 from loaders.batches import Cursor, SampleBatch, SampleBatches
 from loaders.data_ranks import DataRanks
+from loaders.exclusive import Exclusive
 from loaders.followed import follow_splits
 from loaders.ledger import Ledger
 from loaders.mixture import Mixture, name_of, splits_of
@@ -79,7 +77,7 @@ class Loader(ABC, Generic[B]):
         tail: what becomes of the samples that fill no global batch.
         ranks: which part of each global batch is this process's.
         cache: the node's; None reads a local repository in place, and a remote one into memory.
-        prefetch: batches under way while the caller trains.
+        prefetch: batches under way while the caller trains; 0: each is decoded in the call for it.
         ledger: folder that records what was handed over, for `datasvc audit`; the same for all ranks and restarts.
 
     Raises:
@@ -102,7 +100,9 @@ class Loader(ABC, Generic[B]):
         prefetch: int,
         ledger: Path | str | None = None,
     ) -> None:
-        check_sizes(batch_size=batch_size, prefetch=prefetch)
+        check_sizes(batch_size=batch_size)
+        if prefetch < 0:
+            raise ConfigError(f"prefetch is {prefetch}; expected at least 0")
         self.split = split
         self.batch_size = batch_size
         self.order = order
@@ -111,6 +111,8 @@ class Loader(ABC, Generic[B]):
         self.stopwatch = Stopwatch()
         self._prefetch = prefetch
         self._check_lengths()
+        # A batch that begins before is a whole one.
+        self._last_whole = len(split) - self._global_batch + 1
         self._followed = (
             []
             if cache is None
@@ -133,9 +135,8 @@ class Loader(ABC, Generic[B]):
         self._decoder: Decoder[B] | None = None
         self._stream: Iterator[SampleBatch] | None = None
         self._under_way: deque[SampleBatch] = deque()
-        self._process = os.getpid()
-        # A thread that was interrupted between taking it and its use takes it once more.
-        self._in_use = threading.RLock()
+        self._num_decoding = 0  # of these, those with samples
+        self._alone = Exclusive()
         self._ledger = None if ledger is None else self._make_ledger(ledger)
 
     @abstractmethod
@@ -174,14 +175,15 @@ class Loader(ABC, Generic[B]):
         """
         epoch = self._cursor.epoch
         try:
-            while self._cursor.epoch == epoch and self.steps_left:
+            # Counting steps takes longer than to see that one fills a batch.
+            while self._cursor.epoch == epoch and (self._cursor.position < self._last_whole or self.steps_left):
                 batch, self._cursor = self._next()
                 yield batch
         finally:
             self.stopwatch.pause()
         if self._cursor.epoch == epoch:
             if self._ledger is not None:
-                with self._alone():
+                with self._alone:
                     self._ledger.end_epoch(epoch, self._cursor.position)
             self._cursor = Cursor(epoch + 1, 0)
 
@@ -197,7 +199,7 @@ class Loader(ABC, Generic[B]):
             StateMismatchError: the state belongs to another version, mixture or order; says both.
         """
         wanted = restore_state(state, self.split, self.order)
-        with self._alone():
+        with self._alone:
             self._discard()
             self._cursor = wanted
             if self._ledger is not None:
@@ -225,9 +227,9 @@ class Loader(ABC, Generic[B]):
 
         Raises ConfigError: another thread uses it.
         """
-        if os.getpid() != self._process:
+        if self._alone.is_foreign:
             return  # a child closes nothing of its parent's
-        with self._alone():
+        with self._alone:
             self._discard()
             for followed in self._followed:
                 followed.close()
@@ -268,19 +270,19 @@ class Loader(ABC, Generic[B]):
 
     def _next(self) -> tuple[B, Cursor]:
         """Return the next batch and where the run stands after it, and start decoding one more."""
-        with self._alone(), self.stopwatch.step() as timer:
+        with self._alone, self.stopwatch.step() as timer:
             if self._under_way and self._under_way[0].before != self._cursor:
                 self._discard()  # an interrupt fell between the last batch and the cursor
             try:
-                self._fill()
+                self._fill(max(1, self._prefetch))
                 assert self._decoder is not None
                 with self.stopwatch.stage(Stage.DECODE):
                     finished = self._decoder.take()
                 batch = self._under_way.popleft()
                 timer.num_samples = len(batch.positions)
-                self._fill()
-                with self.stopwatch.stage(Stage.CACHE):
-                    self._source.retire(batch)
+                self._num_decoding -= timer.num_samples > 0
+                self._fill(self._prefetch)
+                self._source.retire(batch)
                 if self._ledger is not None:  # before the cursor moves: no state is ahead of the ledger
                     with self.stopwatch.stage(Stage.LEDGER):
                         self._ledger.write(batch, self._bad_samples(finished))
@@ -290,41 +292,29 @@ class Loader(ABC, Generic[B]):
                 raise
         return finished, batch.after
 
-    def _fill(self) -> None:
-        """Start decoding until `prefetch` batches are under way; empty ones cost nothing and do not count."""
+    def _fill(self, num_batches: int) -> None:
+        """Start decoding until so many batches are under way; empty ones cost nothing and do not count."""
         if self._decoder is None:
             with self.stopwatch.stage(Stage.START):
                 self._decoder = self._make_decoder()
         if self._stream is None:
             self._stream = self._source.stream(self._cursor)
-        while sum(bool(len(batch.positions)) for batch in self._under_way) < self._prefetch:
+        while self._num_decoding < num_batches:
             with self.stopwatch.stage(Stage.READ):
                 batch = next(self._stream)
             with self.stopwatch.stage(Stage.DECODE):
                 self._decoder.feed(batch)
             self._under_way.append(batch)
+            self._num_decoding += len(batch.positions) > 0
 
     def _discard(self) -> None:
         """Drop what was prefetched: it belongs to a position that is no longer wanted."""
         decoder, self._decoder, self._stream = self._decoder, None, None
         self._under_way.clear()
+        self._num_decoding = 0
         if decoder is not None:
             decoder.close()
         self._source.close()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Refuse a second thread, and a forked child: threads of decoders and clients do not live there."""
-        if os.getpid() != self._process:
-            raise ConfigError(
-                "this loader was made before the fork; make one in the child, or spawn instead of forking"
-            )
-        if not self._in_use.acquire(blocking=False):
-            raise ConfigError("this loader is used by another thread; give each thread its own loader")
-        try:
-            yield
-        finally:
-            self._in_use.release()
 
     def _check_lengths(self) -> None:
         world_size = self.ranks.world_size

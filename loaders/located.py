@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
@@ -48,8 +47,7 @@ class Locator(Protocol):
         """Return where positions lie: `int64[n]` in range(num_samples), in any order."""
 
 
-@dataclass(frozen=True)
-class LocatedStep:
+class LocatedStep(NamedTuple):
     """One rank's part of a step.
 
     Attributes:
@@ -57,14 +55,14 @@ class LocatedStep:
         positions: `int64[n]`, of this rank's samples.
         mask: `bool[n]`, False for samples that only pad.
         located: where they lie.
-        by_shard: split and shard of these, each with the indexes of its samples, `int64[k]` ascending; by split.
+        by_shard: of each split its shards, each with the indexes of its samples, `int64[k]` ascending.
     """
 
     step: Step
     positions: Integers
     mask: npt.NDArray[np.bool_]
     located: Located
-    by_shard: list[tuple[int, int, Integers]]
+    by_shard: Mapping[int, list[tuple[int, Integers]]]
 
 
 def locate_epoch(
@@ -88,30 +86,46 @@ def locate_epoch(
 def _locate(
     locator: Locator, epoch: int, steps: Sequence[Step], *, rank: int, world_size: int
 ) -> Iterator[LocatedStep]:
-    parts = [slice_step(step, rank=rank, world_size=world_size, lanes=locator.lanes) for step in steps]
+    parts = _slice_all(steps, rank=rank, world_size=world_size, lanes=locator.lanes)
     stops = np.cumsum([len(positions) for positions, _ in parts])
     starts = stops - [len(positions) for positions, _ in parts]
     found = locator.locate(epoch, np.concatenate([positions for positions, _ in parts]))
     groups = _group_by_shard(np.repeat(np.arange(len(steps)), stops - starts), found, starts)
-    for number, (step, (positions, mask)) in enumerate(zip(steps, parts, strict=True)):
-        own = slice(int(starts[number]), int(stops[number]))
-        yield LocatedStep(step, positions, mask, Located(*(values[own] for values in found)), groups[number])
+    bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+    for step, (positions, mask), (start, stop), group in zip(steps, parts, bounds, groups, strict=True):
+        own = Located(*[values[start:stop] for values in found])
+        yield LocatedStep(step, positions, mask, own, group)
 
 
-def _group_by_shard(steps: Integers, found: Located, starts: Integers) -> list[list[tuple[int, int, Integers]]]:
-    """Return, for each step, its splits and shards with the indexes of their samples.
+def _slice_all(
+    steps: Sequence[Step], *, rank: int, world_size: int, lanes: int
+) -> list[tuple[Integers, npt.NDArray[np.bool_]]]:
+    """Return what `slice_step` does for each of consecutive steps: a whole one is the one before, moved on."""
+    first, size = steps[0], steps[0].stop - steps[0].start
+    whole = [step for step in steps if step.stop <= step.num_samples and step.stop - step.start == size]
+    moved = np.array([step.start - first.start for step in whole], np.int64)
+    positions, _ = slice_step(first, rank=rank, world_size=world_size, lanes=lanes)
+    every = moved[:, None] + positions
+    rest = [slice_step(step, rank=rank, world_size=world_size, lanes=lanes) for step in steps[len(whole) :]]
+    return [*zip(every, np.ones(every.shape, np.bool_), strict=True), *rest]
+
+
+def _group_by_shard(steps: Integers, found: Located, starts: Integers) -> list[dict[int, list[tuple[int, Integers]]]]:
+    """Return, for each step and each of its splits, the shards with the indexes of their samples.
 
     Args:
         steps: `int64[n]`, number of each sample's step.
         found: where it lies.
         starts: `int64[steps]`, where each step's samples begin.
     """
-    groups: list[list[tuple[int, int, Integers]]] = [[] for _ in starts]
+    groups: list[dict[int, list[tuple[int, Integers]]]] = [{} for _ in starts]
     by_shard = np.lexsort((found.shards, found.sources, steps))
     step_of, source_of, shard_of = steps[by_shard], found.sources[by_shard], found.shards[by_shard]
     indices = by_shard - starts[step_of]
     cuts = np.flatnonzero((np.diff(step_of) != 0) | (np.diff(source_of) != 0) | (np.diff(shard_of) != 0)) + 1
     bounds = [0, *cuts.tolist(), len(by_shard)] if len(by_shard) else []
-    for start, stop in pairwise(bounds):
-        groups[step_of[start]].append((int(source_of[start]), int(shard_of[start]), indices[start:stop]))
+    firsts = bounds[:-1]
+    keys = zip(step_of[firsts].tolist(), source_of[firsts].tolist(), shard_of[firsts].tolist(), strict=True)
+    for (step, source, shard), (start, stop) in zip(keys, pairwise(bounds), strict=True):
+        groups[step].setdefault(source, []).append((shard, indices[start:stop]))
     return groups

@@ -69,6 +69,11 @@ class Mixture:
         return f"Mixture({' : '.join(parts)}, {len(self)} samples)"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each split, such as "digits/train", by its number: that of a batch's `sources`."""
+        return tuple(map(name_of, self.splits))
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the labels that loaders of this mixture give, index by index: those of all splits, each once.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +14,17 @@ from datasvc.keyed import Integers
 from datasvc.order import AccessOrder, OrderConfig
 from datasvc.shards import Shard, ShardStore, Split
 from datasvc.shards.schema import LABEL
-from loaders.open_shards import OpenShards, OrderedUses
+from loaders.open_shards import OpenShards, OrderedUses, WholeEpochUses
 
 
-@dataclass(frozen=True, order=True)
-class Cursor:
+class Cursor(NamedTuple):
     """Where a run, or a split's own order, stands: everything of `epoch` before `position` was served."""
 
     epoch: int
     position: int
 
 
-@dataclass(frozen=True)
-class ShardPart:
+class ShardPart(NamedTuple):
     """The samples of a batch that lie in one shard.
 
     Attributes:
@@ -74,7 +71,7 @@ class SplitReader:
         self._counts = split.table.samples_per_shard
         self._shards = OpenShards(split, store)
         self._orders: dict[int, AccessOrder] = {}
-        self._uses: dict[int, OrderedUses] = {}
+        self._uses: dict[int, OrderedUses | WholeEpochUses] = {}
         self._kept: deque[tuple[Cursor, int]] = deque()  # shards that no order's uses cover, by their batch
 
     def locate(self, epoch: int, positions: Integers) -> tuple[Integers, Integers]:
@@ -109,18 +106,23 @@ class SplitReader:
             by_shard: each shard with the indexes of its samples in the batch.
             rows: `int64[n]` of the batch as `locate` gave them; afterwards deleted samples are counted too.
         """
+        wanted: dict[int, Integers] = {}
         for shard, indices in by_shard:
-            rows[indices] = self.split.stored_rows(shard, rows[indices])
-        opened = self._shards.get_all({shard: rows[indices] for shard, indices in by_shard})
-        return [ShardPart(opened[shard], indices, rows[indices]) for shard, indices in by_shard]
+            located = rows[indices]
+            wanted[shard] = self.split.stored_rows(shard, located)
+            if wanted[shard] is not located:
+                rows[indices] = wanted[shard]
+        opened = self._shards.get_all(wanted)
+        return [ShardPart(opened[shard], indices, wanted[shard]) for shard, indices in by_shard]
 
     def retire(self, cursor: Cursor, batch: Cursor) -> None:
         """Say that all before `cursor` of the own order was handed over, with the batch that starts at `batch`."""
         self.advance(cursor)
-        for epoch in [epoch for epoch in self._orders if epoch < cursor.epoch]:
-            del self._orders[epoch]
-        for epoch in [epoch for epoch in self._uses if epoch < cursor.epoch]:
-            self._uses.pop(epoch).close()
+        if min(self._orders, default=cursor.epoch) < cursor.epoch:
+            for epoch in [epoch for epoch in self._orders if epoch < cursor.epoch]:
+                del self._orders[epoch]
+            for epoch in [epoch for epoch in self._uses if epoch < cursor.epoch]:
+                self._uses.pop(epoch).close()
         if cursor.epoch in self._uses:
             self._uses[cursor.epoch].retire(cursor.position)
         while self._kept and self._kept[0][0] <= batch:
@@ -153,9 +155,15 @@ class SplitReader:
         kind: npt.DTypeLike = self.split.table.sample_schema.field(column).type.to_pandas_dtype()
         return kind
 
-    def describe(self, shard: int, row: int) -> str:
-        """Name one sample for a message: split, shard and key."""
-        key = self._shards.get(shard).sample(row)["key"]
+    def describe(self, shard: int, row: int, opened: Shard) -> str:
+        """Name one sample for a message: split, shard and key.
+
+        Args:
+            shard: its number.
+            row: of its file.
+            opened: the shard, or as much of it as was read for the sample: no more is fetched.
+        """
+        key = opened.sample(row)["key"]
         digest = self.split.table.shard(shard).digest[:12]
         return f"{self.split.dataset}/{self.split.name}: {key!r} (row {row} of shard {digest}...)"
 
@@ -173,7 +181,12 @@ class SplitReader:
 
     def _use(self, epoch: int, start: int, stop: int | None) -> None:
         if epoch not in self._uses:
-            self._uses[epoch] = OrderedUses(self._shards, self._order(epoch), start)
+            order = self._order(epoch)
+            self._uses[epoch] = (
+                WholeEpochUses(self._shards, order.num_samples)
+                if self._config.shuffle == "global"
+                else OrderedUses(self._shards, order, start)
+            )
         self._uses[epoch].advance(len(self.split) if stop is None else stop)
 
     def _check_columns(self, blob: str | None, columns: tuple[str, ...]) -> None:

@@ -74,11 +74,6 @@ class StepTimes:
     blocked_ns: Mapping[Stage, int]
     waiting_ns: Mapping[Stage, int] = field(default_factory=dict)
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether threads that work beside the call had not done their part when it came."""
-        return sum(self.waiting_ns.values()) > _BOUND_SHARE * (self.wait_ns + self.consumer_ns)
-
 
 @dataclass(frozen=True)
 class Totals:
@@ -121,16 +116,27 @@ class Sums:
     beside_ns: Counter[Stage] = field(default_factory=Counter)
     num_beside: dict[Stage, int] = field(default_factory=dict)
 
-    def add(self, step: StepTimes) -> None:
-        """Add a step."""
+    def add(
+        self,
+        num_samples: int,
+        wait_ns: int,
+        consumer_ns: int,
+        blocked_ns: Mapping[Stage, int],
+        waiting_ns: Mapping[Stage, int],
+    ) -> None:
+        """Add a step; arguments as the attributes of `StepTimes`."""
         self.num_steps += 1
-        self.num_samples += step.num_samples
-        self.num_bound_steps += step.is_bound
-        self.wait_ns += step.wait_ns
-        self.consumer_ns += step.consumer_ns
-        # Counter.update adds.
-        self.blocked_ns.update(step.blocked_ns)
-        self.waiting_ns.update(step.waiting_ns)
+        self.num_samples += num_samples
+        self.wait_ns += wait_ns
+        self.consumer_ns += consumer_ns
+        # Counter.update takes several times as long, and this runs every step.
+        for stage, duration_ns in blocked_ns.items():
+            self.blocked_ns[stage] += duration_ns
+        if waiting_ns:
+            # Whether threads that work beside the call had not done their part when it came.
+            self.num_bound_steps += sum(waiting_ns.values()) > _BOUND_SHARE * (wait_ns + consumer_ns)
+            for stage, duration_ns in waiting_ns.items():
+                self.waiting_ns[stage] += duration_ns
 
     def add_beside(self, stage: Stage, duration_ns: int, num_threads: int) -> None:
         """Add work of another thread, and how many were at it then."""

@@ -31,11 +31,11 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock = clock
-        self._here = _Thread()
+        self.here = _Thread()
         # Reentrant: the end of a forgotten iterator may pause at any allocation, in any thread.
         self._lock = threading.RLock()
         self._earlier, self._lap = Sums(), Sums()  # until `restart`, and since
-        self._steps: deque[StepTimes] = deque(maxlen=_STEPS_KEPT)
+        self._steps: deque[tuple[StepTimer, int]] = deque(maxlen=_STEPS_KEPT)  # and when its consumer was done
         self._spans: deque[_SpanFields] = deque(maxlen=_SPANS_KEPT)
         self._active: Counter[Stage] = Counter()
         self._handed: StepTimer | None = None
@@ -50,11 +50,13 @@ class Stopwatch:
 
     def stage(self, stage: Stage) -> StageTimer:
         """Time work: `with stopwatch.stage(Stage.READ)`; of the call in whose thread it lies, or beside the calls."""
-        return StageTimer(self, self._here, self._spans, stage, False)
+        return StageTimer(self, stage)
 
     def waiting(self, stage: Stage) -> StageTimer:
         """Time a call's wait for a stage that other threads work on, whatever the call itself does."""
-        return StageTimer(self, self._here, self._spans, stage, True)
+        timer = StageTimer(self, stage)
+        timer.is_wait = True
+        return timer
 
     def pause(self) -> None:
         """Say that the caller is done with its batch: what it does until the next call is no step's time."""
@@ -77,7 +79,13 @@ class Stopwatch:
             sums = (self._earlier if whole else Sums()).plus(self._lap)
             pending = self._pending(now_ns)
         if pending is not None:
-            sums.add(pending)
+            sums.add(
+                pending.num_samples,
+                pending.wait_ns,
+                pending.consumer_ns,
+                pending.blocked_ns,
+                pending.waiting_ns,
+            )
         return sums.totals()
 
     def steps(self) -> list[StepTimes]:
@@ -85,12 +93,19 @@ class Stopwatch:
         now_ns = self.clock()
         with self._lock:
             pending = self._pending(now_ns)
-            return [*self._steps, *([] if pending is None else [pending])][-_STEPS_KEPT:]
+            steps = [timer.times(done_ns) for timer, done_ns in self._steps]
+            return [*steps, *([] if pending is None else [pending])][-_STEPS_KEPT:]
 
     def spans(self) -> list[Span]:
         """Return the last spans, at most 32,768, in the order in which they ended."""
         with self._lock:
             return [Span(*fields) for fields in self._spans.copy()]
+
+    def keep_span(self, name: str, start_ns: int, duration_ns: int, step: int) -> None:
+        """Keep a span of this thread; for the timers."""
+        here = self.here
+        # Appending is atomic, and drops the oldest.
+        self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
 
     def enter_beside(self, timer: StageTimer) -> None:
         """Begin with a stage beside the calls; for `StageTimer`."""
@@ -109,7 +124,7 @@ class Stopwatch:
     def begin_step(self, timer: StepTimer) -> None:
         """Begin with a call; for `StepTimer`."""
         # A call is never inside another: what an interrupt left there goes.
-        self._here.timers = [timer]
+        self.here.timers = [timer]
         timer.number = self.number + 1
         timer.start_ns = self.clock()
         with self._lock:
@@ -117,62 +132,44 @@ class Stopwatch:
 
     def end_step(self, timer: StepTimer, *, failed: bool) -> None:
         """End a call; for `StepTimer`."""
-        timer.end_ns = self.clock()
-        self._here.timers.clear()
+        timer.end(self.clock())
+        self.here.timers.clear()
         if failed:
             return
         with self._lock:
             self.number = timer.number
             self._handed = timer
-        self._keep("wait", timer.start_ns, timer.end_ns - timer.start_ns, timer.number)
+        self.keep_span("wait", timer.start_ns, timer.wait_ns, timer.number)
 
     def _end_step(self, now_ns: int) -> None:
         """Close the step whose batch the caller has. The lock is held."""
         handed, self._handed = self._handed, None  # taken first: nobody adds it a second time meanwhile
         if handed is None:
             return
-        step = handed.times(now_ns)
-        self._lap.add(step)
-        self._steps.append(step)
-        self._keep("consumer", now_ns - step.consumer_ns, step.consumer_ns, step.number)
+        self._steps.append((handed, now_ns))
+        consumer_ns = handed.consumer_ns(now_ns)
+        self._lap.add(handed.num_samples, handed.wait_ns, consumer_ns, handed.blocked_ns, handed.waiting_ns)
+        self.keep_span("consumer", now_ns - consumer_ns, consumer_ns, handed.number)
 
     def _pending(self, now_ns: int) -> StepTimes | None:
         return None if self._handed is None else self._handed.times(now_ns)
-
-    def _keep(self, name: str, start_ns: int, duration_ns: int, step: int) -> None:
-        here = self._here
-        self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
 
 
 class StageTimer:
     """Times one piece of work, of a stage that may be changed inside the block; made by `Stopwatch.stage`."""
 
-    __slots__ = (
-        "_here",
-        "_is_wait",
-        "_spans",
-        "_start_ns",
-        "_stopwatch",
-        "counted",
-        "inside_ns",
-        "num_threads",
-        "stage",
-    )
+    # Of the class until they change: one is made some ten times a step.
+    is_wait = False
+    counted: Stage | None = None  # among the threads that work beside the calls
+    num_threads = 1
+    inside_ns = 0
 
-    def __init__(
-        self, stopwatch: Stopwatch, here: _Thread, spans: deque[_SpanFields], stage: Stage, is_wait: bool
-    ) -> None:
+    def __init__(self, stopwatch: Stopwatch, stage: Stage) -> None:
         self._stopwatch = stopwatch
-        self._here = here
-        self._spans = spans
-        self._is_wait = is_wait
         self.stage = stage
-        self.counted: Stage | None = None  # among the threads that work beside the calls
-        self.num_threads = 1
-        self.inside_ns = 0
 
     def __enter__(self) -> Self:
-        timers = self._here.timers
+        timers = self._timers = self._stopwatch.here.timers
         if not timers:
             self._stopwatch.enter_beside(self)
         timers.append(self)
@@ -182,10 +179,9 @@ class StageTimer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Every call of a function would show here: this runs some ten times a step.
-        stopwatch, here, stage = self._stopwatch, self._here, self.stage
+        # Every call of a function would show here.
+        stopwatch, stage, timers = self._stopwatch, self.stage, self._timers
         duration_ns = stopwatch.clock() - self._start_ns
-        timers = here.timers
         timers.pop()
         own_ns = duration_ns - self.inside_ns
         step = None
@@ -194,14 +190,13 @@ class StageTimer:
             step = timers[0]
         if isinstance(step, StepTimer):
             step.blocked_ns[stage] = step.blocked_ns.get(stage, 0) + own_ns
-            if self._is_wait:
+            if self.is_wait:
                 step.waiting_ns[stage] = step.waiting_ns.get(stage, 0) + own_ns
             number = step.number
         else:
             stopwatch.leave_beside(self, own_ns)
             number = stopwatch.number
-        # Appending is atomic, and drops the oldest.
-        self._spans.append((stage, here.thread, here.thread_name, self._start_ns, duration_ns, number))
+        stopwatch.keep_span(stage, self._start_ns, duration_ns, number)
 
 
 class StepTimer:
@@ -211,24 +206,29 @@ class StepTimer:
         num_samples: of the batch; to be set inside the block.
     """
 
-    __slots__ = ("_stopwatch", "blocked_ns", "end_ns", "inside_ns", "num_samples", "number", "start_ns", "waiting_ns")
+    number = num_samples = 0
+    inside_ns = start_ns = wait_ns = 0
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
         self.blocked_ns: dict[Stage, int] = {}
         self.waiting_ns: dict[Stage, int] = {}
-        self.number = 0
-        self.num_samples = 0
-        self.inside_ns = 0
-        self.start_ns = self.end_ns = 0
+
+    def end(self, now_ns: int) -> None:
+        """End the call: what is of no stage is the loader's."""
+        self.wait_ns = now_ns - self.start_ns
+        self.blocked_ns[Stage.LOADER] = self.blocked_ns.get(Stage.LOADER, 0) + self.wait_ns - self.inside_ns
+
+    def consumer_ns(self, now_ns: int) -> int:
+        """Return how long the caller has the batch."""
+        # Another thread may have read the clock before the call ended.
+        return max(0, now_ns - self.start_ns - self.wait_ns)
 
     def times(self, now_ns: int) -> StepTimes:
         """Return the step as of now, after the call."""
-        wait_ns = self.end_ns - self.start_ns
-        consumer_ns = max(0, now_ns - self.end_ns)  # another thread may have read the clock before the call ended
-        rest_ns = wait_ns - self.inside_ns
-        blocked_ns = {**self.blocked_ns, Stage.LOADER: self.blocked_ns.get(Stage.LOADER, 0) + rest_ns}
-        return StepTimes(self.number, self.num_samples, wait_ns, consumer_ns, blocked_ns, self.waiting_ns)
+        return StepTimes(
+            self.number, self.num_samples, self.wait_ns, self.consumer_ns(now_ns), self.blocked_ns, self.waiting_ns
+        )
 
     def __enter__(self) -> Self:
         self._stopwatch.begin_step(self)

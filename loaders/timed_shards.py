@@ -49,7 +49,8 @@ class TimedShards:
 
     def release_shard(self, info: ObjectInfo) -> None:
         """See `ShardStore.release_shard`."""
-        self._store.release_shard(info)
+        with self._stopwatch.stage(Stage.CACHE):
+            self._store.release_shard(info)
 
     def advance(self, epoch: int, position: int) -> None:
         """See `ShardStore.advance`."""

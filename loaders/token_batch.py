@@ -34,6 +34,8 @@ class TokenBatch(Generic[A]):
         cu_seqlens: `int32[segments + 1]`, where documents begin in `tokens.reshape(-1)`, and its size; the padding of
             a block is a segment of its own. As attention kernels of variable length take it.
         max_seqlen: tokens of the longest segment.
+        sources: `int64[n]`, of a mixture: the number of each sample's split in `mixture.splits`, whose name is
+            `mixture.names[number]`; None where the loader reads a split alone.
     """
 
     tokens: A
@@ -46,6 +48,7 @@ class TokenBatch(Generic[A]):
     position_ids: A | None = None
     cu_seqlens: A | None = None
     max_seqlen: int | None = None
+    sources: A | None = None
 
     def __iter__(self) -> Iterator[A | None]:
         return iter((self.tokens, self.labels))
@@ -69,4 +72,5 @@ def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
         tensor(batch.position_ids),
         tensor(batch.cu_seqlens),
         batch.max_seqlen,
+        tensor(batch.sources),
     )

@@ -21,6 +21,8 @@ from datasvc.shards.reader import Bytes, blob_part
 from datasvc.shards.schema import is_blob
 
 _NO_BUFFER: Final = pa.py_buffer(b"")
+# Rows that are faster copied one by one than gathered.
+_FEW: Final = 8
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,23 @@ class StoredBlocks:
         self._windows = [_windows(content, format_.block_bytes) for content in self._contents]
         self.sizes: Integers = np.concatenate(sizes)
         """`int64[num_samples]`, bytes of each block."""
+
+    def copy(self, rows: Integers, out: Integers, indices: Integers) -> None:
+        """Write the blocks of `rows` to `out[indices]`; arbitrary behind a block's end.
+
+        Args:
+            rows: `int64[k]`.
+            out: `int64[n, block]`.
+            indices: `int64[k]`, ascending.
+        """
+        if len(rows) == len(out):
+            np.copyto(out, self.gather(rows), casting="unsafe")
+        elif len(rows) <= _FEW and len(self._contents) == 1 and not self.format.is_ragged:
+            windows, dtype = self._windows[0], self.format.dtype
+            for index, start in zip(indices.tolist(), self._starts[rows].tolist(), strict=True):
+                out[index] = windows[start].view(dtype)
+        else:
+            out[indices] = self.gather(rows)
 
     def gather(self, rows: Integers) -> npt.NDArray[Any]:
         """Return the blocks of `rows` in that order: `dtype[n, block]`, a copy; arbitrary behind a block's end."""

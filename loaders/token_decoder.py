@@ -35,6 +35,21 @@ _KEEP: Final = 4
 
 
 @dataclass(frozen=True)
+class _Known:
+    """What is asked of a shard for every batch.
+
+    Attributes:
+        blocks: of it.
+        is_whole: no sample lacks its block.
+        has_length: samples have a `length`.
+    """
+
+    blocks: StoredBlocks
+    is_whole: bool
+    has_length: bool
+
+
+@dataclass(frozen=True)
 class TokenConfig:
     """What is made of a batch.
 
@@ -72,6 +87,7 @@ class TokenDecoder:
     Args:
         config: what is made.
         batch_size: most samples of a batch.
+        is_mixture: batches say which split each sample is of.
         describe: names a sample of a batch, by its index there.
         finish: makes what is handed over of a batch of arrays, when it is taken.
     """
@@ -81,14 +97,16 @@ class TokenDecoder:
         config: TokenConfig,
         *,
         batch_size: int,
+        is_mixture: bool = False,
         describe: Callable[[SampleBatch, int], str],
         finish: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]],
     ) -> None:
         self._config, self._describe, self._finish = config, describe, finish
+        self._is_mixture = is_mixture
         shape = (batch_size, config.block_tokens)
         self._tokens, self._labels, self._positions = (BufferRing(shape, np.int64, keep=_KEEP) for _ in range(3))
         self._documents = BufferRing(shape, np.int32, keep=_KEEP)
-        self._blocks: weakref.WeakKeyDictionary[Shard, StoredBlocks] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Shard, _Known] = weakref.WeakKeyDictionary()
         self._starts: weakref.WeakKeyDictionary[Shard, StoredLists] = weakref.WeakKeyDictionary()
         self._under_way: deque[SampleBatch] = deque()
 
@@ -115,7 +133,17 @@ class TokenDecoder:
             bounds = np.append(segments, tokens.size).astype(np.int32)
             longest = int(segment_sizes(segments, tokens.size).max(initial=0))
         made: TokenBatch[npt.NDArray[Any]] = TokenBatch(
-            tokens, length, batch.mask, batch.epoch, batch.positions, labels, documents, positions, bounds, longest
+            tokens,
+            length,
+            batch.mask,
+            batch.epoch,
+            batch.positions,
+            labels,
+            documents,
+            positions,
+            bounds,
+            longest,
+            batch.sources if self._is_mixture else None,
         )
         return self._finish(made)
 
@@ -127,23 +155,26 @@ class TokenDecoder:
         """Return the blocks of a batch, and how many of each one's tokens are real."""
         config = self._config
         tokens = self._tokens.take()[: len(batch.positions)]
-        length = np.full(len(tokens), config.block_tokens)
-        ragged = np.zeros(len(tokens), np.bool_)
+        length = np.empty(len(tokens), np.int64)
+        length.fill(config.block_tokens)
+        ragged: npt.NDArray[np.bool_] | None = None
         for part in batch.parts:
-            self._check_there(part, config.column)
-            blocks = self._blocks_of(part.shard)
-            tokens[part.indices] = blocks.gather(part.rows)
+            known = self._know(part)
+            blocks = known.blocks
+            blocks.copy(part.rows, tokens, part.indices)
             if blocks.format.is_ragged:
+                ragged = np.zeros(len(tokens), np.bool_) if ragged is None else ragged
                 ragged[part.indices] = True
                 length[part.indices] = self._lengths(batch, part, blocks)
-            if config.lengths_are_needed or LENGTH in part.shard.schema.names:
+            if known.has_length or config.lengths_are_needed:
                 length[part.indices] = self._given_lengths(batch, part, length)
             if blocks.format.may_be_negative:
                 self._check_sign(batch, part, tokens, length)
-        length = np.where(batch.mask, length, 0)
+        if batch.pads:
+            length[~batch.mask] = 0
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
-        elif ragged.any():
+        elif ragged is not None:
             # What a whole block has behind its tokens stays, whatever lies beside it in the batch.
             _write_padding(tokens, np.where(ragged, length, config.block_tokens), 0)
         return tokens, length
@@ -190,16 +221,22 @@ class TokenDecoder:
             self._refuse(batch, bad, f"has {DOCUMENT_STARTS!r} outside of its block")
         return found, starts
 
-    def _blocks_of(self, shard: Shard) -> StoredBlocks:
-        blocks = self._blocks.get(shard)
-        if blocks is None:
+    def _know(self, part: ShardPart) -> _Known:
+        """Return what is known of the shard of a part, none of whose samples lacks its block."""
+        shard, config = part.shard, self._config
+        known = self._known.get(shard)
+        if known is None:
+            self._check_there(part, config.column)
             self._check_tokenizer(shard)
-            config = self._config
             format_ = choose_format(shard.schema, config.column, config.block_tokens, config.dtype)
             blocks = StoredBlocks(shard.batches, format_)
-            if not isinstance(shard, PartialShard):  # it still grows
-                self._blocks[shard] = blocks
-        return blocks
+            if isinstance(shard, PartialShard):  # it still grows
+                return _Known(blocks, is_whole=False, has_length=LENGTH in shard.schema.names)
+            is_whole = shard.is_valid(config.column, np.arange(shard.num_samples))
+            known = self._known[shard] = _Known(blocks, is_whole, LENGTH in shard.schema.names)
+        if not known.is_whole:
+            self._check_there(part, config.column)
+        return known
 
     def _starts_of(self, shard: Shard) -> StoredLists:
         starts = self._starts.get(shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from loaders.mixture import Mixture, weighted_splits
 from loaders.token_batch import TokenBatch, to_torch
 from loaders.token_blocks import choose_format
 from loaders.token_decoder import Labels, TokenConfig, TokenDecoder
+from loaders.verdict import Means
 
 if TYPE_CHECKING:
     import torch
@@ -150,8 +152,15 @@ class TokenLoader(Loader[TokenBatch[Any]]):
 
     def _make_decoder(self) -> Decoder[TokenBatch[Any]]:
         return TokenDecoder(
-            self._config, batch_size=self.batch_size, describe=self._batches.describe, finish=self._finish
+            self._config,
+            batch_size=self.batch_size,
+            is_mixture=isinstance(self.split, Mixture),
+            describe=self._batches.describe,
+            finish=self._finish,
         )
+
+    def _means(self) -> Means:
+        return dataclasses.replace(super()._means(), unit="blocks")
 
     def _finish(self, batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[Any]:
         return batch if self._as_arrays else to_torch(batch)

@@ -34,6 +34,7 @@ class Means:
         num_processors: that this process may use.
         prefetch: batches under way.
         has_cache: whether shards come through a node's cache.
+        is_shared: whether another process decodes, for several jobs.
     """
 
     unit: str = "samples"
@@ -42,6 +43,7 @@ class Means:
     num_processors: int = 1
     prefetch: int = 2
     has_cache: bool = False
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ def _advice(stage: Stage, totals: Totals, means: Means) -> str:
 
 
 def _decode_advice(totals: Totals, means: Means) -> str:
+    if means.is_shared:
+        return "one process decodes for all jobs of the share: more num_threads for the job that starts it"
     if not _is_bound(totals) and totals.num_bound_steps:
         return f"some batches take longer than others: prefetch={2 * means.prefetch} evens that out"
     if means.decoder is None:

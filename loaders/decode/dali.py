@@ -56,6 +56,7 @@ class DaliPipeline:
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
         self._pipe = _build(config)
+        self._copies = None if config.device_id is None else _make_stream(config.device_id)
         self._num_fed = 0
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
@@ -84,9 +85,30 @@ class DaliPipeline:
 
         (output,) = self._pipe.share_outputs()
         # The default executor counts references, so the memory is not used again while the tensor lives.
-        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(output.as_tensor())
+        shared: torch.Tensor = torch.utils.dlpack.from_dlpack(output.as_tensor())
         self._pipe.release_outputs()
-        return tensor.to(torch.bfloat16) if self.config.pixels.output == "bfloat16" else tensor
+        dtype = torch.bfloat16 if self.config.pixels.output == "bfloat16" else shared.dtype
+        if self._copies is None:
+            return shared.to(dtype)
+        # A batch may be dropped while kernels that read it still wait on the caller's stream. torch's allocator knows
+        # of them, DALI does not. On a stream of its own the copy does not wait for these kernels.
+        with torch.cuda.stream(self._copies):
+            owned = shared.to(dtype, copy=True)
+        self._copies.synchronize()
+        owned.record_stream(torch.cuda.current_stream(owned.device))
+        return owned
+
+    def close(self) -> None:
+        """Wait for the runs under way, which read what was fed; nothing can be fed or taken any more."""
+        self._pipe = None  # its destructor waits
+
+
+def _make_stream(device_id: int) -> torch.cuda.Stream:
+    from torch import cuda
+
+    make: Any = cuda.Stream  # which has no types
+    stream: torch.cuda.Stream = make(device_id)
+    return stream
 
 
 def _build(config: DecodeConfig) -> Any:

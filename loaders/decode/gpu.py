@@ -63,10 +63,13 @@ class GpuBackend:
 
     def close(self) -> None:
         """See `ImageBackend`."""
+        # First: DALI's threads read the images where they lie, and must be done before these go.
+        self._pipeline.close()
         self._under_way.clear()
 
     def _build_again(self) -> None:
         """Replace the pipeline, and feed it all batches but the one that failed."""
+        self._pipeline.close()  # before the next one takes its memory
         self._pipeline = DaliPipeline(self._config)
         for images, windows in list(self._under_way)[1:]:
             self._feed(images, windows)

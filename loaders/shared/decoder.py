@@ -11,6 +11,8 @@ from loaders.loader import Loader
 from loaders.shared.consumer import SharedBatches
 from loaders.shared.recipe import Positioned
 from loaders.split_reader import Cursor
+from loaders.step_times import Stage
+from loaders.stopwatch import Stopwatch
 
 B = TypeVar("B")
 
@@ -22,6 +24,7 @@ class SharedDecoder(Generic[B]):
         batches: of the share; stays connected when this is closed.
         make_alone: makes a loader of the same batches, which shares nothing.
         iterate: returns the rest of its epoch.
+        stopwatch: of the loader: what another process decodes is waited for.
     """
 
     def __init__(
@@ -29,20 +32,26 @@ class SharedDecoder(Generic[B]):
         batches: SharedBatches,
         make_alone: Callable[[], Loader[B]],
         iterate: Callable[[Loader[B]], Iterator[B]],
+        *,
+        stopwatch: Stopwatch,
     ) -> None:
         self._batches = batches
+        self._stopwatch = stopwatch
         self._alone = Positioned(make_alone, iterate)
         self._fed: deque[tuple[Cursor, bool]] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
         """See `Decoder`. Raises ConfigError, LagError: see `SharedBatches.ask`."""
         cursor = batch.before
-        self._fed.append((cursor, self._batches.ask(cursor)))
+        with self._stopwatch.waiting(Stage.DECODE):
+            is_promised = self._batches.ask(cursor)
+        self._fed.append((cursor, is_promised))
 
     def take(self) -> B:
         """See `Decoder`."""
         cursor, is_promised = self._fed[0]
-        batch: B | None = self._batches.take(cursor) if is_promised else None
+        with self._stopwatch.waiting(Stage.DECODE):
+            batch: B | None = self._batches.take(cursor) if is_promised else None
         if batch is None:
             batch = self._alone.read(cursor)
             self._batches.counts.alone += 1

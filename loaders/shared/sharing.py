@@ -55,6 +55,7 @@ class Sharing(Generic[B]):
         self.counts = ShareCounts()
         self._share, self._ranks, self._cache = share, loader.ranks, cache
         self._loader, self._samples = type(loader), loader.split
+        self._stopwatch = loader.stopwatch
         self._path = Path(len(loader.split), loader.batch_size * loader.ranks.world_size, loader.tail)
         lanes = 1 if isinstance(loader.split, Mixture) else loader.order.lanes
         self.planned = PlannedBatches(self._path, loader.ranks, lanes)
@@ -84,7 +85,7 @@ class Sharing(Generic[B]):
                 kind=kind,
                 counts=self.counts,
             )
-        return SharedDecoder(self._batches, self._make_alone, iterate)
+        return SharedDecoder(self._batches, self._make_alone, iterate, stopwatch=self._stopwatch)
 
     def status(self) -> dict[str, Any]:
         """Return what the decoding process says of itself and counted: {} while this loader has none."""

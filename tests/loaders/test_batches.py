@@ -15,7 +15,8 @@ from datasvc.repository import Repository
 from datasvc.shards.combine import append_table
 from datasvc.shards.dataset import Split
 from datasvc.shards.deletions import delete_samples
-from datasvc.shards.schema import shard_schema
+from datasvc.shards.partial import open_partial
+from datasvc.shards.schema import IMAGE, shard_schema
 from loaders.batches import Cursor, SampleBatches
 from tests.shards.versions import LABELLED_SCHEMA, write_table
 
@@ -133,6 +134,38 @@ def numbers_of_an_epoch(split, config, *, batch_size, world_size):
             batches.retire(batch)
         batches.close()
     return numbers
+
+
+class Early:
+    """A store that has no whole shard, but reads the samples that are wanted."""
+
+    def __init__(self, split):
+        self._objects = split.repository.objects
+
+    def open_shard(self, info):
+        raise AssertionError(f"shard {info.digest} is wanted whole")
+
+    def open_early(self, wanted):
+        shards = {each.info.digest: open_partial(self._objects, each.info, each.index) for each in wanted}
+        for each in wanted:
+            shards[each.info.digest].fetch(self._objects, each.rows)
+        return shards
+
+    def release_shard(self, info): ...
+
+    def advance(self, epoch, position): ...
+
+
+def test_a_sample_that_was_read_early_is_named_without_its_shard(digits):
+    split = digits["train"]
+    batches = SampleBatches(
+        split, Early(split), OrderConfig(), batch_size=20, rank=0, world_size=1, tail="drop", blob=IMAGE, columns=()
+    )
+    batch = next(batches.stream(Cursor(0, 0)))
+    assert len(batch.parts) > 1
+    for index, (shard, row) in enumerate(zip(batch.shards.tolist(), batch.rows.tolist(), strict=True)):
+        key = split.origin.open_shard(split.table.shard(shard)).sample(row)["key"]
+        assert f": {key!r} (row {row} of shard " in batches.describe(batch, index)
 
 
 @settings(max_examples=60)

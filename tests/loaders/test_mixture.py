@@ -269,6 +269,23 @@ def test_a_weight_of_0_leaves_a_split_out_and_its_number_stays(splits):
     assert len(mix(splits, (1, 0, 1))) == 42
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_batches_say_which_split_each_image_is_of_by_its_number_in_the_names(digits, framework):
+    mixture = Mixture([(digits["train"], 3), (digits["val"], 1)], epoch_samples=64, block=16)
+    assert mixture.names == ("digits@1/train", "digits@1/val")
+    keys = [{sample["key"] for sample in split} for split in mixture.splits]
+    options = {"batch_size": 16, "training": True, "size": 32, "num_threads": 1, "columns": ("key",)}
+    with ImageLoader(mixture, **options) as loader:
+        for batch in loader if framework == "torch" else loader.numpy():
+            assert type(batch.sources) is type(batch.labels)
+            assert batch.sources.dtype == batch.labels.dtype
+            sources = batch.sources.tolist()
+            assert sources.count(0) == 12
+            assert all(key in keys[source] for key, source in zip(batch.columns["key"], sources, strict=True))
+    with ImageLoader(digits["train"], **options) as loader:
+        assert next(iter(loader)).sources is None
+
+
 def test_a_split_of_weight_0_needs_no_columns(splits, tmp_path):
     schema = shard_schema([field for field in LABELLED_SCHEMA if field.name != "label"])
     plain = write_split(Repository.create(str(tmp_path / "repo")), "plain", [3], 0, schema)

@@ -103,6 +103,15 @@ def test_shards_that_the_cache_lacks_are_the_origin_s_and_those_it_has_the_cache
             loader.close()
 
 
+def test_letting_go_of_shards_is_the_cache_s(make, clock, delays, tmp_path):
+    with Cache(tmp_path / "cache", budget="50MB") as cache:
+        loader = make(cache=cache, shuffle=None)
+        (followed,) = loader._followed
+        delays.add(followed, "release_shard")
+        train(loader, clock)
+        assert_starved_by(loader, Stage.CACHE)
+
+
 def test_samples_that_are_read_before_their_shard_is_here_are_the_origin_s(
     repository, tmp_path, clock, delays, folder
 ):

@@ -398,6 +398,26 @@ def test_a_mixture_of_blocks_of_other_types_is_one_stream_of_tokens(repository, 
     assert lengths == [BLOCK - (number >= 100) for number in numbers]
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_batches_of_a_mixture_say_which_split_each_block_is_of(repository, numbered, framework):
+    other = write_split(repository, [{"tokens": [1000 + n] * BLOCK} for n in range(40)], schema_of())
+    mixture = Mixture({numbered: 1, other: 1}, epoch_samples=40, block=40)
+    with make(mixture, 10, training=True) as loader:
+        for batch in loader if framework == "torch" else loader.numpy():
+            assert type(batch.sources) is type(batch.length)
+            assert batch.sources.tolist() == [int(block[0] >= 1000) for block in batch.tokens.tolist()]
+    with make(numbered, 10, training=True) as loader:
+        assert next(loader.numpy()).sources is None
+
+
+def test_a_report_counts_blocks(numbered):
+    with make(numbered, 10, training=True) as loader:
+        assert sum(1 for _ in loader.numpy()) == 4
+        report = loader.report()
+    assert (report.verdict.unit, report.totals.num_samples) == ("blocks", 40)
+    assert "4 steps, 40 blocks" in str(report)
+
+
 def test_a_mixture_of_other_block_sizes_or_tokenizers_is_refused(repository, numbered):
     small = write_split(repository, [{"tokens": [1] * 4}], schema_of(pa.list_(pa.uint16(), 4)))
     with pytest.raises(ConfigError, match=r"blocks differ in size: 8 tokens in .*, 4 tokens in"):

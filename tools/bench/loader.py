@@ -38,6 +38,8 @@ COSTS = {
     "from a new loader to its first batch": ("ms", "start_ms"),
     "from a state to its first batch": ("ms", "resume_ms"),
     "peak memory (PSS)": ("MB", "peak_mb"),
+    "peak of anonymous memory": ("MB", "peak_anonymous_mb"),
+    "peak of mapped files, page cache": ("MB", "peak_files_mb"),
 }
 
 

@@ -1,6 +1,7 @@
 """Every way to decode a batch, on the CPU: what comes out, what becomes of bad samples, whose memory it is."""
 
 import io
+import weakref
 from itertools import count
 
 import numpy as np
@@ -163,6 +164,16 @@ def test_a_bad_sample_ends_dalis_pipeline_but_no_batch_is_lost(prefetch):
     undisturbed = GpuBackend(config(prefetch=1))
     for number in (0, 1, 2, 4, 5, 6):
         assert torch.equal(taken[number].images, decode(undisturbed, batches[number], crops).images)
+
+
+def test_closed_with_batches_under_way_dali_is_done_with_their_images():
+    images = [image.copy() for image in photos(8)]
+    backend = GpuBackend(config(prefetch=2))
+    for _ in range(2):
+        backend.feed(images, windows(8))
+    pipeline = weakref.ref(backend._pipeline._pipe)
+    backend.close()
+    assert pipeline() is None
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])

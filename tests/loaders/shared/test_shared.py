@@ -1,5 +1,6 @@
 """Jobs that share their decoding: real processes, real memory, and every way in which one of them may go."""
 
+import itertools
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from datasvc.errors import BadSampleError, ConfigError, LagError
 from datasvc.shards import ingest, open_dataset
 from loaders import ImageLoader
 from loaders.data_ranks import DataRanks
+from loaders.mixture import Mixture
 from loaders.shared import Share, consumer
 from loaders.shared.job import ServerJob, start_server
 from loaders.shared.memory import Memory
@@ -30,6 +32,7 @@ from loaders.shared.rendezvous import address_of, connect_or_listen
 from loaders.shared.server import Consumer
 from loaders.shared.server import Server as ServerInside
 from loaders.split_reader import Cursor
+from loaders.step_times import Stage
 from tests.loaders.shared.job import OPTIONS, describe, endless
 
 ROOT = Path(__file__).parents[3]
@@ -236,19 +239,47 @@ def test_a_killed_job_even_the_one_that_started_the_server_disturbs_nobody(digit
 def test_a_stopped_job_blocks_nobody_is_told_and_gets_its_own_batches(digits, alone, name):
     share = {"name": name, "lag": 2, "patience": 0}
     with Job(digits["val"], share) as slow, make(digits["val"], Share(**share)) as fast:
-        found = slow.do("take", 3)
+        # One, so that the first batch is still kept when the other asks for it, however late that is.
+        found = slow.do("take", 1)
         slow.process.send_signal(signal.SIGSTOP)
         slow.tell("take", 20)
         assert take(fast, 40) == alone[:40]
         assert fast.sharing.counts.alone == 0
         slow.process.send_signal(signal.SIGCONT)
-        assert found + slow.hear() == alone[:23]
+        assert found + slow.hear() == alone[:21]
         counts = slow.do("counts")
-        # Two were promised before it was stopped; after them it asks for number 5 where the fastest is beyond 40.
+        # Two were promised before it was stopped; after them it asks for number 3 where the fastest is beyond 40.
         assert (counts["behind"], counts["shared"] >= 3, counts["alone"] >= 4, counts["lost"]) == (1, True, True, 0)
         assert counts["last_behind"] > 10
         server = Server(fast.sharing.status()["pid"])
         slow.kill()
+    server.wait()
+
+
+def test_a_mixture_is_shared_as_a_split_is(digits, name):
+    mixture = Mixture([(digits["train"], 3), (digits["val"], 1)], epoch_samples=64, block=16)
+
+    def describe_sources(loader, count):
+        return [(batch.sources.tolist(), *describe(batch)) for batch in itertools.islice(endless(loader), count)]
+
+    with ImageLoader(mixture, **OPTIONS) as loader:
+        alone = describe_sources(loader, 10)
+    with make(mixture, name) as first, make(mixture, name) as second:
+        for loader in (first, second):
+            assert describe_sources(loader, 10) == alone
+            assert (loader.sharing.counts.shared, loader.sharing.counts.alone) == (10, 0)
+        server = Server(first.sharing.status()["pid"])
+    server.wait()
+
+
+def test_the_wait_for_the_process_that_decodes_is_a_wait_and_no_work_of_the_job(digits, name):
+    with make(digits["val"], name) as loader:
+        take(loader, 5)
+        report = loader.report()
+        assert report.totals.waiting_s.keys() == {Stage.DECODE}
+        assert 0 < report.totals.waiting_s[Stage.DECODE] <= report.totals.blocked_s[Stage.DECODE]
+        assert "one process decodes for all jobs of the share" in str(report.verdict)
+        server = Server(loader.sharing.status()["pid"])
     server.wait()
 
 

@@ -1,0 +1,51 @@
+"""The Python of docs/loaders.md and docs/mixtures.md runs as it stands, a page's blocks in turn in one program."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+from datasvc.shards.sources import SourceOptions
+from loaders.loader import Loader
+from tests.shards.sources.test_tokens import train
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCKS = {name: re.findall(r"^```python\n(.+?)^```", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE)
+          for name in ("loaders.md", "mixtures.md")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, digits_folder, digits):
+    """A folder as the pages find it: images as `pets` and text as `tokens` in `repo`, `demo-run` of the tutorial."""
+    place = tmp_path_factory.mktemp("place")
+    repository = Repository.create(str(place / "repo"))
+    ingest(repository, str(digits_folder), "pets")
+    train(place / "tokenizer.json")
+    (place / "text" / "train").mkdir(parents=True)
+    lines = "".join(f'{{"text": "some words and {number} more"}}\n' for number in range(200))
+    (place / "text" / "train" / "lines.jsonl").write_text(lines, encoding="utf-8")
+    options = SourceOptions(tokenizer=str(place / "tokenizer.json"), block_tokens=16)
+    ingest(repository, str(place / "text"), "tokens", source_options=options)
+    (place / "demo-run").mkdir()
+    (place / "demo-run" / "repo").symlink_to(digits.repository.url.removeprefix("file://"))
+    return place
+
+
+def test_there_are_examples_on_each_page():
+    assert [len(blocks) for blocks in BLOCKS.values()] == [6, 2]
+
+
+@pytest.mark.parametrize("page", BLOCKS)
+def test_the_examples_of_a_page_run(page, place, monkeypatch):
+    monkeypatch.chdir(place)
+    names = {"__name__": "__main__"}
+    for number, block in enumerate(BLOCKS[page]):
+        code = compile(block, f"{page}, block {number}", "exec")
+        if 'init_device_mesh("cuda"' in block:
+            continue  # four GPUs; tests of data ranks have a mesh of processors
+        exec(code, names)
+        for loader in [value for value in names.values() if isinstance(value, Loader)]:
+            assert len(next(iter(loader)).positions)  # what is only made works, too
+            loader.close()
