@@ -12,6 +12,16 @@ def test_every_operation_gives_what_torch_computes_from_all_inputs(launcher, num
     launcher.run_program(num_ranks, "operations.py")
 
 
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_operations_that_deal_rows_give_what_torch_computes(launcher, num_ranks):
+    launcher.run_program(num_ranks, "rows.py")
+
+
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_process_sets_and_ranks_without_data(launcher, num_ranks, tmp_path):
+    launcher.run_program(num_ranks, "process_sets.py", tmp_path / "trace.json")
+
+
 def test_ranks_join_and_leave_in_rounds_and_at_different_moments(launcher):
     launcher.run_program(2, "membership.py")
 
@@ -23,6 +33,16 @@ def test_training_equals_one_process_and_itself_bit_by_bit(launcher, num_ranks, 
     runs = [pickle.loads((tmp_path / run).read_bytes()) for run in ("first", "second")]
     assert set(runs[0]) == {"sgd", "adam", "swapped"}
     torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_gradients_are_combined_however_they_are_grouped_compressed_or_shared_out(launcher, num_ranks):
+    launcher.run_program(num_ranks, "combining.py")
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_batch_norm_over_ranks_equals_batch_norm_over_all_batches(launcher, num_ranks):
+    launcher.run_program(num_ranks, "normalizing.py")
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -24,8 +24,11 @@ class FaultyTransport(LoopbackTransport):
             False,
         )
 
-    def allreduce(self, tensor, op):  # noqa: ARG002 - the transport's signature
+    def begin_allreduce(self, tensor, op, process_set):  # noqa: ARG002 - the transport's signature
         self.entered.set()
+        return self
+
+    def wait(self):
         self.go_on.wait()
         if self.is_broken:
             raise RuntimeError("Connection closed by peer")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainer.engine.messages import CycleMessage, decode_message, encode_message
 from trainer.engine.negotiation import Negotiation, Ready, Refused
 from trainer.engine.request_cache import RequestCache
-from trainer.engine.requests import Kind, ReduceOp, Request
+from trainer.engine.requests import GLOBAL_SET, Key, Kind, ReduceOp, Request
 
 
 def allreduce(name="x", **changes):
@@ -21,6 +21,10 @@ def allreduce(name="x", **changes):
         reduce_op=ReduceOp.SUM,
     )
     return replace(request, **changes)
+
+
+def key(name, process_set=GLOBAL_SET):
+    return Key(process_set, name)
 
 
 def broadcast(root_rank):
@@ -48,9 +52,9 @@ class SimulatedRank:
         messages = [decode_message(data).entries for data in everything]
         submitted = [[self.cache.resolve(e) if isinstance(e, int) else e for e in m] for m in messages]
         for outcome in self.negotiation.advance(submitted):
-            self.outcomes.append(outcome.name)
+            self.outcomes.append(outcome.key.name)
             if isinstance(outcome, Ready):
-                self.cache.remember(outcome.requests[0])
+                self.cache.remember(outcome.request)
 
 
 @st.composite
@@ -89,10 +93,10 @@ def test_any_interleaving_gives_every_rank_the_same_list_with_every_name_once(su
 def test_an_operation_waits_for_the_last_rank_and_knows_who_is_missing():
     negotiation = Negotiation(3)
     assert negotiation.advance([[allreduce("a")], [], [allreduce("a"), allreduce("b")]]) == []
-    assert negotiation.missing_ranks() == {"a": (1,), "b": (0, 1)}
+    assert negotiation.missing_ranks() == {key("a"): (1,), key("b"): (0, 1)}
     (ready,) = negotiation.advance([[], [allreduce("a")], []])
-    assert ready == Ready((allreduce("a"),) * 3)
-    assert negotiation.missing_ranks() == {"b": (0, 1)}
+    assert ready == Ready(dict.fromkeys(range(3), allreduce("a")), (0, 1, 2))
+    assert negotiation.missing_ranks() == {key("b"): (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -136,3 +140,123 @@ def test_a_name_can_be_used_again_after_it_was_refused():
 def test_gathered_tensors_may_have_different_numbers_of_rows():
     (outcome,) = Negotiation(2).advance([[allgather(0, 2)], [allgather(7, 2)]])
     assert isinstance(outcome, Ready)
+
+
+def alltoall(*shape, splits=(1, 1, 1)):
+    return Request(name="x", kind=Kind.ALLTOALL, dtypes=("float32",), shapes=(shape,), splits=splits)
+
+
+def add_set(*ranks):
+    return Request(name="add", kind=Kind.ADD_PROCESS_SET, ranks=ranks)
+
+
+def remove_set(*ranks):
+    return Request(name="remove", kind=Kind.REMOVE_PROCESS_SET, ranks=ranks)
+
+
+JOIN = Request(name="join", kind=Kind.JOIN)
+
+
+def test_dealt_rows_may_differ_in_number_only():
+    (outcome,) = Negotiation(3).advance([[alltoall(3, 2)], [alltoall(4, 2, splits=(4, 0, 0))], [alltoall(3, 2)]])
+    assert isinstance(outcome, Ready)
+    (outcome,) = Negotiation(3).advance([[alltoall(3, 2)], [alltoall(3, 1)], [alltoall(3, 2)]])
+    assert "shape after the first dimension" in outcome.reason
+
+
+def test_a_process_set_waits_for_its_own_ranks_only():
+    negotiation = Negotiation(3)
+    (added,) = negotiation.advance([[add_set(0, 2)]] * 3)
+    assert added.value == 1
+    assert negotiation.process_sets == {0: (0, 1, 2), 1: (0, 2)}
+    in_set = allreduce("a", process_set=1)
+    assert negotiation.advance([[in_set], [allreduce("a")], []]) == []
+    assert negotiation.missing_ranks() == {key("a", 1): (2,), key("a"): (0, 2)}
+    (ready,) = negotiation.advance([[], [], [in_set]])
+    assert ready.members == (0, 2)
+    assert list(ready.requests) == [0, 2]
+
+
+def test_ranks_must_agree_on_a_process_set_and_have_each_once():
+    negotiation = Negotiation(2)
+    (refused,) = negotiation.advance([[add_set(0)], [add_set(1)]])
+    assert "ranks disagree on the ranks of 'add' (rank 0: (0,); rank 1: (1,))" in refused.reason
+    negotiation.advance([[add_set(0)]] * 2)
+    (refused,) = negotiation.advance([[add_set(0)]] * 2)
+    assert "already" in refused.reason
+
+
+def test_a_removed_process_set_is_unknown_and_its_number_not_used_again():
+    negotiation = Negotiation(2)
+    negotiation.advance([[add_set(1)]] * 2)
+    (removed,) = negotiation.advance([[remove_set(1)]] * 2)
+    assert removed.value == 1
+    assert negotiation.process_sets == {0: (0, 1)}
+    (late,) = negotiation.advance([[], [allreduce(process_set=1)]])
+    assert "was removed" in late.reason
+    (again,) = negotiation.advance([[add_set(1)]] * 2)
+    assert again.value == 2
+
+
+def test_an_operation_of_a_removed_process_set_fails_where_it_waits():
+    negotiation = Negotiation(3)
+    negotiation.advance([[add_set(0, 1)]] * 3)
+    negotiation.advance([[allreduce("a", process_set=1)], [], []])
+    refused, removed = negotiation.advance([[remove_set(0, 1)]] * 3)
+    assert (refused.key, removed.value) == (key("a", 1), 1)
+
+
+def test_joined_ranks_are_not_waited_for_and_the_last_one_is_named():
+    negotiation = Negotiation(3)
+    assert negotiation.advance([[], [JOIN], []]) == []
+    (ready,) = negotiation.advance([[allreduce()], [], [allreduce()]])
+    assert list(ready.requests) == [0, 2]
+    assert ready.members == (0, 1, 2)
+    assert negotiation.advance([[], [], [JOIN]]) == []
+    (joined,) = negotiation.advance([[JOIN], [], []])
+    assert joined.value == 0
+    assert list(joined.requests) == [0, 1, 2]
+    assert negotiation.advance([[allreduce()], [], []]) == [], "everybody is waited for again"
+
+
+def test_what_waited_for_a_rank_starts_when_it_joins():
+    negotiation = Negotiation(2)
+    negotiation.advance([[allreduce("a")], []])
+    (ready,) = negotiation.advance([[], [JOIN]])
+    assert (ready.name, list(ready.requests)) == ("a", [0])
+
+
+@pytest.mark.parametrize("request_", [broadcast(0), allgather(1, 2)])
+def test_only_allreduce_runs_with_joined_ranks(request_):
+    negotiation = Negotiation(2)
+    negotiation.advance([[], [JOIN]])
+    (refused,) = negotiation.advance([[request_], []])
+    assert "rank 1 joined" in refused.reason
+
+
+@st.composite
+def uneven_steps(draw):
+    """For each rank, how many allreduces it makes before it joins, and in which cycle each thing is said."""
+    num_ranks = draw(st.integers(1, 4))
+    num_steps = draw(st.lists(st.integers(0, 4), min_size=num_ranks, max_size=num_ranks))
+    return [
+        (steps, sorted(draw(st.lists(st.integers(0, 6), min_size=steps + 1, max_size=steps + 1))))
+        for steps in num_steps
+    ]
+
+
+@given(uneven_steps())
+def test_uneven_epochs_end_with_every_step_of_the_longest_rank_once_and_then_the_join(plan):
+    negotiation = Negotiation(len(plan))
+    outcomes = []
+    for cycle in range(7):
+        submitted = []
+        for steps, when in plan:
+            said = [allreduce(str(i)) for i in range(steps)] + [JOIN]
+            submitted.append([each for each, at in zip(said, when, strict=True) if at == cycle])
+        outcomes += negotiation.advance(submitted)
+    longest = max(steps for steps, _ in plan)
+    assert [outcome.name for outcome in outcomes] == [*map(str, range(longest)), "join"]
+    assert negotiation.missing_ranks() == {}
+    for step, outcome in enumerate(outcomes[:-1]):
+        assert set(outcome.requests) >= {rank for rank, (steps, _) in enumerate(plan) if steps > step}

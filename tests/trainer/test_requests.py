@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.engine.messages import CycleMessage, decode_message, encode_message
+from trainer.engine.messages import CycleMessage, Tuning, decode_message, encode_message
 from trainer.engine.request_cache import RequestCache
 from trainer.engine.requests import Kind, ReduceOp, Request
 
@@ -21,11 +21,16 @@ requests = st.builds(
     prescale_factor=factors,
     postscale_factor=factors,
     is_grouped=st.booleans(),
+    process_set=st.integers(0, 9),
+    splits=st.none() | st.lists(st.integers(0, 99), max_size=3).map(tuple),
+    ranks=st.none() | st.lists(st.integers(0, 99), max_size=3).map(tuple),
 )
 messages = st.builds(
     CycleMessage,
     entries=st.lists(requests | st.integers(0, 5000), max_size=4).map(tuple),
     is_leaving=st.booleans(),
+    complaint=st.text(max_size=9),
+    tuning=st.none() | st.builds(Tuning, st.integers(0, 2**40), st.floats(0, 10)),
 )
 
 

@@ -3,7 +3,7 @@
 Pure, so that every rank comes to the same verdict in the same words.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trainer.engine.requests import Kind, Request
 
@@ -14,55 +14,64 @@ _EVERY_KIND: tuple[tuple[str, _Look], ...] = (
     ("data type", lambda request: _one_or_all(request.dtypes)),
     ("device", lambda request: request.device_type),
 )
-_ALLREDUCE: tuple[tuple[str, _Look], ...] = (
+_GROUPING: tuple[str, _Look] = ("grouping", lambda request: "grouped" if request.is_grouped else "single")
+_REDUCTION: tuple[tuple[str, _Look], ...] = (
     ("shape", lambda request: _one_or_all(request.shapes)),
     ("reduction", lambda request: request.reduce_op.value if request.reduce_op else None),
     ("prescale factor", lambda request: request.prescale_factor),
     ("postscale factor", lambda request: request.postscale_factor),
-    ("grouping", lambda request: "grouped" if request.is_grouped else "single"),
+    _GROUPING,
+    ("layout", lambda request: request.layout),
 )
-_BROADCAST: tuple[tuple[str, _Look], ...] = (
-    ("root rank", lambda request: request.root_rank),
-    ("shape", lambda request: _one_or_all(request.shapes)),
+_ROWS: tuple[tuple[str, _Look], ...] = (
+    ("number of dimensions", lambda request: _one_or_all([len(shape) for shape in request.shapes])),
+    ("shape after the first dimension", lambda request: _one_or_all([shape[1:] for shape in request.shapes])),
+    _GROUPING,
 )
-_ALLGATHER: tuple[tuple[str, _Look], ...] = (
-    ("number of dimensions", lambda request: len(request.shapes[0])),
-    ("shape after the first dimension", lambda request: request.shapes[0][1:]),
-)
-_BY_KIND = {
-    Kind.ALLREDUCE: _ALLREDUCE,
-    Kind.BROADCAST: _BROADCAST,
-    Kind.ALLGATHER: _ALLGATHER,
+_BY_KIND: Mapping[Kind, tuple[tuple[str, _Look], ...]] = {
+    Kind.ALLREDUCE: _REDUCTION,
+    Kind.REDUCESCATTER: _REDUCTION,
+    Kind.BROADCAST: (
+        ("root rank", lambda request: request.root_rank),
+        ("shape", lambda request: _one_or_all(request.shapes)),
+    ),
+    Kind.ALLGATHER: _ROWS,
+    Kind.ALLTOALL: _ROWS,
     Kind.BARRIER: (),
+    Kind.ADD_PROCESS_SET: (("ranks", lambda request: request.ranks),),
+    Kind.REMOVE_PROCESS_SET: (("ranks", lambda request: request.ranks),),
 }
 
 
-def find_disagreement(requests: Sequence[Request]) -> str | None:
-    """Why these requests, one per rank in rank order, cannot run as one operation; None if they can.
+def find_disagreement(requests: Mapping[int, Request]) -> str | None:
+    """Why these requests, by rank and in rank order, cannot run as one operation; None if they can.
 
     Factors are compared as numbers, so NaN never agrees.
     """
+    first = next(iter(requests.values()))
     for what, look in _EVERY_KIND:
-        if any(look(request) != look(requests[0]) for request in requests):
+        if any(look(request) != look(first) for request in requests.values()):
             return _describe(requests, what, look)
-    for what, look in _BY_KIND[requests[0].kind]:
-        if any(look(request) != look(requests[0]) for request in requests):
+    for what, look in _BY_KIND[first.kind]:
+        if any(look(request) != look(first) for request in requests.values()):
             return _describe(requests, what, look)
-    if requests[0].kind is Kind.ALLGATHER and requests[0].shapes[0] == ():
-        return f"'{requests[0].name}': a tensor without dimensions cannot be gathered; use tensor.reshape(1)"
+    if first.kind is Kind.ALLGATHER and () in first.shapes:
+        return f"{first.key.describe()}: a tensor without dimensions cannot be gathered; use tensor.reshape(1)"
     return None
 
 
-def _describe(requests: Sequence[Request], what: str, look: _Look) -> str:
-    ranks_by_value: dict[str, list[int]] = {}
-    for rank, request in enumerate(requests):
-        ranks_by_value.setdefault(str(look(request)), []).append(rank)
-    said = "; ".join(f"{_name_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
-    return f"ranks disagree on the {what} of '{requests[0].name}' ({said})"
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 1"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _describe(requests: Mapping[int, Request], what: str, look: _Look) -> str:
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, request in requests.items():
+        ranks_by_value.setdefault(str(look(request)), []).append(rank)
+    said = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+    key = next(iter(requests.values())).key
+    return f"ranks disagree on the {what} of {key.describe()} ({said})"
 
 
 def _one_or_all(values: Sequence[object]) -> object:

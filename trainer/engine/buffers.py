@@ -1,18 +1,55 @@
-"""Scratch memory for fusion: allocated once per dtype and device, grown when needed, reused for ever."""
+"""Scratch memory for fusion: allocated once per dtype and device, grown when needed, used again and again."""
+
+import threading
 
 import torch
 from torch import Tensor
 
+# One is packed while another travels.
+_MOST_OF_A_KIND = 2
+
+_BufferKind = tuple[torch.dtype, torch.device]
+
 
 class FusionBuffers:
-    """Hands out the same memory again and again: one user at a time, until its next ``take`` of that kind."""
+    """Hands out memory that nobody else uses until it is given back."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._free: dict[_BufferKind, list[Tensor]] = {}
+        self._num_made: dict[_BufferKind, int] = {}
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
 
     def take(self, dtype: torch.dtype, device: torch.device, num_elements: int) -> Tensor:
-        """An uninitialised contiguous ``dtype[num_elements]`` on the device."""
-        buffer = self._buffers.get((dtype, device))
-        if buffer is None or buffer.numel() < num_elements:
-            buffer = self._buffers[dtype, device] = torch.empty(num_elements, dtype=dtype, device=device)
+        """An uninitialised contiguous ``dtype[num_elements]`` on the device; waits where two are in use.
+
+        Raises:
+            RuntimeError: ``fail`` was called: what is in use never comes back.
+        """
+        kind = (dtype, device)
+        with self._changed:
+            while not self._free.get(kind) and self._num_made.get(kind, 0) == _MOST_OF_A_KIND:
+                if self._error is not None:
+                    raise RuntimeError(str(self._error)) from self._error
+                self._changed.wait()
+            if self._free.get(kind):
+                buffer = self._free[kind].pop()
+            else:
+                self._num_made[kind] = self._num_made.get(kind, 0) + 1
+                buffer = torch.empty(0, dtype=dtype, device=device)
+        if buffer.numel() < num_elements:
+            buffer = torch.empty(num_elements, dtype=dtype, device=device)
         return buffer[:num_elements]
+
+    def give_back(self, taken: Tensor) -> None:
+        """Takes back what ``take`` handed out."""
+        whole = taken if taken._base is None else taken._base  # noqa: SLF001 - torch has no other way to the whole
+        with self._changed:
+            self._free.setdefault((whole.dtype, whole.device), []).append(whole)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Wakes whoever waits: nothing comes back any more."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()

@@ -7,25 +7,32 @@ Invariant: a name that was accepted by ``submit`` gets its handle finished exact
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from trainer.engine.agreement import name_ranks
+from trainer.engine.buffers import FusionBuffers
+from trainer.engine.completion import Completions
 from trainer.engine.execution import Executor
 from trainer.engine.handles import Result, Submission
-from trainer.engine.messages import CycleMessage, decode_message, encode_message
+from trainer.engine.messages import CycleMessage, Tuning, decode_message, encode_message
 from trainer.engine.negotiation import Negotiation, Outcome, Ready, Refused
 from trainer.engine.request_cache import RequestCache
-from trainer.engine.requests import Request
+from trainer.engine.requests import Key, Kind, Request
 from trainer.engine.settings import EngineSettings
 from trainer.engine.stall import StallWatch
 from trainer.engine.streams import EngineStreams
+from trainer.engine.timeline import Timeline
 from trainer.engine.transport import Transport
+from trainer.engine.tuning import Tuner
 from trainer.errors import HorovodInternalError
 
 logger = logging.getLogger(__name__)
 
+# Between two exchanges: where other ranks may have operations without this one, and where they have none.
 _LONGEST_IDLE_CYCLES = 5.0
+_LONGEST_LONELY_CYCLES = 50.0
 
 
 class Engine:
@@ -40,23 +47,38 @@ class Engine:
     def __init__(
         self, transport: Transport, settings: EngineSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.settings = settings
+        """As given; autotune may have changed what is in use."""
         self._transport = transport
-        self._settings = settings
+        self._cycle_time_s = settings.cycle_time_s
         self._clock = clock
         self._negotiation = Negotiation(transport.size)
+        self.process_sets: Mapping[int, tuple[int, ...]] = self._negotiation.process_sets
+        """Global ranks of each process set, by number; those that every rank has made."""
         self._cache = RequestCache(settings.cache_capacity)
-        self._stall_watch = StallWatch(settings.stall_warning_s)
-        self._streams = EngineStreams()
-        self._executor = Executor(
-            transport, fusion_bytes=settings.fusion_bytes, streams=self._streams, finish=self._succeed
-        )
+        self._stall_watch = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
+        self._timeline = Timeline()
+        self._tuner = Tuner.from_settings(settings) if transport.rank == 0 else None
         self._changed = threading.Condition()
         self._queue: list[Submission] = []
-        self._in_flight: dict[str, Submission] = {}
+        self._in_flight: dict[Key, Submission] = {}
         self._is_leaving = False
+        self._complaint = ""
         self._end_reason: str | None = None
         self._num_idle_cycles = 0
         self._activity = "start"
+        self._reduction_error: Exception | None = None
+        self._buffers = FusionBuffers()
+        self._streams = EngineStreams()
+        self._completions = Completions(self._lose)
+        self._executor = Executor(
+            transport,
+            streams=self._streams,
+            completions=self._completions,
+            buffers=self._buffers,
+            finish=self._succeed,
+        )
+        self._executor.set_fusion(settings.fusion_bytes)
         # A daemon, because Python joins other threads before it runs the exit handler that closes the engine.
         self._thread = threading.Thread(target=self._run, name="trainer-engine", daemon=True)
         self._thread.start()
@@ -68,18 +90,24 @@ class Engine:
             ValueError: an operation of this name is still in flight on this rank.
             HorovodInternalError: the job has lost a rank, or this engine is closed.
         """
-        name = submission.request.name
+        key = submission.request.key
         with self._changed:
             if self._end_reason is not None:
-                raise HorovodInternalError(f"'{name}' cannot run: {self._end_reason}")
-            if name in self._in_flight:
+                raise HorovodInternalError(f"{key.describe()} cannot run: {self._end_reason}")
+            if key in self._in_flight:
                 raise ValueError(
-                    f"an operation named '{name}' is still in flight on this rank; "
+                    f"an operation named {key.describe()} is still in flight on this rank; "
                     "synchronize it first or give this one another name"
                 )
-            self._in_flight[name] = submission
+            self._in_flight[key] = submission
             self._queue.append(submission)
             self._changed.notify()
+
+    def write_timeline(self, timeline: Timeline) -> None:
+        """Writes down what happens from now on; what was written so far is closed."""
+        before, self._timeline = self._timeline, timeline
+        self._executor.set_timeline(timeline)
+        before.close()
 
     def close(self) -> None:
         """Tells the other ranks, stops the thread and lets go of the network. What is in flight fails."""
@@ -87,6 +115,7 @@ class Engine:
             self._is_leaving = True
             self._changed.notify()
         self._thread.join()
+        self._timeline.close()
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
@@ -97,6 +126,10 @@ class Engine:
             # whose end tells the other ranks.
             logger.debug("the engine of rank %d fails", self._transport.rank, exc_info=True)
             reason = f"rank {self._transport.rank} lost the other ranks during {self._activity}: {cause}"
+        # What travels ends: every rank has begun it, and a rank that died breaks its connections. Only then does
+        # nobody touch the tensors any more.
+        self._completions.drain()
+        self._completions.close()
         try:
             self._transport.close()
         finally:
@@ -104,20 +137,28 @@ class Engine:
 
     def _serve(self) -> str:
         while True:
-            leaving_ranks = self._cycle()
+            messages = self._cycle()
+            complaints = [message.complaint for message in messages if message.complaint]
+            if complaints:
+                return complaints[0]
+            leaving_ranks = [rank for rank, message in enumerate(messages) if message.is_leaving]
             if leaving_ranks:
-                return _describe_departure(leaving_ranks)
+                return f"{name_ranks(leaving_ranks)} left the job (shutdown() or end of the program)"
 
-    def _cycle(self) -> list[int]:
-        """Exchanges, negotiates and runs once; returns the ranks that leave after this cycle."""
+    def _cycle(self) -> list[CycleMessage]:
+        """Exchanges, negotiates and runs once; returns what the ranks said."""
         message = self._collect()
         self._activity = "the exchange of requests"
         messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
+        self._raise_lost()
         submitted = [[self._resolve(entry) for entry in message.entries] for message in messages]
         if any(submitted):
+            self._note_submissions(submitted)
             self._settle(self._negotiation.advance(submitted))
-        self._warn_of_stalls()
-        return [rank for rank, message in enumerate(messages) if message.is_leaving]
+        if messages[0].tuning is not None:
+            self._adopt(messages[0].tuning)
+        self._watch_stalls()
+        return messages
 
     def _collect(self) -> CycleMessage:
         with self._changed:
@@ -126,13 +167,22 @@ class Engine:
             queue, self._queue = self._queue, []
             is_leaving = self._is_leaving
         self._num_idle_cycles = 0 if queue else self._num_idle_cycles + 1
-        return CycleMessage(tuple(self._shorten(submission.request) for submission in queue), is_leaving)
+        entries = tuple(self._shorten(submission.request) for submission in queue)
+        tuning = self._tuner.propose() if self._tuner is not None else None
+        return CycleMessage(entries, is_leaving, self._complaint, tuning)
 
     def _idle_wait_s(self) -> float | None:
         if self._transport.size == 1:
             return None
+        awaits_others, is_awaited = self._negotiation.waiting(self._transport.rank)
+        if awaits_others and not is_awaited:
+            # Their submissions must find this rank in the exchange: a pause here would be added to the operation.
+            return 0.0
+        if not awaits_others and len(self.process_sets) == 1:
+            # Nothing can run before this rank submits something, which wakes it.
+            return self._cycle_time_s * _LONGEST_LONELY_CYCLES
         # Doubles from half a cycle; the exponent is bounded because an idle hour has many cycles.
-        return self._settings.cycle_time_s * min(_LONGEST_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
+        return self._cycle_time_s * min(_LONGEST_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
     def _shorten(self, request: Request) -> Request | int:
         number = self._cache.find(request)
@@ -141,47 +191,75 @@ class Engine:
     def _resolve(self, entry: Request | int) -> Request:
         return self._cache.resolve(entry) if isinstance(entry, int) else entry
 
+    def _note_submissions(self, submitted: Sequence[Sequence[Request]]) -> None:
+        self._timeline.cycle()
+        for rank, requests in enumerate(submitted):
+            for request in requests:
+                self._timeline.submitted(request.key, request.kind.value.upper(), rank)
+
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         operations = []
         for outcome in outcomes:
+            self._timeline.agreed(outcome.key)
+            mine = self._in_flight.get(outcome.key)
             if isinstance(outcome, Refused):
-                self._fail(self._in_flight[outcome.name], outcome.reason)
+                if mine is not None:
+                    self._fail(mine, outcome.reason)
                 continue
             self._remember(outcome)
-            operations.append((outcome, self._in_flight[outcome.name]))
+            if self._transport.rank in outcome.members:
+                operations.append((outcome, mine))
         self._activity = ", ".join(f"'{ready.name}'" for ready, _ in operations[:3])
         self._executor.run(operations)
+        if self._tuner is not None:
+            self._tuner.observe([ready.request for ready, _ in operations])
 
     def _remember(self, ready: Ready) -> None:
-        if all(request == ready.requests[0] for request in ready.requests):
-            self._cache.remember(ready.requests[0])
+        if all(request == ready.request for request in ready.requests.values()):
+            self._cache.remember(ready.request)
 
-    def _warn_of_stalls(self) -> None:
-        for warning in self._stall_watch.check(self._clock(), self._negotiation.missing_ranks()):
-            # One rank is enough: all of them know the same.
-            if self._transport.rank == 0:
+    def _adopt(self, tuning: Tuning) -> None:
+        self._cycle_time_s = tuning.cycle_time_s
+        self._executor.set_fusion(tuning.fusion_bytes)
+
+    def _watch_stalls(self) -> None:
+        verdict = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
+        # One rank is enough: all of them know the same.
+        if self._transport.rank == 0:
+            for warning in verdict.warnings:
                 logger.warning("%s", warning)
+            self._complaint = verdict.complaint
 
     def _succeed(self, submission: Submission, result: Result) -> None:
-        # Forget the name first: whoever wakes up may submit it again at once.
+        key, kind = submission.request.key, submission.request.kind
+        # Forget the name first: whoever wakes up may submit it again at once. A rank that has joined had none.
         with self._changed:
-            del self._in_flight[submission.request.name]
+            if self._in_flight.get(key) is submission:
+                del self._in_flight[key]
+        if kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET):
+            self.process_sets = self._negotiation.process_sets
         device = submission.inputs[0].device if submission.inputs else torch.device("cpu")
         submission.handle.succeed(result, self._streams.record_end(device))
 
     def _fail(self, submission: Submission, reason: str) -> None:
         with self._changed:
-            del self._in_flight[submission.request.name]
+            del self._in_flight[submission.request.key]
         submission.handle.fail(HorovodInternalError(reason))
+
+    def _lose(self, error: Exception) -> None:
+        """Takes note that a reduction under way has failed: the engine's thread ends the job."""
+        self._reduction_error = error
+        self._buffers.fail(error)
+        with self._changed:
+            self._changed.notify()
+
+    def _raise_lost(self) -> None:
+        if self._reduction_error is not None:
+            raise RuntimeError(str(self._reduction_error))
 
     def _end(self, reason: str) -> None:
         with self._changed:
             self._end_reason = reason
             abandoned = list(self._in_flight.values())
         for submission in abandoned:
-            self._fail(submission, f"'{submission.request.name}' did not complete: {reason}")
-
-
-def _describe_departure(ranks: Sequence[int]) -> str:
-    who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-    return f"{who} left the job (shutdown() or end of the program)"
+            self._fail(submission, f"{submission.request.key.describe()} did not complete: {reason}")

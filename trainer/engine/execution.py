@@ -1,153 +1,131 @@
-"""Runs agreed operations on the data group. Every rank runs the same list in the same order."""
+"""Runs agreed operations on the data groups. Every rank runs the same list in the same order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from trainer.engine.buffers import FusionBuffers
-from trainer.engine.fusion import Buffer, plan_fusion
-from trainer.engine.handles import Result, Submission
+from trainer.engine.completion import Completions
+from trainer.engine.handles import Finish, Handle, Submission
+from trainer.engine.movements import Movements
 from trainer.engine.negotiation import Ready
-from trainer.engine.requests import Kind, ReduceOp
-from trainer.engine.scaling import scale_
+from trainer.engine.reductions import Reductions
+from trainer.engine.requests import Kind, ReduceOp, Request
 from trainer.engine.streams import EngineStreams
+from trainer.engine.timeline import Timeline
 from trainer.engine.transport import Transport
-
-# gloo has no int16. A wider sum also cannot overflow before it is averaged.
-_WIRE_DTYPES = {torch.int16: torch.int32}
-
-REDUCIBLE_DTYPES = (
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-)
-
-Finish = Callable[[Submission, Result], None]
+from trainer.engine.wire import named_dtype
 
 
 class Executor:
-    """Packs, sends and unpacks; reports each finished submission through ``finish``."""
+    """Sends each operation to what runs it; each finished submission is reported through ``finish``.
 
-    def __init__(self, transport: Transport, *, fusion_bytes: int, streams: EngineStreams, finish: Finish) -> None:
+    Args:
+        transport: to the other ranks.
+        streams: of the engine.
+        completions: what waits for reductions.
+        buffers: scratch memory.
+        finish: called from the engine's thread or that of ``completions``.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        streams: EngineStreams,
+        completions: Completions,
+        buffers: FusionBuffers,
+        finish: Finish,
+    ) -> None:
         self._transport = transport
-        self._fusion_bytes = fusion_bytes
-        self._streams = streams
         self._finish = finish
-        self._buffers = FusionBuffers()
+        self._reductions = Reductions(
+            transport, streams=streams, completions=completions, buffers=buffers, finish=finish
+        )
+        self._movements = Movements(transport, streams=streams, buffers=buffers, finish=finish)
+        self._timeline = Timeline()
 
-    def run(self, operations: Sequence[tuple[Ready, Submission]]) -> None:
-        """Runs the allreduces first, fused, then the rest in order.
+    def set_fusion(self, fusion_bytes: int) -> None:
+        """Bounds the fusion buffers from the next operation on; all ranks in the same cycle."""
+        self._reductions.fusion_bytes = fusion_bytes
+
+    def set_timeline(self, timeline: Timeline) -> None:
+        """Where what runs from now on is written down."""
+        self._timeline = self._reductions.timeline = timeline
+
+    def run(self, operations: Sequence[tuple[Ready, Submission | None]]) -> None:
+        """Begins the allreduces first, fused, then runs the rest in order.
+
+        Args:
+            operations: those of process sets that this rank is in, with its submission; changes of process sets
+                too. None where this rank has joined.
 
         Raises:
             RuntimeError: the group is broken; what was not reported as finished never will be.
         """
-        allreduces = [mine for _, mine in operations if mine.request.kind is Kind.ALLREDUCE]
-        self._allreduce(allreduces)
+        allreduces = [each for each in operations if each[0].request.kind is Kind.ALLREDUCE]
+        self._reductions.allreduce([(ready, mine or self._stand_in(ready)) for ready, mine in allreduces])
+        timeline = self._timeline
         for ready, mine in operations:
-            if mine.request.kind is Kind.ALLGATHER:
-                self._allgather(ready, mine)
-            elif mine.request.kind is Kind.BROADCAST:
-                self._broadcast(mine)
-            elif mine.request.kind is Kind.BARRIER:
-                # That every rank has asked for it is all that a barrier waits for.
-                self._finish(mine, None)
+            if ready.request.kind is not Kind.ALLREDUCE and mine is not None:
+                timeline.begin([ready.key], ready.request.kind.value.upper())
+                self._run(ready, mine)
+                timeline.end([ready.key])
 
-    def _allreduce(self, submissions: Sequence[Submission]) -> None:
-        requests = [submission.request for submission in submissions]
-        element_bytes = {name: _wire_dtype(name).itemsize for request in requests for name in request.dtypes}
-        buffers = plan_fusion(requests, fusion_bytes=self._fusion_bytes, element_bytes=element_bytes)
-        last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
-        for index, buffer in enumerate(buffers):
-            self._reduce(buffer, submissions)
-            for operation in dict.fromkeys(slot.operation for slot in buffer.slots):
-                if last_buffer[operation] == index:
-                    self._finish(submissions[operation], submissions[operation].result)
+    def _run(self, ready: Ready, mine: Submission) -> None:
+        match ready.request.kind:
+            case Kind.ALLGATHER:
+                self._movements.allgather(ready, mine)
+            case Kind.BROADCAST:
+                self._movements.broadcast(ready, mine)
+            case Kind.ALLTOALL:
+                self._movements.alltoall(ready, mine)
+            case Kind.REDUCESCATTER:
+                self._reductions.reducescatter(ready, mine)
+            case Kind.ADD_PROCESS_SET:
+                assert ready.value is not None
+                assert ready.request.ranks is not None
+                self._transport.add_process_set(ready.value, ready.request.ranks)
+                self._finish(mine, ready.value)
+            case Kind.REMOVE_PROCESS_SET:
+                assert ready.value is not None
+                self._transport.remove_process_set(ready.value)
+                self._finish(mine, ready.value)
+            case _:
+                # That every rank has asked for it is all that a barrier or a join waits for.
+                self._finish(mine, ready.value)
 
-    def _reduce(self, buffer: Buffer, submissions: Sequence[Submission]) -> None:
-        inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
-        outputs = [submissions[slot.operation].outputs[slot.member] for slot in buffer.slots]
-        ready = [submissions[slot.operation].cuda_ready for slot in buffer.slots]
-        request = submissions[buffer.operation].request
-        assert request.reduce_op is not None
-        with self._streams.working_on(outputs[0].device, ready, inputs + outputs):
-            flat = self._pack(buffer, inputs, outputs)
-            scale_(flat, factor=request.prescale_factor)
-            if flat.numel():
-                self._transport.allreduce(flat, request.reduce_op)
-            divisor = self._transport.size if request.reduce_op is ReduceOp.AVERAGE else 1
-            scale_(flat, factor=request.postscale_factor, divisor=divisor)
-            _unpack(buffer, flat, outputs)
+    def _stand_in(self, ready: Ready) -> Submission:
+        """What a rank that has joined contributes: values that change nothing, where there are such."""
+        request = ready.request
+        device = self._device(request.device_type)
+        tensors = tuple(
+            _neutral(request, named_dtype(dtype), shape, device)
+            for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+        )
+        return Submission(request=request, inputs=tensors, outputs=tensors, handle=Handle(request.name))
 
-    def _pack(self, buffer: Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
-        wire_dtype, wire_device = _wire_dtype(buffer.dtype), self._transport.wire_device(outputs[0].device)
-        if len(outputs) == 1 and _can_travel(outputs[0], wire_dtype, wire_device):
-            return _copied(inputs[0], outputs[0]).view(-1)
-        flat = self._buffers.take(wire_dtype, wire_device, buffer.num_elements)
-        for slot, tensor in zip(buffer.slots, inputs, strict=True):
-            flat[slot.offset : slot.offset + slot.length].view(tensor.shape).copy_(tensor)
-        return flat
-
-    def _allgather(self, ready: Ready, mine: Submission) -> None:
-        (tensor,) = mine.inputs
-        rows = tuple(request.shapes[0][0] for request in ready.requests)
-        with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor]):
-            wire = tensor.to(self._transport.wire_device(tensor.device)).contiguous()
-            gathered = torch.empty((sum(rows), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
-            if gathered.numel():
-                self._gather_bytes(_bytes_of(gathered), _bytes_of(wire), rows)
-            gathered = gathered.to(tensor.device)
-        mine.handle.gathered_rows = rows
-        self._finish(mine, gathered)
-
-    def _gather_bytes(self, gathered: Tensor, mine: Tensor, rows: tuple[int, ...]) -> None:
-        row_bytes = gathered.numel() // sum(rows)
-        parts = list(torch.split(gathered, [num_rows * row_bytes for num_rows in rows]))
-        if len(set(rows)) == 1:
-            self._transport.allgather(parts, mine)
-            return
-        # gloo gathers equal lengths only, so shorter ranks send padding.
-        padded = max(rows) * row_bytes
-        flat = self._buffers.take(torch.uint8, gathered.device, padded * (len(rows) + 1))
-        scratch = torch.split(flat, padded)
-        scratch[-1][: mine.numel()].copy_(mine)
-        self._transport.allgather(list(scratch[:-1]), scratch[-1])
-        for part, received in zip(parts, scratch[:-1], strict=True):
-            part.copy_(received[: part.numel()])
-
-    def _broadcast(self, mine: Submission) -> None:
-        (tensor,), (output,) = mine.inputs, mine.outputs
-        assert mine.request.root_rank is not None
-        with self._streams.working_on(output.device, [mine.cuda_ready], [tensor, output]):
-            wire_device = self._transport.wire_device(output.device)
-            if self._transport.rank == mine.request.root_rank:
-                _copied(tensor, output)
-            if output.numel():
-                wire = output.to(wire_device).contiguous()
-                self._transport.broadcast(_bytes_of(wire), mine.request.root_rank)
-                _copied(wire, output)
-        self._finish(mine, mine.result)
+    @staticmethod
+    def _device(device_type: str) -> torch.device:
+        return (
+            torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+        )
 
 
-def _wire_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return _WIRE_DTYPES.get(dtype, dtype)
+def _neutral(request: Request, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> Tensor:
+    if request.reduce_op is ReduceOp.PRODUCT:
+        return torch.ones(shape, dtype=dtype, device=device)
+    if request.reduce_op in (ReduceOp.MIN, ReduceOp.MAX):
+        is_min = request.reduce_op is ReduceOp.MIN
+        return torch.full(shape, _extreme(dtype, is_highest=is_min), dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _can_travel(tensor: Tensor, wire_dtype: torch.dtype, wire_device: torch.device) -> bool:
-    return tensor.is_contiguous() and tensor.dtype == wire_dtype and tensor.device == wire_device
-
-
-def _copied(source: Tensor, target: Tensor) -> Tensor:
-    return target if target is source else target.copy_(source)
-
-
-def _unpack(buffer: Buffer, flat: Tensor, outputs: Sequence[Tensor]) -> None:
-    for slot, output in zip(buffer.slots, outputs, strict=True):
-        part = flat[slot.offset : slot.offset + slot.length]
-        if part.data_ptr() != output.data_ptr():
-            output.copy_(part.view(output.shape))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def _extreme(dtype: torch.dtype, *, is_highest: bool) -> float | int | bool:
+    if dtype == torch.bool:
+        return is_highest
+    if dtype.is_floating_point:
+        return float("inf") if is_highest else float("-inf")
+    limits = torch.iinfo(dtype)
+    return limits.max if is_highest else limits.min

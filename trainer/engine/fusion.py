@@ -35,8 +35,13 @@ class Buffer:
         return self.slots[-1].offset + self.slots[-1].length
 
     @property
+    def operations(self) -> list[int]:
+        """The requests in the buffer, each once, in order."""
+        return list(dict.fromkeys(slot.operation for slot in self.slots))
+
+    @property
     def operation(self) -> int:
-        """The first request in the buffer; all of them share reduction, factors and device."""
+        """The first request in the buffer; all of them share process set, reduction, factors and device."""
         return self.slots[0].operation
 
 
@@ -50,7 +55,7 @@ def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes
 
     Returns:
         Buffers in the order of their first request. Each tensor is in exactly one; only single requests of
-        equal dtype, reduction, factors and device share one.
+        equal process set, dtype, reduction, factors and device share one.
     """
     open_buffers: dict[tuple[object, ...], _OpenBuffer] = {}
     buffers: list[_OpenBuffer] = []
@@ -69,7 +74,7 @@ def _fusion_key(request: Request, operation: int, dtype: str) -> tuple[object, .
     if request.is_grouped:
         return (operation, dtype)
     factors = (request.prescale_factor, request.postscale_factor)
-    return (None, dtype, request.reduce_op, factors, request.device_type)
+    return (None, request.process_set, dtype, request.reduce_op, factors, request.device_type)
 
 
 class _OpenBuffer:

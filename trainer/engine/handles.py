@@ -1,6 +1,7 @@
 """What a submitter holds while its operation runs."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from trainer.engine.requests import Request
 
-Result = Tensor | list[Tensor] | None
+Result = Tensor | list[Tensor] | tuple[Tensor, Tensor] | int | None
 
 
 class Handle:
@@ -16,8 +17,12 @@ class Handle:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.gathered_rows: tuple[int, ...] = ()
-        """After an allgather: how many rows came from each rank, in rank order."""
+        self.gathered_rows: tuple[tuple[int, ...], ...] = ()
+        """After an allgather: for each tensor, how many rows came from each rank, in rank order."""
+        self.received_splits: tuple[int, ...] = ()
+        """After an alltoall: how many rows came from each rank, in rank order."""
+        self.present: Callable[[Result], Result] | None = None
+        """Makes what the submitter gets of what the engine gives; None leaves it as it is."""
         self._finished = threading.Event()
         self._result: Result = None
         self._error: Exception | None = None
@@ -40,7 +45,7 @@ class Handle:
             raise self._error
         if self._cuda_done is not None:
             torch.cuda.current_stream().wait_event(self._cuda_done)
-        return self._result
+        return self._result if self.present is None else self.present(self._result)
 
     def settle(self) -> None:
         """Waits until the operation no longer touches its tensors; forgets an error."""
@@ -64,12 +69,18 @@ class Submission:
     """A request with its tensors, as one rank holds it.
 
     ``outputs`` may be the inputs themselves; there are none where the engine allocates them (allgather).
-    ``result`` is what the submitter gets: usually the outputs, in the shape in which it asked.
+    ``result`` is what the submitter gets: usually the outputs, in the shape in which it asked. ``is_prescaled``:
+    the inputs have been multiplied by the prescale factor already.
     """
 
     request: Request
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     result: Result = None
+    is_prescaled: bool = False
     cuda_ready: torch.cuda.Event | None = None
     handle: Handle = field(repr=False)
+
+
+Finish = Callable[[Submission, Result], None]
+"""Told by whoever ran an operation: once, with its result."""

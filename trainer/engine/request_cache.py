@@ -6,20 +6,20 @@ request on every rank. A training step repeats its requests, and then costs a fe
 
 from collections import OrderedDict
 
-from trainer.engine.requests import Request
+from trainer.engine.requests import Key, Request
 
 
 class RequestCache:
-    """The ``capacity`` most recently agreed requests, one per name; the least recently agreed makes room."""
+    """The ``capacity`` most recently agreed requests, one per set and name; the least recently agreed makes room."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._numbers: OrderedDict[Key, int] = OrderedDict()
         self._requests: list[Request] = []
 
     def find(self, request: Request) -> int | None:
         """The number of exactly this request, or None."""
-        number = self._numbers.get(request.name)
+        number = self._numbers.get(request.key)
         return number if number is not None and self._requests[number] == request else None
 
     def resolve(self, number: int) -> Request:
@@ -28,15 +28,16 @@ class RequestCache:
 
     def remember(self, request: Request) -> None:
         """Gives the request a number, or keeps the one that its name has."""
+        key = request.key
         if self._capacity == 0:
             return
-        if request.name in self._numbers:
-            self._requests[self._numbers[request.name]] = request
+        if key in self._numbers:
+            self._requests[self._numbers[key]] = request
         elif len(self._requests) < self._capacity:
-            self._numbers[request.name] = len(self._requests)
+            self._numbers[key] = len(self._requests)
             self._requests.append(request)
         else:
             _, number = self._numbers.popitem(last=False)
-            self._numbers[request.name] = number
+            self._numbers[key] = number
             self._requests[number] = request
-        self._numbers.move_to_end(request.name)
+        self._numbers.move_to_end(key)

@@ -1,18 +1,20 @@
 """How bytes and tensors get from rank to rank: over torch.distributed, or nowhere in a world of one.
 
-The control group carries requests, the data group tensors, so neither waits behind the user's own
-collectives. Every method but ``wire_device`` and ``close`` is a collective: all ranks call them in the same
-order, from the engine's thread.
+The control group carries requests, the data groups tensors, one for each process set, so neither waits behind the
+user's own collectives. Every method but ``wire_device`` and ``close`` is a collective of the set: all its ranks call
+them in the same order, from the engine's thread.
 """
 
 import datetime as dt
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from trainer.engine.requests import ReduceOp
+from trainer.engine.requests import GLOBAL_SET, ReduceOp
 
 _LENGTH_BYTES = 4
 _SLOT_BYTES = 512
@@ -27,11 +29,22 @@ _REDUCE_OPS = {
 }
 
 
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Returns when it is done; on CUDA when the current stream will wait for it. Raises RuntimeError."""
+
+
 class Transport(Protocol):
-    """What the engine needs of a network. Any exception means that the job is lost."""
+    """What the engine needs of a network. Any exception means that the job is lost.
+
+    Tensors are flat and contiguous; ``process_set`` is a number; ranks in arguments are global.
+    """
 
     rank: int
     size: int
+    local_size: int
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's data, in rank order. Lengths may differ."""
@@ -39,17 +52,41 @@ class Transport(Protocol):
     def wire_device(self, device: torch.device) -> torch.device:
         """Where tensors of this device must lie to be sent."""
 
-    def allreduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Reduces a flat contiguous tensor in place; AVERAGE only sums."""
+    def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
+        """Makes a set known. All ranks call this, whether in the set or not."""
 
-    def allgather(self, outputs: list[Tensor], tensor: Tensor) -> None:
-        """Fills one output per rank; all have the shape and dtype of ``tensor``."""
+    def remove_process_set(self, process_set: int) -> None:
+        """Forgets a set. All ranks call this."""
 
-    def broadcast(self, tensor: Tensor, root_rank: int) -> None:
-        """Overwrites a flat contiguous tensor with the root's."""
+    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> Work:
+        """Begins to reduce in place; AVERAGE only sums."""
+
+    def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
+        """Fills one output per rank of the set; all have the shape and dtype of ``tensor``."""
+
+    def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
+        """Overwrites a tensor with the root's."""
+
+    def alltoall(
+        self, received: Tensor, sent: Tensor, received_lengths: list[int], sent_lengths: list[int], process_set: int
+    ) -> None:
+        """Sends one part to each rank of the set and receives one from each; lengths in elements."""
+
+    def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:
+        """Sums input i of all ranks into the output of rank i of the set; lengths may differ."""
+
+    def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:
+        """Sends to the partner what it sends back."""
 
     def close(self) -> None:
         """Lets go of the network. Ranks that still wait for this one get an error."""
+
+
+class Done:
+    """Work that is over."""
+
+    def wait(self) -> None:
+        """Returns at once."""
 
 
 class LoopbackTransport:
@@ -57,6 +94,7 @@ class LoopbackTransport:
 
     rank = 0
     size = 1
+    local_size = 1
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Its own data."""
@@ -66,47 +104,77 @@ class LoopbackTransport:
         """The device itself."""
         return device
 
-    def allreduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Leaves the tensor as it is."""
+    def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
+        """Does nothing."""
 
-    def allgather(self, outputs: list[Tensor], tensor: Tensor) -> None:
+    def remove_process_set(self, process_set: int) -> None:
+        """Does nothing."""
+
+    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> Work:  # noqa: ARG002 - as Transport
+        """Leaves the tensor as it is."""
+        return Done()
+
+    def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:  # noqa: ARG002 - as Transport
         """Copies the tensor."""
         outputs[0].copy_(tensor)
 
-    def broadcast(self, tensor: Tensor, root_rank: int) -> None:
+    def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
         """Leaves the tensor as it is."""
+
+    def alltoall(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_lengths: list[int],  # noqa: ARG002 - as Transport
+        sent_lengths: list[int],  # noqa: ARG002 - as Transport
+        process_set: int,  # noqa: ARG002 - as Transport
+    ) -> None:
+        """Copies the tensor."""
+        received.copy_(sent)
+
+    def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:  # noqa: ARG002 - likewise
+        """Copies the tensor."""
+        output.copy_(inputs[0])
+
+    def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:  # noqa: ARG002 - likewise
+        """There is no partner."""
+        raise AssertionError("a world of one has no partner")
 
     def close(self) -> None:
         """Does nothing."""
 
 
 class GroupTransport:
-    """Two new groups beside the default process group, which must exist. Every rank constructs one.
+    """New groups beside the default process group, which must exist. Every rank constructs one.
 
     Args:
         timeout_s: seconds after which an unanswered collective is an error.
         has_own_gpu: whether this rank may use a GPU alone. NCCL refuses two ranks on one GPU, so CUDA tensors
             travel over NCCL if every rank has its own, else through host memory over gloo.
+        local_size: ranks on each node.
     """
 
-    def __init__(self, *, timeout_s: float, has_own_gpu: bool) -> None:
-        timeout = dt.timedelta(seconds=timeout_s)
+    def __init__(self, *, timeout_s: float, has_own_gpu: bool, local_size: int) -> None:
+        self.local_size = local_size
+        self._timeout = dt.timedelta(seconds=timeout_s)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._slot = bytearray(_SLOT_BYTES)
         self._slots = bytearray(_SLOT_BYTES * self.size)
         self._slot_tensor = torch.frombuffer(self._slot, dtype=torch.uint8)
         self._slot_tensors = list(torch.split(torch.frombuffer(self._slots, dtype=torch.uint8), _SLOT_BYTES))
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
         self._uses_nccl = all(vote == b"own" for vote in self.exchange(b"own" if has_own_gpu else b"shared"))
-        backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
-        self._data = dist.new_group(backend=backend, timeout=timeout)
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self.add_process_set(GLOBAL_SET, range(self.size))
 
     def exchange(self, data: bytes) -> list[bytes]:
         """One small collective if all data fit their slots, a second one if not."""
         self._slot[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
         self._slot[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data[: _SLOT_BYTES - _LENGTH_BYTES]
-        dist.all_gather(self._slot_tensors, self._slot_tensor, group=self._control)
+        assert self._control is not None
+        # Not dist.all_gather: what that does around it takes longer than the exchange.
+        self._control.allgather([self._slot_tensors], [self._slot_tensor]).wait()
         slots = [self._slots[start : start + _SLOT_BYTES] for start in range(0, len(self._slots), _SLOT_BYTES)]
         lengths = [int.from_bytes(slot[:_LENGTH_BYTES], "little") for slot in slots]
         if max(lengths) > _SLOT_BYTES - _LENGTH_BYTES:
@@ -117,23 +185,62 @@ class GroupTransport:
         """The device itself over NCCL, else the host."""
         return device if self._uses_nccl else torch.device("cpu")
 
-    def allreduce(self, tensor: Tensor, op: ReduceOp) -> None:
+    def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
         """See ``Transport``."""
-        dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self._data)
+        backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
+        group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
+        if self.rank in ranks:
+            self._groups[process_set] = group
 
-    def allgather(self, outputs: list[Tensor], tensor: Tensor) -> None:
+    def remove_process_set(self, process_set: int) -> None:
         """See ``Transport``."""
-        dist.all_gather(outputs, tensor, group=self._data)
+        group = self._groups.pop(process_set, None)
+        if group is not None:
+            dist.destroy_process_group(group)
 
-    def broadcast(self, tensor: Tensor, root_rank: int) -> None:
+    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> Work:
         """See ``Transport``."""
-        dist.broadcast(tensor, src=root_rank, group=self._data)
+        work: Work = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self._groups[process_set], async_op=True)
+        return work
+
+    def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
+        """See ``Transport``."""
+        dist.all_gather(outputs, tensor, group=self._groups[process_set])
+
+    def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
+        """See ``Transport``."""
+        dist.broadcast(tensor, src=root_rank, group=self._groups[process_set])
+
+    def alltoall(
+        self, received: Tensor, sent: Tensor, received_lengths: list[int], sent_lengths: list[int], process_set: int
+    ) -> None:
+        """See ``Transport``."""
+        dist.all_to_all_single(received, sent, received_lengths, sent_lengths, group=self._groups[process_set])
+
+    def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:
+        """See ``Transport``."""
+        dist.reduce_scatter(output, inputs, group=self._groups[process_set])
+
+    def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:
+        """See ``Transport``."""
+        group = self._groups[process_set]
+        operations = [dist.P2POp(dist.isend, sent, partner, group), dist.P2POp(dist.irecv, received, partner, group)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Changes the seconds after which an unanswered collective is an error, the default group's too."""
+        self._timeout = dt.timedelta(seconds=timeout_s)
+        for group in (None, self._control, *self._groups.values()):
+            _set_pg_timeout(self._timeout, group)
 
     def close(self) -> None:
-        """Destroys both groups; the default group is not ours."""
+        """Destroys the groups; the default group is not ours."""
         # The connections close when the last reference to a group goes, so none may stay behind here.
-        for attribute in ("_control", "_data"):
-            group = self.__dict__.pop(attribute, None)
+        groups, self._groups = [self._control, *self._groups.values()], {}
+        self._control = None
+        while groups:
+            group = groups.pop()
             # The user may have destroyed the default group, and with it every other.
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

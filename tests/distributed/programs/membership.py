@@ -2,7 +2,9 @@
 
 import logging
 import os
+import tempfile
 import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,26 @@ import trainer as hvd
 RANK = int(os.environ["RANK"])
 
 
-def check_five_rounds():
-    for round_number in range(5):
+def check_a_rank_that_does_not_come_is_named_and_may_come_later():
+    if RANK == 0:
+        os.environ["HOROVOD_START_TIMEOUT"] = "0.2"
+        with raises(hvd.HorovodInternalError, "rank 1 of 2 did not come within 0.2 s", "HOROVOD_START_TIMEOUT"):
+            hvd.init()
+        del os.environ["HOROVOD_START_TIMEOUT"]
+        launchers_store().set("rank 0 has given up", "")
+    else:
+        launchers_store().wait(["rank 0 has given up"])
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+    hvd.shutdown()
+
+
+def launchers_store():
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def check_twenty_rounds():
+    for round_number in range(20):
         hvd.init()
         assert hvd.allreduce(torch.tensor([round_number + hvd.rank()]), op=hvd.Sum).item() == 2 * round_number + 1
         hvd.shutdown()
@@ -76,6 +96,36 @@ def check_a_stall_names_the_missing_rank():
         handle = hvd.allreduce_async(torch.ones(1), name="late")
     assert hvd.synchronize(handle).item() == 1.0
     hvd.shutdown()
+
+
+def check_a_stall_that_lasts_ends_the_job_with_the_reason_on_every_rank():
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "0.2"
+    hvd.init()
+    if RANK == 0:
+        with raises(hvd.HorovodInternalError, "'allreduce.lonely' has waited", "for rank 1, which", "SHUTDOWN_TIME"):
+            hvd.allreduce(torch.ones(1), name="lonely")
+    else:
+        with raises(hvd.HorovodInternalError, "'allreduce.lonely' has waited"):
+            hvd.allreduce(torch.ones(1), name="other")
+    hvd.shutdown()
+    del os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
+
+
+def check_autotuning_goes_on_while_operations_run():
+    log = Path(tempfile.mkdtemp()) / "log.csv"
+    os.environ |= {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(log)}
+    hvd.init()
+    is_tried = 0
+    while not is_tried:
+        handles = [hvd.allreduce_async(torch.ones(50_000), name=f"tuned.{i}", op=hvd.Sum) for i in range(20)]
+        assert all(hvd.synchronize(handle)[0].item() == 2.0 for handle in handles)
+        lines = log.read_text().splitlines() if RANK == 0 and log.exists() else []
+        is_tried = hvd.broadcast(torch.tensor([len(lines) > 1]), 0).item()
+    if RANK == 0:
+        assert lines[0] == "fusion_bytes,cycle_time_ms,bytes_per_s"
+        assert float(lines[1].split(",")[2]) > 0
+    hvd.shutdown()
+    del os.environ["HOROVOD_AUTOTUNE"], os.environ["HOROVOD_AUTOTUNE_LOG"]
 
 
 run_checks(globals())

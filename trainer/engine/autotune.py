@@ -1,0 +1,98 @@
+"""Finds the fusion size and the cycle time that move the most bytes a second: pure, the clock is passed in.
+
+A walk on a grid, from neighbour to better neighbour; each candidate is scored over a few samples, the first of which
+does not count. Horovod fits a Gaussian process instead; on forty points a walk needs no more trials and can be read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from trainer.engine.messages import Tuning
+
+FUSION_MIB: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+CYCLE_TIME_MS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+_NUM_SAMPLES: Final = 5
+_NUM_WARMUPS: Final = 1
+_LEAST_SAMPLE_S: Final = 0.2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate and what it reached."""
+
+    tuning: Tuning
+    bytes_per_s: float
+
+
+class Autotuner:
+    """Proposes candidates, one at a time, until none of the best one's neighbours is better.
+
+    Args:
+        start: where the walk begins; the nearest point of the grid.
+    """
+
+    def __init__(self, start: Tuning) -> None:
+        self.trials: list[Trial] = []
+        self._point = (
+            _nearest(FUSION_MIB, start.fusion_bytes / 2**20),
+            _nearest(CYCLE_TIME_MS, start.cycle_time_s * 1e3),
+        )
+        self._best = self._point
+        self._scores: dict[tuple[int, int], float] = {}
+        self._samples: list[float] = []
+        self._num_bytes = 0
+        self._since_s: float | None = None
+        self.is_done = False
+
+    @property
+    def tuning(self) -> Tuning:
+        """What to use now: the candidate under trial, or the best one when done."""
+        return _tuning(self._point)
+
+    def observe(self, num_bytes: int, now_s: float) -> bool:
+        """Takes note of what was reduced; returns whether ``tuning`` has changed.
+
+        Args:
+            num_bytes: reduced since the last call.
+            now_s: seconds of any clock that does not go back.
+        """
+        if self.is_done:
+            return False
+        if self._since_s is None:
+            self._since_s = now_s
+            return False
+        self._num_bytes += num_bytes
+        if now_s - self._since_s < _LEAST_SAMPLE_S or not self._num_bytes:
+            return False
+        self._samples.append(self._num_bytes / (now_s - self._since_s))
+        self._num_bytes, self._since_s = 0, now_s
+        if len(self._samples) < _NUM_WARMUPS + _NUM_SAMPLES:
+            return False
+        self._score(median(self._samples[_NUM_WARMUPS:]))
+        self._samples = []
+        return True
+
+    def _score(self, bytes_per_s: float) -> None:
+        self._scores[self._point] = bytes_per_s
+        self.trials.append(Trial(self.tuning, bytes_per_s))
+        if bytes_per_s > self._scores[self._best]:
+            self._best = self._point
+        untried = [point for point in _neighbours(self._best) if point not in self._scores]
+        self.is_done = not untried
+        self._point = untried[0] if untried else self._best
+
+
+def _nearest(grid: Sequence[float], value: float) -> int:
+    return min(range(len(grid)), key=lambda index: abs(grid[index] - value))
+
+
+def _neighbours(point: tuple[int, int]) -> list[tuple[int, int]]:
+    fusion, cycle = point
+    around = [(fusion + 1, cycle), (fusion - 1, cycle), (fusion, cycle + 1), (fusion, cycle - 1)]
+    return [(f, c) for f, c in around if 0 <= f < len(FUSION_MIB) and 0 <= c < len(CYCLE_TIME_MS)]
+
+
+def _tuning(point: tuple[int, int]) -> Tuning:
+    return Tuning(FUSION_MIB[point[0]] * 2**20, CYCLE_TIME_MS[point[1]] / 1e3)

@@ -1,0 +1,75 @@
+"""Autotuning as rank 0 does it while the job runs: measures, proposes, and writes down what was tried."""
+
+import logging
+import time
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Self
+
+from trainer.engine.autotune import Autotuner
+from trainer.engine.messages import Tuning
+from trainer.engine.requests import Kind, Request
+from trainer.engine.settings import EngineSettings
+from trainer.engine.wire import wire_dtype
+
+logger = logging.getLogger(__name__)
+
+
+class Tuner:
+    """Feeds an ``Autotuner`` with what the engine reduced.
+
+    Args:
+        autotuner: what decides.
+        log: file for what was tried, CSV; None for none.
+    """
+
+    def __init__(self, autotuner: Autotuner, log: str | None) -> None:
+        self._autotuner = autotuner
+        self._log = None if log is None else Path(log)
+        self._has_changed = True  # from the settings to the nearest point of the grid
+
+    @classmethod
+    def from_settings(cls, settings: EngineSettings) -> Self | None:
+        """What the settings ask for: None without autotuning."""
+        if not settings.autotune:
+            return None
+        return cls(Autotuner(Tuning(settings.fusion_bytes, settings.cycle_time_s)), settings.autotune_log)
+
+    def propose(self) -> Tuning | None:
+        """What all ranks shall change to in this cycle; None for no change."""
+        if not self._has_changed:
+            return None
+        self._has_changed = False
+        return self._autotuner.tuning
+
+    def observe(self, requests: Sequence[Request]) -> None:
+        """Takes note of operations that began."""
+        num_bytes = sum(
+            prod(shape) * wire_dtype(dtype).itemsize
+            for request in requests
+            if request.kind is Kind.ALLREDUCE
+            for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+        )
+        if not self._autotuner.observe(num_bytes, time.monotonic()):
+            return
+        self._has_changed = True
+        if self._autotuner.is_done:
+            best = self._autotuner.tuning
+            logger.info("autotuned: fusion %d bytes, cycle %g ms", best.fusion_bytes, best.cycle_time_s * 1e3)
+        self._write_log()
+
+    def _write_log(self) -> None:
+        if self._log is None:
+            return
+        lines = ["fusion_bytes,cycle_time_ms,bytes_per_s"] + [
+            f"{trial.tuning.fusion_bytes},{trial.tuning.cycle_time_s * 1e3:g},{trial.bytes_per_s:.0f}"
+            for trial in self._autotuner.trials
+        ]
+        try:
+            temporary = self._log.with_name(f".{self._log.name}.new")
+            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            temporary.replace(self._log)
+        except OSError as error:
+            logger.warning("the log of the autotuner cannot be written: %s", error)
+            self._log = None

@@ -1,0 +1,76 @@
+"""The collectives as users call them, with Horovod's order of arguments.
+
+Gradients flow through the synchronous, out-of-place ones.
+
+Every rank of a process set calls an operation once under the same name, in any order among names. Common to all:
+
+Args:
+    name: the key among ranks; without one, unnamed calls are counted, for each process set, and must come in the
+        same order on its ranks.
+    process_set: whose ranks take part; all of them if not given. Root ranks are global all the same.
+
+Raises:
+    ValueError: not initialized; the name is still in flight on this rank; this rank is not in the process set; an
+        argument no rank could use.
+    HorovodInternalError: ranks disagree on shape, dtype, reduction, root, factors or device, or a rank is
+        lost. Raised by the synchronous calls and by ``synchronize``.
+"""
+
+from trainer.ops.all_gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from trainer.ops.all_reduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from trainer.ops.all_to_all import alltoall, alltoall_async
+from trainer.ops.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
+from trainer.ops.reduce_scatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from trainer.ops.reductions import Adasum, Average, Max, Min, Product, Sum
+from trainer.ops.sparse import sparse_allreduce_async
+from trainer.ops.waiting import barrier, join, poll, synchronize
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]

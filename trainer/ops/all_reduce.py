@@ -1,0 +1,177 @@
+"""Every rank gets what all reduce to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trainer import autograd
+from trainer.autograd import Reduction
+from trainer.compression import Compression, Compressor
+from trainer.engine.handles import Handle
+from trainer.engine.requests import Kind, ReduceOp
+from trainer.ops.reductions import choose_op
+from trainer.process_sets import ProcessSet, global_process_set
+from trainer.submit import choose_name, new_output, submit_allreduce
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combines the tensor over the ranks into a new one. Differentiable.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        average: deprecated; True is ``op=Average``, False is ``op=Sum``.
+        name: see the package.
+        compression: what travels.
+        op: Average if not given. Integers are averaged in float64 and truncated toward zero.
+        prescale_factor: multiplies before the reduction.
+        postscale_factor: multiplies after it.
+        process_set: see the package.
+    """
+    factors = (prescale_factor, postscale_factor)
+    reduction = Reduction(op=choose_op(average, op), factors=factors, process_set=process_set)
+    return _compressed([tensor], name, compression, reduction)[0]
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Starts an ``allreduce``; the tensor must not change until ``synchronize``. Not differentiable."""
+    return _allreduce(
+        [tensor], [new_output(tensor)], average, name, op, (prescale_factor, postscale_factor), process_set
+    )
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Like ``allreduce``, but overwrites and returns the tensor. Not differentiable."""
+    allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+    return tensor
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Starts an ``allreduce_``; the tensor must not be touched until ``synchronize``."""
+    return _allreduce([tensor], [tensor], average, name, op, (prescale_factor, postscale_factor), process_set)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Reduces all tensors as one operation with one name: all of them or none, packed alike in every run."""
+    factors = (prescale_factor, postscale_factor)
+    reduction = Reduction(op=choose_op(average, op), factors=factors, is_grouped=True, process_set=process_set)
+    return _compressed(tensors, name, compression, reduction)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Starts a ``grouped_allreduce``; ``synchronize`` returns the list. Not differentiable."""
+    outputs = [new_output(tensor) for tensor in tensors]
+    return _allreduce(
+        tensors, outputs, average, name, op, (prescale_factor, postscale_factor), process_set, is_grouped=True
+    )
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Like ``grouped_allreduce``, but overwrites and returns the tensors. Not differentiable."""
+    grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+    return list(tensors)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Starts a ``grouped_allreduce_``."""
+    return _allreduce(
+        tensors, tensors, average, name, op, (prescale_factor, postscale_factor), process_set, is_grouped=True
+    )
+
+
+def _compressed(
+    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: Reduction
+) -> list[Tensor]:
+    pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
+    reduced = autograd.allreduce(
+        [tensor for tensor, _ in pairs], name=choose_name(Kind.ALLREDUCE, name), reduction=reduction
+    )
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def _allreduce(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    is_grouped: bool = False,
+) -> Handle:
+    return submit_allreduce(
+        inputs,
+        outputs,
+        op=choose_op(average, op),
+        name=choose_name(Kind.ALLREDUCE, name),
+        prescale_factor=factors[0],
+        postscale_factor=factors[1],
+        is_grouped=is_grouped,
+        process_set=process_set,
+    )

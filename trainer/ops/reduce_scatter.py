@@ -1,0 +1,108 @@
+"""Every rank gets its rows of what all reduce to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trainer import autograd
+from trainer.compression import Compression, Compressor
+from trainer.engine.handles import Handle
+from trainer.engine.requests import Kind, ReduceOp
+from trainer.ops.reductions import Average
+from trainer.process_sets import ProcessSet, global_process_set
+from trainer.submit import choose_name, submit_reducescatter
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Combines the tensor over the ranks and leaves each its rows. Differentiable.
+
+    Args:
+        tensor: the same shape and dtype on every rank, one dimension or more. The first ``rows % size`` ranks get one
+            row more than the others.
+        name: see the package.
+        compression: what travels.
+        op: Average or Sum.
+        process_set: see the package.
+        prescale_factor: multiplies before the reduction.
+        postscale_factor: multiplies after it.
+
+    Raises:
+        ValueError: a tensor without dimensions.
+        RuntimeError: another ``op``.
+    """
+    factors = (prescale_factor, postscale_factor)
+    reduction = autograd.Reduction(op=op, factors=factors, process_set=process_set)
+    return _reducescatter([tensor], name, compression, reduction)[0]
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Starts a ``reducescatter``; the tensor must not change until ``synchronize``. Not differentiable."""
+    return submit_reducescatter(
+        [tensor],
+        name=choose_name(Kind.REDUCESCATTER, name),
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduces and scatters all tensors as one operation with one name: all of them or none. Differentiable."""
+    factors = (prescale_factor, postscale_factor)
+    reduction = autograd.Reduction(op=op, factors=factors, is_grouped=True, process_set=process_set)
+    return _reducescatter(tensors, name, compression, reduction)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Starts a ``grouped_reducescatter``; ``synchronize`` returns the list. Not differentiable."""
+    return submit_reducescatter(
+        tensors,
+        name=choose_name(Kind.REDUCESCATTER, name),
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        is_grouped=True,
+        process_set=process_set,
+    )
+
+
+def _reducescatter(
+    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: autograd.Reduction
+) -> list[Tensor]:
+    pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
+    travelled = autograd.reducescatter(
+        [tensor for tensor, _ in pairs], name=choose_name(Kind.REDUCESCATTER, name), reduction=reduction
+    )
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(travelled, pairs, strict=True)]
