@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.engine.settings import EngineSettings
+from trainer.foreign_launchers import translate
 
 WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -21,11 +22,12 @@ class Place:
 
 
 def read_place(environ: Mapping[str, str]) -> Place:
-    """The place that a launcher (ours or torchrun) gave this process, or a world of one.
+    """The place that a launcher (ours, torchrun, srun or mpirun) gave this process, or a world of one.
 
     Raises:
         ValueError: only some of the launcher's variables are set, or they contradict each other.
     """
+    environ = {**environ, **translate(environ)}
     present = [name for name in WORLD_VARIABLES if name in environ]
     if not {"RANK", "WORLD_SIZE"} & set(present):
         return Place()
@@ -38,8 +40,19 @@ def read_place(environ: Mapping[str, str]) -> Place:
             f"impossible place: rank {rank} of {size}, local rank {local_rank} of {local_size}; "
             "check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
-    cross_rank, cross_size = rank // local_size, -(-size // local_size)
+    cross_rank, cross_size = _read_cross(environ) or (rank // local_size, -(-size // local_size))
     return Place(rank, size, local_rank, local_size, cross_rank, cross_size)
+
+
+def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """The place among the nodes, if the launcher says it: it cannot be computed where nodes differ."""
+    for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
+        if all(name in environ for name in names):
+            cross_rank, cross_size = (_whole(environ, name) for name in names)
+            if not 0 <= cross_rank < cross_size:
+                raise ValueError(f"impossible place: node {cross_rank} of {cross_size}; check {' and '.join(names)}")
+            return cross_rank, cross_size
+    return None
 
 
 def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
@@ -49,13 +62,24 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
         ValueError: a value is not a number or out of range.
     """
     defaults = EngineSettings()
+    warning_s = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", defaults.stall_warning_s)
     return EngineSettings(
         fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", defaults.fusion_bytes)),
         cycle_time_s=_number(environ, "HOROVOD_CYCLE_TIME", defaults.cycle_time_s * 1e3) / 1e3,
-        stall_warning_s=_number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", defaults.stall_warning_s),
+        stall_warning_s=0.0 if _is_set(environ, "HOROVOD_STALL_CHECK_DISABLE") else warning_s,
+        stall_shutdown_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", defaults.stall_shutdown_s),
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", defaults.cache_capacity)),
         timeout_s=_number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", defaults.timeout_s),
+        start_timeout_s=_number(environ, "HOROVOD_START_TIMEOUT", defaults.start_timeout_s),
+        timeline=environ.get("HOROVOD_TIMELINE") or None,
+        timeline_marks_cycles=_is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        autotune=_is_set(environ, "HOROVOD_AUTOTUNE"),
+        autotune_log=environ.get("HOROVOD_AUTOTUNE_LOG") or None,
     )
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "0").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def _whole(environ: Mapping[str, str], name: str) -> int:

@@ -7,14 +7,16 @@ import sys
 import pytest
 
 from trainer.launch import parse_arguments
-from trainer.local_job import LocalJob, plan_environment, run_local_job
+from trainer.launch.job import Job
+from trainer.launch.placement import plan_threads
+from trainer.launch.static_job import run_static_job
 
 SLEEP = "exec sleep 1000"
 
 
 def run(script, num_ranks=2, **settings):
-    job = LocalJob(command=["sh", "-c", script], num_ranks=num_ranks, **settings)
-    return run_local_job(job, os.environ)
+    job = Job(command=["sh", "-c", script], num_ranks=num_ranks, **settings)
+    return run_static_job(job, os.environ)
 
 
 @pytest.fixture
@@ -31,9 +33,9 @@ def test_ranks_get_torchruns_and_horovods_variables(capfd):
 
 
 def test_threads_are_shared_out_unless_the_user_chose():
-    assert plan_environment(0, 2, 1, {})["OMP_NUM_THREADS"] == str(max(1, os.cpu_count() // 2))
-    assert plan_environment(0, 10**6, 1, {})["OMP_NUM_THREADS"] == "1"
-    assert plan_environment(0, 2, 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+    assert plan_threads(2, {}) == {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // 2))}
+    assert plan_threads(10**6, {}) == {"OMP_NUM_THREADS": "1"}
+    assert plan_threads(2, {"OMP_NUM_THREADS": "7"}) == {"OMP_NUM_THREADS": "7"}
 
 
 def test_output_also_goes_to_a_file_per_rank_and_prefixes_can_be_left_out(capfd, tmp_path):
@@ -100,9 +102,9 @@ def test_a_command_that_does_not_exist_is_reported(launcher):
 
 
 def test_arguments_after_the_program_belong_to_the_program():
-    job = parse_arguments(["-np", "2", "--no-prefix", "python", "train.py", "-np", "3", "--lr=1"])
-    assert job == LocalJob(command=["python", "train.py", "-np", "3", "--lr=1"], num_ranks=2, prefixes_lines=False)
-    assert parse_arguments(["-np", "1", "--", "x"]).command == ["x"]
+    job, _ = parse_arguments(["-np", "2", "--no-prefix", "python", "train.py", "-np", "3", "--lr=1"])
+    assert job == Job(command=["python", "train.py", "-np", "3", "--lr=1"], num_ranks=2, prefixes_lines=False)
+    assert parse_arguments(["-np", "1", "--", "x"])[0].command == ["x"]
 
 
 @pytest.mark.parametrize("arguments", [["-np", "2"], ["-np", "0", "x"], ["x"]])

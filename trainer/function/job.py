@@ -1,0 +1,183 @@
+"""``trainer.run``: calls a function on every rank of a job, and returns the results in rank order."""
+
+import dataclasses
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import HorovodInternalError
+from trainer.function.pickling import pickle_call, unpickle_error, unpickle_result
+from trainer.function.post import Post
+from trainer.function.worker import KEY, PORT
+from trainer.launch.command_line import run_job
+from trainer.launch.hosts import parse_host_file, parse_hosts
+from trainer.launch.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
+from trainer.launch.remote_shell import is_local
+
+# The search path of this process, so that ranks find the same modules, this one to begin with.
+_PROGRAM = "import sys; sys.path[:] = {paths!r}; from trainer.function.worker import main; main()"
+_WITHOUT_MEANING = frozenset(
+    {
+        "use_gloo",
+        "use_mpi",
+        "mpi_args",
+        "network_interface",
+        "disable_cache",
+        "prefix_output_with_timestamp",
+        "executable",
+        "nics",
+    }
+)
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    hosts: str | None = None,
+    hostfile: str | os.PathLike[str] | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | os.PathLike[str] | None = None,
+    output_filename: str | os.PathLike[str] | None = None,
+    verbose: bool | int = False,
+    network_interfaces: Sequence[str] | str | None = None,
+    env: Mapping[str, str] | None = None,
+    np: int | None = None,
+    **ignored: Any,
+) -> list[Any]:
+    """Runs ``func(*args, **kwargs)`` as a data-parallel job, each rank in a process of its own.
+
+    The function and its arguments are sent by cloudpickle where it is installed, so functions of a script, a notebook
+    or a closure will do; else by pickle, for functions of modules. Output of the ranks is printed as by
+    ``trainer.launch``. From a thread other than the main one, Ctrl-C is not passed on.
+
+    Args:
+        func: what every rank calls; it begins with ``hvd.init()`` if it wants to talk to the other ranks.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        num_proc: number of ranks, 1 by default.
+        min_num_proc: the least number of ranks, which makes the job elastic.
+        max_num_proc: the greatest number of ranks of an elastic job.
+        slots: ranks per host where the hosts do not say.
+        reset_limit: how often ranks of an elastic job may come and go.
+        cooldown_range: least and greatest seconds for which a host that failed is not tried.
+        hosts: as ``a:2,b:2``; by default this machine.
+        hostfile: a file of lines ``a slots=2``.
+        host_discovery_script: prints the hosts of an elastic job.
+        start_timeout: seconds after which a rank that has not come ends the job.
+        ssh_port: of the other hosts.
+        ssh_identity_file: a private key for them.
+        output_filename: a folder for ``rank.N/stdout`` and ``rank.N/stderr``.
+        verbose: whether to say what is started where.
+        network_interfaces: by which other hosts reach this one.
+        env: the ranks' environment in place of this process's.
+        np: the older name of ``num_proc``.
+        ignored: arguments of Horovod that mean nothing here: ``use_gloo``, ``use_mpi``, ``mpi_args``, ...
+
+    Returns:
+        What the function returned on each rank; of an elastic job, on the ranks at its end.
+
+    Raises:
+        HorovodInternalError: a rank ended without an answer: killed, out of reach, or left by ``os._exit``.
+        TypeError: the function, an argument, or a result cannot be pickled; or ``run`` has no such argument.
+        ValueError: the arguments describe no job.
+        Exception: what the function raised on the first rank that failed, caused by that rank's traceback.
+    """
+    unknown = sorted(set(ignored) - _WITHOUT_MEANING)
+    if unknown:
+        raise TypeError(f"run() has no argument {', '.join(unknown)}")
+    if np is not None and num_proc is not None and np != num_proc:
+        raise ValueError(f"np={np} is the older name of num_proc={num_proc}: give one of them")
+    num_ranks = num_proc or np or min_num_proc or 1
+    if num_ranks < 1:
+        raise ValueError(f"there must be at least one rank, not {num_ranks}")
+    call = pickle_call(func, tuple(args), dict(kwargs or {}))
+    environ = dict(os.environ if env is None else env)
+    job = Job(
+        command=[sys.executable, "-c", _PROGRAM.format(paths=[str(Path(path).absolute()) for path in sys.path])],
+        num_ranks=num_ranks,
+        hosts=_read_hosts(hosts, hostfile, slots or 1),
+        remote=RemoteSettings(
+            ssh_port=ssh_port,
+            ssh_identity_file=None if ssh_identity_file is None else Path(ssh_identity_file),
+            network_interfaces=_split(network_interfaces),
+        ),
+        start_timeout_s=start_timeout,
+        prefixes_lines=num_ranks > 1,
+        output_folder=None if output_filename is None else Path(output_filename),
+        is_verbose=bool(verbose),
+    )
+    elastic = None
+    if not all(value is None for value in (min_num_proc, max_num_proc, host_discovery_script)):
+        elastic = ElasticOptions(
+            min_num_ranks=min_num_proc or num_ranks,
+            max_num_ranks=max_num_proc,
+            discovery_script=host_discovery_script,
+            slots_per_host=slots,
+            reset_limit=reset_limit,
+            cooldown_range_s=cooldown_range,
+        )
+    return _run(job, elastic, environ, call)
+
+
+def _run(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
+    key = secrets.token_bytes(32)
+    # Hosts that a script finds may be any.
+    for_other_hosts = elastic is not None or not all(is_local(host.name, environ) for host in job.hosts)
+    post = Post(call, key=key, for_other_hosts=for_other_hosts)
+    job = dataclasses.replace(job, variables={**job.variables, PORT: str(post.port), KEY: key.hex()})
+    with post.open():
+        try:
+            failure = run_job(job, elastic, environ)
+        except OSError as error:
+            raise HorovodInternalError(f"cannot start the ranks: {error}") from error
+    if failure is not None:
+        raise _choose_error(failure, post)
+    results = post.results
+    missing = [] if elastic is not None else sorted(set(range(job.num_ranks)) - set(results))
+    if missing:
+        raise HorovodInternalError(f"rank {missing[0]} ended with status 0 before the function returned")
+    return [unpickle_result(results[rank]) for rank in sorted(results)]
+
+
+def _choose_error(failure: JobFailure, post: Post) -> BaseException:
+    """The exception of the first rank that raised one, unless it only says that another rank died."""
+    errors = [unpickle_error(answer) for answer in post.errors]
+    told = {answer.rank for answer in post.errors}
+    has_died = failure.rank is not None and failure.rank not in told
+    own = [error for error in errors if not isinstance(error, HorovodInternalError)]
+    if own:
+        return own[0]
+    if errors and not has_died:
+        return errors[0]
+    return HorovodInternalError(failure.describe())
+
+
+def _read_hosts(hosts: str | None, hostfile: str | os.PathLike[str] | None, slots: int) -> tuple[Host, ...]:
+    if hosts is not None and hostfile is not None:
+        raise ValueError("give hosts or hostfile, not both")
+    if hosts is not None:
+        return parse_hosts(hosts, default_slots=slots)
+    if hostfile is not None:
+        try:
+            return parse_host_file(Path(hostfile).read_text(encoding="utf-8"), default_slots=slots)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot use the host file {hostfile}: {error}") from None
+    return ()
+
+
+def _split(names: Sequence[str] | str | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return tuple(names.split(",")) if isinstance(names, str) else tuple(names)

@@ -1,0 +1,28 @@
+"""What this installation can do, in the form that people know from ``horovodrun --check-build``."""
+
+
+def describe_build() -> str:
+    """A table of frameworks and of what moves tensors. Imports torch."""
+    import torch
+    import torch.distributed as dist
+
+    has_distributed = dist.is_available()
+    rows = [
+        ("Frameworks", [("PyTorch " + torch.__version__, True)]),
+        ("Launchers", [("this one", True), ("torchrun", has_distributed), ("srun", True), ("mpirun", True)]),
+        (
+            "Tensor operations",
+            [
+                ("Gloo", has_distributed and dist.is_gloo_available()),
+                ("NCCL", has_distributed and dist.is_nccl_available()),
+                ("CUDA", torch.cuda.is_available()),
+                ("MPI", False),
+                ("CCL", False),
+                ("DDL", False),
+            ],
+        ),
+    ]
+    lines = []
+    for title, features in rows:
+        lines += [f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in features), ""]
+    return "\n".join(lines).rstrip()

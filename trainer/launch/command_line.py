@@ -1,0 +1,255 @@
+"""The launcher's command line: ``python -m trainer.launch -np 2 python train.py``, with horovodrun's flags.
+
+Exit status: 0 when all ranks end well; else that of the first rank that failed, 128 + N for signal N; 2 for a
+command line that describes no job, 3 when an elastic job has reached its reset limit, 127 for a program that cannot
+be started.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.launch.config_file import read_config_file
+from trainer.launch.engine_flags import add_engine_flags, list_ignored, read_engine_flags
+from trainer.launch.hosts import parse_host_file, parse_hosts, read_allocation
+from trainer.launch.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
+from trainer.launch.remote_shell import is_local
+from trainer.launch.static_job import run_static_job
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses, runs the job, and says on standard error which rank failed first."""
+    job, elastic = parse_arguments(arguments, os.environ)
+    try:
+        failure = run_job(job, elastic, os.environ)
+    except ValueError as error:
+        _say(str(error))
+        return 2
+    except OSError as error:
+        _say(f"cannot run {job.command[0]}: {error}")
+        return 127
+    if failure is None:
+        return 0
+    _say(failure.describe())
+    return failure.exit_status
+
+
+def run_job(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str]) -> JobFailure | None:
+    """Runs a job to its end; elastic if there are options for that.
+
+    Raises:
+        OSError: the command cannot be started.
+        ValueError: the job cannot be as described.
+    """
+    if elastic is None:
+        return run_static_job(job, environ)
+    from trainer.elastic.driver import run_elastic_job
+
+    return run_elastic_job(job, elastic, environ)
+
+
+def parse_arguments(
+    arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[Job, ElasticOptions | None]:
+    """The job that the command line describes; leaves the process with status 2 if it describes none."""
+    parser = _build_parser()
+    options = parser.parse_args(arguments)
+    if options.check_build:
+        from trainer.launch.check_build import describe_build
+
+        print(describe_build())  # noqa: T201 - a command line's answer
+        parser.exit(0)
+    try:
+        if options.config_file is not None:
+            # What is on the command line comes later, so it wins.
+            given = sys.argv[1:] if arguments is None else arguments
+            options = parser.parse_args([*read_config_file(options.config_file), *given])
+        return _read_job(options, {} if environ is None else environ)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Job, ElasticOptions | None]:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise ValueError("the program to run is missing")
+    elastic = _read_elastic(options)
+    hosts, shell = _read_hosts(options, environ, is_elastic=elastic is not None)
+    num_ranks = _count_ranks(options, hosts)
+    for flag in list_ignored(options):
+        _say(f"{flag} means nothing on torch.distributed and is ignored")
+    variables = read_engine_flags(options)
+    named = [text.partition("=") for text in options.x]
+    variables.update({name: value for name, equals, value in named if equals})
+    job = Job(
+        command=command,
+        num_ranks=num_ranks,
+        hosts=hosts,
+        variables=variables,
+        passed_names=tuple(name for name, _, _ in named),
+        remote=RemoteSettings(
+            shell=shell,
+            ssh_port=options.ssh_port,
+            ssh_identity_file=options.ssh_identity_file,
+            python=options.remote_python,
+            network_interfaces=tuple(filter(None, (options.network_interface or "").split(","))),
+        ),
+        grace_s=options.grace_s,
+        start_timeout_s=options.start_timeout,
+        prefixes_lines=num_ranks > 1 and not options.no_prefix,
+        output_folder=options.output_filename,
+        is_verbose=options.verbose,
+    )
+    return job, elastic
+
+
+def _read_hosts(
+    options: argparse.Namespace, environ: Mapping[str, str], *, is_elastic: bool
+) -> tuple[tuple[Host, ...], str]:
+    """The hosts, and the shell that leads to them."""
+    default_slots = options.slots_per_host or 1
+    if options.hosts is not None and options.hostfile is not None:
+        raise ValueError("give hosts with -H or with -hostfile, not both")
+    if options.hosts is not None:
+        return parse_hosts(options.hosts, default_slots=default_slots), options.remote_shell or "ssh"
+    if options.hostfile is not None:
+        try:
+            text = options.hostfile.read_text(encoding="utf-8")
+            return parse_host_file(text, default_slots=default_slots), options.remote_shell or "ssh"
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot use the host file {options.hostfile}: {error}") from None
+    if is_elastic and options.host_discovery_script is not None:
+        return (), options.remote_shell or "ssh"
+    hosts = read_allocation(environ, slots_per_host=options.slots_per_host)
+    shell = options.remote_shell or ("srun" if hosts and shutil.which("srun", path=environ.get("PATH")) else "ssh")
+    if len(hosts) == 1 and options.num_proc is not None and is_local(hosts[0].name, environ):
+        # The only node is this one, and the user knows how many ranks it takes.
+        hosts = ()
+    return hosts, shell
+
+
+def _count_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
+    num_ranks = options.num_proc
+    if num_ranks is None:
+        num_ranks = options.min_num_proc or sum(host.num_slots for host in hosts)
+    if num_ranks == 0:
+        raise ValueError("the number of ranks is missing: give it with -np")
+    assert isinstance(num_ranks, int)
+    return num_ranks
+
+
+def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
+    given = (options.min_num_proc, options.max_num_proc, options.host_discovery_script)
+    if all(value is None for value in given):
+        return None
+    return ElasticOptions(
+        min_num_ranks=options.min_num_proc or options.num_proc or 1,
+        max_num_ranks=options.max_num_proc,
+        discovery_script=options.host_discovery_script,
+        slots_per_host=options.slots_per_host,
+        elastic_timeout_s=options.elastic_timeout,
+        reset_limit=options.reset_limit,
+        cooldown_range_s=None
+        if options.blacklist_cooldown_range is None
+        else tuple(options.blacklist_cooldown_range),
+    )
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainer.launch", description="Run a program as the ranks of one data-parallel job."
+    )
+    parser.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
+    parser.add_argument("--no-prefix", action="store_true", help="do not begin output lines with [rank]")
+    parser.add_argument(
+        "--output-filename",
+        type=Path,
+        metavar="DIR",
+        help="also write DIR/rank.N/stdout and DIR/rank.N/stderr",
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=float,
+        default=5.0,
+        help="seconds between SIGTERM and SIGKILL (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=_seconds,
+        metavar="S",
+        help="end the job when a rank has not come by then, and name it (default: name it after a minute)",
+    )
+    parser.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]", help="variable for all ranks")
+    parser.add_argument("--verbose", action="store_true", help="say what is started where")
+    parser.add_argument("--config-file", type=Path, metavar="FILE", help="settings in YAML, JSON or TOML")
+    parser.add_argument("-cb", "--check-build", action="store_true", help="print what this installation can do")
+    parser.add_argument("-v", "--version", action="version", version=_version())
+    _add_host_flags(parser)
+    _add_elastic_flags(parser)
+    add_engine_flags(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
+    return parser
+
+
+def _add_host_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("hosts", "default: the Slurm allocation around the launcher, else this machine")
+    group.add_argument("-H", "--hosts", "--host", metavar="A:2,B:2", help="hosts and their slots")
+    group.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="lines such as: a slots=2")
+    group.add_argument("--slots-per-host", type=_positive, metavar="N", help="slots of hosts that do not say")
+    group.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT")
+    group.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE")
+    group.add_argument("--remote-shell", choices=("ssh", "srun"), help="what leads to other hosts")
+    group.add_argument(
+        "--remote-python", metavar="PATH", help="interpreter on other hosts (default: this one's path)"
+    )
+    group.add_argument(
+        "--network-interface", "--network-interfaces", metavar="NAMES", help="by which other hosts reach this one"
+    )
+
+
+def _add_elastic_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("elastic", "ranks may come and go")
+    group.add_argument("--min-num-proc", "--min-np", type=_positive, metavar="N", help="wait while there are fewer")
+    group.add_argument("--max-num-proc", "--max-np", type=_positive, metavar="N", help="use no more")
+    group.add_argument("--host-discovery-script", metavar="PATH", help="prints lines such as: a:2")
+    group.add_argument("--elastic-timeout", type=_seconds, metavar="S", help="for which too few ranks are waited for")
+    group.add_argument("--reset-limit", type=_positive, metavar="N", help="end with status 3 after so many changes")
+    group.add_argument(
+        "--blacklist-cooldown-range",
+        type=_seconds,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="seconds after which a host that failed may be tried again",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("datasvc")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _say(text: str) -> None:
+    print(f"trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - a command line's answer

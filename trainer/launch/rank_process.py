@@ -1,0 +1,188 @@
+"""One rank's command as a process: started, heard, signalled and ended, with its children.
+
+The class here runs it on this machine; ``remote_process`` has the one for other hosts. Signals go only to process
+groups that these files have started: an ended leader is not reaped before its group is, because a zombie keeps its
+number.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from trainer.launch.orphan_guard import OrphanGuard
+from trainer.launch.rank_output import LinePump, LineTarget, screen
+
+DRAIN_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStart:
+    """What to start and where.
+
+    Args:
+        worker_id: how its end is reported; unique among the processes that share a queue.
+        command: the program and its arguments.
+        environ: all variables of a process on this machine; elsewhere, what is set on top of the login's.
+        host: the name of the host, for messages.
+        remote_command: started here instead, it runs the guard of a remote rank on the host; None for a process on
+            this machine.
+        master_addresses: addresses of this machine; a remote rank's MASTER_ADDR is the first of them at which
+            MASTER_PORT answers there. Empty to keep the one of ``environ``.
+        label: lines of output begin with ``[label]``; empty for no prefix.
+        output_folder: the files ``stdout`` and ``stderr`` are written there too; None for no files.
+    """
+
+    worker_id: str
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    host: str = "localhost"
+    remote_command: Sequence[str] | None = None
+    master_addresses: Sequence[str] = ()
+    label: str = ""
+    output_folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """A process has ended by itself.
+
+    ``returncode`` is negative for a signal. ``has_started`` is False when the command never ran: its host was out
+    of reach (the return code is then that of ssh), or the program is not there (127).
+    """
+
+    worker_id: str
+    returncode: int
+    has_started: bool = True
+
+
+class RankProcess:
+    """A rank's process on this machine.
+
+    Args:
+        start: what to run.
+        guard: ends the process should this one be killed.
+        ends: gets a ``RankEnd`` when the process ends, whoever ended it.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+
+    def __init__(self, start: RankStart, *, guard: OrphanGuard, ends: "queue.SimpleQueue[RankEnd]") -> None:
+        self.worker_id = start.worker_id
+        self.host = start.host
+        self.returncode: int | None = None
+        # What happened to it, where its return code does not say so: "was not started: ...".
+        self.trouble: str | None = None
+        # Set once the command runs, or cannot any more.
+        self.has_come = threading.Event()
+        self._start = start
+        self._guard = guard
+        self._ends = ends
+        self._has_ended = threading.Event()
+        self._is_closed = False
+        self._files = contextlib.ExitStack()
+        self._process = self._open()
+        self.pid = self._process.pid
+        self._connect()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the rank's command has not ended, as far as is known here."""
+        return not self._has_ended.is_set()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process and its children."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def terminate(self, grace_s: float) -> None:
+        """Ends the process and its children: SIGTERM, and SIGKILL ``grace_s`` later. Returns when it is gone."""
+        self.begin_end(grace_s)
+        self.finish_end(time.monotonic() + grace_s)
+
+    def begin_end(self, grace_s: float) -> None:  # noqa: ARG002 - a remote guard wants to know
+        """Asks the process and its children to end."""
+        if not self._is_closed:
+            self.send(signal.SIGTERM)
+
+    def finish_end(self, deadline_s: float) -> None:
+        """Waits until the monotonic clock's ``deadline_s``, then kills; releases what the process held."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._has_ended.wait(max(0.0, deadline_s - time.monotonic()))
+        self.send(signal.SIGKILL)
+        # The watching thread has seen the end before the process is reaped.
+        self._has_ended.wait()
+        self._guard.remove(self.pid)
+        self._process.wait()
+        self._release()
+
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines of its standard error. Waits a moment for the rest of them when the process has ended."""
+        return tuple(self._errors.last_lines(timeout_s=0.0 if self.is_running else DRAIN_TIMEOUT_S))
+
+    def _open(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(  # noqa: S603 - running the user's command is the purpose
+            self._start.command,
+            env=dict(self._start.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # A group of its own: to end the rank with its children, and to leave Ctrl-C to the launcher.
+            process_group=0,
+        )
+        self._guard.add(process.pid)
+        return process
+
+    def _connect(self) -> None:
+        self.has_come.set()
+        self._pump_output()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        self._report_end(wait_for_end(self.pid), has_started=True)
+
+    def _report_end(self, returncode: int, *, has_started: bool) -> None:
+        self.returncode = returncode
+        self._has_ended.set()
+        self.has_come.set()
+        self._ends.put(RankEnd(self.worker_id, returncode, has_started))
+
+    def _pump_output(self, mark: bytes | None = None, on_report: Callable[[str], None] | None = None) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        prefix = f"[{self._start.label}] ".encode() if self._start.label else b""
+        self._output = LinePump(self._process.stdout, self._targets("stdout"), prefix=prefix)
+        self._errors = LinePump(
+            self._process.stderr, self._targets("stderr"), prefix=prefix, mark=mark, on_report=on_report
+        )
+
+    def _targets(self, stream: str) -> list[LineTarget]:
+        targets: list[LineTarget] = [screen(stream)]
+        folder: Path | None = self._start.output_folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            file: IO[bytes] = self._files.enter_context((folder / stream).open("wb"))
+            targets.append(file)
+        return targets
+
+    def _release(self) -> None:
+        for pump in (self._output, self._errors):
+            pump.last_lines(timeout_s=DRAIN_TIMEOUT_S)
+        self._files.close()
+
+
+def wait_for_end(pid: int) -> int:
+    """The return code of a child, which stays a zombie."""
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
