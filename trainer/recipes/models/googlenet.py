@@ -1,0 +1,173 @@
+"""GoogLeNet (Szegedy et al. 2015, "Going Deeper with Convolutions", arXiv:1409.4842) with batch normalisation.
+
+This is the variant whose weights are published for torch (torchvision's, converted from TensorFlow's): batch
+normalisation behind each convolution (Ioffe and Szegedy 2015, arXiv:1502.03167) in place of biases and local response
+normalisation, and 3x3 convolutions where the paper's third branch has 5x5, which `kernel=5` gives back.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import nn
+
+from datasvc.errors import ConfigError
+from trainer.recipes.models.auxiliary import LogitsWithAuxiliary
+from trainer.recipes.models.image_size import require_image_size
+from trainer.recipes.models.initialisation import initialise
+
+_SMALLEST: Final = 15  # with fewer the third pooling has one position, of which it makes none
+_AUXILIARY_WEIGHT: Final = 0.3  # section 5
+_AUXILIARY_DROPOUT: Final = 0.7  # section 5
+
+
+class _Widths(NamedTuple):
+    """Filters of an inception block, as the columns of the paper's table 1 are named."""
+
+    one: int
+    three_reduce: int
+    three: int
+    five_reduce: int
+    five: int
+    pool: int
+
+    @property
+    def out(self) -> int:
+        return self.one + self.three + self.five + self.pool
+
+
+# Table 1: inception 3a to 5b. Poolings lie between the stages.
+_STAGE_3: Final = (_Widths(64, 96, 128, 16, 32, 32), _Widths(128, 128, 192, 32, 96, 64))
+_STAGE_4: Final = (
+    _Widths(192, 96, 208, 16, 48, 64),
+    _Widths(160, 112, 224, 24, 64, 64),
+    _Widths(128, 128, 256, 24, 64, 64),
+    _Widths(112, 144, 288, 32, 64, 64),
+    _Widths(256, 160, 320, 32, 128, 128),
+)
+_STAGE_5: Final = (_Widths(256, 160, 320, 32, 128, 128), _Widths(384, 192, 384, 48, 128, 128))
+
+
+class GoogLeNet(nn.Module):
+    """Nine inception blocks, the mean over all positions, and a linear classifier.
+
+    In evaluation, and without auxiliary classifiers, it gives logits. In training with them it gives
+    `LogitsWithAuxiliary`, whose losses `combine_losses` sums with the paper's weight of 0.3.
+
+    Args:
+        num_classes: of the classifiers.
+        auxiliary: whether two classifiers on stage 4's first and fourth block train along.
+        dropout: before the classifier (section 5); the auxiliary ones have 0.7.
+        kernel: side of the third branch's convolutions, 3 or 5.
+
+    Raises:
+        ConfigError: the kernel is neither.
+    """
+
+    def __init__(self, num_classes: int, *, auxiliary: bool = True, dropout: float = 0.4, kernel: int = 3) -> None:
+        super().__init__()
+        if kernel not in (3, 5):
+            raise ConfigError(f"kernel is {kernel}; expected 3, as in the published weights, or 5, as in the paper")
+        self.stem = nn.Sequential(
+            _convolution(3, 64, 7, stride=2),
+            _pool_half(3),
+            _convolution(64, 64, 1),
+            _convolution(64, 192, 3),
+            _pool_half(3),
+        )
+        stage_3, channels = _make_blocks(192, _STAGE_3, kernel)
+        self.stage_3 = nn.Sequential(*stage_3, _pool_half(3))
+        # Cut where the auxiliary classifiers read.
+        self.stage_4a, first = _make_blocks(channels, _STAGE_4[:1], kernel)
+        self.stage_4b, second = _make_blocks(first, _STAGE_4[1:4], kernel)
+        self.stage_4c, channels = _make_blocks(second, _STAGE_4[4:], kernel)
+        stage_5, channels = _make_blocks(channels, _STAGE_5, kernel)
+        self.stage_5 = nn.Sequential(_pool_half(2), *stage_5)
+        self.auxiliary = nn.ModuleList(
+            _make_auxiliary(width, num_classes) for width in ((first, second) if auxiliary else ())
+        )
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(channels, num_classes)
+        initialise(self)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor | LogitsWithAuxiliary:
+        """Return logits of images `[batch, 3, height, width]` from 15x15 up; see the class for what training gives.
+
+        Raises:
+            ConfigError: they are smaller.
+        """
+        require_image_size(images, _SMALLEST, "GoogLeNet")
+        first = self.stage_4a(self.stage_3(self.stem(images)))
+        second = self.stage_4b(first)
+        x = self.pool(self.stage_5(self.stage_4c(second)))
+        logits: torch.Tensor = self.classifier(self.dropout(x.flatten(1)))
+        if not (self.training and len(self.auxiliary)):
+            return logits
+        auxiliary = tuple(
+            classifier(features) for classifier, features in zip(self.auxiliary, (first, second), strict=True)
+        )
+        return LogitsWithAuxiliary(logits, auxiliary, _AUXILIARY_WEIGHT)
+
+
+class Inception(nn.Module):
+    """Four branches over one input, their channels laid side by side."""
+
+    def __init__(self, channels: int, widths: _Widths, kernel: int) -> None:
+        super().__init__()
+        self.one = _convolution(channels, widths.one, 1)
+        self.three = nn.Sequential(
+            _convolution(channels, widths.three_reduce, 1), _convolution(widths.three_reduce, widths.three, 3)
+        )
+        self.five = nn.Sequential(
+            _convolution(channels, widths.five_reduce, 1), _convolution(widths.five_reduce, widths.five, kernel)
+        )
+        self.pool = nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), _convolution(channels, widths.pool, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[batch, channels, height, width]` to as many positions."""
+        return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1)
+
+
+def _convolution(channels: int, width: int, kernel: int, *, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=False),
+        nn.BatchNorm2d(width, eps=0.001),  # TensorFlow's default, under which the published weights were made
+        nn.ReLU(inplace=True),
+    )
+
+
+def _pool_half(kernel: int) -> nn.MaxPool2d:
+    # Rounded up, so that 112 becomes 56, 28, 14 and 7 without padding.
+    return nn.MaxPool2d(kernel, stride=2, ceil_mode=True)
+
+
+def _make_blocks(channels: int, table: tuple[_Widths, ...], kernel: int) -> tuple[nn.Sequential, int]:
+    """Return the blocks of a part of the table, and how many channels leave it."""
+    blocks = []
+    for widths in table:
+        blocks.append(Inception(channels, widths, kernel))
+        channels = widths.out
+    return nn.Sequential(*blocks), channels
+
+
+def _make_auxiliary(channels: int, num_classes: int) -> nn.Sequential:
+    """Return a classifier on features between two blocks (section 5)."""
+    return nn.Sequential(
+        nn.AdaptiveAvgPool2d(4),  # the paper's 5x5 with stride 3, at images of 224x224
+        _convolution(channels, 128, 1),
+        nn.Flatten(),
+        nn.Linear(128 * 4 * 4, 1024),
+        nn.ReLU(inplace=True),
+        nn.Dropout(_AUXILIARY_DROPOUT),
+        nn.Linear(1024, num_classes),
+    )
+
+
+def googlenet(num_classes: int, *, auxiliary: bool = True, dropout: float = 0.4, kernel: int = 3) -> GoogLeNet:
+    """Return a GoogLeNet: 13,004,888 parameters at 1000 classes, 6,624,904 without auxiliary classifiers.
+
+    Options: see `GoogLeNet`.
+    """
+    return GoogLeNet(num_classes, auxiliary=auxiliary, dropout=dropout, kernel=kernel)

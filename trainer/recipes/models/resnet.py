@@ -1,0 +1,178 @@
+"""Residual networks (He et al. 2016, "Deep Residual Learning for Image Recognition", arXiv:1512.03385).
+
+Bottlenecks are those of "v1.5": a block that halves the resolution does so in its 3x3 convolution, where the paper
+has the stride in the first 1x1, which drops three of four positions unseen. Goyal et al. 2017 (arXiv:1706.02677)
+train this variant too; parameters are equally many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from trainer.recipes.models.image_size import require_image_size
+from trainer.recipes.models.initialisation import initialise
+
+_WIDTHS = (64, 128, 256, 512)
+
+
+class ResidualBlock(nn.Module):
+    """`relu(shortcut(x) + branch(x))`; the branch ends with batch normalisation.
+
+    Args:
+        channels: of the input.
+        width: of the branch's inner convolutions; `width * expansion` channels come out.
+        stride: by which the resolution shrinks.
+    """
+
+    expansion: ClassVar[int] = 1
+
+    def __init__(self, channels: int, width: int, *, stride: int = 1) -> None:
+        super().__init__()
+        self.branch = self._make_branch(channels, width, stride)
+        out = width * self.expansion
+        # Option B of the paper: a projection only where the shapes differ.
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[batch, channels, height, width]` to what the next block takes."""
+        y: torch.Tensor = self.branch(x)
+        y = y + self.shortcut(x)
+        return self.relu(y)  # type: ignore[no-any-return]
+
+    def zero_initialise(self) -> None:
+        """Begin with a branch that gives 0."""
+        last = self.branch[-1]
+        assert isinstance(last, nn.BatchNorm2d)
+        nn.init.zeros_(last.weight)
+
+    def _make_branch(self, channels: int, width: int, stride: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+
+class Bottleneck(ResidualBlock):
+    """A residual block of 1x1, 3x3 and 1x1 convolutions: four times as wide outside as inside."""
+
+    expansion: ClassVar[int] = 4
+
+    def _make_branch(self, channels: int, width: int, stride: int) -> nn.Sequential:
+        out = width * self.expansion
+        return nn.Sequential(
+            nn.Conv2d(channels, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, out, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+
+
+class ResNet(nn.Module):
+    """A stem, four stages of residual blocks, the mean over all positions, and a linear classifier.
+
+    Args:
+        block: of which the stages are made.
+        depths: blocks of each stage.
+        num_classes: of the classifier.
+        zero_init_residual: the last batch normalisation of each branch begins with gamma 0, so that every block is
+            its shortcut at first, which eases the start with large batches (Goyal et al., section 5.1).
+        small_input: stem for images of about 32x32: one 3x3 convolution that keeps the resolution, and no pooling,
+            as in the paper's section 4.2. The stages stay those for ImageNet.
+    """
+
+    def __init__(
+        self,
+        block: type[ResidualBlock],
+        depths: Sequence[int],
+        num_classes: int,
+        *,
+        zero_init_residual: bool = True,
+        small_input: bool = False,
+    ) -> None:
+        super().__init__()
+        self.stem = _make_stem(small_input=small_input)
+        stages = []
+        channels = _WIDTHS[0]
+        for index, (width, depth) in enumerate(zip(_WIDTHS, depths, strict=True)):
+            blocks = []
+            for position in range(depth):
+                blocks.append(block(channels, width, stride=2 if index and not position else 1))
+                channels = width * block.expansion
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(channels, num_classes)
+        initialise(self)
+        if zero_init_residual:
+            for module in self.modules():
+                if isinstance(module, ResidualBlock):
+                    module.zero_initialise()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits, `[batch, classes]`, of images `[batch, 3, height, width]` of any size."""
+        require_image_size(images, 1, "a ResNet")
+        x = self.pool(self.stages(self.stem(images)))
+        return self.classifier(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def _make_stem(*, small_input: bool) -> nn.Sequential:
+    width = _WIDTHS[0]
+    if small_input:
+        return nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
+    return nn.Sequential(
+        nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    )
+
+
+def resnet18(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
+    """Return a ResNet-18: 11,689,512 parameters at 1000 classes. Options: see `ResNet`."""
+    return ResNet(
+        ResidualBlock, (2, 2, 2, 2), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
+    )
+
+
+def resnet34(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
+    """Return a ResNet-34: 21,797,672 parameters at 1000 classes. Options: see `ResNet`."""
+    return ResNet(
+        ResidualBlock, (3, 4, 6, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
+    )
+
+
+def resnet50(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
+    """Return a ResNet-50 v1.5: 25,557,032 parameters at 1000 classes, in 161 tensors. Options: see `ResNet`."""
+    return ResNet(
+        Bottleneck, (3, 4, 6, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
+    )
+
+
+def resnet101(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
+    """Return a ResNet-101 v1.5: 44,549,160 parameters at 1000 classes. Options: see `ResNet`."""
+    return ResNet(
+        Bottleneck, (3, 4, 23, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
+    )
+
+
+def resnet152(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
+    """Return a ResNet-152 v1.5: 60,192,808 parameters at 1000 classes. Options: see `ResNet`."""
+    return ResNet(
+        Bottleneck, (3, 8, 36, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
+    )
