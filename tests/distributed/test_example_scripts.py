@@ -1,0 +1,77 @@
+"""The programs in examples/, on small data: people begin with these."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+from datasvc.shards.sources import SourceOptions
+from tests.shards.sources.test_tokens import TEXTS, train
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def losses(output):
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+@pytest.fixture
+def run_example(launcher):
+    def run(name, *arguments, options=(), num_ranks=2):
+        done = launcher.run(num_ranks, sys.executable, EXAMPLES / name, *map(str, arguments), options=options)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], *(pytest.param([each], marks=pytest.mark.slow) for each in ("--fp16-allreduce", "--use-adasum"))],
+)
+def test_a_script_written_for_horovod_learns_digits(run_example, options):
+    output = run_example("horovod_mnist.py", "--epochs", "3", *options)
+    first, _, last = losses(output)
+    assert last < first
+    assert "[1] Test set" not in output
+
+
+def test_the_imagenet_loop_commits_each_epoch_and_goes_on_from_there(run_example, digits_folder, tmp_path):
+    url = str(tmp_path / "repo")
+    ingest(Repository.create(url), str(digits_folder), "digits", limit=96)
+    words = ["--repo", url, "--data", "digits@1", "--model", "resnet18", "--size", "32", "--batch-size", "16"]
+    first = run_example("imagenet_resnet50.py", *words, "--epochs", "1")
+    assert re.search(r"epoch 0: loss \d", first)
+    second = run_example("imagenet_resnet50.py", *words, "--epochs", "2")
+    assert "epoch 0" not in second
+    assert "imagenet-resnet50@2" in second
+
+
+def test_a_gpt_learns_from_packed_blocks(run_example, tmp_path):
+    tokenizer = train(tmp_path / "tokenizer.json")
+    source = tmp_path / "text" / "train"
+    source.mkdir(parents=True)
+    (source / "lines.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS * 20))
+    url = str(tmp_path / "repo")
+    options = SourceOptions(tokenizer=str(tmp_path / "tokenizer.json"), block_tokens=32)
+    ingest(Repository.create(url), str(source), "text", source_options=options)
+    shape = ["--layers", "2", "--heads", "2", "--width", "32", "--context", "32"]
+    words = ["--repo", url, "--data", "text@1", "--vocabulary", tokenizer.get_vocab_size(), "--batch-size", "4"]
+    first, *_, last = losses(run_example("gpt_tokens.py", *words, *shape, "--epochs", "3", "--lr", "1e-2"))
+    assert last < 0.7 * first
+
+
+def test_elastic_training_runs_on_two_hosts(run_example, digits, tmp_path):
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    output = run_example(
+        "elastic_training.py",
+        *("--repo", digits["train"].repository.url, "--data", "digits@1", "--epochs", "2"),
+        options=["--host-discovery-script", str(hosts), "--min-num-proc", "2"],
+    )
+    assert re.search(r"epoch 2: step \d+, 2 ranks", output)
