@@ -25,14 +25,14 @@ def repository(digits_folder, tmp_path_factory):
 # The recipe, but for rank 0, which kills itself right after it has reported a step.
 PROGRAM = """
 import os, signal
-from trainer.recipes import train as recipe
+from trainer.recipes.events import JsonEvents
 
-real = recipe.report
-def report(event, **facts):
-    real(event, **facts)
+real = JsonEvents.report
+def report(self, event, **facts):
+    real(self, event, **facts)
     if event == "step" and facts["step"] == int(os.environ["KILL_AT_STEP"]):
         os.kill(os.getpid(), signal.SIGKILL)
-recipe.report = report
+JsonEvents.report = report
 
 from trainer.__main__ import main
 main()

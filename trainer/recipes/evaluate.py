@@ -1,37 +1,37 @@
-"""Accuracy over all ranks, every sample counted once: padding is masked."""
+"""A model's metrics over all ranks, every sample counted once: padding is masked."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 
 import trainer as hvd
-from loaders import ImageLoader
+from loaders.loader import Loader
+from trainer.recipes.precision import autocast
+from trainer.recipes.task import Task
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: ImageLoader, device: torch.device) -> dict[str, float]:
-    """Return accuracy and mean loss over the split. Every rank calls this.
+def evaluate(
+    task: Task, model: nn.Module, loader: Loader[Any], device: torch.device, precision: str
+) -> dict[str, float]:
+    """Return the metrics of a split, the same bits on all ranks. Every rank calls this.
 
     Args:
+        task: says what is counted.
         model: put into evaluation mode and back.
         loader: with tail="pad", so that all ranks take equally many steps; run to the end of its epoch.
         device: of the model.
-
-    Returns:
-        {"val_accuracy": in 0..1, "val_loss": mean cross entropy}, the same on all ranks.
+        precision: that the forward pass computes in, see `precision`.
     """
     model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)  # correct, loss, samples
+    totals: torch.Tensor | None = None
     for batch in loader:
-        assert batch.labels is not None
-        mask = batch.mask
-        logits = model(batch.images.to(device)).float().cpu()
-        losses = nn.functional.cross_entropy(logits, batch.labels, reduction="none")
-        totals[0] += ((logits.argmax(1) == batch.labels) & mask).sum()
-        totals[1] += losses[mask].double().sum()
-        totals[2] += mask.sum()
+        with autocast(precision, device):
+            counts = task.count(model, task.unpack(batch, device))
+        totals = counts if totals is None else totals + counts
     model.train()
-    totals = hvd.allreduce(totals, name="evaluate.totals", op=hvd.Sum)
-    correct, loss, samples = totals.tolist()
-    return {"val_accuracy": correct / samples, "val_loss": loss / samples}
+    assert totals is not None, "a loader with tail='pad' has at least one step"
+    return task.metrics(hvd.allreduce(totals, name="evaluate.totals", op=hvd.Sum))

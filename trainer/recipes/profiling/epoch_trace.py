@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loaders import ImageLoader
+from loaders.loader import Loader
 
 
-def profile_epoch(loader: ImageLoader, path: str, *, rank: int, num_ranks: int) -> dict[str, Any]:
+def profile_epoch(loader: Loader[Any], path: str, *, rank: int, num_ranks: int) -> dict[str, Any]:
     """Write this rank's trace; rank 0 also prints the report. The next epoch's begins here.
 
     Args:

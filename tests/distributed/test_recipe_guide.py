@@ -1,0 +1,40 @@
+"""The commands and the Python of docs/recipes.md run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from datasvc.models import describe_model
+from datasvc.repository import Repository
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs/recipes.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.+?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+
+
+def test_the_python_of_the_guide_runs():
+    (code,) = blocks("python")
+    exec(compile(code, "docs/recipes.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a dozen runs, one after the other
+def test_the_commands_of_the_guide_run(digits_folder, tmp_path):
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    for script in (f"datasvc ingest {digits_folder} digits --repo repo --shard-size 256KiB", *blocks("sh")):
+        done = subprocess.run(
+            ["bash", "-e", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr}"
+    repository = Repository.open(str(tmp_path / "repo"))
+    assert describe_model(repository, "branch@1").entry["parent"] == "careful@1"
+    assert describe_model(repository, "small").entry["config"]["epochs"] == 3

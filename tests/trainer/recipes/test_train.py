@@ -1,0 +1,221 @@
+"""The loop in a world of one, in this process: what survives a restore, when it ends, and what it says."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import datasvc
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.models import describe_model, model_log
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+from trainer.recipes.config import TrainConfig
+from trainer.recipes.train import train
+
+BLOCK, VOCABULARY = 16, 11
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Layers this small only wait for each other in several threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def repository(digits_folder, tmp_path_factory):
+    """A repository with 324 digits to train on and 36 held out, and token blocks."""
+    repository = Repository.create(str(tmp_path_factory.mktemp("train") / "repo"))
+    ingest(repository, str(digits_folder / "val"), "digits", val_fraction=0.1)
+    ingest(repository, write_tokens(tmp_path_factory.mktemp("tokens")), "tokens")
+    return repository
+
+
+def write_tokens(folder):
+    """Sequences in which each token follows from the one before, so that a model can learn them."""
+    for split, seed, num_blocks in (("train", 0, 64), ("val", 1, 10)):
+        starts = np.random.default_rng(seed).integers(0, VOCABULARY, num_blocks)
+        blocks = (starts[:, None] + 3 * np.arange(BLOCK)[None]) % VOCABULARY
+        (folder / split).mkdir()
+        column = pa.array(blocks.tolist(), pa.list_(pa.int32(), BLOCK))
+        pq.write_table(pa.table({"tokens": column}), folder / split / "blocks.parquet")
+    return str(folder)
+
+
+def run(repository, name, capsys=None, **settings):
+    """Train on digits unless told otherwise; returns the events where they are captured."""
+    defaults = {"data": "digits", "size": 16, "scale": (0.8, 1.0), "flip": 0.0, "batch_size": 32, "epochs": 1}
+    train(TrainConfig(repo=repository.url, name=name, **{**defaults, **settings}))
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()] if capsys else None
+
+
+def state_of(repository, ref):
+    return datasvc.open(repository.url).restore(ref).state
+
+
+def equal_weights(repository, a, b):
+    return describe_model(repository, a).tensors == describe_model(repository, b).tensors
+
+
+MIXED = {"precision": "fp16", "ema_decay": 0.9, "optimizer": "lamb", "learning_rate": 0.01, "clip_norm": 1.0}
+
+
+def test_mixed_precision_average_and_optimizer_survive_a_restore(repository):
+    """The loss scale grows every other step here, so a run that forgot it would end elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.recipes.start.make_loss_scale", small_growing_scale)
+        run(repository, "mixed", max_steps=8, **MIXED)
+        run(repository, "mixed-resumed", max_steps=5, **MIXED)
+        halfway = state_of(repository, "mixed-resumed")["loss_scale"]
+        assert halfway["scale"] == 1024.0 * 2**2
+        assert halfway["_growth_tracker"] == 1
+        run(repository, "mixed-resumed", max_steps=8, **MIXED)
+    assert state_of(repository, "mixed")["loss_scale"]["scale"] == 1024.0 * 2**4
+    assert state_of(repository, "mixed")["ema"]["num_updates"] == 8
+    assert equal_weights(repository, "mixed", "mixed-resumed")
+
+
+def small_growing_scale(precision, device):
+    return torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=2, enabled=precision == "fp16")
+
+
+def test_a_gradient_that_overflows_halves_the_loss_scale_and_skips_the_step(repository):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "trainer.recipes.start.make_loss_scale",
+            lambda precision, device: torch.amp.GradScaler(device.type, init_scale=2.0**40),
+        )
+        run(repository, "overflow", max_steps=1, precision="fp16", ema_decay=0.5)
+        run(repository, "untrained", max_steps=1, learning_rate=0.0, precision="fp16")
+    state, untrained = state_of(repository, "overflow"), state_of(repository, "untrained")
+    assert state["loss_scale"]["scale"] == 2.0**39
+    assert all(torch.equal(state["model"][name], value) for name, value in untrained["model"].items())
+
+
+def test_accumulating_over_backward_passes_gives_the_weights_of_one(repository):
+    run(repository, "at-once", max_steps=8, learning_rate=0.02)
+    run(repository, "in-parts", max_steps=8, learning_rate=0.02, micro_batch=12)
+    at_once, in_parts = state_of(repository, "at-once")["model"], state_of(repository, "in-parts")["model"]
+    for name, value in at_once.items():
+        torch.testing.assert_close(in_parts[name], value, atol=1e-5, rtol=0)
+
+
+def test_every_setting_of_the_run_is_in_its_checkpoints(repository):
+    run(repository, "configured", max_steps=1, label_smoothing=0.1, channels_last=True, compile="eager")
+    config = describe_model(repository, "configured").entry["config"]
+    assert config.keys() == TrainConfig.__dataclass_fields__.keys()
+    assert (config["model"], config["label_smoothing"], config["compile"]) == ("small-cnn", 0.1, "eager")
+
+
+def test_channels_last_and_compilation_change_nothing_but_the_way_there(repository):
+    run(repository, "plain", max_steps=5, learning_rate=0.02)
+    run(repository, "compiled", max_steps=5, learning_rate=0.02, channels_last=True, compile="eager")
+    plain, compiled = state_of(repository, "plain")["model"], state_of(repository, "compiled")["model"]
+    assert plain.keys() == compiled.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, atol=1e-5, rtol=0)
+    with pytest.raises(ConfigError, match="compile is 'no-such-backend'"):
+        run(repository, "uncompiled", max_steps=1, compile="no-such-backend")
+
+
+def test_a_run_that_learns_nothing_more_ends_early_and_stays_ended(repository, capsys):
+    settings = {"epochs": 9, "evaluate_every": 1, "patience": 2, "learning_rate": 0.0, "batch_size": 160}
+    events = run(repository, "stopped", capsys, **settings)
+    assert [event["epoch"] for event in events if event["event"] == "evaluation"] == [1, 2, 3]
+    assert len(model_log(repository, "stopped")) == 3
+    again = run(repository, "stopped", capsys, **settings)
+    assert [event["event"] for event in again] == ["start", "end"]
+    assert again[-1]["val_loss"] == events[-1]["val_loss"]
+
+
+def test_a_run_continues_the_version_that_it_is_told_to(repository):
+    run(repository, "trunk", max_steps=4, checkpoint_every=2)
+    run(repository, "branch", max_steps=4, resume="trunk@1")
+    assert describe_model(repository, "branch").entry["parent"] == "trunk@1"
+    assert equal_weights(repository, "branch", "trunk")
+    run(repository, "trunk", max_steps=1, resume="never")
+    assert describe_model(repository, "trunk").entry["parent"] is None
+    with pytest.raises(NotFoundError):
+        run(repository, "branch", resume="trunk@99")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "lamb"}, "optimizer 'sgd', this run 'lamb'"),
+        ({"model": "alexnet", "size": 64}, "model 'small-cnn', this run 'alexnet'"),
+        ({"decayed": "all"}, "does not fit this run's optimizer"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(repository, change, message):
+    if not repository.versions("models", "plainly").head():
+        run(repository, "plainly", max_steps=1)
+    with pytest.raises(ConfigError, match=message):
+        run(repository, "plainly", **change)
+
+
+def test_settings_of_the_optimizer_are_this_run_s_and_not_the_checkpoint_s(repository):
+    run(repository, "lightly", max_steps=1, weight_decay=0.0)
+    run(repository, "lightly", max_steps=2, weight_decay=0.3, momentum=0.5)
+    group = state_of(repository, "lightly")["optimizer"]["param_groups"][0]
+    assert (group["weight_decay"], group["momentum"]) == (0.3, 0.5)
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "adamw", "rmsprop-sgd"])
+def test_every_optimizer_trains_and_resumes(repository, optimizer):
+    settings = {"optimizer": optimizer, "learning_rate": 0.01, "trust_coefficient": 0.1}
+    run(repository, f"whole-{optimizer}", max_steps=4, **settings)
+    run(repository, f"parts-{optimizer}", max_steps=2, **settings)
+    run(repository, f"parts-{optimizer}", max_steps=4, **settings)
+    assert equal_weights(repository, f"whole-{optimizer}", f"parts-{optimizer}")
+
+
+def test_a_gpt_learns_tokens_by_the_same_loop(repository, capsys):
+    options = ("layers=1", "heads=2", "width=32", "dropout=0.0", f"context={BLOCK}")
+    settings = {"data": "tokens", "vocabulary": VOCABULARY, "model_option": options, "optimizer": "adamw"}
+    settings |= {"learning_rate": 0.01, "batch_size": 16, "epochs": 30, "weight_decay": 0.0}
+    events = run(repository, "gpt", capsys, **settings)
+    assert events[-1]["val_loss"] < 0.5 < np.log(VOCABULARY) < events[1]["loss"] + 0.5
+    assert events[-1]["val_perplexity"] == pytest.approx(np.exp(events[-1]["val_loss"]))
+    assert events[-1]["val_accuracy"] > 0.9
+    assert events[1]["unit"] == "blocks"
+    with pytest.raises(ConfigError, match="--vocabulary"):
+        run(repository, "gpt", data="tokens")
+    with pytest.raises(ConfigError, match="token 10; --vocabulary is 10"):
+        run(repository, "small", **{**settings, "vocabulary": 10})
+
+
+@pytest.mark.slow
+def test_a_model_with_auxiliary_classifiers_trains_and_batch_statistics_are_kept(repository):
+    run(repository, "googlenet", model="googlenet", model_option=(), size=64, batch_size=8, max_steps=1)
+    run(repository, "resnet", model="resnet18", model_option=("small_input=true",), batch_size=16, max_steps=2)
+    assert state_of(repository, "resnet")["model"]["stem.1.running_mean"].abs().sum() > 0
+
+
+def test_numbers_go_to_the_logs_that_a_run_names(repository, tmp_path, monkeypatch):
+    taken = []
+
+    class Log:
+        def __init__(self, place, name, config, step):
+            taken.append((place, name, config["epochs"], step))
+
+        def log(self, step, values):
+            taken.append((step, sorted(values)))
+
+        def close(self):
+            taken.append("closed")
+
+    monkeypatch.setattr("trainer.recipes.metric_logs._KINDS", {"tensorboard": Log})
+    run(repository, "logged", batch_size=160, epochs=1, report_every=2, log_to=(f"tensorboard:{tmp_path}",))
+    assert taken == [
+        (str(tmp_path), "logged", 1, 0),
+        (2, ["data_stall", "images_per_s", "loss", "rate"]),
+        (2, ["val_accuracy", "val_loss", "val_top5"]),
+        "closed",
+    ]

@@ -1,0 +1,78 @@
+"""An exponential moving average of the weights, which often predicts better than the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from datasvc.errors import ConfigError
+
+
+class WeightAverage:
+    """Follows a model's weights: `average = decay * average + (1 - decay) * weights` after each step.
+
+    The first steps count more, `decay = min(decay, (1 + n) / (10 + n))`, so that a short run is not an average of its
+    initial weights. Buffers, such as the statistics of batch normalisation, are not averaged: the model's hold.
+
+    Args:
+        model: whose parameters are followed; the average begins with them.
+        decay: share of the last average that is kept, 0 <= decay < 1.
+
+    Raises:
+        ConfigError: out of range.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"ema_decay is {decay}; expected 0 <= decay < 1")
+        self._decay = decay
+        self._num_updates = 0
+        self._weights = dict(model.named_parameters())
+        self._averages = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self._num_updates = 0
+        for name, weight in self._weights.items():
+            self._averages[name].copy_(weight)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are now; after each step."""
+        self._num_updates += 1
+        decay = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
+        torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights; do not train there."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, weight in self._weights.items():
+            held = weight.detach().clone()
+            weight.copy_(self._averages[name])
+            self._averages[name].copy_(held)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages and how often they were updated, as a state tree."""
+        return {"num_updates": self._num_updates, "averages": dict(self._averages)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. Raises ConfigError where it is another model's."""
+        found = {name: tuple(average.shape) for name, average in state["averages"].items()}
+        if found != {name: tuple(average.shape) for name, average in self._averages.items()}:
+            raise ConfigError("the averaged weights of this checkpoint are those of another model")
+        for name, average in self._averages.items():
+            average.copy_(state["averages"][name])
+        self._num_updates = int(state["num_updates"])

@@ -1,0 +1,115 @@
+"""Experiment trackers beside the events: TensorBoard, Weights & Biases, MLflow.
+
+Each is a package of its own, imported when a run names it. Rank 0 alone logs. A tracker gets the effective
+configuration once, and numbers by name and step after that.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from datasvc.errors import ConfigError
+
+
+class MetricLog(Protocol):
+    """Where numbers go."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values that the run has after `step`."""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+
+
+class TensorBoardLog:
+    """Event files in a folder, for `tensorboard --logdir FOLDER`.
+
+    Args:
+        folder: made when missing.
+        name: of the model, a folder below it.
+        config: of the run.
+        step: at which the run begins: what an earlier part wrote from there on is superseded.
+    """
+
+    def __init__(self, folder: str, name: str, config: Mapping[str, Any], step: int) -> None:
+        _import_extra("tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(f"{folder}/{name}", purge_step=step)
+        self._writer.add_text("config", "\n".join(f"    {key} = {value!r}" for key, value in config.items()), step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush the files."""
+        self._writer.close()
+
+
+class WandbLog:
+    """A run of a Weights & Biases project. Arguments: see `TensorBoardLog`; `project` in place of the folder."""
+
+    def __init__(self, project: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
+        wandb = _import_extra("wandb", "wandb")
+        self._run = wandb.init(project=project, name=name, config=dict(config))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MlflowLog:
+    """A run of an MLflow experiment. Arguments: see `TensorBoardLog`; `experiment` in place of the folder."""
+
+    def __init__(self, experiment: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
+        self._mlflow = _import_extra("mlflow", "mlflow")
+        self._mlflow.set_experiment(experiment)
+        self._mlflow.start_run(run_name=name)
+        self._mlflow.log_params(dict(config))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+_KINDS: Final[Mapping[str, Callable[[str, str, Mapping[str, Any], int], MetricLog]]] = {
+    "tensorboard": TensorBoardLog,
+    "wandb": WandbLog,
+    "mlflow": MlflowLog,
+}
+
+
+def check_log(target: str) -> tuple[str, str]:
+    """Return kind and place of "tensorboard:FOLDER" and its like. Raises ConfigError where it is none."""
+    kind, _, place = target.partition(":")
+    if kind not in _KINDS or not place:
+        raise ConfigError(f"log_to is {target!r}; expected {', '.join(f'{known}:PLACE' for known in _KINDS)}")
+    return kind, place
+
+
+def open_logs(targets: Sequence[str], *, name: str, config: Mapping[str, Any], step: int) -> list[MetricLog]:
+    """Return the logs of a run. Raises ConfigError: a package is not installed; says how to."""
+    checked = [check_log(target) for target in targets]
+    return [_KINDS[kind](place, name, config, step) for kind, place in checked]
+
+
+def _import_extra(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"logging to {module} needs a package that is not installed ({error.name}): "
+            f"pip install 'datasvc[{extra}]'"
+        ) from error

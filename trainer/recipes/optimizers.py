@@ -1,0 +1,43 @@
+"""The optimizer that a run names, made from its settings."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer.recipes.config import TrainConfig
+from trainer.recipes.lamb import LAMB
+from trainer.recipes.lars import LARS
+from trainer.recipes.parameter_groups import group_parameters
+from trainer.recipes.rmsprop_sgd import RMSpropSGD
+from trainer.recipes.schedules import sgd_share
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a plain optimizer over the model's parameters, in groups, see `group_parameters`.
+
+    Every one of them, torch's SGD too, multiplies by the rate outside of its momentum. So when the rate changes there
+    is nothing to correct: Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.
+    """
+    groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
+    rate, momentum = config.learning_rate, config.momentum
+    match config.optimizer:
+        case "lars":
+            return LARS(
+                groups, rate, momentum=momentum, trust_coefficient=config.trust_coefficient, nesterov=config.nesterov
+            )
+        case "lamb":
+            return LAMB(groups, rate, betas=config.betas)
+        case "adamw":
+            return torch.optim.AdamW(groups, rate, betas=config.betas)
+        case "rmsprop-sgd":
+            return RMSpropSGD(groups, rate, rmsprop_rate=config.rmsprop_rate, momentum=momentum)
+    return torch.optim.SGD(groups, rate, momentum=momentum, nesterov=config.nesterov)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float) -> None:
+    """Set what the schedule says of a step in every group. `progress`: epochs served."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        if "sgd_share" in group:
+            group["sgd_share"] = sgd_share(progress)

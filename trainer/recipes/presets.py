@@ -1,0 +1,156 @@
+"""The recipes of the ImageNet-in-minutes papers, each value with where it comes from.
+
+A preset is a set of settings for ResNet-50 on ImageNet-1k; a flag on the command line overrides any of them. Batches
+are global ones: at any number of ranks that divides them the run is the same, but for the samples over which batch
+normalisation averages, which are those of one backward pass of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from datasvc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting of a preset.
+
+    Attributes:
+        value: of the field of `TrainConfig`.
+        source: where in the paper it is said, or whose choice it is where the paper leaves it open.
+    """
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published recipe.
+
+    Attributes:
+        citation: of the paper.
+        choices: settings by the names of `TrainConfig`'s fields.
+        differs: what of the paper this program does not do.
+    """
+
+    citation: str
+    choices: Mapping[str, Choice]
+    differs: str = ""
+
+
+_INCEPTION_CROPS: Final = {
+    "size": Choice(224, "the usual size of ImageNet crops"),
+    "scale": Choice((0.08, 1.0), "Szegedy et al. 2015, as Goyal et al. 2017, section 5.1, take it"),
+    "ratio": Choice((3 / 4, 4 / 3), "Szegedy et al. 2015, as Goyal et al. 2017, section 5.1, take it"),
+    "flip": Choice(0.5, "Goyal et al. 2017, section 5.1"),
+}
+_RESNET50: Final = {
+    "model": Choice("resnet50", "the model of the paper"),
+    "epochs": Choice(90, "the paper's title result"),
+    **_INCEPTION_CROPS,
+}
+_CHOSEN: Final = "chosen here"
+_REFERENCE_LARS: Final = "MLPerf's reference for ResNet-50 with LARS at 32,768"
+
+PRESETS: Final[Mapping[str, Preset]] = {
+    "goyal2017": Preset(
+        "Goyal et al. 2017, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv:1706.02677",
+        {
+            **_RESNET50,
+            "model_option": Choice(("zero_init_residual=true",), "section 5.1: gamma = 0 ends each residual block"),
+            "global_batch": Choice(8192, "section 5.1: kn, 256 GPUs with n = 32"),
+            "micro_batch": Choice(32, "section 2.3: batch normalisation over n = 32 samples"),
+            "optimizer": Choice("sgd", "section 5.1"),
+            "learning_rate": Choice(0.1, "section 5.1: 0.1 kn / 256"),
+            "rate_scaling": Choice("linear", "section 2.1"),
+            "reference_batch": Choice(256, "section 5.1"),
+            "momentum": Choice(0.9, "section 5.1"),
+            "nesterov": Choice(True, "section 5.1"),
+            "weight_decay": Choice(1e-4, "section 5.1"),
+            "decayed": Choice("weights", "section 5.1: none on batch normalisation"),
+            "schedule": Choice("step", "section 5.1"),
+            "milestones": Choice(("30:0.1", "60:0.01", "80:0.001"), "section 5.1"),
+            "warmup_epochs": Choice(5.0, "section 2.2"),
+            "warmup_start": Choice(0.1, "section 2.2: from eta to k eta"),
+        },
+        differs="the one bias, that of the classifier, does not decay",
+    ),
+    "you2017": Preset(
+        "You, Gitman and Ginsburg 2017, Large Batch Training of Convolutional Networks, arXiv:1708.03888",
+        {
+            **_RESNET50,
+            "global_batch": Choice(32768, "the paper's largest batch for ResNet-50"),
+            "micro_batch": Choice(64, _CHOSEN),
+            "optimizer": Choice("lars", "the paper"),
+            "learning_rate": Choice(31.2, _REFERENCE_LARS),
+            "rate_scaling": Choice("none", "the rate is for this batch"),
+            "momentum": Choice(0.9, "the paper"),
+            "trust_coefficient": Choice(0.001, "the paper"),
+            "weight_decay": Choice(1e-4, _REFERENCE_LARS),
+            "decayed": Choice("weights", _REFERENCE_LARS),
+            "schedule": Choice("polynomial", "the paper"),
+            "power": Choice(2.0, "the paper: poly, power 2"),
+            "warmup_epochs": Choice(25.0, _REFERENCE_LARS),
+            "warmup_start": Choice(0.0, _REFERENCE_LARS),
+        },
+        differs="rate, warm-up and weight decay are those of the reference implementation that followed the paper",
+    ),
+    "akiba2017": Preset(
+        "Akiba, Suzuki and Fukuda 2017, Extremely Large Minibatch SGD: Training ResNet-50 on ImageNet in 15 Minutes, "
+        "arXiv:1711.04325",
+        {
+            **_RESNET50,
+            "global_batch": Choice(32768, "abstract: 1,024 GPUs with 32 samples"),
+            "micro_batch": Choice(32, "abstract: 32 samples of a GPU"),
+            "optimizer": Choice("rmsprop-sgd", "the paper: RMSprop warm-up, centre 10, period 5 epochs"),
+            "rmsprop_rate": Choice(3e-4, "the paper"),
+            "momentum": Choice(0.9, "the paper"),
+            "learning_rate": Choice(0.05, "the paper: slow start, half of Goyal et al.'s 0.1"),
+            "rate_scaling": Choice("linear", "the paper"),
+            "reference_batch": Choice(256, "the paper"),
+            "weight_decay": Choice(1e-4, "as Goyal et al. 2017"),
+            "schedule": Choice("step", "the paper"),
+            "milestones": Choice(
+                ("40:0.15", "70:0.02", "85:0.002"), "the paper: 0.5, 0.075, 0.01 and 0.001 of 0.1 kn / 256"
+            ),
+            "warmup_epochs": Choice(0.0, "the paper: RMSprop takes the place of the gradual warm-up"),
+        },
+        differs="batch normalisation keeps moving averages, averaged over the ranks before they are used; gradients "
+        "travel as float32; the transition ends with the slope it has in its middle",
+    ),
+    "jia2018": Preset(
+        "Jia et al. 2018, Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in "
+        "Four Minutes, arXiv:1807.11205",
+        {
+            **_RESNET50,
+            "global_batch": Choice(65536, "abstract: 64k"),
+            "micro_batch": Choice(32, "the paper's result: 2,048 GPUs"),
+            "precision": Choice("fp16", "the paper: half precision, weights and update in single"),
+            "optimizer": Choice("lars", "the paper"),
+            "decayed": Choice("weights", "the paper: no decay of biases and batch normalisation"),
+            "label_smoothing": Choice(0.1, "the value of Szegedy et al. 2016"),
+            "learning_rate": Choice(31.2, _REFERENCE_LARS),
+            "rate_scaling": Choice("sqrt", "chosen here: from 32,768 to this batch"),
+            "reference_batch": Choice(32768, _REFERENCE_LARS),
+            "momentum": Choice(0.9, "as You et al. 2017"),
+            "trust_coefficient": Choice(0.001, "as You et al. 2017"),
+            "weight_decay": Choice(5e-5, _CHOSEN),
+            "schedule": Choice("polynomial", "as You et al. 2017"),
+            "power": Choice(2.0, "as You et al. 2017"),
+            "warmup_epochs": Choice(25.0, _REFERENCE_LARS),
+            "channels_last": Choice(True, "what tensor cores take; the numbers are the same"),
+        },
+        differs="rates are not the paper's, which gives none that could be checked here; gradients travel as float32",
+    ),
+}
+
+
+def find_preset(name: str) -> Preset:
+    """Return a preset. Raises ConfigError, naming those that exist."""
+    if name not in PRESETS:
+        raise ConfigError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,62 @@
+"""How long an all-reduce takes, from the links: alpha-beta models without contention from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from datasvc.errors import ConfigError
+from trainer.recipes.profiling.links import Link
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes with equally many ranks.
+
+    Attributes:
+        nodes: number of them.
+        network: between nodes, of one node; its ranks share it.
+        ranks_per_node: on each.
+        inside: between the ranks of a node, of one rank; None: the network is used there too.
+        message_s: what software adds to each all-reduce: negotiation, starting it, waking up.
+    """
+
+    nodes: int
+    network: Link
+    ranks_per_node: int = 1
+    inside: Link | None = None
+    message_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks_per_node < 1:
+            raise ConfigError(f"{self.nodes} nodes of {self.ranks_per_node} ranks; expected at least 1 of each")
+        if self.message_s < 0:
+            raise ConfigError(f"message_s is {self.message_s}; expected at least 0")
+
+    @property
+    def ranks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.ranks_per_node
+
+
+def all_reduce_s(size_bytes: int, cluster: Cluster) -> float:
+    """Return the seconds of one all-reduce over all ranks of a cluster; 0 for one rank.
+
+    With `inside` it is hierarchical: reduce-scatter in each node, rings between the nodes, one for each part, and
+    all-gather in each node.
+    """
+    if cluster.ranks == 1:
+        return 0.0
+    if cluster.inside is None:
+        return cluster.message_s + ring_s(size_bytes, cluster.ranks, cluster.network)
+    # Every rank of a node has a ring of its own over the nodes, for its part; together they fill the network.
+    within_s = ring_s(size_bytes, cluster.ranks_per_node, cluster.inside)
+    return cluster.message_s + within_s + ring_s(size_bytes, cluster.nodes, cluster.network)
+
+
+def ring_s(size_bytes: float, ranks: int, link: Link) -> float:
+    """Return the seconds of a ring: 2 (N - 1) / N * bytes / bandwidth + 2 (N - 1) * latency.
+
+    Reduce-scatter and all-gather of N - 1 steps each, in which every rank sends one N-th (Patarasuk and Yuan 2009).
+    """
+    steps = 2 * (ranks - 1)
+    return steps / ranks * size_bytes / link.bytes_per_s + steps * link.latency_s

@@ -1,0 +1,160 @@
+"""`python -m trainer profile`: measures a step of training, part by part, and says what it would take elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+import trainer as hvd
+from datasvc.errors import ConfigError
+from loaders.step_times import Span
+from loaders.trace import write_trace
+from trainer.recipes import random_state
+from trainer.recipes.config import TrainConfig
+from trainer.recipes.options import parse_options
+from trainer.recipes.profiling.all_reduce import Cluster
+from trainer.recipes.profiling.epoch_trace import trace_path
+from trainer.recipes.profiling.layers import Layers, measure_layers
+from trainer.recipes.profiling.links import Link, parse_bandwidth, parse_duration
+from trainer.recipes.profiling.measure import Bench
+from trainer.recipes.profiling.parts import open_parts
+from trainer.recipes.profiling.predict import predict
+from trainer.recipes.profiling.profile import Profile, Round
+from trainer.recipes.profiling.step_time import Mode
+
+PROG = "python -m trainer profile"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Profile as a command line says; rank 0 prints. Every rank calls this.
+
+    Raises:
+        ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
+        HorovodInternalError: a rank died.
+    """
+    chosen, words = _make_parser().parse_known_args(arguments)
+    # A run needs a name for its checkpoints. There are none here.
+    config = parse_options(["--name", "profile", *words], prog=PROG).config()
+    _check(chosen)
+    clusters = _clusters(chosen)
+    hvd.init()
+    random_state.seed_all(config.seed)
+    try:
+        rank = hvd.rank()
+        profile, spans = _measure(config, chosen, clusters)
+    finally:
+        hvd.shutdown()
+    if chosen.trace is not None:
+        path = trace_path(chosen.trace, rank=rank, num_ranks=profile.ranks)
+        write_trace(path, spans, process_name=f"{profile.model}, rank {rank}")
+    if rank == 0:
+        print(json.dumps(profile.to_dict()) if chosen.json else profile.describe(chosen.top))
+
+
+def _trace(layers: Layers, parts: Sequence[Span]) -> list[Span]:
+    """Return a step's parts, and below it the layers of another step, with hooks."""
+    origin_ns = next(span.start_ns for span in parts if span.name == "forward")
+    rows = {False: (2, "layers, forward, with hooks"), True: (3, "layers, backward, with hooks")}
+    return [
+        *parts,
+        *(
+            Span(
+                layer.name,
+                *rows[layer.is_backward],
+                origin_ns + round(layer.start_s * 1e9),
+                round(layer.duration_s * 1e9),
+                1,
+            )
+            for layer in layers.spans
+        ),
+    ]
+
+
+def _measure(
+    config: TrainConfig, chosen: argparse.Namespace, clusters: Sequence[Cluster]
+) -> tuple[Profile, list[Span]]:
+    parts = open_parts(config)
+    bench = Bench(parts)
+    modes = tuple(Mode) if chosen.check else ()
+    with _bar(1 + chosen.rounds * (1 + len(modes))) as advance:
+        layers = measure_layers(parts, bench.first_batch(), chosen.steps)
+        parts.compile()
+        advance()
+        rounds = []
+        for number in range(chosen.rounds):
+            costs = bench.measure_costs(layers, chosen.steps)
+            spans = _trace(layers, bench.spans)
+            advance()
+            measured_s = {}
+            for mode in modes if number % 2 == 0 else reversed(modes):
+                measured_s[mode] = bench.run(mode, chosen.steps)
+                advance()
+            rounds.append(Round(costs, measured_s))
+    parts.close()
+    assert parts.config.model is not None
+    profile = Profile(hvd.size(), parts.config.model, parts.task.unit, rounds, layers)
+    predictions = [predict(profile.costs, cluster_with(cluster, layers)) for cluster in clusters]
+    return Profile(profile.ranks, profile.model, profile.unit, rounds, layers, predictions), spans
+
+
+def cluster_with(cluster: Cluster, layers: Layers) -> Cluster:
+    """Return a cluster whose messages cost what the engine was seen to add to each here."""
+    return Cluster(cluster.nodes, cluster.network, cluster.ranks_per_node, cluster.inside, layers.message_s)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Measure what a training step costs, part by part, and predict it for other clusters. "
+        "Takes the options of python -m trainer as well, of which --data and --repo must be given.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of a block that is timed [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks; medians over them are printed [%(default)s]")
+    parser.add_argument("--check", action="store_true", help="run the three modes as well, and compare")
+    parser.add_argument("--top", type=int, default=10, help="slowest layers that are printed [%(default)s]")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[], help="predict for so many nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="of those [%(default)s]")
+    parser.add_argument("--bandwidth", default="10GbE", help="of each node: 10GbE, 100Gbit/s, 25GB/s [%(default)s]")
+    parser.add_argument("--latency", default="50us", help="of a message between nodes [%(default)s]")
+    parser.add_argument("--inside-bandwidth", help="between the ranks of a node: all-reduce is then hierarchical")
+    parser.add_argument("--inside-latency", default="5us", help="likewise [%(default)s]")
+    parser.add_argument("--trace", metavar="FILE", help="write a step as a Chrome trace; of several ranks one each")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _check(chosen: argparse.Namespace) -> None:
+    for name in ("steps", "rounds", "top"):
+        if getattr(chosen, name) < 1:
+            raise ConfigError(f"{name} is {getattr(chosen, name)}; expected at least 1")
+    if chosen.trace is not None and not Path(chosen.trace).absolute().parent.is_dir():
+        raise ConfigError(f"trace is {chosen.trace!r}, and its folder does not exist")
+
+
+def _clusters(chosen: argparse.Namespace) -> list[Cluster]:
+    network = Link(parse_bandwidth(chosen.bandwidth), parse_duration(chosen.latency))
+    inside = None
+    if chosen.inside_bandwidth is not None:
+        inside = Link(parse_bandwidth(chosen.inside_bandwidth), parse_duration(chosen.inside_latency))
+    return [Cluster(nodes, network, chosen.ranks_per_node, inside) for nodes in chosen.nodes]
+
+
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on rank 0's standard error where that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=hvd.rank() != 0 or not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("profiling", total=total)
+        yield lambda: progress.advance(task)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,125 @@
+"""What one training step costs on one rank, part by part: values only.
+
+Symbols are those of Shi, Wang and Chu 2018 (arXiv:1711.05979), and some more that `step_time` explains; all are
+seconds of one step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from datasvc.errors import ConfigError
+
+_ROUNDING_S: Final = 1e-9
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """A module without children, or what runs between modules.
+
+    Attributes:
+        name: in the model.
+        forward_s: t_f of this layer.
+        backward_s: t_b of this layer.
+        gradient_bytes: of its parameters.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """Gradients that are all-reduced at once: a bucket, or one layer's.
+
+    Attributes:
+        size_bytes: of the gradients.
+        ready_s: r: from the beginning of the forward pass until the last of them is there.
+        reduce_s: t_c of this message: its all-reduce by itself; 0 for one rank.
+    """
+
+    size_bytes: int
+    ready_s: float
+    reduce_s: float
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """One step of one rank, each part by itself, with nothing beside it.
+
+    Attributes:
+        io_s: t_io: fetching and decoding a batch, from the call to the batch, nothing prefetched.
+        ahead_s: t_a: seconds per batch of a loader that prefetches and has nothing else to wait for.
+        caller_s: t_i: of `io_s`, what stays in the training thread whatever is prefetched.
+        transfer_s: t_h2d: copying the batch to the device, in the training thread.
+        forward_s: t_f.
+        backward_s: t_b.
+        launch_s: t_l: copying gradients into messages and sending them, in the training thread.
+        messages: what is all-reduced; t_c is the sum of theirs.
+        skew_s: t_w: waiting for the slowest rank, before it can begin: no part of t_c.
+        update_s: t_u: the optimizer's step.
+        io_beside_s: processor time of other threads for a batch.
+        reduce_beside_s: processor time of other threads for all messages.
+        contention: k: seconds that the training thread loses for each second of processor time beside it.
+        samples: of this rank.
+    """
+
+    io_s: float
+    ahead_s: float
+    caller_s: float
+    transfer_s: float
+    forward_s: float
+    backward_s: float
+    launch_s: float
+    messages: tuple[Message, ...]
+    skew_s: float
+    update_s: float
+    io_beside_s: float = 0.0
+    reduce_beside_s: float = 0.0
+    contention: float = 0.0
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "messages" and not 0 <= value < math.inf:
+                raise ConfigError(f"{field.name} is {value}; expected a finite number, not below 0")
+        if not self.compute_s:
+            raise ConfigError("a step that computes nothing trains nothing: forward_s and backward_s are 0")
+        for message in self.messages:
+            if not 0 <= message.ready_s <= self.compute_s + _ROUNDING_S or message.reduce_s < 0:
+                raise ConfigError(f"{message} does not fit a backward pass that ends at {self.compute_s} s")
+        if max(self.ahead_s, self.caller_s) > self.io_s:
+            raise ConfigError(
+                f"ahead_s is {self.ahead_s} and caller_s {self.caller_s}; expected at most io_s, {self.io_s}: "
+                "prefetching takes no longer than doing without"
+            )
+
+    @property
+    def compute_s(self) -> float:
+        """t_f + t_b."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def reduce_s(self) -> float:
+        """t_c: all messages, one after the other."""
+        return sum(message.reduce_s for message in self.messages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the costs as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepCosts:
+        """Return costs that `to_dict` gave. Raises ConfigError: these are none."""
+        try:
+            messages = tuple(Message(**message) for message in values["messages"])
+            return cls(**{**values, "messages": messages})
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"these are no costs of a step: {error}") from error

@@ -1,0 +1,165 @@
+"""How a run begins: its parts made from the settings, anew or where a checkpoint left them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+import datasvc
+import trainer as hvd
+from datasvc.api import DataRepository
+from datasvc.cache import Cache
+from datasvc.errors import ConfigError
+from datasvc.node.peers import open_peers
+from datasvc.node.ranks import RankNodes
+from datasvc.processors import count_processors
+from datasvc.shards import Split
+from datasvc.shards.schema import IMAGE
+from datasvc.shards.sources.tokens import TOKENS
+from trainer.recipes.batch_plan import plan_batches
+from trainer.recipes.checkpoints import resume
+from trainer.recipes.classification import Classification
+from trainer.recipes.config import TrainConfig
+from trainer.recipes.early_stop import EarlyStop
+from trainer.recipes.ema import WeightAverage
+from trainer.recipes.events import Events
+from trainer.recipes.language import LanguageModelling
+from trainer.recipes.metric_logs import open_logs
+from trainer.recipes.optimizers import build_optimizer
+from trainer.recipes.precision import make_loss_scale
+from trainer.recipes.run import Run
+from trainer.recipes.scaling import scale_rate
+from trainer.recipes.schedules import RateSchedule
+from trainer.recipes.task import Place, Task
+
+
+def start(config: TrainConfig, events: Events) -> Run:
+    """Set up this rank's run: anew, or where the checkpoint that it continues left it. Every rank calls this.
+
+    Raises:
+        ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
+    """
+    repo = datasvc.open(config.repo)
+    begin = hvd.broadcast_object(resolve_start(repo, config) if hvd.rank() == 0 else None, name="start")
+    dataset = repo.dataset(begin["data"])
+    train_split = dataset["train"]
+    task = choose_task(config, train_split)
+    config = dataclasses.replace(config, model=config.model or task.default_model)
+    batches = plan_batches(config, hvd.size())
+    schedule = build_schedule(config, batches.global_batch)
+    place = choose_place(config)
+    cache, nodes = open_cache(config)
+    loader = task.open_loader(train_split, training=True, batch_size=batches.batch_size, cache=cache, place=place)
+    # Made before the first step, so that what is wrong with it is said now; without `val` nothing is evaluated.
+    val_loader = None
+    if "val" in dataset:
+        val_loader = task.open_loader(
+            dataset["val"], training=False, batch_size=batches.micro_batch, cache=cache, place=place
+        )
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    assert config.model is not None
+    model = task.build_model(config.model, config.parse_model_options()).to(place.device)
+    optimizer = hvd.DistributedOptimizer(
+        build_optimizer(config, model),
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=batches.num_passes,
+        # The loss of each rank is divided by the targets of all: their gradients add up to that of the whole batch.
+        op=hvd.Sum,
+    )
+    run = Run(
+        config=config,
+        repo=repo,
+        dataset=dataset,
+        task=task,
+        batches=batches,
+        loader=loader,
+        val_loader=val_loader,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        loss_scale=make_loss_scale(config.precision, place.device),
+        average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
+        stop=EarlyStop(config.stop_metric, config.patience),
+        device=place.device,
+        events=events,
+        nodes=nodes,
+        version=begin["checkpoint"],
+    )
+    if run.version is not None:
+        resume(run, repo.restore(run.version))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if config.compile is not None:
+        compile_model(model, config.compile)
+    if hvd.rank() == 0:
+        run.logs = open_logs(config.log_to, name=config.name, config=config.to_dict(), step=run.step)
+    return run
+
+
+def resolve_start(repo: DataRepository, config: TrainConfig) -> dict[str, str | None]:
+    """Decide, on one rank for all, which immutable versions this run reads: data and, to continue, checkpoint."""
+    data = str(repo.dataset(config.data).resolved)
+    checkpoint = None
+    if config.resume not in ("auto", "never"):
+        checkpoint = str(repo.repository.resolve("models", config.resume))
+    elif config.resume == "auto" and repo.repository.versions("models", config.name).head():
+        checkpoint = str(repo.repository.resolve("models", config.name))
+    return {"data": data, "checkpoint": checkpoint}
+
+
+def choose_task(config: TrainConfig, split: Split) -> Task:
+    """Return what is learned from a split: its classes, or its tokens. Raises ConfigError: it has neither."""
+    columns = split.table.sample_schema.names
+    if IMAGE in columns:
+        return Classification(config, split)
+    if TOKENS in columns:
+        return LanguageModelling(config, split)
+    raise ConfigError(f"{split!r} has neither images nor tokens to train on; its columns are {', '.join(columns)}")
+
+
+def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
+    """Return the rate of every step, its peak scaled to the global batch."""
+    return RateSchedule(
+        peak=scale_rate(
+            config.learning_rate,
+            rule=config.rate_scaling,
+            global_batch=global_batch,
+            reference_batch=config.reference_batch,
+        ),
+        epochs=config.epochs,
+        shape=config.schedule,
+        warmup_epochs=config.warmup_epochs,
+        warmup_start=config.warmup_start,
+        milestones=config.parse_milestones(),
+        power=config.power,
+    )
+
+
+def choose_place(config: TrainConfig) -> Place:
+    """Return this process's part: each rank has a GPU of its own on its node, and its share of the processors."""
+    return Place(
+        rank=hvd.rank(),
+        world_size=hvd.size(),
+        device=torch.device(f"cuda:{hvd.local_rank()}" if config.device == "cuda" else "cpu"),
+        num_threads=max(1, count_processors() // hvd.local_size()),
+    )
+
+
+def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
+    """Return this node's cache, with the peers that the run wants, and the servers that were started for it."""
+    if config.cache is None:
+        return None, None
+    if config.peers == "ranks":
+        nodes = RankNodes(config.cache, (config.repo,), budget=config.cache_budget)
+        return Cache(config.cache, budget=config.cache_budget, peers=nodes.peers), nodes
+    peers = None if config.peers is None else open_peers(config.peers)
+    return Cache(config.cache, budget=config.cache_budget, peers=peers), None
+
+
+def compile_model(model: torch.nn.Module, backend: str) -> None:
+    """Compile the model's forward pass in place: the names of its parameters stay. Raises ConfigError: no backend."""
+    try:
+        model.compile(backend=backend)
+    except RuntimeError as error:
+        raise ConfigError(f"compile is {backend!r}: {error}") from error
