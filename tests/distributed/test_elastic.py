@@ -1,0 +1,283 @@
+"""Elastic jobs with real ranks, which kill themselves at chosen points."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from datasvc.repository import Repository
+from datasvc.shards.schema import shard_schema
+from tests.shards.versions import write_table
+
+TWO_HOSTS = ("-H", "localhost:1,127.0.0.1:1")
+# A dead rank is replaced at once, so that sizes and with them all bits stay as they were.
+REPLACING = ("--min-num-proc", "2", "--blacklist-cooldown-range", "0.01", "0.01", *TWO_HOSTS)
+SHRINKING = ("--min-num-proc", "1", *TWO_HOSTS)
+NUM_STEPS = 20
+# Each rank that replaces another loads torch anew.
+JOB_TIMEOUT_S = 240.0
+BLOCK = 8
+
+
+@pytest.fixture(scope="session")
+def blocks(tmp_path_factory):
+    """A repository with a split of 120 blocks: its URL and the digest of the split's table."""
+    repository = Repository.create(str(tmp_path_factory.mktemp("tokens") / "repo"))
+    fields = [pa.field("key", pa.string(), nullable=False), pa.field("tokens", pa.list_(pa.uint16(), BLOCK))]
+    samples = [{"key": str(n), "tokens": list(range(n * BLOCK, (n + 1) * BLOCK))} for n in range(120)]
+    table = write_table(repository.objects, [samples[:50], samples[50:]], shard_schema(fields))
+    return repository.url, repository.objects.put(table.encode()).digest
+
+
+class Elastic:
+    """Runs the program under the launcher."""
+
+    def __init__(self, launcher, blocks, folder):
+        self.launcher, self.blocks, self.folder = launcher, blocks, folder
+        self.num_runs = 0
+
+    def arguments(self, **told):
+        self.num_runs += 1
+        self.result_path = self.folder / f"result.{self.num_runs}.json"
+        program = self.launcher.program("elastic_training.py")
+        return [sys.executable, program, *self.blocks, self.result_path, json.dumps(told)]
+
+    def run(self, num_ranks, options, **told):
+        process = self.launcher.start(num_ranks, *self.arguments(**told), options=options)
+        try:
+            output, errors = process.communicate(timeout=JOB_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail("hung; printed so far:\n{}\n{}".format(*process.communicate()))
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def result(self, num_ranks, options, **told):
+        done = self.run(num_ranks, options, **told)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return {**json.loads(self.result_path.read_text()), "output": done.stdout, "errors": done.stderr}
+
+
+@pytest.fixture
+def elastic(launcher, blocks, tmp_path):
+    return Elastic(launcher, blocks, tmp_path)
+
+
+_undisturbed = {}
+
+
+@pytest.fixture
+def undisturbed(elastic):
+    if not _undisturbed:
+        _undisturbed.update(elastic.result(2, REPLACING))
+    assert len(_undisturbed["losses"]) == NUM_STEPS
+    return _undisturbed
+
+
+def check_each_sample_once(result):
+    for epoch in (0, 1):
+        positions = sorted(p for number, batch in result["served"] for p in batch if number == epoch)
+        assert positions == list(range(120))
+
+
+def check_equal(result, undisturbed, names=("losses", "served", "sizes", "weights")):
+    check_each_sample_once(result)
+    for name in names:
+        assert result[name] == undisturbed[name], name
+
+
+def check_alike(result, undisturbed):
+    """Sums in another order differ in their last bits."""
+    check_equal(result, undisturbed, ["served"])
+    assert result["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
+    for mine, wanted in zip(result["weights"], undisturbed["weights"], strict=True):
+        assert mine == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+
+
+def test_ranks_killed_one_after_the_other_are_replaced_and_nothing_differs(elastic, undisturbed):
+    faults = {"1": ["backward", 7], "2": ["half synced", 2], "0": ["commit", 12]}
+    result = elastic.result(2, REPLACING, faults=faults)
+    check_equal(result, undisturbed)
+    assert "rank 1, worker 127.0.0.1:0:1 was killed by SIGKILL; host 127.0.0.1 gets no new ranks" in result["errors"]
+    assert "rank 0, worker localhost:0:0 was killed by SIGKILL" in result["errors"]
+
+
+def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_process(elastic, undisturbed):
+    result = elastic.result(2, SHRINKING, faults={"0": ["saved", 8]})
+    check_alike(result, undisturbed)
+    # The other has saved that step, or heard of the death before.
+    assert result["sizes"] in ([2] * 7 + [1] * 13, [2] * 8 + [1] * 12)
+    (pid,) = re.findall(r"begins in round 1 as rank 1 of 2 in process (\d+)", result["output"])
+    assert result["pid"] == int(pid)
+
+
+def test_a_programs_own_error_ends_the_job_and_is_named(elastic):
+    elastic.launcher.environ["FAULT"] = "error"
+    done = elastic.run(2, SHRINKING, faults={"1": ["step", 3]})
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.index("was the first to fail") - 40 :]
+    assert (
+        "rank 1 (worker 127.0.0.1:0:1) was the first to fail: it exited with status 1: TypeError: a program" in last
+    )
+    assert last.splitlines()[-1].endswith("TypeError: a program's own fault")
+
+
+def random_faults(seed, num_faults):
+    """Points for the ranks that start, and for those that replace them."""
+    generator = random.Random(seed)
+    running, faults, step = [0, 1], {}, 0
+    for number in range(num_faults):
+        # A step later at least, so that the one that came last has the state.
+        step += generator.randint(1, 4)
+        victim = generator.choice(running)
+        faults[str(victim)] = [generator.choice(["step", "backward", "commit", "saved"]), step]
+        running = [*(each for each in running if each != victim), number + 2]
+    return faults
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_killed_at_twenty_random_points_four_in_each_run_make_no_difference(elastic, undisturbed, seed):
+    faults = random_faults(seed, 4)
+    result = elastic.result(2, REPLACING, faults=faults)
+    check_equal(result, undisturbed)
+    assert result["errors"].count("was killed by SIGKILL") == len(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "point"), [("2", "connect"), ("2", "groups"), ("2", "sync")])
+def test_a_second_death_while_the_ranks_meet_anew_only_makes_them_meet_once_more(elastic, undisturbed, victim, point):
+    result = elastic.result(2, REPLACING, faults={"1": ["step", 5], victim: [point, 2]})
+    check_equal(result, undisturbed)
+    assert result["errors"].count("was killed by SIGKILL") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["groups", "half synced"])
+def test_rank_0_may_be_the_second_that_dies(elastic, undisturbed, point):
+    options = ("--min-num-proc", "1", "-H", "localhost:1,127.0.0.1:2")
+    result = elastic.result(3, options, faults={"1": ["step", 5], "0": [point, 2]})
+    check_alike(result, undisturbed)
+    assert result["sizes"] == [3] * 5 + [1] * 15
+
+
+@pytest.mark.slow
+def test_two_at_once_and_all_but_one_may_die(elastic, undisturbed):
+    faults = {"0": ["backward", 6], "2": ["backward", 6], "1": ["commit", 9]}
+    result = elastic.result(4, ("--min-num-proc", "1", "-H", "localhost:2,127.0.0.1:2"), faults=faults)
+    check_alike(result, undisturbed)
+    # The last has saved that step, or heard of the death before.
+    assert result["sizes"] in ([4] * 6 + [2] * 2 + [1] * 12, [4] * 6 + [2] * 3 + [1] * 11)
+    assert len(result["resets"]) == 2
+
+
+@pytest.mark.slow
+def test_when_all_ranks_have_died_the_first_is_named(elastic):
+    done = elastic.run(2, REPLACING, faults={"0": ["step", 4], "1": ["step", 4]})
+    assert done.returncode == 128 + signal.SIGKILL
+    assert (
+        "was the first to fail: it was killed by SIGKILL; no rank that had the training's state is left"
+        in done.stderr
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_comes_in_the_middle_of_an_epoch_and_another_goes(elastic, undisturbed):
+    hosts = elastic.folder / "hosts"
+
+    def set_hosts(text):
+        (elastic.folder / "new").write_text(text)
+        (elastic.folder / "new").replace(hosts)
+
+    set_hosts("localhost:1\n127.0.0.1:1\n")
+    elastic.launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
+    options = ("--min-num-proc", "1", "--host-discovery-script", f"cat {hosts}")
+    process = elastic.launcher.start(2, *elastic.arguments(sizes={"5": 3, "12": 2}), options=options)
+    output = []
+
+    def read_until(words):
+        while words not in (line := process.stdout.readline()):
+            assert line, f"{''.join(output)}\n{process.stderr.read()}"
+            output.append(line)
+
+    read_until("committed 5 of 2")
+    set_hosts("localhost:2\n127.0.0.1:1\n")
+    read_until("committed 12 of 3")
+    set_hosts("localhost:2\n")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    result = json.loads(elastic.result_path.read_text())
+    check_alike(result, undisturbed)
+    assert result["sizes"] == [2] * 5 + [3] * 7 + [2] * 8
+    assert "this worker leaves the job: its slot on 127.0.0.1 is gone" in errors
+    assert "was killed" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_is_left_behind_and_ended(elastic, undisturbed):
+    elastic.launcher.environ.update({"FAULT": "stop", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3"})
+    options = (*SHRINKING, "--elastic-timeout", "45", "--grace-s", "1")
+    result = elastic.result(2, options, faults={"1": ["step", 5]})
+    check_alike(result, undisturbed)
+    assert "rank 1, worker 127.0.0.1:0:1 did not ask for a place in time and is ended" in result["errors"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_well_before_the_others_does_not_end_their_training(elastic, undisturbed):
+    elastic.launcher.environ["FAULT"] = "end"
+    result = elastic.result(2, ("--min-num-proc", "2", *TWO_HOSTS), faults={"0": ["step", 11]})
+    check_alike(result, undisturbed)
+    assert result["sizes"] == [2] * 11 + [1] * 9
+    assert "the job runs down with 1 of the 2 ranks" in result["errors"]
+
+
+@pytest.mark.slow
+def test_the_reset_limit_ends_the_job_with_status_3(elastic):
+    done = elastic.run(
+        3,
+        ("--min-num-proc", "1", "-H", "localhost:3", "--reset-limit", "1"),
+        faults={"0": ["step", 3], "1": ["step", 6]},
+    )
+    assert done.returncode == 3
+    assert "the reset limit of 1 is reached" in done.stderr
+
+
+@pytest.mark.slow
+def test_too_few_ranks_with_no_host_for_more_end_the_job(elastic):
+    done = elastic.run(2, ("--min-num-proc", "2", *TWO_HOSTS), faults={"1": ["step", 3]})
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "1 of the 2 ranks that are needed (--min-num-proc) are there, and there is no host for more" in done.stderr
+
+
+@pytest.mark.slow
+def test_twenty_rounds_leave_no_threads_and_no_open_files_behind(launcher):
+    done = launcher.run(2, sys.executable, launcher.program("elastic_rounds.py"), options=SHRINKING)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("nothing is left behind") == 2
+
+
+@pytest.mark.slow
+def test_ranks_that_die_leave_no_threads_and_no_open_files_behind_in_others(elastic):
+    faults = {"1": ["step", 3], "2": ["backward", 6], "3": ["commit", 9]}
+    result = elastic.result(2, REPLACING, faults=faults)
+    assert len(result["resets"]) == 3
+    assert len(set(result["threads"])) == 1, result["threads"]
+    assert len(set(result["files"])) == 1, result["files"]
+
+
+@pytest.mark.slow
+def test_the_program_on_the_page_runs(launcher, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text()
+    program = tmp_path / "train.py"
+    program.write_text(re.search(r"```python\n# train.py\n(.*?)```", page, re.DOTALL)[1])
+    done = launcher.run(2, sys.executable, program, options=SHRINKING)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 100: loss 0.0000 with 2 ranks" in done.stdout

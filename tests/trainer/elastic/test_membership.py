@@ -1,0 +1,363 @@
+"""What the driver of an elastic job decides, without processes: a small world does what it is told."""
+
+import pytest
+
+from trainer.elastic.actions import Announce, Break, Dismiss, Finish, Say, Seated, Start, Stop
+from trainer.elastic.limits import Limits
+from trainer.elastic.membership import Membership
+from trainer.elastic.messages import Ask
+from trainer.launch.job import Host
+
+TIMEOUT_S = 100.0
+
+
+class World:
+    """Feeds events to a membership and keeps what it decided."""
+
+    def __init__(self, **limits):
+        self.limits = Limits(**{"elastic_timeout_s": TIMEOUT_S, **limits})
+        self.now_s = 0.0
+        self.membership = Membership(self.limits, now_s=0.0)
+        self.started, self.seats, self.said, self.num_asks = [], {}, [], {}
+        self.last, self.finish = [], None
+
+    def take(self, actions):
+        self.last = actions
+        for action in actions:
+            match action:
+                case Start(worker, _):
+                    self.started.append(worker)
+                case Seated(worker, _, seat):
+                    self.seats[worker] = seat
+                case Say(text):
+                    self.said.append(text)
+                case Finish():
+                    self.finish = action
+        return actions
+
+    def hosts(self, **slots):
+        return self.take(self.membership.hosts_found([Host(n, s) for n, s in slots.items()], self.now_s))
+
+    def ask(self, *workers, serial=0, wants_sync=True):
+        for worker in workers:
+            self.num_asks[worker] = self.num_asks.get(worker, 0) + 1
+            ask = Ask(worker, self.num_asks[worker], serial, wants_sync)
+            self.take(self.membership.worker_asked(ask, self.now_s))
+        return self.last
+
+    def end(self, worker, returncode=-9, **how):
+        return self.take(self.membership.worker_ended(worker, returncode, self.now_s, **how))
+
+    def wait(self, seconds):
+        self.now_s += seconds
+        return self.take(self.membership.time_passed(self.now_s))
+
+    def ranks(self):
+        newest = max(seat.round_number for seat in self.seats.values())
+        return [
+            w for w, seat in sorted(self.seats.items(), key=lambda x: x[1].place.rank) if seat.round_number == newest
+        ]
+
+    def kinds(self, kind):
+        return [action for action in self.last if isinstance(action, kind)]
+
+
+def running(first_num_ranks=2, hosts=None, **limits):
+    """A world whose first round runs, on hosts a and b unless others are given."""
+    world = World(first_num_ranks=first_num_ranks, **limits)
+    world.hosts(**(hosts or {"a": 1, "b": 1}))
+    world.ask(*world.started)
+    assert world.seats
+    return world
+
+
+def test_the_first_round_waits_until_all_that_were_started_have_come():
+    world = World(first_num_ranks=2)
+    world.hosts(a=2, b=1)
+    assert world.started == ["a:0:0", "a:1:1", "b:0:2"]
+    world.ask("b:0:2", "a:0:0")
+    assert not world.seats
+    world.ask("a:1:1")
+    assert world.ranks() == ["a:0:0", "a:1:1", "b:0:2"]
+    place = world.seats["b:0:2"].place
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (2, 3, 0, 1)
+    assert (place.cross_rank, place.cross_size) == (1, 2)
+    assert all(seat.needs_sync for seat in world.seats.values())
+
+
+def test_no_more_ranks_than_the_most_are_started():
+    world = World(first_num_ranks=2, max_num_ranks=3)
+    world.hosts(a=2, b=2)
+    assert len(world.started) == 3
+
+
+def test_a_death_breaks_the_round_and_the_others_keep_their_order():
+    world = running(3, {"a": 1, "b": 1, "c": 1})
+    world.end("a:0:0")
+    assert world.kinds(Break) == [Break(1, "rank 0, worker a:0:0 is gone")]
+    assert "killed by SIGKILL; host a gets no new ranks, the others go on" in world.said[-1]
+    world.ask("c:0:2", "b:0:1", serial=5)
+    assert world.ranks() == ["b:0:1", "c:0:2"]
+    assert world.seats["b:0:1"].round_number == 2
+
+
+def test_the_round_is_not_made_before_all_living_members_have_asked():
+    world = running(3, {"a": 1, "b": 1, "c": 1})
+    world.end("c:0:2")
+    world.ask("a:0:0", serial=5)
+    assert world.seats["a:0:0"].round_number == 1
+    world.end("b:0:1")
+    assert world.ranks() == ["a:0:0"]
+
+
+def test_rank_0_has_the_newest_commit_that_any_living_rank_has_seen():
+    world = running(3, {"a": 1, "b": 1, "c": 1})
+    world.end("a:0:0")
+    world.ask("b:0:1", serial=7)
+    world.ask("c:0:2", serial=8)
+    assert world.ranks() == ["c:0:2", "b:0:1"]
+    assert world.seats["b:0:1"].needs_sync
+
+
+def test_a_host_that_comes_gets_workers_at_once_and_the_members_hear_of_it_when_these_are_up():
+    world = running(hosts_can_change=True)
+    assert [a.worker for a in world.hosts(a=1, b=1, c=1)] == ["c:0:2"]
+    (announced,) = world.ask("c:0:2")
+    assert isinstance(announced, Announce)
+    assert announced.notice.result == 2
+    assert world.seats["a:0:0"].round_number == 1
+    world.ask("a:0:0", "b:0:1", serial=3)
+    assert world.ranks() == ["a:0:0", "b:0:1", "c:0:2"]
+    assert world.seats["c:0:2"].notice == announced.notice.number
+    assert world.seats["a:0:0"].needs_sync
+
+
+def test_the_workers_of_a_host_that_goes_leave_at_the_next_commit_and_no_sync_is_needed():
+    world = running(hosts_can_change=True)
+    (announced,) = world.hosts(a=1)
+    assert announced.notice.result == 1
+    world.ask("a:0:0", "b:0:1", serial=3, wants_sync=False)
+    assert [(d.worker, d.number) for d in world.kinds(Dismiss)] == [("b:0:1", 2)]
+    assert world.ranks() == ["a:0:0"]
+    assert not world.seats["a:0:0"].needs_sync
+    world.end("b:0:1", 0)
+    assert world.finish is None
+    world.end("a:0:0", 0)
+    assert world.finish == Finish(0)
+
+
+def test_hosts_that_come_while_others_go_make_it_both_and_a_sync():
+    world = running(hosts_can_change=True)
+    world.hosts(a=1)
+    world.hosts(a=1, c=1)
+    world.ask("a:0:0", serial=3, wants_sync=False)
+    (announced,) = world.ask("c:0:2")
+    assert announced.notice.result == 3
+    world.ask("b:0:1", serial=3, wants_sync=False)
+    assert world.ranks() == ["a:0:0", "c:0:2"]
+    assert world.seats["a:0:0"].needs_sync
+
+
+def test_when_all_hosts_are_replaced_the_old_ranks_hand_the_state_over_before_they_leave():
+    world = running(hosts_can_change=True)
+    world.hosts(c=1, d=1)
+    world.ask("c:0:2", "d:0:3")
+    world.ask("a:0:0", "b:0:1", serial=3)
+    assert world.ranks() == ["a:0:0", "b:0:1", "c:0:2", "d:0:3"]
+    assert world.kinds(Announce), "they leave at the next commit"
+    world.ask("a:0:0", "b:0:1", "c:0:2", "d:0:3", serial=5, wants_sync=False)
+    assert world.ranks() == ["c:0:2", "d:0:3"]
+
+
+def test_a_slot_less_lets_the_youngest_of_its_host_go():
+    world = running(3, {"a": 3}, hosts_can_change=True)
+    world.hosts(a=2)
+    world.ask(*world.started, serial=3, wants_sync=False)
+    assert world.ranks() == ["a:0:0", "a:1:1"]
+
+
+def test_without_enough_ranks_the_job_waits_says_so_and_gives_up_in_the_end():
+    world = running(min_num_ranks=2, hosts_can_change=True)
+    world.end("b:0:1")
+    world.ask("a:0:0", serial=3)
+    assert "1 of the 2 ranks that are needed (--min-num-proc) are there: waiting for hosts" in world.said[-1]
+    world.wait(TIMEOUT_S)
+    assert world.finish.exit_status == 128 + 9
+    assert world.finish.worker == "b:0:1"
+    assert "no more came in 100 s" in world.finish.reason
+
+
+def test_waiting_for_ranks_that_cannot_come_is_not_tried():
+    world = running(min_num_ranks=2)
+    world.end("b:0:1")
+    world.ask("a:0:0", serial=3)
+    assert "there is no host for more" in world.finish.reason
+
+
+def test_a_host_that_failed_gets_a_new_rank_after_its_cooldown_which_doubles():
+    world = running(min_num_ranks=2, cooldown_range_s=(10.0, 15.0))
+    for cooldown_s in (10.0, 15.0, 15.0):
+        victim = world.started[-1]
+        world.end(victim)
+        assert not world.kinds(Start)
+        world.ask("a:0:0", serial=3)
+        world.wait(cooldown_s - 1.0)
+        assert not world.kinds(Start)
+        world.wait(1.0)
+        (start,) = world.kinds(Start)
+        assert start.host == "b"
+        world.ask(start.worker)
+        assert world.ranks() == ["a:0:0", start.worker]
+
+
+def test_ranks_that_die_together_on_a_host_are_one_failure_of_it():
+    world = running(3, {"a": 1, "b": 2}, cooldown_range_s=(10.0, 80.0))
+    world.end("b:0:1")
+    world.end("b:1:2")
+    world.wait(10.0)
+    assert len(world.kinds(Start)) == 2
+
+
+def test_a_state_that_no_living_rank_has_ends_the_job_rather_than_begin_anew():
+    world = running(hosts_can_change=True)
+    world.hosts(a=1, b=1, c=1)
+    world.ask("c:0:2")
+    world.ask("a:0:0", "b:0:1", serial=3)
+    world.end("a:0:0")
+    world.end("b:0:1")
+    assert world.finish is None
+    world.ask("c:0:2", serial=0)
+    assert world.finish.worker == "a:0:0"
+    assert "no rank that had the training's state is left" in world.finish.reason
+
+
+def test_when_all_members_die_the_job_ends_with_the_first_of_them():
+    world = running(hosts_can_change=True)
+    world.hosts(a=1, b=1, c=1)
+    world.end("b:0:1", -11)
+    world.end("a:0:0")
+    assert (world.finish.worker, world.finish.exit_status) == ("b:0:1", 128 + 11)
+
+
+def test_a_script_error_ends_the_job_with_its_words():
+    world = running()
+    world.membership.script_failed("b:0:1", "TypeError: no")
+    world.ask("a:0:0", serial=2)
+    world.end("b:0:1", 1)
+    assert world.finish == Finish(1, "exited with status 1: TypeError: no", "b:0:1")
+
+
+def test_a_program_that_cannot_start_ends_the_job_at_once_but_not_one_that_runs():
+    world = World(first_num_ranks=2)
+    world.hosts(a=2)
+    world.end("a:0:0", 1)
+    assert world.finish == Finish(1, "exited with status 1 before it had joined the job", "a:0:0")
+    world = running(hosts_can_change=True)
+    world.hosts(a=1, b=1, c=1)
+    world.end("c:0:2", 1)
+    assert world.finish is None
+
+
+@pytest.mark.parametrize("how", [{"returncode": 255}, {"returncode": 127, "has_started": False}])
+def test_a_host_out_of_reach_is_left_out(how):
+    world = World(first_num_ranks=1)
+    world.hosts(a=1, b=1)
+    world.ask("a:0:0")
+    world.end("b:0:1", **how)
+    assert world.ranks() == ["a:0:0"]
+
+
+def test_a_member_that_does_not_ask_while_the_others_do_is_ended_and_left_out():
+    world = running(3, {"a": 1, "b": 1, "c": 1})
+    world.ask("a:0:0", serial=2)
+    world.wait(TIMEOUT_S / 2)
+    world.ask("c:0:2", serial=2)
+    world.wait(TIMEOUT_S / 2)
+    assert world.kinds(Stop) == [Stop("b:0:1")]
+    assert world.ranks() == ["a:0:0", "c:0:2"]
+    world.end("b:0:1")
+    assert world.finish is None
+
+
+def test_a_worker_that_does_not_start_is_ended_and_the_others_begin():
+    world = World(first_num_ranks=2)
+    world.hosts(a=1, b=1)
+    world.ask("a:0:0")
+    world.wait(TIMEOUT_S)
+    assert world.kinds(Stop) == [Stop("b:0:1")]
+    assert world.ranks() == ["a:0:0"]
+
+
+def test_one_that_was_told_to_leave_and_does_not_is_ended_once():
+    world = running(hosts_can_change=True)
+    world.hosts(a=1)
+    world.ask("a:0:0", "b:0:1", serial=3, wants_sync=False)
+    world.wait(30.0)
+    assert world.kinds(Stop) == [Stop("b:0:1")]
+    world.wait(30.0)
+    assert not world.kinds(Stop)
+
+
+def test_ranks_that_finish_end_the_growth_and_the_rest_may_go_on_below_the_minimum():
+    world = running(min_num_ranks=2, cooldown_range_s=(0.0, 0.0))
+    world.end("a:0:0", 0)
+    assert not world.kinds(Start)
+    world.ask("b:0:1", serial=9)
+    assert world.ranks() == ["b:0:1"]
+    assert "the job runs down with 1 of the 2 ranks" in world.said[-1]
+    world.end("b:0:1", 0)
+    assert world.finish == Finish(0)
+
+
+def test_a_death_that_nobody_went_on_from_is_the_end_of_the_job():
+    world = running()
+    world.end("b:0:1")
+    world.end("a:0:0", 0)
+    assert (world.finish.exit_status, world.finish.worker) == (128 + 9, "b:0:1")
+
+
+def test_newcomers_do_not_keep_a_finished_job_alive():
+    world = running(hosts_can_change=True)
+    world.hosts(a=1, b=1, c=1, d=1)
+    world.ask("c:0:2")
+    world.end("a:0:0", 0)
+    world.end("b:0:1", 0)
+    assert world.finish == Finish(0)
+
+
+def test_the_reset_limit_ends_the_job_with_status_3():
+    world = running(3, {"a": 1, "b": 1, "c": 1}, reset_limit=1)
+    world.end("c:0:2")
+    world.ask("a:0:0", "b:0:1", serial=2)
+    assert world.ranks() == ["a:0:0", "b:0:1"]
+    world.end("b:0:1")
+    world.ask("a:0:0", serial=2)
+    assert world.finish.exit_status == 3
+
+
+def test_at_the_reset_limit_a_job_that_runs_is_not_made_to_grow():
+    world = running(reset_limit=0, hosts_can_change=True)
+    assert world.hosts(a=1, b=1, c=1) == []
+
+
+def test_programs_that_never_ask_may_just_end():
+    world = World(first_num_ranks=2)
+    world.hosts(a=2)
+    world.end("a:0:0", 0)
+    assert world.finish is None
+    world.end("a:1:1", 0)
+    assert world.finish == Finish(0)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"first_num_ranks": 1, "min_num_ranks": 2},
+        {"first_num_ranks": 3, "max_num_ranks": 2},
+        {"min_num_ranks": 0},
+        {"reset_limit": -1},
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(limits):
+    with pytest.raises(ValueError, match=r"min-num-proc|reset limit"):
+        Limits(**limits)

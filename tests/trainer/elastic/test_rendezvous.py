@@ -1,0 +1,103 @@
+"""A worker and a driver's store, and the store of one round."""
+
+import datetime as dt
+import os
+import socket
+import threading
+
+import pytest
+from torch.distributed import TCPStore
+
+from trainer.elastic.messages import (
+    HOSTS_KEY,
+    WORDS_QUEUE,
+    Ask,
+    Leave,
+    Notice,
+    ScriptError,
+    Seat,
+    answer_key,
+    broken_key,
+    decode_word,
+    encode,
+)
+from trainer.elastic.rendezvous import Rendezvous
+from trainer.elastic.round_store import RoundStore
+from trainer.environment import Place
+
+WORKER = "localhost:0:3"
+SEAT = Seat(2, Place(1, 2, 0, 1, 1, 2), needs_sync=True, notice=4)
+
+
+@pytest.fixture
+def store():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fd = os.dup(listener.fileno())
+        yield TCPStore(
+            "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=fd
+        )
+
+
+def test_a_worker_asks_and_gets_the_answer_to_its_own_question(store):
+    rendezvous = Rendezvous(WORKER, store.clone())
+    rendezvous.serial, rendezvous.wants_sync = 5, False
+    store.set(answer_key(WORKER, 1), encode(SEAT))
+    assert rendezvous.join_round() == SEAT
+    store.set(answer_key(WORKER, 2), encode(SEAT))
+    rendezvous.join_round()
+    asks = [decode_word(store.queue_pop(WORDS_QUEUE)) for _ in range(2)]
+    assert asks == [Ask(WORKER, 1, 5, wants_sync=False), Ask(WORKER, 2, 5, wants_sync=False)]
+
+
+def test_a_worker_that_is_told_to_leave_ends_well(store, capsys):
+    store.set(answer_key(WORKER, 1), encode(Leave("its slot is gone")))
+    with pytest.raises(SystemExit) as caught:
+        Rendezvous(WORKER, store).join_round()
+    assert caught.value.code == 0
+    assert capsys.readouterr().err == "this worker leaves the job: its slot is gone\n"
+
+
+def test_only_news_that_the_round_does_not_have_in_it_are_news(store):
+    rendezvous = Rendezvous(WORKER, store)
+    store.set(HOSTS_KEY, encode(Notice(4, 2)))
+    assert rendezvous.read_notice() is None
+    store.set(answer_key(WORKER, 1), encode(SEAT))
+    rendezvous.join_round()
+    assert rendezvous.read_notice() is None
+    store.set(HOSTS_KEY, encode(Notice(5, 1)))
+    assert rendezvous.read_notice() == Notice(5, 1)
+
+
+def test_a_programs_error_is_reported_with_its_kind(store):
+    Rendezvous(WORKER, store).report_error(KeyError("x"))
+    assert decode_word(store.queue_pop(WORDS_QUEUE)) == ScriptError(WORKER, "KeyError: 'x'")
+
+
+def test_who_waits_for_a_key_is_let_go_when_a_member_dies(store):
+    member = RoundStore(store.clone(), prefix="trainer/2", broken_key=broken_key(2), timeout_s=60.0)
+    errors = []
+
+    def wait():
+        try:
+            member.get("address")
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    store.set(broken_key(2), "rank 1 is gone")
+    thread.join(20)
+    assert errors == ["rank 1 is gone"]
+
+
+def test_the_store_of_a_round_has_keys_of_its_own_and_times_out(store):
+    rounds = [RoundStore(store, prefix=f"trainer/{n}", broken_key=broken_key(n), timeout_s=60.0) for n in (1, 2)]
+    rounds[0].set("key", "old")
+    assert rounds[0].get("key") == b"old"
+    assert not rounds[1].check(["key"])
+    assert rounds[1].add("count", 2) == 2
+    with pytest.raises(RuntimeError, match="waited too long for key"):
+        rounds[1].wait(["key"], dt.timedelta(seconds=0.01))
+    rounds[1].set_timeout(dt.timedelta(seconds=0.01))
+    with pytest.raises(RuntimeError, match="waited too long for key"):
+        rounds[1].get("key")

@@ -1,0 +1,396 @@
+"""Elastic states in a world of one: save, restore, commit, notices of hosts, and the loop around a training."""
+
+import pytest
+import torch
+from torch import nn
+
+import trainer as hvd
+from trainer.elastic import (
+    ElasticLoader,
+    ElasticSampler,
+    HostsUpdatedInterrupt,
+    HostUpdateResult,
+    ObjectState,
+    State,
+    StateHandler,
+    TorchState,
+    get_handler_registry,
+    set_handler_registry,
+)
+
+
+@pytest.fixture(autouse=True)
+def world_of_one():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def train_a_step(state):
+    state.optimizer.zero_grad()
+    state.model(torch.ones(2, 3)).sum().backward()
+    state.optimizer.step()
+
+
+def new_state(**values):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return TorchState(model, hvd.DistributedOptimizer(sgd), **values)
+
+
+def copied(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_restore_undoes_everything_since_the_last_commit():
+    state = new_state(step=0, losses=[])
+    train_a_step(state)
+    state.step, state.losses = 1, [0.5]
+    state.commit()
+    weights, momentum = copied(state.model), state.optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    train_a_step(state)
+    state.step = 2
+    state.losses.append(0.25)
+    state.restore()
+    torch.testing.assert_close(copied(state.model), weights, rtol=0, atol=0)
+    torch.testing.assert_close(state.optimizer.state_dict()["state"][0]["momentum_buffer"], momentum, rtol=0, atol=0)
+    assert (state.step, state.losses) == (1, [0.5])
+
+
+def test_a_restore_forgets_gradients_that_were_under_way():
+    state = new_state()
+    state.optimizer.zero_grad()
+    state.model(torch.ones(2, 3)).sum().backward()
+    state.restore()
+    train_a_step(state)
+
+
+def test_a_restore_may_be_repeated():
+    state = new_state(losses=[])
+    for _ in range(2):
+        state.losses.append(1.0)
+        train_a_step(state)
+        state.restore()
+        assert state.losses == []
+
+
+def test_whatever_has_a_state_dict_is_restored_by_it():
+    state = new_state()
+    state = TorchState(state.model, state.optimizer, schedule=torch.optim.lr_scheduler.StepLR(state.optimizer, 1))
+    state.commit()
+    train_a_step(state)
+    state.schedule.step()
+    assert state.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    state.restore()
+    assert state.schedule.last_epoch == 0
+    assert state.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_a_value_that_is_replaced_is_what_is_saved_from_then_on():
+    state = new_state()
+    other = nn.Linear(3, 1)
+    state.model = other
+    weights = copied(other)
+    with torch.no_grad():
+        other.weight.zero_()
+    state.restore()
+    assert state.model is other
+    torch.testing.assert_close(copied(other), weights, rtol=0, atol=0)
+
+
+def test_values_may_be_none_and_models_may_be_missing():
+    state = TorchState(best=None)
+    state.best = 3
+    state.restore()
+    assert state.best is None
+    assert state.model is None
+
+
+def test_an_own_handler_takes_an_own_kind_of_value():
+    class Counter:
+        count = 0
+
+    class CounterHandler(StateHandler):
+        def save(self):
+            self.saved = self.value.count
+
+        def restore(self):
+            self.value.count = self.saved
+
+        def sync(self):
+            self.save()
+
+    before = get_handler_registry()
+    set_handler_registry([*before, (Counter, CounterHandler)])
+    try:
+        state = TorchState(counter=Counter())
+    finally:
+        set_handler_registry(before)
+    state.counter.count = 1
+    state.commit()
+    state.counter.count = 2
+    state.restore()
+    assert state.counter.count == 1
+
+
+def test_a_death_in_the_middle_of_a_sync_leaves_the_last_commit_whole():
+    class Dying(StateHandler):
+        def save(self):
+            pass
+
+        def restore(self):
+            pass
+
+        def sync(self):
+            raise hvd.HorovodInternalError("rank 1 is gone")
+
+    before = get_handler_registry()
+    set_handler_registry([*before, (Failing, Dying)])
+    try:
+        state = new_state(step=0, dying=Failing())
+    finally:
+        set_handler_registry(before)
+    state.commit()
+    weights = copied(state.model)
+    train_a_step(state)
+    state.step = 1
+    with pytest.raises(hvd.HorovodInternalError):
+        state.synchronize()
+    state.restore()
+    torch.testing.assert_close(copied(state.model), weights, rtol=0, atol=0)
+    assert (state.step, state.serial) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "skips"),
+    [
+        ([HostUpdateResult.removed], True),
+        ([HostUpdateResult.added], False),
+        ([HostUpdateResult.removed, HostUpdateResult.added], False),
+    ],
+)
+def test_a_change_of_hosts_interrupts_once_and_says_whether_ranks_have_only_gone(changes, skips):
+    state = ObjectState(step=0)
+    for number, change in enumerate(changes, 1):
+        state.on_hosts_updated(number, change)
+    state.step = 5
+    with pytest.raises(HostsUpdatedInterrupt) as caught:
+        state.commit()
+    assert caught.value.skip_sync is skips
+    state.commit()
+    state.on_hosts_updated(1, HostUpdateResult.added)
+    state.commit()
+    state.restore()
+    assert state.step == 5
+
+
+def test_a_change_that_was_heard_of_before_does_not_count_again():
+    state = ObjectState()
+    state.on_hosts_updated(2, HostUpdateResult.added)
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.check_host_updates()
+    state.on_hosts_updated(2, HostUpdateResult.added)
+    state.on_hosts_updated(3, HostUpdateResult.removed)
+    with pytest.raises(HostsUpdatedInterrupt) as caught:
+        state.check_host_updates()
+    assert caught.value.skip_sync
+
+
+def test_states_of_old_scripts_take_their_own_broadcast_and_rank():
+    state = ObjectState(bcast_object=lambda _: {"a": 7}, get_rank=lambda: 1, a=1)
+    state.sync()
+    assert state.a == 7
+    state.restore()
+    assert state.a == 7
+    assert state._host_messages.empty()
+    assert state._last_updated_timestamp == 0
+
+
+def test_serials_grow_with_commits_and_syncs():
+    state = ObjectState(a=1)
+    assert state.serial == 0
+    state.synchronize()
+    state.commit()
+    assert state.serial == 2
+
+
+class Failing(State):
+    """Counts what the loop does."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def save(self):
+        self.calls.append("save")
+
+    def restore(self):
+        self.calls.append("restore")
+
+    def sync(self):
+        self.calls.append("sync")
+
+    def reset(self):
+        self.calls.append("reset")
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (hvd.HorovodInternalError("lost"), ["sync", "restore", "reset", "sync"]),
+        (HostsUpdatedInterrupt(skip_sync=False), ["sync", "reset", "sync"]),
+        (HostsUpdatedInterrupt(skip_sync=True), ["sync", "reset"]),
+    ],
+)
+def test_the_loop_calls_the_function_again_after(error, calls):
+    state, results = Failing(), iter([error, 42])
+    state.register_reset_callbacks([lambda: state.calls.append("callback")])
+
+    @hvd.elastic.run
+    def train(state, factor, *, offset):
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return factor * result + offset
+
+    assert train(state, 2, offset=1) == 85
+    calls.insert(calls.index("reset") + 1, "callback")
+    assert state.calls == calls
+    assert train.__name__ == "train"
+
+
+def test_an_error_that_comes_again_and_again_without_a_commit_between_is_raised():
+    num_calls = 0
+
+    @hvd.elastic.run
+    def train(state):
+        nonlocal num_calls
+        num_calls += 1
+        raise hvd.HorovodInternalError("ranks disagree")
+
+    with pytest.raises(hvd.HorovodInternalError, match="ranks disagree"):
+        train(Failing())
+    assert num_calls == 5
+
+
+def test_other_errors_are_not_the_loops_business():
+    @hvd.elastic.run
+    def train(state):
+        raise KeyError("mine")
+
+    state = Failing()
+    with pytest.raises(KeyError):
+        train(state)
+    assert state.calls == ["sync"]
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """Sets rank and size as a round would."""
+
+    def be(rank, size):
+        monkeypatch.setattr("trainer.runtime.rank", lambda: rank)
+        monkeypatch.setattr("trainer.runtime.size", lambda: size)
+
+    return be
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sampler_deals_what_is_left_to_those_that_are_left(places, shuffle):
+    def share(rank, size, state=None):
+        places(rank, size)
+        sampler = ElasticSampler(range(24), shuffle=shuffle, seed=3)
+        if state is None:
+            sampler.set_epoch(2)
+        else:
+            sampler.load_state_dict(state)
+        return sampler
+
+    samplers = [share(rank, 4) for rank in range(4)]
+    first = [index for sampler in samplers for index in list(sampler)[:3]]
+    assert samplers[0].get_indices(0, 3) == list(samplers[0])[:3]
+    samplers[0].record_batch(0, 3)
+    state = samplers[0].state_dict()
+    assert state == {"epoch": 2, "processed_num": 12}
+    rest = [index for rank in range(3) for index in share(rank, 3, state)]
+    assert len(share(0, 3, state)) == 4
+    assert sorted(first + rest) == list(range(24))
+    assert (first + rest == list(range(24))) is False
+    assert (sorted(first) == list(range(12))) is not shuffle
+
+
+def test_a_samplers_ranks_get_equally_many_and_an_ended_epoch_gives_none(places):
+    shares = []
+    for rank in range(4):
+        places(rank, 4)
+        shares.append(list(ElasticSampler(range(5), shuffle=False)))
+    assert shares == [[0, 4], [1, 0], [2, 1], [3, 2]]
+    sampler = ElasticSampler(range(5))
+    sampler.record_batch(0, 2)
+    sampler.reset()
+    assert list(sampler) == []
+
+
+def test_samples_may_be_recorded_one_by_one(places):
+    places(0, 1)
+    sampler = ElasticSampler(range(6), shuffle=False)
+    sampler.record_indices([1, 4])
+    sampler.load_state_dict(sampler.state_dict())
+    assert list(sampler) == [0, 2, 3, 5]
+    sampler.set_epoch(1)
+    assert len(sampler) == 6
+
+
+class Numbers:
+    """A loader: numbers 0 to 23 in batches of 12 over all ranks."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size, self.position, self.is_closed = rank, size, 0, False
+
+    def __iter__(self):
+        while self.position < 24:
+            start, self.position = self.position, self.position + 12
+            yield list(range(start, start + 12))[self.rank :: self.size]
+
+    def __len__(self):
+        return 2
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_loader_is_made_anew_for_a_new_rank_and_size_and_goes_on(places):
+    places(1, 2)
+    loader = ElasticLoader(Numbers)
+    state = TorchState(loader=loader, step=0)
+    batches = iter(state.loader)
+    assert next(batches) == [1, 3, 5, 7, 9, 11]
+    state.save()
+    assert next(batches)[0] == 13
+    old = loader.loader
+    places(0, 3)
+    state.restore()
+    state.on_reset()
+    assert old.is_closed
+    assert (loader.size, len(loader)) == (3, 2)
+    assert list(state.loader) == [[12, 15, 18, 21]]
+
+
+def test_a_loader_whose_rank_and_size_stay_is_kept_but_set_back(places):
+    places(0, 2)
+    state = TorchState(loader=ElasticLoader(Numbers))
+    inner = state.loader.loader
+    next(iter(state.loader))
+    state.restore()
+    state.on_reset()
+    assert state.loader.loader is inner
+    assert inner.position == 0
+    with pytest.raises(AttributeError):
+        _ = state.loader.nonsense

@@ -1,0 +1,281 @@
+"""Runs an elastic job: does what ``membership`` decides, and tells it what happens.
+
+One thread decides and acts, on one queue of events. Other threads only wait for something and put it there.
+"""
+
+import contextlib
+import datetime as dt
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.elastic.actions import Action, Announce, Break, Dismiss, Finish, Say, Seated, Start, Stop
+from trainer.elastic.discovery import Discovery
+from trainer.elastic.limits import plan_limits, read_discovery_interval_s
+from trainer.elastic.membership import Membership
+from trainer.elastic.messages import (
+    HOSTS_KEY,
+    WORDS_QUEUE,
+    Ask,
+    Leave,
+    Notice,
+    answer_key,
+    broken_key,
+    decode_word,
+    encode,
+)
+from trainer.elastic.worker_start import plan_worker_start
+from trainer.launch.job import ElasticOptions, Host, Job, JobFailure
+from trainer.launch.rank_group import RankGroup
+from trainer.launch.rank_process import RankEnd
+from trainer.launch.remote_shell import is_local
+from trainer.launch.store import LOOPBACK, open_listener, serve_store
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
+
+_END_OF_WORDS = b""
+_JOIN_TIMEOUT_S = 30.0
+
+Event = Callable[[], list[Action]]
+
+
+@dataclass(frozen=True)
+class ElasticFailure:
+    """Why an elastic job did not end well."""
+
+    exit_status: int
+    reason: str
+    worker: str | None = None
+    rank: int | None = None
+    last_lines: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Which worker failed first, if one did, how, and the end of its standard error."""
+        if self.worker is None:
+            return self.reason
+        name = f"worker {self.worker}" if self.rank is None else f"rank {self.rank} (worker {self.worker})"
+        text = f"{name} was the first to fail: it {self.reason}"
+        return "\n".join([text, *(f"  [{self.worker}] {line}" for line in self.last_lines)])
+
+
+def run_elastic_job(job: Job, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
+    """Runs a job whose ranks may come and go, to its end. A signal to the launcher ends it.
+
+    Returns:
+        None if the last ranks ended with status 0.
+
+    Raises:
+        OSError: no port can be had.
+        ValueError: the numbers of ranks or a setting in the environment make no sense.
+    """
+    limits = plan_limits(job, options, environ)
+    interval_s = read_discovery_interval_s(environ)
+    hosts = job.hosts or (Host("localhost", job.num_ranks),)
+    is_here = options.discovery_script is None and all(is_local(host.name, environ) for host in hosts)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=not is_here))
+        group = stack.enter_context(RankGroup(grace_s=job.grace_s))
+        membership = Membership(limits, now_s=time.monotonic())
+        driver = _Driver(job, environ, membership, group, listener)
+        stack.enter_context(_ending_on_signals(driver))
+        if options.discovery_script is None:
+            driver.find_hosts(hosts)
+        else:
+            discovery = Discovery(
+                options.discovery_script,
+                default_slots=options.slots_per_host or 1,
+                interval_s=interval_s,
+                on_hosts=driver.find_hosts,
+                on_error=driver.complain,
+            )
+            stack.enter_context(discovery)
+        return driver.run()
+
+
+class _Driver:
+    def __init__(
+        self,
+        job: Job,
+        environ: Mapping[str, str],
+        membership: Membership,
+        group: RankGroup,
+        listener: socket.socket,
+    ) -> None:
+        self._job = job
+        self._environ = environ
+        self._membership = membership
+        self._group = group
+        self._listener = listener
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._store: TCPStore | None = None
+        self._ranks: dict[str, int] = {}
+        self._slots: dict[str, int] = {}
+        self._last_lines: dict[str, tuple[str, ...]] = {}
+        self._finish: Finish | None = None
+        self._words_thread = threading.Thread(target=self._hear_words, name="elastic-words", daemon=True)
+
+    def find_hosts(self, hosts: tuple[Host, ...]) -> None:
+        """These are all hosts now. From any thread, as the methods below up to ``run``."""
+
+        def event() -> list[Action]:
+            self._slots = {host.name: host.num_slots for host in hosts}
+            return self._membership.hosts_found(hosts, time.monotonic())
+
+        self._events.put(event)
+
+    def complain(self, text: str) -> None:
+        """Discovery has failed."""
+        self._events.put(lambda: [Say(f"host discovery: {text}; it is asked again")])
+
+    def interrupt(self, number: int) -> None:
+        """The launcher got a signal; the ranks get it too. Safe in a signal handler."""
+        self._group.pass_on(number)
+        self._events.put(lambda: [Finish(128 + number, f"ended by {signal.Signals(number).name}")])
+
+    def run(self) -> ElasticFailure | None:
+        """Serves events until the job is over."""
+        threading.Thread(target=self._hear_ends, name="elastic-ends", daemon=True).start()
+        while self._finish is None:
+            for action in self._next_event()():
+                self._do(action)
+            if self._store is None and self._group.processes and self._finish is None:
+                # Only now, because torch takes seconds to load: the workers' own imports run meanwhile.
+                self._store = self._open_store()
+        if self._store is not None:
+            self._store.queue_push(WORDS_QUEUE, _END_OF_WORDS)
+            # An interpreter that ends while a thread is inside the store aborts.
+            self._words_thread.join(_JOIN_TIMEOUT_S)
+        return self._describe(self._finish)
+
+    def _next_event(self) -> Event:
+        now_s = time.monotonic()
+        deadline_s = self._membership.next_deadline_s(now_s)
+        try:
+            return self._events.get(timeout=None if deadline_s is None else max(0.0, deadline_s - now_s))
+        except queue.Empty:
+            return lambda: self._membership.time_passed(time.monotonic())
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Start():
+                self._start(action)
+            case Stop(worker):
+                self._stop(worker)
+            case Seated(worker, number, seat):
+                self._ranks[worker] = seat.place.rank
+                self._set(answer_key(worker, number), encode(seat))
+            case Dismiss(worker, number, reason):
+                self._set(answer_key(worker, number), encode(Leave(reason)))
+            case Break(round_number, reason):
+                self._set(broken_key(round_number), reason)
+            case Announce(notice):
+                self._set(HOSTS_KEY, encode(notice))
+            case Say(text):
+                print(f"trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for whoever started the job
+            case Finish():
+                self._finish = self._finish or action
+
+    def _set(self, key: str, value: str) -> None:
+        # Nobody has asked before there was a store, and who has not asked is told nothing.
+        assert self._store is not None
+        self._store.set(key, value)
+
+    def _start(self, start: Start) -> None:
+        num_neighbours = self._slots.get(start.host, 1)
+        if is_local(start.host, self._environ):
+            num_neighbours = sum(slots for host, slots in self._slots.items() if is_local(host, self._environ))
+        plan = plan_worker_start(
+            start, self._job, self._environ, self._listener, num_neighbours=max(1, num_neighbours)
+        )
+        try:
+            self._group.start(plan)
+        except OSError as error:
+            text = f"{start.worker} cannot be started: {error}"
+            self._events.put(lambda: [Say(text), *self._ended(RankEnd(start.worker, 127, has_started=False))])
+
+    def _stop(self, worker: str) -> None:
+        process = self._group.processes.get(worker)
+        if process is None:
+            return
+        process.begin_end(self._job.grace_s)
+        timer = threading.Timer(self._job.grace_s, lambda: self._events.put(lambda: self._kill(worker)))
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self, worker: str) -> list[Action]:
+        process = self._group.processes.get(worker)
+        if process is not None and process.is_running:
+            process.send(signal.SIGKILL)
+        return []
+
+    def _ended(self, end: RankEnd) -> list[Action]:
+        process = self._group.processes.get(end.worker_id)
+        if process is not None:
+            # What it has started goes with it, before another takes its slot.
+            self._group.terminate([end.worker_id])
+            if end.returncode:
+                self._last_lines[end.worker_id] = process.last_lines()
+        return self._membership.worker_ended(
+            end.worker_id, end.returncode, time.monotonic(), has_started=end.has_started
+        )
+
+    def _hear_ends(self) -> None:
+        while self._finish is None:
+            end = self._group.next_end(timeout_s=1.0)
+            if end is not None:
+                self._events.put(lambda end=end: self._ended(end))  # type: ignore[misc]  # a default binds it
+
+    def _open_store(self) -> "TCPStore":
+        store = serve_store(self._listener)
+        store.set(HOSTS_KEY, encode(Notice()))
+        # A connection of its own, because one that waits answers nobody else.
+        self._words_thread.start()
+        return store
+
+    def _hear_words(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
+
+        port = self._listener.getsockname()[1]
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=dt.timedelta(days=1000))
+        while (data := store.queue_pop(WORDS_QUEUE)) != _END_OF_WORDS:
+            self._events.put(lambda data=data: self._heard(data))  # type: ignore[misc]  # see above
+
+    def _heard(self, data: bytes) -> list[Action]:
+        word = decode_word(data)
+        if isinstance(word, Ask):
+            return self._membership.worker_asked(word, time.monotonic())
+        return self._membership.script_failed(word.worker, word.text)
+
+    def _describe(self, finish: Finish) -> ElasticFailure | None:
+        if not finish.exit_status:
+            return None
+        worker = finish.worker
+        return ElasticFailure(
+            finish.exit_status,
+            finish.reason,
+            worker,
+            None if worker is None else self._ranks.get(worker),
+            () if worker is None else self._last_lines.get(worker, ()),
+        )
+
+
+@contextlib.contextmanager
+def _ending_on_signals(driver: _Driver) -> Iterator[None]:
+    """While inside, SIGINT and SIGTERM end the job; only a main thread can arrange that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    old = {number: signal.signal(number, lambda number, _: driver.interrupt(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

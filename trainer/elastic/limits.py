@@ -1,0 +1,86 @@
+"""How the membership of an elastic job may change: from the command line and the environment, checked once."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.launch.job import ElasticOptions, Job
+
+_DEFAULT_TIMEOUT_S = 600.0
+_DEFAULT_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How the membership may change.
+
+    Args:
+        first_num_ranks: how many the first round waits for.
+        min_num_ranks: fewer do not go on.
+        max_num_ranks: slots beyond are left empty; None for no limit.
+        elastic_timeout_s: how long to wait for the minimum, for a worker to start, and for one that does not ask
+            while the others do.
+        reset_limit: how many rounds may follow the first; None for no limit.
+        cooldown_range_s: see ``Blacklist``.
+        hosts_can_change: whether hosts are discovered; if not, waiting for more is in vain.
+
+    Raises:
+        ValueError: the numbers are not in order.
+    """
+
+    first_num_ranks: int = 1
+    min_num_ranks: int = 1
+    max_num_ranks: int | None = None
+    elastic_timeout_s: float = 600.0
+    reset_limit: int | None = None
+    cooldown_range_s: tuple[float, float] | None = None
+    hosts_can_change: bool = False
+
+    def __post_init__(self) -> None:
+        most = math.inf if self.max_num_ranks is None else self.max_num_ranks
+        if not 1 <= self.min_num_ranks <= self.first_num_ranks <= most:
+            raise ValueError(
+                f"at least {self.min_num_ranks} ranks, {self.first_num_ranks} at the start and at most {most} are "
+                "not in order; check --min-num-proc, -np and --max-num-proc"
+            )
+        if self.reset_limit is not None and self.reset_limit < 0:
+            raise ValueError(f"the reset limit must not be negative, but is {self.reset_limit}")
+
+
+def plan_limits(job: Job, options: ElasticOptions, environ: Mapping[str, str]) -> Limits:
+    """The limits of a job.
+
+    Raises:
+        ValueError: the numbers are not in order, or ``HVD_ELASTIC_TIMEOUT`` is not a number of seconds.
+    """
+    timeout_s = options.elastic_timeout_s
+    return Limits(
+        first_num_ranks=job.num_ranks,
+        min_num_ranks=options.min_num_ranks,
+        max_num_ranks=options.max_num_ranks,
+        elastic_timeout_s=_seconds(environ, "HVD_ELASTIC_TIMEOUT", _DEFAULT_TIMEOUT_S)
+        if timeout_s is None
+        else timeout_s,
+        reset_limit=options.reset_limit,
+        cooldown_range_s=options.cooldown_range_s,
+        hosts_can_change=options.discovery_script is not None,
+    )
+
+
+def read_discovery_interval_s(environ: Mapping[str, str]) -> float:
+    """How often the discovery script runs.
+
+    Raises:
+        ValueError: ``HVD_DISCOVERY_INTERVAL`` is not a number of seconds.
+    """
+    return _seconds(environ, "HVD_DISCOVERY_INTERVAL", _DEFAULT_INTERVAL_S)
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        seconds = float(environ.get(name, default))
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} must be a number of seconds above 0, not {environ[name]!r}")
+    return seconds

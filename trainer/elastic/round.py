@@ -1,0 +1,70 @@
+"""Enters the next round of an elastic job: asks for a place, and connects to the other members."""
+
+import datetime as dt
+import logging
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _world
+
+from trainer.elastic.rendezvous import Rendezvous
+from trainer.engine.settings import EngineSettings
+from trainer.engine.transport import GroupTransport, LoopbackTransport, Transport
+from trainer.environment import Place
+
+logger = logging.getLogger(__name__)
+
+# Members of a round have all asked for it, so they come at once. One that dies while it connects holds the others up
+# for some times the second.
+_MEET_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 10.0
+
+
+def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[Place, Transport]:
+    """Returns once this process is in a round in which all members have connected.
+
+    It makes the default process group, if there is more than one rank.
+
+    Raises:
+        SystemExit: there is no place for this process any more.
+        ValueError: there is a default process group already.
+    """
+    if dist.is_initialized():
+        raise ValueError("in an elastic job hvd.init() makes the default process group, but there is one already")
+    while True:
+        seat = rendezvous.join_round()
+        if seat.place.size == 1:
+            return seat.place, LoopbackTransport()
+        try:
+            store = rendezvous.round_store(seat, timeout_s=min(settings.timeout_s, _MEET_TIMEOUT_S))
+            return seat.place, _connect(seat.place, settings, store)
+        except RuntimeError as error:
+            # Someone has died on the way. The driver knows, or will, and makes another round.
+            logger.warning("round %d did not come about: %s", seat.round_number, error)
+
+
+def _connect(place: Place, settings: EngineSettings, store: Store) -> Transport:
+    has_own_gpu = dist.is_nccl_available() and torch.cuda.device_count() >= place.local_size
+    timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
+    # torch names groups by counting, and counts those that did not come about: others may have had fewer of these.
+    _world.group_count = 0
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=dt.timedelta(seconds=timeout_s),
+        )
+        transport = GroupTransport(timeout_s=timeout_s, has_own_gpu=has_own_gpu, local_size=place.local_size)
+        transport.set_timeout(settings.timeout_s)
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    finally:
+        # torch's hook would say the rank of this round for ever, and one more with each round.
+        sys.excepthook = hook
+    return transport

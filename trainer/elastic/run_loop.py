@@ -1,0 +1,92 @@
+"""``hvd.elastic.run``: the loop around a training function that survives the loss of ranks."""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from trainer import runtime
+from trainer.elastic.host_update import HostsUpdatedInterrupt
+from trainer.elastic.rendezvous import Rendezvous, open_rendezvous
+from trainer.elastic.state import State
+from trainer.errors import HorovodInternalError
+
+logger = logging.getLogger(__name__)
+
+_MAX_REPEATS = 4
+
+S = TypeVar("S", bound=State)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Makes ``func(state, ...)`` start again, from the last commit, when ranks come, go or die.
+
+    All ranks call the result after ``init``; the state is then that of rank 0. When a rank is lost, the others
+    restore their last commit; when hosts have come or gone, they keep what they have. They meet anew, ranks and size
+    change, the state's reset callbacks run, and ``func`` is called again, in the same process.
+
+    Any other error of ``func`` ends the job.
+
+    Raises:
+        ValueError: not initialized.
+        HorovodInternalError: it came again and again, without a commit in between.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        rendezvous = open_rendezvous(os.environ)
+        try:
+            return _Loop(state, rendezvous).run(lambda: func(state, *args, **kwargs))
+        except BaseException as error:
+            if rendezvous is not None and not (isinstance(error, SystemExit) and not error.code):
+                rendezvous.report_error(error)
+            raise
+
+    return cast("Callable[Concatenate[S, P], R]", wrapper)
+
+
+class _Loop:
+    def __init__(self, state: State, rendezvous: Rendezvous | None) -> None:
+        self._state = state
+        self._rendezvous = rendezvous
+        self._settings = runtime.current_job().engine.settings
+        self._should_sync = True
+        self._last_failure: tuple[str, int] | None = None
+        self._num_repeats = 0
+
+    def run(self, train: Callable[[], R]) -> R:
+        while True:
+            try:
+                if self._should_sync:
+                    self._state.synchronize()
+                return train()
+            except HorovodInternalError as error:
+                self._check_progress(error)
+                logger.warning("back to the last commit: %s", error)
+                self._meet(should_sync=True)
+                self._state.restore()
+            except HostsUpdatedInterrupt as interrupt:
+                self._meet(should_sync=not interrupt.skip_sync)
+            self._state.on_reset()
+
+    def _check_progress(self, error: HorovodInternalError) -> None:
+        """Gives up on an error that a new round does not mend: ranks that disagree would do so for ever."""
+        failure = (str(error), self._state.num_commits)
+        self._num_repeats = self._num_repeats + 1 if failure == self._last_failure else 0
+        self._last_failure = failure
+        if self._num_repeats >= _MAX_REPEATS:
+            raise error
+
+    def _meet(self, *, should_sync: bool) -> None:
+        """Leaves the round and enters the next one; deaths meanwhile are the rendezvous's business."""
+        rendezvous = self._rendezvous
+        if rendezvous is not None:
+            rendezvous.serial, rendezvous.wants_sync = self._state.serial, should_sync
+        runtime.shutdown()
+        runtime.init(settings=self._settings)
+        # The others may want it although this rank does not.
+        seat = None if rendezvous is None else rendezvous.seat
+        self._should_sync = should_sync if seat is None else seat.needs_sync
