@@ -141,7 +141,7 @@ class Loader(ABC, Generic[B]):
 
     @abstractmethod
     def _make_decoder(self) -> Decoder[B]:
-        """Return a new decoder, for at most `prefetch` batches with samples at a time."""
+        """Return a new decoder, for at most `prefetch` batches with samples at a time, and one without prefetch."""
 
     def __len__(self) -> int:
         """Steps of a whole epoch."""

@@ -7,6 +7,7 @@ these. To map them again takes microseconds.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Final
 
@@ -19,7 +20,8 @@ class MappedPages:
     """Unmaps the pages of shards after every so many samples that were read of them."""
 
     def __init__(self) -> None:
-        self._shards: set[Shard] = set()
+        # Weak: a loader that pauses must not keep a shard mapped that it has released, and the cache evicted.
+        self._shards: weakref.WeakSet[Shard] = weakref.WeakSet()
         self._num_samples = 0
 
     def read(self, shards: Iterable[Shard], num_samples: int) -> None:
@@ -32,6 +34,6 @@ class MappedPages:
         self._num_samples += num_samples
 
     def clear(self) -> None:
-        """Forget the shards, whose mappings end with them."""
+        """Forget the shards."""
         self._shards.clear()
         self._num_samples = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
+import select
 import socket
 import ssl
 import struct
@@ -11,16 +13,18 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
+from datasvc.repository.interrupt import Interrupt
 from datasvc.repository.pace import Pace
 
 # Servers drop connections that nobody uses, some after 5 s.
 _KEPT_S = 4.0
 _MOST_KEPT = 32
+_LOOK_MS = 50
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -62,6 +66,7 @@ class Connection:
     Args:
         server: to whom.
         patience: how long to wait.
+        interrupt: ends the wait for it to stand.
 
     Attributes:
         was_kept: whether an answer came over it before: the server may have closed it since.
@@ -70,7 +75,7 @@ class Connection:
         OSError: nobody answers there, or it is not who it should be.
     """
 
-    def __init__(self, server: Server, patience: Patience) -> None:
+    def __init__(self, server: Server, patience: Patience, interrupt: Interrupt) -> None:
         self.was_kept = False
         self._patience = patience
         self._is_tls = server.scheme == "https"
@@ -79,7 +84,10 @@ class Connection:
             self._http = http.client.HTTPSConnection(
                 server.host, server.port, timeout=patience.connect_s, context=_tls()
             )
-        self._http.connect()
+        with ExitStack() as connecting:
+            # The place that http.client keeps for other ways to connect.
+            cast("Any", self._http)._create_connection = partial(_connect, interrupt, connecting)  # noqa: SLF001
+            self._http.connect()
         self._socket: socket.socket = self._http.sock
         # For reads that wait in the kernel until the buffer is full, and not in Python for each packet.
         seconds, fraction = divmod(patience.silence_s, 1)
@@ -165,8 +173,9 @@ class Connections:
         self._process = os.getpid()
         weakref.finalize(self, _close_all, self._kept)
 
-    def take(self, server: Server, *, fresh: bool = False) -> Connection:
+    def take(self, server: Server, interrupt: Interrupt, *, fresh: bool = False) -> Connection:
         """Return a connection: one that was given back a moment ago, or a new one. Raises OSError."""
+        self._close_stale()
         while not fresh:
             with self._lock:
                 self._forget_of_parent()
@@ -177,10 +186,11 @@ class Connections:
             if time.monotonic() - since_s < _KEPT_S:
                 return connection
             connection.close()
-        return Connection(server, self._patience)
+        return Connection(server, self._patience, interrupt)
 
     def give_back(self, server: Server, connection: Connection) -> None:
         """Keep a connection whose last answer was read to its end."""
+        self._close_stale()
         with self._lock:
             self._forget_of_parent()
             kept = self._kept[server]
@@ -189,11 +199,67 @@ class Connections:
                 return
         connection.close()
 
+    def _close_stale(self) -> None:
+        """Close what nobody has used for too long; the oldest come first."""
+        stale = []
+        with self._lock:
+            self._forget_of_parent()
+            for kept in self._kept.values():
+                while kept and time.monotonic() - kept[0][0] >= _KEPT_S:
+                    stale.append(kept.pop(0)[1])
+        for connection in stale:
+            connection.close()
+
     def _forget_of_parent(self) -> None:
         # Two processes that write to one connection get each other's answers.
         if self._process != os.getpid():
             self._process = os.getpid()
             _close_all(self._kept)
+
+
+def _connect(
+    interrupt: Interrupt,
+    connecting: ExitStack,
+    address: tuple[str, int],
+    timeout_s: float,
+    _source: object,
+) -> socket.socket:
+    """Connect as socket.create_connection does, but end when interrupted, until `connecting` is closed."""
+    error: OSError = ConnectionError(f"no address for {address[0]}")
+    for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            _await_connection(connection, place, time.monotonic() + timeout_s, interrupt)
+            connection.settimeout(timeout_s)
+            # The handshake of TLS is to come.
+            connecting.enter_context(interrupt.cutting(partial(_cut, connection)))
+        except OSError as failure:
+            connection.close()
+            error = failure
+        else:
+            return connection
+    raise error
+
+
+def _await_connection(connection: socket.socket, place: Any, deadline_s: float, interrupt: Interrupt) -> None:
+    connection.setblocking(False)
+    code = connection.connect_ex(place)
+    if code == errno.EINPROGRESS:
+        waiting = select.poll()
+        waiting.register(connection, select.POLLOUT)
+        while not waiting.poll(_LOOK_MS):
+            if interrupt.is_set:
+                raise ConnectionError("nobody waits for it any more")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("it does not accept connections")
+        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 @cache

@@ -154,7 +154,7 @@ class HttpStream:
     def _ask(
         self, request: _Request, wanted: str, interrupt: Interrupt
     ) -> tuple[Connection, http.client.HTTPResponse]:
-        connection = self._connections.take(request.server)
+        connection = self._connections.take(request.server, interrupt)
         while True:
             try:
                 with interrupt.cutting(connection.cut):
@@ -167,7 +167,7 @@ class HttpStream:
                 connection.close()
                 raise
             # The server closed it while nobody used it: that says nothing.
-            connection = self._connections.take(request.server, fresh=True)
+            connection = self._connections.take(request.server, interrupt, fresh=True)
 
 
 @contextmanager

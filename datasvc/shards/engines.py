@@ -84,7 +84,7 @@ def run_units(
     Raises:
         ConfigError: the engine is not installed.
         UnavailableError: a worker process died.
-        DatasvcError: the first that a unit raised, once the units under way have ended.
+        DatasvcError: the first that a unit raised; units under way end when `until` is closed.
     """
     if engine == "ray":
         _run_ray(work, units, earlier, workers, report, on_result)

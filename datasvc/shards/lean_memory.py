@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -11,20 +12,30 @@ import pyarrow as pa
 
 _MMAP_THRESHOLD: Final = -3  # glibc's malloc.h
 _BATCH_BYTES: Final = 256 << 10
+_lock = threading.Lock()
+_num_inside = 0
+_pool_outside: pa.MemoryPool | None = None
 
 
 @contextmanager
 def lean_arrow() -> Iterator[None]:
     """Let Arrow allocate from the system while the block runs: pools of its own keep what is freed.
 
-    Processes that are forked in the block inherit no such pool.
+    Processes that are forked in the block inherit no such pool. Several threads may be inside at once.
     """
-    before = pa.default_memory_pool()
-    pa.set_memory_pool(pa.system_memory_pool())
+    global _num_inside, _pool_outside  # noqa: PLW0603 - Arrow's pool is one for the process
+    with _lock:
+        if not _num_inside:
+            _pool_outside = pa.default_memory_pool()
+            pa.set_memory_pool(pa.system_memory_pool())
+        _num_inside += 1
     try:
         yield
     finally:
-        pa.set_memory_pool(before)
+        with _lock:
+            _num_inside -= 1
+            if not _num_inside:
+                pa.set_memory_pool(_pool_outside)
 
 
 def keep_lean() -> None:

@@ -2,11 +2,14 @@
 
 import gc
 import os
+import socket
 import ssl
 import subprocess
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -317,3 +320,30 @@ def test_the_memory_of_a_long_range_is_that_of_one_buffer():
         )
     assert len({buffer for buffer, _ in seen}) == 1
     assert max(length for _, length in seen) < SIZE
+
+
+def test_an_interrupt_ends_the_wait_for_a_connection():
+    """A server whose queue is full does not answer those who come next."""
+    interrupt, patient = Interrupt(), HttpStream(fsspec.filesystem("http"), Patience(connect_s=600))
+    with socket.socket() as server, ThreadPoolExecutor(1) as pool, ExitStack() as callers:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        callers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        url = f"http://127.0.0.1:{port}/file"
+        reading = pool.submit(patient.read, url, 0, SIZE, bytearray().extend, location="it", interrupt=interrupt)
+        while f":{port:04X} 02" not in Path("/proc/net/tcp").read_text():  # 02: it waits for an answer
+            os.sched_yield()
+        interrupt.set()
+        with pytest.raises(UnavailableError, match="nobody waits"):
+            reading.result(30)
+
+
+def test_connections_that_nobody_uses_are_closed(monkeypatch):
+    stream = stream_of()
+    with FaultyServer(CONTENT) as server, FaultyServer(CONTENT) as other:
+        read(stream, server)
+        (kept,) = next(iter(stream._connections._kept.values()))
+        monkeypatch.setattr("datasvc.repository.http_connections._KEPT_S", 0.0)
+        read(stream, other)
+        assert kept[1]._socket.fileno() == -1
