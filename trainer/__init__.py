@@ -7,8 +7,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.capabilities import (
+        ccl_built,
+        cuda_built,
+        ddl_built,
+        gloo_built,
+        gloo_enabled,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        rocm_built,
+    )
+    from trainer.compression import Compression
+    from trainer.engine.settings import EngineSettings
     from trainer.errors import HorovodInternalError
+    from trainer.function import run
     from trainer.ops import (
+        Adasum,
         Average,
         Max,
         Min,
@@ -20,29 +36,49 @@ if TYPE_CHECKING:
         allreduce_,
         allreduce_async,
         allreduce_async_,
+        alltoall,
+        alltoall_async,
         barrier,
         broadcast,
         broadcast_,
         broadcast_async,
         broadcast_async_,
+        grouped_allgather,
+        grouped_allgather_async,
         grouped_allreduce,
         grouped_allreduce_,
         grouped_allreduce_async,
         grouped_allreduce_async_,
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        join,
         poll,
+        reducescatter,
+        reducescatter_async,
+        sparse_allreduce_async,
         synchronize,
     )
     from trainer.optimizer import DistributedOptimizer
+    from trainer.process_sets import (
+        ProcessSet,
+        add_process_set,
+        global_process_set,
+        process_set_table,
+        remove_process_set,
+    )
     from trainer.runtime import (
         cross_rank,
         cross_size,
         init,
+        is_homogeneous,
         is_initialized,
         local_rank,
         local_size,
         rank,
         shutdown,
         size,
+        start_timeline,
+        stop_timeline,
     )
     from trainer.state import (
         allgather_object,
@@ -50,15 +86,22 @@ if TYPE_CHECKING:
         broadcast_optimizer_state,
         broadcast_parameters,
     )
+    from trainer.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "Adasum",
     "Average",
+    "Compression",
     "DistributedOptimizer",
+    "EngineSettings",
     "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -66,6 +109,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -74,27 +119,66 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
+    "process_set_table",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "run",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 
-_MODULES = ("errors", "runtime", "ops", "state", "optimizer")
+_MODULES = (
+    "errors",
+    "function",
+    "engine.settings",
+    "runtime",
+    "process_sets",
+    "compression",
+    "ops",
+    "state",
+    "optimizer",
+    "sync_batch_norm",
+    "capabilities",
+)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        return importlib.import_module("trainer.elastic")
     if name in __all__:
         for module_name in _MODULES:
             module = importlib.import_module(f"trainer.{module_name}")

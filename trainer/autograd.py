@@ -153,7 +153,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (average,) = _average(gradients, ctx.name, ctx.process_set, is_grouped=False)
-        return (None, None, None, average if runtime.rank() == ctx.root_rank else average * 0)
+        return (None, None, None, average if runtime.rank() == ctx.root_rank else torch.zeros_like(average))
 
 
 class _Alltoall(torch.autograd.Function):

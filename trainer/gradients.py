@@ -1,83 +1,97 @@
-"""Averages gradients over the ranks while the backward pass still runs.
+"""Combines gradients over the ranks while the backward pass still runs.
 
-Parameters are grouped into buckets; a bucket is one flat tensor that is reduced, as one grouped request, as
-soon as all its gradients are there. Buckets are packed alike in every run, so equal runs give equal bits.
+Parameters are grouped into buckets; each is sent as soon as all its gradients are there. Buckets are planned alike in
+every run, so equal runs give equal bits.
 
-Invariant: every rank reduces every bucket exactly once per ``finish``, whatever gradients it has: absent ones
-count as zeros. So a parameter that one rank does not use cannot make the others wait.
+Invariant: every rank sends every bucket exactly once per ``finish``, whatever gradients it has: absent ones count as
+zeros. So a parameter that one rank does not use cannot make the others wait.
 """
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from trainer.buckets import plan_buckets
-from trainer.engine.handles import Handle
-from trainer.engine.requests import ReduceOp
-from trainer.submit import submit_allreduce
+from trainer import runtime
+from trainer.buckets import BUCKET_BYTES, plan_groups
+from trainer.compression import BF16Compressor, Compression, Compressor, FP16Compressor
+from trainer.compression_with_memory import CompressionWithMemory, Memory
+from trainer.gradient_bucket import Bucket, DenseBucket, Reduction
+from trainer.single_gradients import CompressedBucket, SparseGradient
+
+# These compress while a gradient is copied into the bucket, at no cost; users' own may do anything.
+_FLAT_DTYPES: Mapping[type[Compressor], torch.dtype | None] = {
+    Compression.none: None,
+    FP16Compressor: FP16Compressor.dtype,
+    BF16Compressor: BF16Compressor.dtype,
+}
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """How gradients are combined: operation, and factors before and after it."""
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How gradients travel, the same on every rank.
 
-    op: ReduceOp = ReduceOp.AVERAGE
-    prescale_factor: float = 1.0
-    postscale_factor: float = 1.0
+    Attributes:
+        reduction: how they are combined, and among whom.
+        compression: as what they travel.
+        groups: positions of parameters that travel together.
+        sparse_as_dense: whether sparse gradients are made dense ones.
+        memory: what the compression remembers of each parameter on this rank.
+        sparse: positions of parameters that were found to have sparse gradients.
+    """
+
+    reduction: Reduction
+    compression: type[Compressor] | CompressionWithMemory = Compression.none
+    groups: Sequence[Sequence[int]] = ()
+    sparse_as_dense: bool = False
+    memory: Memory = field(default_factory=dict)
+    sparse: set[int] = field(default_factory=set)
 
 
 class GradientReducer:
-    """Hooks parameters and reduces their gradients in place.
+    """Hooks parameters and combines their gradients in place.
 
     Args:
-        parameters: the same shapes in the same order on every rank.
+        parameters: by position; the same shapes on every rank, in the same order.
         names: of each parameter, for messages.
-        reduction: the same on every rank.
+        exchange: how they travel.
         passes_per_step: how many backward passes accumulate before a gradient is sent.
         name: the same on every rank and unique among reducers.
     """
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
-        names: Sequence[str],
+        parameters: Mapping[int, Tensor],
+        names: Mapping[int, str],
         *,
-        reduction: Reduction,
+        exchange: Exchange,
         passes_per_step: int,
         name: str,
     ) -> None:
         self.passes_per_step = passes_per_step
         self._parameters = parameters
         self._names = names
-        self._num_passes = [0] * len(parameters)
-        positions = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
-        plan = plan_buckets(
-            [parameters[i].numel() * parameters[i].element_size() for i in positions],
-            [(parameters[i].dtype, parameters[i].device) for i in positions],
-        )
-        self._buckets = [
-            _Bucket(
-                f"{name}.bucket.{number}",
-                {positions[k]: parameters[positions[k]] for k in members},
-                reduction,
-            )
-            for number, members in enumerate(plan)
-        ]
-        self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.positions}
+        self._name = name
+        self._exchange = exchange
+        self._num_passes = dict.fromkeys(parameters, 0)
+        trainable = {i: parameter for i, parameter in parameters.items() if parameter.requires_grad}
+        self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in exchange.sparse})
+        self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
+        for position in trainable.keys() - self._bucket_of.keys():
+            self._give_own_bucket(position)
         self._hooks = [self._hook(position) for position in self._bucket_of]
 
     @property
-    def covers(self) -> tuple[bool, ...]:
-        """For each parameter, whether it was trainable when the buckets were planned."""
-        return tuple(position in self._bucket_of for position in range(len(self._parameters)))
+    def covers(self) -> frozenset[int]:
+        """Positions of the parameters that were trainable when the buckets were planned."""
+        return frozenset(self._bucket_of)
 
     def is_reducing(self) -> bool:
         """Whether a bucket has been sent since the last ``finish``."""
-        return any(bucket.handle is not None for bucket in self._buckets)
+        return any(bucket.is_launched for bucket in self._buckets)
 
     def finish(self) -> None:
         """Sends what is not sent yet, waits for all, and leaves the combined gradients in ``grad``.
@@ -87,9 +101,9 @@ class GradientReducer:
                 undefined.
         """
         try:
+            self._launch_rest()
             for bucket in self._buckets:
-                if bucket.handle is None:
-                    bucket.launch()
+                bucket.go_on()
             for bucket in self._buckets:
                 bucket.collect()
         finally:
@@ -99,26 +113,13 @@ class GradientReducer:
         """Forgets the passes seen; waits for buckets in flight, whose result is dropped."""
         for bucket in self._buckets:
             bucket.drop()
-        self._num_passes = [0] * len(self._parameters)
+        self._num_passes = dict.fromkeys(self._parameters, 0)
 
     def close(self) -> None:
         """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def _hook(self, position: int) -> RemovableHandle:
-        # Weak, so that the hooks of an optimizer that was dropped do nothing when its model is wrapped again.
-        reducer = weakref.ref(self)
-
-        def gradient_accumulated(_: Tensor) -> None:
-            alive = reducer()
-            if alive is not None:
-                alive.count_pass(position)
-
-        register = self._parameters[position].register_post_accumulate_grad_hook
-        hook: RemovableHandle = register(gradient_accumulated)  # type: ignore[no-untyped-call]  # torch's lack
-        return hook
 
     def count_pass(self, position: int) -> None:
         """Takes note that a backward pass has reached this parameter; the last one completes its gradient.
@@ -134,75 +135,76 @@ class GradientReducer:
             )
         self._num_passes[position] += 1
         if self._num_passes[position] == self.passes_per_step:
+            self._settle_layout(position)
             self._bucket_of[position].add(position)
 
+    def _hook(self, position: int) -> RemovableHandle:
+        # Weak, so that the hooks of an optimizer that was dropped do nothing when its model is wrapped again.
+        reducer = weakref.ref(self)
 
-class _Bucket:
-    """Gradients that travel together: views into one flat tensor, which is allocated once."""
+        def gradient_accumulated(_: Tensor) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive.count_pass(position)
 
-    def __init__(self, name: str, parameters: dict[int, Tensor], reduction: Reduction) -> None:
-        self.handle: Handle | None = None
-        self._name = name
-        self._parameters = parameters
-        self._reduction = reduction
-        sample = next(iter(parameters.values()))
-        lengths = [parameter.numel() for parameter in parameters.values()]
-        self._flat = torch.zeros(sum(lengths), dtype=sample.dtype, device=sample.device)
-        parts = torch.split(self._flat, lengths)
-        self._views = {i: part.view(p.shape) for (i, p), part in zip(parameters.items(), parts, strict=True)}
-        self._filled: set[int] = set()
+        register = self._parameters[position].register_post_accumulate_grad_hook
+        hook: RemovableHandle = register(gradient_accumulated)  # type: ignore[no-untyped-call]  # torch's lack
+        return hook
 
-    @property
-    def positions(self) -> list[int]:
-        return list(self._parameters)
+    def _launch_rest(self) -> None:
+        for position, bucket in list(self._bucket_of.items()):
+            if not bucket.is_launched:
+                self._settle_layout(position)
+        for bucket in self._buckets:
+            if not bucket.is_launched:
+                bucket.launch()
 
-    def add(self, position: int) -> None:
-        """Takes a gradient that is complete on this rank; the last one sends the bucket."""
-        self._fill(position)
-        if len(self._filled) == len(self._parameters):
-            self.launch()
+    def _settle_layout(self, position: int) -> None:
+        """A sparse gradient becomes a dense one, or leaves its bucket: now, and in all steps to come."""
+        parameter = self._parameters[position]
+        if parameter.grad is None or parameter.grad.layout is torch.strided:
+            return
+        if self._exchange.sparse_as_dense:
+            parameter.grad = parameter.grad.to_dense()
+        elif position not in self._exchange.sparse:
+            self._leave_bucket(position)
 
-    def launch(self) -> None:
-        for position in self._parameters.keys() - self._filled:
-            self._fill(position)
-        self.handle = submit_allreduce(
-            [self._flat],
-            [self._flat],
-            name=self._name,
-            op=self._reduction.op,
-            prescale_factor=self._reduction.prescale_factor,
-            postscale_factor=self._reduction.postscale_factor,
-            is_grouped=True,
+    def _leave_bucket(self, position: int) -> None:
+        bucket = self._bucket_of[position]
+        bucket.exclude(position)
+        self._exchange.sparse.add(position)
+        self._give_own_bucket(position)
+        if not bucket.parameters:
+            self._buckets.remove(bucket)
+        else:
+            bucket.launch_if_complete()
+
+    def _give_own_bucket(self, position: int) -> None:
+        name = f"{self._name}.sparse.{position}"
+        bucket = SparseGradient(name, {position: self._parameters[position]}, self._exchange.reduction)
+        self._bucket_of[position] = bucket
+        self._buckets.append(bucket)
+
+    def _make_buckets(self, parameters: Mapping[int, Tensor]) -> list[Bucket]:
+        positions = list(parameters)
+        places = {position: place for place, position in enumerate(positions)}
+        plan = plan_groups(
+            [parameter.numel() * parameter.element_size() for parameter in parameters.values()],
+            [(parameter.dtype, parameter.device) for parameter in parameters.values()],
+            [[places[i] for i in group if i in places] for group in self._exchange.groups],
+            # Who turns fusion off, or bounds it, means the gradients too.
+            bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
         )
+        return [
+            self._make_bucket(number, {positions[place]: parameters[positions[place]] for place in members})
+            for number, members in enumerate(plan)
+        ]
 
-    def collect(self) -> None:
-        assert self.handle is not None
-        self.handle.wait()
-        for position, parameter in self._parameters.items():
-            # A parameter that was frozen meanwhile only stood in for the other ranks' sake.
-            if parameter.requires_grad:
-                self._give_back(parameter, self._views[position])
-
-    def drop(self) -> None:
-        if self.handle is not None:
-            self.handle.settle()
-        self.handle = None
-        self._filled.clear()
-
-    def _fill(self, position: int) -> None:
-        gradient, view = self._parameters[position].grad, self._views[position]
-        if gradient is None:
-            view.zero_()
-        elif gradient.layout is not torch.strided:
-            raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
-        elif gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-        self._filled.add(position)
-
-    def _give_back(self, parameter: Tensor, view: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None or gradient.stride() == view.stride():
-            # No copy: the gradient lives in the bucket from now on.
-            parameter.grad = view
-        elif gradient.data_ptr() != view.data_ptr():
-            gradient.copy_(view)
+    def _make_bucket(self, number: int, parameters: Mapping[int, Tensor]) -> Bucket:
+        name, exchange = f"{self._name}.bucket.{number}", self._exchange
+        compression = exchange.compression
+        if isinstance(compression, CompressionWithMemory):
+            return compression.make_bucket(name, parameters, exchange.reduction, exchange.memory)
+        if compression in _FLAT_DTYPES:
+            return DenseBucket(name, parameters, exchange.reduction, dtype=_FLAT_DTYPES[compression])
+        return CompressedBucket(name, parameters, exchange.reduction, compression)

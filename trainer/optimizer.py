@@ -3,15 +3,21 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer import runtime
+from trainer.adasum_optimizer import make_adasum_optimizer
+from trainer.compression import Compression, Compressor
+from trainer.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, copied
 from trainer.engine.requests import ReduceOp
-from trainer.gradients import GradientReducer, Reduction
+from trainer.gradient_bucket import Reduction
+from trainer.gradients import Exchange, GradientReducer
+from trainer.parameter_names import Groups, check_groups, name_parameters, parameters_of, place_groups
+from trainer.process_sets import ProcessSet, global_process_set
 
 _counter = itertools.count()
 
@@ -19,57 +25,81 @@ _counter = itertools.count()
 def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like a class
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    *,
+    compression: type[Compressor] | CompressionWithMemory = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Wraps an optimizer so that ``step`` uses the gradients of all ranks.
 
     The result is an instance of a subclass of the optimizer's class and shares its parameter groups and
-    state; ``state_dict`` is that of the plain optimizer. Every rank wraps its optimizers in the same order.
-    Gradients are reduced while the backward pass runs and live in reused buffers from then on: clone one to
+    state; ``state_dict`` fits the plain optimizer. Every rank wraps its optimizers in the same order.
+    Gradients are combined while the backward pass runs and live in reused buffers from then on: clone one to
     keep it over the next backward pass.
 
     Args:
-        optimizer: over the same parameters in the same order on every rank.
+        optimizer: over the same parameters in the same order, and memory format, on every rank.
         named_parameters: usually ``model.named_parameters()``, for messages.
+        compression: what travels: ``Compression.none``, ``.fp16``, ``.bf16``, ``.topk(...)``, ``.powersgd(...)``, or
+            a subclass of `Compressor`.
         backward_passes_per_step: how many backward passes accumulate before the ranks communicate. The
             gradients are summed over the passes, not averaged.
-        op: Average or Sum over the ranks.
+        op: Average or Sum over the ranks; or Adasum, by which the ranks combine what their own steps changed.
         gradient_predivide_factor: splits the averaging: gradients are divided by this before they are summed,
             and by ``size() / gradient_predivide_factor`` afterwards. Only with Average.
+        num_groups: deprecated: ``groups``.
+        groups: parameters whose gradients travel as one operation: lists of them, or a number of even runs of
+            parameters, with which every rank's call waits for the others. Without, groups are made by size.
+        sparse_as_dense: whether sparse gradients are made dense. Otherwise indices and values are gathered; then a
+            parameter with sparse gradients must have one on every rank in its first step.
+        process_set: whose gradients are combined. On other ranks the optimizer is as it was.
 
     Raises:
-        ValueError: not initialized; names not unique or not complete; factors or passes out of range.
+        ValueError: not initialized; names not unique or not complete; arguments out of range, or not possible
+            together.
     """
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError("gradient_predivide_factor is only supported with op=Average")
-    reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
-    names = _name_parameters(optimizer, named_parameters)
+    groups = _choose_groups(num_groups, groups)
+    if isinstance(compression, CompressionWithMemory):
+        compression.check(op)
+    names = name_parameters(optimizer, named_parameters)
+    passes = _checked_passes(backward_passes_per_step)
+    if op is ReduceOp.ADASUM and runtime.size() > 1:
+        return make_adasum_optimizer(optimizer, compression, process_set, f"adasum.{next(_counter)}")
+    reduction = Reduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
     base = type(optimizer)
     subclass: Any = type(base.__name__, (_Distributed, base), {})
     wrapped: _Distributed = subclass.__new__(subclass)
     # A learning-rate scheduler leaves a bound step() of the plain optimizer behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    wrapped.set_up(names, reduction, backward_passes_per_step)
+    placed = place_groups(groups, parameters_of(optimizer), names, process_set) if _takes_part(process_set) else []
+    wrapped.set_up(
+        names,
+        Exchange(reduction=reduction, compression=compression, groups=placed, sparse_as_dense=sparse_as_dense),
+        passes,
+    )
     return wrapped
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What the subclass adds: nothing in a world of one, where there is nobody to wait for."""
+    """What the subclass adds: nothing in a world of one, nor out of the process set: there is nobody to wait for."""
 
-    def set_up(self, names: dict[Tensor, str], reduction: Reduction, passes_per_step: int) -> None:
+    def set_up(self, names: dict[Tensor, str], exchange: Exchange, passes_per_step: int) -> None:
         """Takes the place of a constructor, which would make a new state and new parameter groups."""
         self._names = names
-        self._reduction = reduction
+        self._exchange = exchange
         self._reducer_name = f"gradients.{next(_counter)}"
         self._should_synchronize = True
         self._is_synchronized = False
         self._reducer: GradientReducer | None = None
-        self._passes_per_step = _checked_passes(passes_per_step)
-        if runtime.size() > 1:
-            self._reducer = self._hook_parameters()
+        self._passes_per_step = passes_per_step
+        if _takes_part(exchange.reduction.process_set):
+            self._reducer = self._hook_parameters(parameters_of(self), self._reducer_name)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes accumulate; only between ``step`` and ``backward``, on all ranks.
@@ -140,12 +170,47 @@ class _Distributed(torch.optim.Optimizer):
             )
         super().zero_grad(*args, **kwargs)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The base class's; under "compression" what a compression remembers, which is this rank's own."""
+        state: dict[str, Any] = super().state_dict()
+        if isinstance(self._exchange.compression, CompressionWithMemory):
+            state["compression"] = {"rank": runtime.rank(), "memory": copied(self._exchange.memory, residuals=True)}
+        return state
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Like the base class's; gradients seen so far are forgotten."""
+        """Like the base class's; gradients seen so far are forgotten.
+
+        What a rank had not sent yet comes back to that rank only: in another rank's state it is left out.
+        """
         if self._reducer is not None:
             self._reducer.reset()
         self._is_synchronized = False
         super().load_state_dict(*args, **kwargs)
+        state: Mapping[str, Any] = args[0] if args else kwargs["state_dict"]
+        if isinstance(self._exchange.compression, CompressionWithMemory):
+            saved = state.get("compression", {"rank": None, "memory": {}})
+            self._exchange.memory.clear()
+            self._remember(copied(saved["memory"], residuals=saved["rank"] == runtime.rank()))
+
+    def shared_memory(self) -> Memory:
+        """What a compression remembers and every rank shall know alike."""
+        return copied(self._exchange.memory, residuals=False)
+
+    def adopt_shared_memory(self, memory: Memory) -> None:
+        """Takes over another rank's; what this rank has not sent yet it still has to send."""
+        mine = self._exchange.memory
+        residuals = {
+            position: {RESIDUAL: values[RESIDUAL]} for position, values in mine.items() if RESIDUAL in values
+        }
+        mine.clear()
+        self._remember(memory)
+        self._remember(residuals)
+
+    def _remember(self, memory: Memory) -> None:
+        for position, parameter in enumerate(parameters_of(self)):
+            for key, value in memory.get(position, {}).items():
+                mine = self._exchange.memory.setdefault(position, {})
+                mine[key] = value.to(parameter.device) if isinstance(value, Tensor) else value
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def synchronized() -> Any:
@@ -156,17 +221,17 @@ class _Distributed(torch.optim.Optimizer):
 
         return synchronized
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _hook_parameters(self) -> GradientReducer:
-        parameters = self._parameters()
+    def _hook_parameters(self, parameters: Sequence[Tensor], name: str) -> GradientReducer:
+        positions = {parameter: i for i, parameter in enumerate(parameters_of(self))}
         return GradientReducer(
-            parameters,
-            [self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters)],
-            reduction=self._reduction,
+            {positions[parameter]: parameter for parameter in parameters},
+            {
+                positions[parameter]: self._names.get(parameter, f"parameter {positions[parameter]}")
+                for parameter in parameters
+            },
+            exchange=self._exchange,
             passes_per_step=self._passes_per_step,
-            name=self._reducer_name,
+            name=name,
         )
 
     def _catch_up_unfrozen(self) -> None:
@@ -175,52 +240,36 @@ class _Distributed(torch.optim.Optimizer):
         All ranks must have changed the same ones.
         """
         assert self._reducer is not None
-        parameters = self._parameters()
-        covers = self._reducer.covers + (False,) * (len(parameters) - len(self._reducer.covers))
-        if covers == tuple(parameter.requires_grad for parameter in parameters):
+        parameters = parameters_of(self)
+        covers = self._reducer.covers
+        trainable = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
+        if covers == trainable:
             return
         self._reducer.close()
-        self._reducer = self._hook_parameters()
-        late = [p for p, was_covered in zip(parameters, covers, strict=True) if p.requires_grad and not was_covered]
+        self._reducer = self._hook_parameters(parameters, self._reducer_name)
+        late = sorted(trainable - covers)
         if late:
-            self._reduce_late(late)
+            reducer = self._hook_parameters([parameters[i] for i in late], f"{self._reducer_name}.late")
+            reducer.finish()
+            reducer.close()
 
-    def _reduce_late(self, parameters: Sequence[Tensor]) -> None:
-        late = GradientReducer(
-            parameters,
-            [""] * len(parameters),
-            reduction=self._reduction,
-            passes_per_step=self._passes_per_step,
-            name=f"{self._reducer_name}.late",
-        )
-        late.finish()
-        late.close()
+
+def _takes_part(process_set: ProcessSet) -> bool:
+    if not process_set.included():
+        return False
+    return process_set.size() > 1 or runtime.is_elastic()
+
+
+def _choose_groups(num_groups: int, groups: Groups) -> Groups:
+    if num_groups:
+        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+        if groups is None:
+            groups = num_groups
+    check_groups(groups)
+    return groups
 
 
 def _checked_passes(passes: int) -> int:
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
     return passes
-
-
-def _name_parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
-) -> dict[Tensor, str]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if named_parameters is None:
-        return {parameter: f"parameter {i}" for i, parameter in enumerate(parameters)}
-    pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), "
-            "usually produced by model.named_parameters()"
-        )
-    names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise ValueError(f"parameter names in named_parameters must be unique; found twice: {', '.join(duplicates)}")
-    named = {parameter: name for name, parameter in pairs}
-    num_unnamed = sum(parameter not in named for parameter in parameters)
-    if num_unnamed:
-        raise ValueError(f"named_parameters was given, but {num_unnamed} parameters of the optimizer are not named")
-    return named

@@ -61,7 +61,7 @@ class ProcessSet:
         )
 
     def __hash__(self) -> int:
-        return hash((self.process_set_id, tuple(self._ranks or ())))
+        return hash(tuple(self._ranks or ()))
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"

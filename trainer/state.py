@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from trainer import runtime
+from trainer.compression_with_memory import HasMemory
 from trainer.ops import allgather, broadcast_, broadcast_async_
+from trainer.process_sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Tensor]], root_rank: int) -> None:
@@ -37,48 +39,62 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Tensor]
         handle.wait()
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """The root's object on every rank; a copy on all but the root.
 
     Args:
         obj: anything that can be pickled; ignored on ranks other than the root.
-        root_rank: the rank to copy from.
+        root_rank: the rank to copy from: its global number.
         name: needed only if several threads broadcast objects at a time.
+        process_set: whose ranks take part.
+
+    Raises:
+        ValueError: this rank, or the root, is not in the process set.
     """
     name = name or "object"
     is_root = runtime.rank() == root_rank
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if is_root else None
-    length = broadcast_(torch.tensor([0 if data is None else data.numel()]), root_rank, f"{name}.length")
+    length = broadcast_(torch.tensor([0 if data is None else data.numel()]), root_rank, f"{name}.length", process_set)
     if data is None:
         data = torch.empty(int(length.item()), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.data")
+    broadcast_(data, root_rank, f"{name}.data", process_set)
     return obj if is_root else pickle.loads(data.numpy().tobytes())  # noqa: S301 - from a rank of this job
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, in rank order, as copies.
 
     Args:
         obj: anything that can be pickled.
         name: needed only if several threads gather objects at a time.
+        process_set: whose ranks take part.
+
+    Raises:
+        ValueError: this rank is not in the process set.
     """
     name = name or "object"
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    lengths = allgather(torch.tensor([data.numel()]), f"{name}.length").tolist()
-    parts = torch.split(allgather(data, f"{name}.data"), lengths)
+    lengths = allgather(torch.tensor([data.numel()]), f"{name}.length", process_set).tolist()
+    parts = torch.split(allgather(data, f"{name}.data", process_set), lengths)
     return [pickle.loads(part.numpy().tobytes()) for part in parts]  # noqa: S301 - from ranks of this job
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
     """Makes the optimizer's state and options equal to the root's.
 
     Tensors that exist already are overwritten in place; scalars and tuples keep their types. State that only
-    the root has (it restored a checkpoint) is created, state that the root lacks is dropped. Parameters
-    without a gradient get a zero one, as Horovod leaves them.
+    the root has (it restored a checkpoint) is created, state that the root lacks is dropped: a fresh optimizer stays
+    fresh. Parameters without a gradient get a zero one, as Horovod leaves them. What a compression has not sent yet
+    stays with its rank.
 
     Args:
-        optimizer: over the same parameters in the same order on every rank.
+        optimizer: distributed or not, over the same parameters in the same order on every rank.
         root_rank: the rank to copy from.
+        model: whose sparse embeddings get no zero gradient, which would be a dense one.
 
     Raises:
         ValueError: an LBFGS optimizer, whose state is not kept per parameter.
@@ -86,15 +102,20 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS is not kept per parameter")  # noqa: TRY004 - Horovod's type
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    _add_zero_gradients(parameters)
+    sparse = _sparse_parameters(model)
+    _add_zero_gradients([parameter for parameter in parameters if id(parameter) not in sparse])
     mine = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
     mine += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    wanted = broadcast_object([_describe(values) for values in mine], root_rank, "optimizer")
+    described = [_describe(values) for values in mine]
+    shared = optimizer.shared_memory() if isinstance(optimizer, HasMemory) else {}
+    wanted, shared = broadcast_object((described, shared), root_rank, "optimizer")
     if runtime.rank() != root_rank:
         devices = [parameter.device for parameter in parameters]
         devices += [group["params"][0].device for group in optimizer.param_groups]
         mine = [_prepare(*each) for each in zip(mine, wanted, devices, strict=True)]
         _adopt(optimizer, parameters, mine)
+        if isinstance(optimizer, HasMemory):
+            optimizer.adopt_shared_memory(shared)
     tensors = {f"optimizer.{i}.{key}": mine[i][key] for i, key in _described_tensors(wanted)}
     broadcast_parameters(tensors, root_rank)
 
@@ -145,6 +166,11 @@ def _described_tensors(wanted: Iterable[Mapping[str, Any]]) -> list[tuple[int, s
         for key, value in values.items()
         if isinstance(value, _TensorDescription)
     ]
+
+
+def _sparse_parameters(model: torch.nn.Module | None) -> set[int]:
+    modules = () if model is None else model.modules()
+    return {id(module.weight) for module in modules if getattr(module, "sparse", False) is True}
 
 
 def _add_zero_gradients(parameters: Iterable[Tensor]) -> None:

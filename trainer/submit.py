@@ -6,6 +6,7 @@ it.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from trainer.process_sets import ProcessSet, global_process_set, members_of
 _UNNAMED = ".noname."
 _counters: dict[int, Iterator[int]] = {}
 _counted_round = 0
+_num_joins = 0
 
 
 def submit_allreduce(
@@ -57,6 +59,7 @@ def submit_allreduce(
     """
     assert is_grouped or not is_prescaled, "single requests share buffers, which are scaled as one"
     _check_reducible(name, inputs)
+    _check_outputs(name, outputs)
     if op is ReduceOp.ADASUM:
         _check_adasum(name, inputs, process_set)
     request = Request(
@@ -101,9 +104,12 @@ def submit_reducescatter(
     device = _common_device(name, tensors)
     number, members = _number_of(process_set), members_of(process_set)
     place = members.index(runtime.rank())
-    outputs = [
-        tensor.new_empty((split_rows(tensor.shape[0], len(members))[place], *tensor.shape[1:])) for tensor in tensors
-    ]
+    shares = [split_rows(tensor.shape[0], len(members))[place] for tensor in tensors]
+    with torch.inference_mode(mode=False):
+        outputs = [
+            torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+            for rows, tensor in zip(shares, tensors, strict=True)
+        ]
     request = Request(
         name=name,
         kind=Kind.REDUCESCATTER,
@@ -186,6 +192,8 @@ def submit_broadcast(
         ValueError: the set has no such rank, or not this one, or the tensor is sparse.
     """
     number, members = _number_of(process_set), members_of(process_set)
+    root_rank = operator.index(root_rank)
+    _check_outputs(name, [output])
     if root_rank not in members:
         raise ValueError(f"'{name}': there is no root rank {root_rank} among the ranks {list(members)}")
     request = Request(
@@ -218,7 +226,9 @@ def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
 
 def new_output(tensor: Tensor) -> Tensor:
     """Contiguous memory for a result of this tensor's shape and dtype, uninitialised."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    # The engine's thread writes it, and is not in inference mode.
+    with torch.inference_mode(mode=False):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def choose_name(kind: Kind, name: str | None) -> str:
@@ -228,6 +238,8 @@ def choose_name(kind: Kind, name: str | None) -> str:
 
 def restart_names() -> None:
     """Lets names made by counting begin anew: all ranks do so when all have joined, having made uneven numbers."""
+    global _num_joins  # noqa: PLW0603 - a count of this process
+    _num_joins += 1
     _counters.clear()
 
 
@@ -240,7 +252,9 @@ def _submit(
     is_prescaled: bool = False,
 ) -> Handle:
     if request.name.endswith(_UNNAMED):
-        request = dataclasses.replace(request, name=f"{request.name}{_next_count(request.process_set)}")
+        count = _next_count(request.process_set)
+        # With the number of joins, because an operation from before the last one may still travel.
+        request = dataclasses.replace(request, name=f"{request.name}{_num_joins}.{count}")
     handle = Handle(request.name)
     # Detached, so that the engine's writes are invisible to autograd; in-place stays recognisable as
     # identity.
@@ -259,11 +273,11 @@ def _submit(
 
 
 def _next_count(process_set: int) -> int:
-    """Counts calls that were accepted, for each set: equal on its ranks if these make their calls in one order."""
-    global _counted_round  # noqa: PLW0603 - a count of this process
+    """Counts calls with valid arguments, for each set: equal on its ranks if these make their calls in one order."""
+    global _counted_round, _num_joins
     if runtime.num_inits() != _counted_round:
-        restart_names()
-        _counted_round = runtime.num_inits()
+        _counters.clear()
+        _counted_round, _num_joins = runtime.num_inits(), 0
     return next(_counters.setdefault(process_set, itertools.count(1)))
 
 
@@ -287,6 +301,16 @@ def _check_reducible(name: str, tensors: Sequence[Tensor]) -> None:
             raise ValueError(f"'{name}': tensors of {tensor.dtype} cannot be reduced")
 
 
+def _check_outputs(name: str, outputs: Sequence[Tensor]) -> None:
+    for output in outputs:
+        if output.is_inference():
+            raise ValueError(
+                f"'{name}': a tensor made in inference mode cannot be overwritten; use another operation"
+            )
+        if torch._debug_has_internal_overlap(output) == 1:  # noqa: SLF001 - torch asks so itself
+            raise ValueError(f"'{name}': an expanded tensor cannot be overwritten; use tensor.contiguous()")
+
+
 def _check_adasum(name: str, tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
     if process_set is not global_process_set:
         raise ValueError(f"'{name}': Adasum is for all ranks, not for {process_set}")
@@ -307,10 +331,13 @@ def _choose_splits(
             raise ValueError(f"'{name}': {num_rows} rows cannot be dealt equally to {num_ranks} ranks; give splits")
         return (share,) * num_ranks
     if isinstance(splits, Tensor):
-        if splits.dtype != torch.int32:
-            raise ValueError(f"'{name}': splits must be int32, not {splits.dtype}")
+        if splits.dtype != torch.int32 or splits.ndim != 1:
+            raise ValueError(f"'{name}': splits must be int32[size], not {splits.dtype}{list(splits.shape)}")
         splits = splits.tolist()
-    chosen = tuple(int(rows) for rows in splits)
+    try:
+        chosen = tuple(operator.index(rows) for rows in splits)
+    except TypeError as error:
+        raise ValueError(f"'{name}': splits must be whole numbers, not {splits!r}") from error
     if len(chosen) != num_ranks:
         raise ValueError(f"'{name}': splits needs one number for each of {num_ranks} ranks, not {len(chosen)}")
     if min(chosen) < 0 or sum(chosen) > num_rows:

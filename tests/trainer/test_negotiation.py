@@ -260,3 +260,15 @@ def test_uneven_epochs_end_with_every_step_of_the_longest_rank_once_and_then_the
     assert negotiation.missing_ranks() == {}
     for step, outcome in enumerate(outcomes[:-1]):
         assert set(outcome.requests) >= {rank for rank, (steps, _) in enumerate(plan) if steps > step}
+
+
+def test_a_rank_knows_whether_it_waits_and_whether_it_is_waited_for():
+    negotiation = Negotiation(2)
+    assert [negotiation.waiting(rank) for rank in (0, 1)] == [(False, False)] * 2
+    negotiation.advance([[allreduce("x")], []])
+    assert [negotiation.waiting(rank) for rank in (0, 1)] == [(True, False), (False, True)]
+    negotiation.advance([[], [allreduce("y")]])
+    assert [negotiation.waiting(rank) for rank in (0, 1)] == [(True, True)] * 2
+    negotiation.advance([[allreduce("y")], [allreduce("x")]])
+    negotiation.advance([[], [Request(name="join", kind=Kind.JOIN)]])
+    assert [negotiation.waiting(rank) for rank in (0, 1)] == [(False, False), (True, False)]

@@ -1,7 +1,4 @@
-"""What each rank of `trainer.py` runs: blocks of steps, one way of training after the other.
-
-Rank 0 prints one JSON object a line for every block: milliseconds per step of the slower rank.
-"""
+"""What each rank of `trainer.py` runs: one part of it. Rank 0 prints what it measured, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer as hvd
-from trainer.recipes.models import small_cnn
+from trainer.recipes.models import build_model
 
-BATCH, SIDE, CLASSES = 32, 64, 10
-WARM_UP_STEPS = 3
+BATCH, SIDE, CLASSES = 32, 32, 1000
+WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-3
+NUM_CYCLES = 500
 
+FUSED, UNFUSED = hvd.EngineSettings(), hvd.EngineSettings(fusion_bytes=0)
 Step = Callable[[], None]
+Wrap = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 class SummedParameters(nn.Module):
@@ -37,26 +39,10 @@ class SummedParameters(nn.Module):
         return torch.stack([tensor.sum() for tensor in self.tensors]).sum()
 
 
-def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of ResNet-50's parameters, in order (He et al. 2016, with 1,000 classes)."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
-    channels = 64
-    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(num_blocks):
-            convolutions = [(width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-            if block == 0:
-                convolutions.append((4 * width, channels, 1, 1))
-            for shape in convolutions:
-                shapes += [shape, (shape[0],), (shape[0],)]  # with its normalisation's scale and shift
-            channels = 4 * width
-    return [*shapes, (1000, channels), (1000,)]
-
-
-def make_small_step(wrap: Callable[[nn.Module], nn.Module], *, is_ours: bool) -> Step:
-    """Return a step of the recipe's CNN on images that stay the same."""
+def make_resnet18_step(wrap: Wrap) -> Step:
+    """Return a step of ResNet-18 on images that stay the same."""
     torch.manual_seed(0)
-    module = small_cnn(CLASSES)
-    model, optimizer = wrap(module), make_optimizer(module, is_ours=is_ours)
+    model, optimizer = wrap(build_model("resnet18", CLASSES))
     images, labels = torch.randn(BATCH, 3, SIDE, SIDE), torch.randint(CLASSES, (BATCH,))
 
     def step() -> None:
@@ -67,10 +53,10 @@ def make_small_step(wrap: Callable[[nn.Module], nn.Module], *, is_ours: bool) ->
     return step
 
 
-def make_large_step(wrap: Callable[[nn.Module], nn.Module], *, is_ours: bool) -> Step:
-    """Return a step of ResNet-50's parameters."""
-    module = SummedParameters(resnet50_shapes())
-    model, optimizer = wrap(module), make_optimizer(module, is_ours=is_ours)
+def make_sizes_step(wrap: Wrap) -> Step:
+    """Return a step of ResNet-50's parameters without its work."""
+    shapes = [tuple(parameter.shape) for parameter in build_model("resnet50", CLASSES).parameters()]
+    model, optimizer = wrap(SummedParameters(shapes))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -80,58 +66,139 @@ def make_large_step(wrap: Callable[[nn.Module], nn.Module], *, is_ours: bool) ->
     return step
 
 
-def make_optimizer(module: nn.Module, *, is_ours: bool) -> torch.optim.Optimizer:
-    """Return plain SGD, distributed by us or not."""
-    optimizer = torch.optim.SGD(module.parameters(), LEARNING_RATE)
-    return hvd.DistributedOptimizer(optimizer, module.named_parameters()) if is_ours else optimizer
+WORKLOADS = {"ResNet-18, 32x32": make_resnet18_step, "161 tensors of ResNet-50's sizes": make_sizes_step}
 
 
-def make_ways(make_step: Callable[..., Step]) -> dict[str, Step]:
-    """Return a step of each way to train, with a model of its own."""
-    return {
-        "ours": make_step(lambda module: module, is_ours=True),
-        "DDP": make_step(DistributedDataParallel, is_ours=False),
-        "DDP, views": make_step(
-            lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True), is_ours=False
-        ),
-        "alone": make_step(lambda module: module, is_ours=False),
-    }
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """Return plain SGD."""
+    return torch.optim.SGD(module.parameters(), LEARNING_RATE)
 
 
-def time_block(step: Step, num_steps: int) -> float:
-    """Return milliseconds per step of the slower rank. Every rank calls this in the same order."""
+def ours(**options: Any) -> Wrap:
+    """Return how to train a module by `DistributedOptimizer`."""
+    return lambda module: (module, hvd.DistributedOptimizer(sgd(module), module.named_parameters(), **options))
+
+
+def by_ddp(**options: Any) -> Wrap:
+    """Return how to train a module by torch's DistributedDataParallel."""
+    return lambda module: (DistributedDataParallel(module, **options), sgd(module))
+
+
+# How to train, and with which engine; None is without.
+WAYS: dict[str, tuple[Wrap, hvd.EngineSettings | None]] = {
+    "ours": (ours(), FUSED),
+    "DDP": (by_ddp(), None),
+    "DDP, views": (by_ddp(gradient_as_bucket_view=True), None),
+    "ours, not fused": (ours(), UNFUSED),
+    "alone": (lambda module: (module, sgd(module)), None),
+}
+
+
+def say(**values: Any) -> None:
+    """Print from rank 0."""
+    if dist.get_rank() == 0:
+        print(json.dumps(values), flush=True)
+
+
+def time_block(step: Step, num_steps: int, settings: hvd.EngineSettings | None) -> tuple[float, float]:
+    """Return milliseconds per step of the slower rank: by the clock, and of processor time in all its threads.
+
+    Every rank calls this in the same order.
+    """
+    if settings is not None:
+        hvd.init(settings=settings)
+    for _ in range(WARM_UP_STEPS):
+        step()
     dist.barrier()
-    started = time.perf_counter()
+    started = torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
     for _ in range(num_steps):
         step()
-    elapsed_ms = torch.tensor(1e3 * (time.perf_counter() - started) / num_steps)
+    ended = torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
+    elapsed_ms = 1e3 * (ended - started) / num_steps
     dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
-    return float(elapsed_ms)
+    hvd.shutdown()
+    return float(elapsed_ms[0]), float(elapsed_ms[1])
+
+
+def make_step(make: Callable[[Wrap], Step], way: str) -> Step:
+    """Return a step of a way to train, with a model of its own."""
+    wrap, settings = WAYS[way]
+    if settings is not None:
+        hvd.init(settings=settings)
+    step = make(wrap)
+    hvd.shutdown()
+    return step
+
+
+def compare(ways: list[str], repeats: int, seconds: float) -> None:
+    """Time blocks of all ways to train, in turn, each as long as asked for."""
+    for workload, make in WORKLOADS.items():
+        steps = {way: make_step(make, way) for way in ways}
+        first_ms, _ = time_block(steps["alone"], 2, None)
+        num_steps = max(3, round(seconds * 1e3 / first_ms / 2))
+        for repeat in range(repeats):
+            for way in ways if repeat % 2 == 0 else list(reversed(ways)):
+                ms, processor_ms = time_block(steps[way], num_steps, WAYS[way][1])
+                say(workload=workload, way=way, ms=ms, processor_ms=processor_ms, number=repeat, of=repeats)
+
+
+def negotiate(repeats: int) -> None:
+    """Time barriers, which are negotiation and nothing else: submission, a cycle, and the wake-up of who waits."""
+    hvd.init()
+    for repeat in range(repeats + 1):
+        started = time.perf_counter()
+        for _ in range(NUM_CYCLES):
+            hvd.barrier()
+        ms = 1e3 * (time.perf_counter() - started) / NUM_CYCLES
+        if repeat:
+            say(workload="negotiation", way="a barrier", ms=ms, number=repeat, of=repeats)
+    hvd.shutdown()
+
+
+def count_bytes(repeats: int, num_steps: int = 3) -> None:
+    """Count what passes through the loopback, where nothing else may run, while the ranks train."""
+    for way, compression in (("none", hvd.Compression.none), ("bf16", hvd.Compression.bf16)):
+        hvd.init()
+        step = make_sizes_step(ours(compression=compression))
+        step()
+        for repeat in range(repeats):
+            dist.barrier()
+            before = loopback_bytes()
+            for _ in range(num_steps):
+                step()
+            dist.barrier()
+            sent_mb = (loopback_bytes() - before) / num_steps / 1e6
+            say(workload="wire", way=way, mb=sent_mb, number=repeat, of=repeats)
+        hvd.shutdown()
+
+
+def loopback_bytes() -> int:
+    """Return the bytes sent over the loopback so far, with all headers, in this network namespace."""
+    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    raise OSError("there is no loopback in /proc/net/dev")
 
 
 def main() -> None:
-    """Run all blocks."""
+    """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("compare", "alone", "negotiation", "wire"))
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--steps-small", type=int, required=True)
-    parser.add_argument("--steps-large", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=2.0)
     arguments = parser.parse_args()
-    hvd.init()  # makes torch's default process group, which DDP uses too
-    for workload, make_step, num_steps in (
-        ("small CNN", make_small_step, arguments.steps_small),
-        ("ResNet-50's sizes", make_large_step, arguments.steps_large),
-    ):
-        ways = make_ways(make_step)
-        for step in ways.values():
-            time_block(step, WARM_UP_STEPS)
-        for repeat in range(arguments.repeats):
-            names = list(ways) if repeat % 2 == 0 else list(reversed(ways))
-            for name in names:
-                ms = time_block(ways[name], num_steps)
-                if hvd.rank() == 0:
-                    block = {"workload": workload, "way": name, "ms": ms}
-                    print(json.dumps(block | {"number": repeat, "of": arguments.repeats}), flush=True)
-    hvd.shutdown()
+    dist.init_process_group("gloo")  # ours uses it too, and leaves it standing
+    match arguments.part:
+        case "compare":
+            compare(list(WAYS), arguments.repeats, arguments.seconds)
+        case "alone":
+            compare(["ours", "alone"], arguments.repeats, arguments.seconds)
+        case "negotiation":
+            negotiate(arguments.repeats)
+        case "wire":
+            count_bytes(arguments.repeats)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

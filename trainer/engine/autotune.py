@@ -1,7 +1,8 @@
 """Finds the fusion size and the cycle time that move the most bytes a second: pure, the clock is passed in.
 
-A walk on a grid, from neighbour to better neighbour; each candidate is scored over a few samples, the first of which
-does not count. Horovod fits a Gaussian process instead; on forty points a walk needs no more trials and can be read.
+A walk on a grid, from neighbour to better neighbour; each candidate is scored by the median of a few samples, so that
+a pause of the job does not count, and the first does not either. Horovod fits a Gaussian process instead; on forty
+points a walk needs no more trials and can be read.
 """
 
 from collections.abc import Sequence
@@ -61,6 +62,9 @@ class Autotuner:
         if self.is_done:
             return False
         if self._since_s is None:
+            self._since_s = now_s
+            return False
+        if not (num_bytes or self._num_bytes):
             self._since_s = now_s
             return False
         self._num_bytes += num_bytes

@@ -18,7 +18,7 @@ class FusionBuffers:
         self._free: dict[_BufferKind, list[Tensor]] = {}
         self._num_made: dict[_BufferKind, int] = {}
         self._changed = threading.Condition()
-        self._error: BaseException | None = None
+        self._failure: str | None = None
 
     def take(self, dtype: torch.dtype, device: torch.device, num_elements: int) -> Tensor:
         """An uninitialised contiguous ``dtype[num_elements]`` on the device; waits where two are in use.
@@ -29,8 +29,8 @@ class FusionBuffers:
         kind = (dtype, device)
         with self._changed:
             while not self._free.get(kind) and self._num_made.get(kind, 0) == _MOST_OF_A_KIND:
-                if self._error is not None:
-                    raise RuntimeError(str(self._error)) from self._error
+                if self._failure is not None:
+                    raise RuntimeError(self._failure)
                 self._changed.wait()
             if self._free.get(kind):
                 buffer = self._free[kind].pop()
@@ -48,8 +48,14 @@ class FusionBuffers:
             self._free.setdefault((whole.dtype, whole.device), []).append(whole)
             self._changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
-        """Wakes whoever waits: nothing comes back any more."""
+    def clear(self) -> None:
+        """Lets go of the memory that nobody uses."""
         with self._changed:
-            self._error = error
+            self._free.clear()
+            self._num_made.clear()
+
+    def fail(self, failure: str) -> None:
+        """Wakes whoever waits, with these words: nothing comes back any more."""
+        with self._changed:
+            self._failure = failure
             self._changed.notify_all()

@@ -21,10 +21,11 @@ class _Pending(NamedTuple):
 class Completions:
     """A thread that waits for each collective and then does what its beginner has left to do.
 
-    Invariant: once ``close`` returned nothing here touches a tensor.
+    Invariant: once ``close`` returned nothing here touches a tensor. (What is under way in a group that broke may,
+    until the group is destroyed.)
     """
 
-    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, on_error: Callable[[str], None]) -> None:
         self._on_error = on_error
         self._changed = threading.Condition()
         self._pending: deque[_Pending] = deque()
@@ -79,7 +80,8 @@ class Completions:
         try:
             after(work)
         except Exception as error:  # noqa: BLE001 - the top of a thread; the engine tells whoever waits
-            self._on_error(error)
+            # Its words only: the traceback would keep the work, and so the connections whose end tells other ranks.
+            self._on_error(str(error))
             with self._changed:
                 self._is_broken = True
                 self._pending.clear()

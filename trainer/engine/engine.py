@@ -17,7 +17,7 @@ from trainer.engine.completion import Completions
 from trainer.engine.execution import Executor
 from trainer.engine.handles import Result, Submission
 from trainer.engine.messages import CycleMessage, Tuning, decode_message, encode_message
-from trainer.engine.negotiation import Negotiation, Outcome, Ready, Refused
+from trainer.engine.negotiation import JOIN, Negotiation, Outcome, Ready, Refused
 from trainer.engine.request_cache import RequestCache
 from trainer.engine.requests import Key, Kind, Request
 from trainer.engine.settings import EngineSettings
@@ -67,7 +67,8 @@ class Engine:
         self._end_reason: str | None = None
         self._num_idle_cycles = 0
         self._activity = "start"
-        self._reduction_error: Exception | None = None
+        self._reduction_failure: str | None = None
+        self._cuda_device: torch.device | None = None
         self._buffers = FusionBuffers()
         self._streams = EngineStreams()
         self._completions = Completions(self._lose)
@@ -77,6 +78,7 @@ class Engine:
             completions=self._completions,
             buffers=self._buffers,
             finish=self._succeed,
+            cuda_device=self._choose_cuda_device,
         )
         self._executor.set_fusion(settings.fusion_bytes)
         # A daemon, because Python joins other threads before it runs the exit handler that closes the engine.
@@ -101,6 +103,8 @@ class Engine:
                 )
             self._in_flight[key] = submission
             self._queue.append(submission)
+            if submission.inputs and submission.inputs[0].is_cuda:
+                self._cuda_device = submission.inputs[0].device
             self._changed.notify()
 
     def write_timeline(self, timeline: Timeline) -> None:
@@ -125,11 +129,12 @@ class Engine:
             # Only the words are kept: a traceback would keep the groups alive, and with them the connections
             # whose end tells the other ranks.
             logger.debug("the engine of rank %d fails", self._transport.rank, exc_info=True)
-            reason = f"rank {self._transport.rank} lost the other ranks during {self._activity}: {cause}"
+            reason = f"rank {self._transport.rank} failed during {self._activity}: {cause}"
         # What travels ends: every rank has begun it, and a rank that died breaks its connections. Only then does
         # nobody touch the tensors any more.
         self._completions.drain()
         self._completions.close()
+        self._buffers.clear()
         try:
             self._transport.close()
         finally:
@@ -154,7 +159,10 @@ class Engine:
         submitted = [[self._resolve(entry) for entry in message.entries] for message in messages]
         if any(submitted):
             self._note_submissions(submitted)
-            self._settle(self._negotiation.advance(submitted))
+            outcomes = self._negotiation.advance(submitted)
+            if outcomes:
+                self._stall_watch.restart(JOIN)  # the others are at work: to wait for them in join is no stall
+            self._settle(outcomes)
         if messages[0].tuning is not None:
             self._adopt(messages[0].tuning)
         self._watch_stalls()
@@ -162,7 +170,7 @@ class Engine:
 
     def _collect(self) -> CycleMessage:
         with self._changed:
-            if not self._queue and not self._is_leaving:
+            if not self._queue and not self._is_leaving and self._reduction_failure is None:
                 self._changed.wait(self._idle_wait_s())
             queue, self._queue = self._queue, []
             is_leaving = self._is_leaving
@@ -201,7 +209,8 @@ class Engine:
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)
-            mine = self._in_flight.get(outcome.key)
+            # What another thread has submitted since is not in it: a rank that has joined stands aside until then.
+            mine = self._in_flight.get(outcome.key) if self._transport.rank in outcome.requests else None
             if isinstance(outcome, Refused):
                 if mine is not None:
                     self._fail(mine, outcome.reason)
@@ -246,16 +255,21 @@ class Engine:
             del self._in_flight[submission.request.key]
         submission.handle.fail(HorovodInternalError(reason))
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, failure: str) -> None:
         """Takes note that a reduction under way has failed: the engine's thread ends the job."""
-        self._reduction_error = error
-        self._buffers.fail(error)
+        self._buffers.fail(failure)
         with self._changed:
+            self._reduction_failure = failure
             self._changed.notify()
 
     def _raise_lost(self) -> None:
-        if self._reduction_error is not None:
-            raise RuntimeError(str(self._reduction_error))
+        if self._reduction_failure is not None:
+            self._activity = "a reduction"
+            raise RuntimeError(self._reduction_failure)
+
+    def _choose_cuda_device(self) -> torch.device:
+        """Where this rank's tensors lay last. Not torch's current device: that is one of each thread."""
+        return self._cuda_device or torch.device("cuda", torch.cuda.current_device())
 
     def _end(self, reason: str) -> None:
         with self._changed:

@@ -1,6 +1,6 @@
 """Runs agreed operations on the data groups. Every rank runs the same list in the same order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from trainer.engine.movements import Movements
 from trainer.engine.negotiation import Ready
 from trainer.engine.reductions import Reductions
 from trainer.engine.requests import Kind, ReduceOp, Request
-from trainer.engine.streams import EngineStreams
+from trainer.engine.streams import EngineStreams, record_submission
 from trainer.engine.timeline import Timeline
 from trainer.engine.transport import Transport
 from trainer.engine.wire import named_dtype
@@ -27,6 +27,7 @@ class Executor:
         completions: what waits for reductions.
         buffers: scratch memory.
         finish: called from the engine's thread or that of ``completions``.
+        cuda_device: where CUDA tensors of this rank lie.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Executor:
         completions: Completions,
         buffers: FusionBuffers,
         finish: Finish,
+        cuda_device: Callable[[], torch.device],
     ) -> None:
+        self._cuda_device = cuda_device
         self._transport = transport
         self._finish = finish
         self._reductions = Reductions(
@@ -99,17 +102,18 @@ class Executor:
     def _stand_in(self, ready: Ready) -> Submission:
         """What a rank that has joined contributes: values that change nothing, where there are such."""
         request = ready.request
-        device = self._device(request.device_type)
+        device = self._cuda_device() if request.device_type == "cuda" else torch.device(request.device_type)
         tensors = tuple(
             _neutral(request, named_dtype(dtype), shape, device)
             for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
         )
-        return Submission(request=request, inputs=tensors, outputs=tensors, handle=Handle(request.name))
-
-    @staticmethod
-    def _device(device_type: str) -> torch.device:
-        return (
-            torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+        return Submission(
+            request=request,
+            inputs=tensors,
+            outputs=tensors,
+            cuda_ready=record_submission(device),
+            handle=Handle(request.name),
+            is_prescaled=True,  # infinity times minus two is not neutral
         )
 
 

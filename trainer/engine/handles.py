@@ -26,13 +26,13 @@ class Handle:
         self._finished = threading.Event()
         self._result: Result = None
         self._error: Exception | None = None
-        self._cuda_done: torch.cuda.Event | None = None
+        self._cuda_done: tuple[torch.cuda.Event, torch.device] | None = None
 
     def is_finished(self) -> bool:
         """Whether ``wait`` would return or raise at once."""
         if not self._finished.is_set() or self._cuda_done is None:
             return self._finished.is_set()
-        return bool(self._cuda_done.query())  # type: ignore[no-untyped-call]  # torch has no types here
+        return bool(self._cuda_done[0].query())  # type: ignore[no-untyped-call]  # torch has no types here
 
     def wait(self) -> Result:
         """The result, once there. On CUDA the current stream waits for it, the host does not.
@@ -43,18 +43,16 @@ class Handle:
         self._finished.wait()
         if self._error is not None:
             raise self._error
-        if self._cuda_done is not None:
-            torch.cuda.current_stream().wait_event(self._cuda_done)
+        self._let_current_stream_wait()
         return self._result if self.present is None else self.present(self._result)
 
     def settle(self) -> None:
         """Waits until the operation no longer touches its tensors; forgets an error."""
         self._finished.wait()
-        if self._cuda_done is not None:
-            torch.cuda.current_stream().wait_event(self._cuda_done)
+        self._let_current_stream_wait()
 
-    def succeed(self, result: Result, cuda_done: torch.cuda.Event | None = None) -> None:
-        """Hands over the result; on CUDA with the event after which it is valid."""
+    def succeed(self, result: Result, cuda_done: tuple[torch.cuda.Event, torch.device] | None = None) -> None:
+        """Hands over the result; on CUDA with the event after which it is valid, and the device."""
         self._result, self._cuda_done = result, cuda_done
         self._finished.set()
 
@@ -62,6 +60,17 @@ class Handle:
         """Hands over the reason why there is no result."""
         self._error = error
         self._finished.set()
+
+    def _let_current_stream_wait(self) -> None:
+        if self._cuda_done is None:
+            return
+        event, device = self._cuda_done
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(event)
+        # What the engine's stream allocated must not be given to others while this one still reads it.
+        for tensor in self._result if isinstance(self._result, list | tuple) else [self._result]:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class Movements:
             if self._transport.rank == root_rank:
                 copied(tensor, output)
             if output.numel():
-                wire = output.to(self._transport.wire_device(output.device)).contiguous()
+                wire = _plain(output).to(self._transport.wire_device(output.device)).contiguous()
                 self._transport.broadcast(bytes_of(wire), root_rank, ready.request.process_set)
                 copied(wire, output)
         self._finish(mine, mine.result)
@@ -59,7 +59,7 @@ class Movements:
         assert sent is not None
         received = [_splits(request)[place] for request in ready.requests.values()]
         with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor]):
-            wire = tensor[: sum(sent)].to(self._transport.wire_device(tensor.device)).contiguous()
+            wire = _plain(tensor[: sum(sent)]).to(self._transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
             row_bytes = wire.element_size() * wire.shape[1:].numel()
             if row_bytes and any(sum(_splits(request)) for request in ready.requests.values()):
@@ -75,7 +75,7 @@ class Movements:
         self._finish(mine, output)
 
     def _gather(self, tensor: Tensor, rows: tuple[int, ...], process_set: int) -> Tensor:
-        wire = tensor.to(self._transport.wire_device(tensor.device)).contiguous()
+        wire = _plain(tensor).to(self._transport.wire_device(tensor.device)).contiguous()
         gathered = torch.empty((sum(rows), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
         if gathered.numel():
             self._gather_bytes(bytes_of(gathered), bytes_of(wire), rows, process_set)
@@ -96,6 +96,11 @@ class Movements:
         for part, received in zip(parts, scratch[:-1], strict=True):
             part.copy_(received[: part.numel()])
         self._buffers.give_back(flat)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor, its memory being its values: not their negatives or conjugates."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _splits(request: Request) -> tuple[int, ...]:

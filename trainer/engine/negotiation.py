@@ -13,6 +13,7 @@ from trainer.engine.agreement import find_disagreement, name_ranks
 from trainer.engine.requests import GLOBAL_SET, Key, Kind, Request
 
 # A rank that has joined takes part in these without knowing their tensors: by zeros, or by nothing at all.
+JOIN: Final = Key(GLOBAL_SET, Kind.JOIN.value)
 _WITH_JOINED: Final = (Kind.ALLREDUCE, Kind.BARRIER)
 
 
@@ -48,10 +49,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Every rank has asked for it, but it cannot run; ``reason`` says which rank said what."""
+    """Every rank has asked for it, but it cannot run; ``reason`` says which rank said what.
+
+    Attributes:
+        requests: as those of ``Ready``.
+    """
 
     key: Key
     reason: str
+    requests: Mapping[int, Request]
 
 
 Outcome = Ready | Refused
@@ -98,11 +104,10 @@ class Negotiation:
 
     def missing_ranks(self) -> dict[Key, tuple[int, ...]]:
         """For each pending operation, in order of first submission, the ranks that have not submitted it."""
-        return {key: tuple(self._missing(key)) for key in self._pending}
-
-    def first_request(self, key: Key) -> Request:
-        """The first submission of a pending operation."""
-        return next(iter(self._pending[key].values()))
+        missing = {key: tuple(self._missing(key)) for key in self._pending}
+        if self._joined:
+            missing[JOIN] = tuple(rank for rank in range(self._num_ranks) if rank not in self._joined)
+        return missing
 
     def _missing(self, key: Key) -> list[int]:
         by_rank = self._pending[key]
@@ -110,7 +115,7 @@ class Negotiation:
 
     def _add(self, rank: int, request: Request) -> list[Outcome]:
         if request.process_set not in self._sets:  # removed while this was on its way
-            return [Refused(request.key, f"{request.key.describe()}: the process set was removed")]
+            return [Refused(request.key, f"{request.key.describe()}: the process set was removed", {rank: request})]
         by_rank = self._pending.setdefault(request.key, {})
         # The submitting engine refuses a name that is still in flight, so it cannot come twice.
         assert rank not in by_rank
@@ -132,7 +137,7 @@ class Negotiation:
         members = self._sets[key.process_set]
         reason = self._find_objection(requests, members)
         if reason is not None:
-            return [Refused(key, reason)]
+            return [Refused(key, reason, requests)]
         return self._accept(Ready(requests, members))
 
     def _find_objection(self, requests: Mapping[int, Request], members: Sequence[int]) -> str | None:
@@ -163,10 +168,12 @@ class Negotiation:
         ranks = ready.request.ranks
         number = next((number for number, each in self._sets.items() if each == ranks), None)
         if number is None:
-            return [Refused(ready.key, f"there is no process set of the ranks {ranks}")]
-        lost = [key for key in self._pending if key.process_set == number]
+            return [Refused(ready.key, f"there is no process set of the ranks {ranks}", ready.requests)]
+        lost = {key: self._pending[key] for key in self._pending if key.process_set == number}
         for key in lost:
             del self._pending[key]
         del self._sets[number]
-        refusals = [Refused(key, f"{key.describe()}: the process set was removed") for key in lost]
+        refusals = [
+            Refused(key, f"{key.describe()}: the process set was removed", by_rank) for key, by_rank in lost.items()
+        ]
         return [*refusals, Ready(ready.requests, ready.members, value=number)]

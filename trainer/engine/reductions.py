@@ -16,7 +16,7 @@ from trainer.engine.rows import split_rows
 from trainer.engine.scaling import scale_
 from trainer.engine.streams import EngineStreams
 from trainer.engine.timeline import Timeline
-from trainer.engine.transport import Transport, Work
+from trainer.engine.transport import Done, Transport, Work
 from trainer.engine.wire import can_travel, copied, wire_dtype
 
 _SHORT_BYTES = 64 * 1024
@@ -74,8 +74,10 @@ class Reductions:
         with self._streams.working_on(outputs[0].device, moments, inputs + outputs):
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
             flat, scratch = self._pack(buffer, inputs, outputs)
-            if not submissions[buffer.operation].is_prescaled:
+            if not any(submissions[operation].is_prescaled for operation in buffer.operations):
                 scale_(flat, factor=request.prescale_factor)
+            else:
+                self._prescale(buffer, submissions, flat)
             timeline.activity(keys, "ALLREDUCE")
             work = self._reduce(buffer, request, flat)
 
@@ -107,13 +109,20 @@ class Reductions:
             flat[slot.offset : slot.offset + slot.length].view(tensor.shape).copy_(tensor)
         return flat, flat
 
+    @staticmethod
+    def _prescale(buffer: Buffer, submissions: Sequence[Submission], flat: Tensor) -> None:
+        for slot in buffer.slots:
+            mine = submissions[slot.operation]
+            if not mine.is_prescaled:
+                scale_(flat[slot.offset : slot.offset + slot.length], factor=mine.request.prescale_factor)
+
     def _reduce(self, buffer: Buffer, request: Request, flat: Tensor) -> Work:
         assert request.reduce_op is not None
         if request.reduce_op is ReduceOp.ADASUM:
             self._reduce_by_adasum(buffer, flat)
-            return _DONE
+            return Done()
         if not flat.numel():
-            return _DONE
+            return Done()
         return self._transport.begin_allreduce(flat, request.reduce_op, request.process_set)
 
     def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:
@@ -164,14 +173,6 @@ class Reductions:
         divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
         scale_(received, factor=request.postscale_factor, divisor=divisor)
         output.copy_(received.view(output.shape))
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-_DONE = _Done()
 
 
 def _unpack(buffer: Buffer, flat: Tensor, outputs: Sequence[Tensor]) -> None:

@@ -11,7 +11,8 @@ class EngineSettings:
         fusion_bytes: upper bound of a fusion buffer; 0 turns fusion off.
         cycle_time_s: pause between two exchanges while nothing is submitted; an idle engine backs off to fifty
             times this, or five where there are process sets; a busy one does not pause.
-        stall_shutdown_s: seconds after which such an operation ends the job; 0 is never.
+        stall_shutdown_s: seconds after which an operation that some ranks have not submitted ends the job; 0 is
+            never.
         stall_warning_s: seconds after which an operation that some ranks have not submitted is logged; 0 is
             never.
         cache_capacity: how many requests are remembered, so that a repeated one travels as a number.

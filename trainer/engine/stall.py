@@ -37,6 +37,11 @@ class StallWatch:
         self._quiet_since: dict[Key, float] = {}
         self._waiting_since: dict[Key, float] = {}
 
+    def restart(self, key: Key) -> None:
+        """Counts the wait for an operation from the next check on."""
+        self._waiting_since.pop(key, None)
+        self._quiet_since.pop(key, None)
+
     def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> Verdict:
         """What is due now; the same operation again only after another ``warning_s``.
 
@@ -44,9 +49,8 @@ class StallWatch:
             now_s: seconds of any clock that does not go back.
             missing: for each pending operation, the ranks that have not submitted it.
         """
-        for key in self._waiting_since.keys() - missing.keys():
-            del self._waiting_since[key]
-            self._quiet_since.pop(key, None)
+        for key in [*(self._waiting_since.keys() - missing.keys())]:
+            self.restart(key)
         warnings, complaint = [], ""
         for key, ranks in missing.items():
             waited_s = now_s - self._waiting_since.setdefault(key, now_s)

@@ -1,7 +1,7 @@
 """CUDA ordering between the user's stream and the engine's thread. Does nothing for CPU tensors.
 
 Law: the engine works on a stream of its own that first waits for the moment of submission; whoever takes the
-result waits for the engine's stream. The host never waits.
+result waits for the engine's stream. The host waits only where tensors travel through its memory.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class EngineStreams:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
 
-    def record_end(self, device: torch.device) -> torch.cuda.Event | None:
-        """The moment after which the work so far on this device is done."""
+    def record_end(self, device: torch.device) -> tuple[torch.cuda.Event, torch.device] | None:
+        """The moment after which the work so far on this device is done, and the device."""
         stream = self._streams.get(device)
-        return stream.record_event() if stream is not None else None
+        return (stream.record_event(), device) if stream is not None else None

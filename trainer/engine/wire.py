@@ -5,8 +5,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# gloo has no int16. A wider sum also cannot overflow before it is averaged.
-_WIRE_DTYPES: Final = {torch.int16: torch.int32}
+# gloo has no int16. A wider sum also cannot overflow before it is averaged; nor can that of many ranks' True.
+_WIRE_DTYPES: Final = {torch.int16: torch.int32, torch.bool: torch.int32}
 
 REDUCIBLE_DTYPES: Final = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),

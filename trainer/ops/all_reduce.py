@@ -168,7 +168,7 @@ def _allreduce(
     return submit_allreduce(
         inputs,
         outputs,
-        op=choose_op(average, op),
+        op=choose_op(average, op, stacklevel=4),
         name=choose_name(Kind.ALLREDUCE, name),
         prescale_factor=factors[0],
         postscale_factor=factors[1],

@@ -12,15 +12,22 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 
-def choose_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+def choose_op(average: bool | None, op: ReduceOp | None, *, stacklevel: int = 3) -> ReduceOp:
     """What two arguments, of which the first is deprecated, mean; Average where neither is given.
 
+    Args:
+        average: deprecated.
+        op: one of this module.
+        stacklevel: of the user's call, for the warning.
+
     Raises:
-        ValueError: both are given.
+        ValueError: both are given; ``op`` is no reduction.
     """
+    if op is not None and not isinstance(op, ReduceOp):
+        raise ValueError(f"op must be one of hvd.Average, Sum, Adasum, Min, Max, Product, not {op!r}")
     if average is None:
         return Average if op is None else op
     if op is not None:
         raise ValueError("give either op or average, not both; average is deprecated")
-    warnings.warn("average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
+    warnings.warn("average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=stacklevel)
     return Average if average else Sum

@@ -262,14 +262,6 @@ def check_models_that_differ_between_ranks_are_an_error_on_every_rank():
     hvd.barrier()
 
 
-def check_sparse_gradients_are_refused():
-    model = nn.Embedding(3, 2, sparse=True)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with raises(ValueError, "sparse gradients are not supported"):
-        model(torch.tensor([1])).sum().backward()
-    del optimizer
-
-
 trained = {"sgd": train(), "adam": train(adam), "swapped": train(options={"swapped": RANK == 0})}
 if sys.argv[2:] != ["again"]:
     run_checks(globals())

@@ -1,0 +1,30 @@
+"""The examples of docs/trainer.md run as they stand, alone and on two ranks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(command, tmp_path):
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, f"{tmp_path}: {done.stderr}"
+
+
+def test_all_examples_run_alone(tmp_path):
+    program = tmp_path / "all.py"
+    program.write_text("\n".join(EXAMPLES), encoding="utf-8")
+    assert len(EXAMPLES) == 3
+    run([sys.executable, str(program)], tmp_path)
+
+
+@pytest.mark.slow
+def test_all_examples_run_on_two_ranks(tmp_path):
+    program = tmp_path / "all.py"
+    program.write_text("\n".join(EXAMPLES), encoding="utf-8")
+    run([sys.executable, "-m", "trainer.launch", "-np", "2", sys.executable, str(program)], tmp_path)

@@ -1,0 +1,84 @@
+"""The optimizer of Adasum: each rank makes a step of its own, and the ranks combine what the steps changed.
+
+Combining gradients would be no use to optimizers that normalise them, such as Adam (Maleki et al. 2020).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import runtime
+from trainer.compression import Compressor
+from trainer.compression_with_memory import CompressionWithMemory
+from trainer.engine.requests import ReduceOp
+from trainer.parameter_names import parameters_of
+from trainer.process_sets import ProcessSet, global_process_set
+from trainer.submit import submit_allreduce
+
+
+def make_adasum_optimizer(
+    optimizer: torch.optim.Optimizer,
+    compression: type[Compressor] | CompressionWithMemory,
+    process_set: ProcessSet,
+    name: str,
+) -> Any:
+    """Wraps an optimizer; see `DistributedOptimizer`.
+
+    Raises:
+        ValueError: a process set, a number of ranks that is no power of two, or a compression with a memory.
+    """
+    if process_set is not global_process_set:
+        raise ValueError(f"Adasum is for all ranks, not for {process_set}")
+    if runtime.size() & (runtime.size() - 1):
+        raise ValueError(f"Adasum needs a power of two of ranks, not {runtime.size()}")
+    base = type(optimizer)
+    subclass: Any = type(base.__name__, (_Adasum, base), {})
+    wrapped: _Adasum = subclass.__new__(subclass)
+    # A learning-rate scheduler leaves a bound step() of the plain optimizer behind.
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    assert not isinstance(compression, CompressionWithMemory)
+    wrapped.set_up(compression, name)
+    return wrapped
+
+
+class _Adasum(torch.optim.Optimizer):
+    def set_up(self, compression: type[Compressor], name: str) -> None:
+        self._compression = compression
+        self._name = name
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Means nothing here: the ranks communicate in ``step``, however many passes came before."""
+
+    def synchronize(self) -> None:
+        """Does nothing: there is nothing to combine before the step."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raises AssertionError: a step is not complete without the other ranks."""
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps, and adds to where the parameters were before what the changes of all ranks combine to."""
+        parameters = [parameter for parameter in parameters_of(self) if parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in parameters]
+        loss = super().step(closure) if closure is not None else super().step()
+        with torch.no_grad():
+            self._combine(parameters, before)
+        return loss
+
+    # See the optimizer of averages.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _combine(self, parameters: list[Tensor], before: list[Tensor]) -> None:
+        changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
+        compressed = [self._compression.compress(change) for change in changes]
+        # One operation, but a dot product for each parameter: that is what the method is about.
+        wires = [wire for wire, _ in compressed]
+        if wires:
+            submit_allreduce(wires, wires, name=self._name, op=ReduceOp.ADASUM, is_grouped=True).wait()
+        for parameter, old, (wire, context) in zip(parameters, before, compressed, strict=True):
+            parameter.copy_(old + self._compression.decompress(wire, context))
