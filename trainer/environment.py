@@ -63,6 +63,7 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
     """
     defaults = EngineSettings()
     warning_s = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", defaults.stall_warning_s)
+    timeline = environ.get("HOROVOD_TIMELINE") or None
     return EngineSettings(
         fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", defaults.fusion_bytes)),
         cycle_time_s=_number(environ, "HOROVOD_CYCLE_TIME", defaults.cycle_time_s * 1e3) / 1e3,
@@ -71,7 +72,8 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", defaults.cache_capacity)),
         timeout_s=_number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", defaults.timeout_s),
         start_timeout_s=_number(environ, "HOROVOD_START_TIMEOUT", defaults.start_timeout_s),
-        timeline=environ.get("HOROVOD_TIMELINE") or None,
+        # "DYNAMIC" means: only once start_timeline() is called, which always works here.
+        timeline=None if timeline == "DYNAMIC" else timeline,
         timeline_marks_cycles=_is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
         autotune=_is_set(environ, "HOROVOD_AUTOTUNE"),
         autotune_log=environ.get("HOROVOD_AUTOTUNE_LOG") or None,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -24,6 +23,7 @@ from trainer.engine.transport import GroupTransport, LoopbackTransport, Transpor
 from trainer.environment import Place, read_engine_settings, read_place
 from trainer.errors import HorovodInternalError
 from trainer.foreign_launchers import translate
+from trainer.gpus import name_own_gpu
 from trainer.launch.arrivals import arrival_key
 
 if TYPE_CHECKING:
@@ -78,12 +78,18 @@ def init(
         place = read_place(os.environ)
         _check_comm(comm, place)
         _num_inits += 1
-        elastic = open_rendezvous(os.environ)
-        if elastic is None:
-            transport, owns_default_group = _connect(place, settings)
-        else:
-            place, transport = join_round(elastic, settings)
-            owns_default_group = True
+        try:
+            elastic = open_rendezvous(os.environ)
+            if elastic is None:
+                transport, owns_default_group = _connect(place, settings)
+            else:
+                place, transport = join_round(elastic, settings)
+                owns_default_group = True
+        except BaseException:
+            _num_inits -= 1  # it can be tried again, with others that may be at this round still
+            raise
+        if isinstance(transport, GroupTransport):
+            settings = transport.settings
         _job = Job(place, Engine(transport, settings), owns_default_group)
     if settings.timeline is not None:
         start_timeline(settings.timeline, mark_cycles=settings.timeline_marks_cycles)
@@ -170,8 +176,7 @@ def cross_rank() -> int:
 
 def is_homogeneous() -> bool:
     """Whether all nodes have equally many ranks."""
-    place = current_job().place
-    return place.local_size * place.cross_size == place.size
+    return current_job().engine.is_homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -186,6 +191,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """
     job = current_job()
     if job.place.rank == 0:
+        job.engine.write_timeline(Timeline())  # it may be the same file
         try:
             job.engine.write_timeline(TraceFile(Path(file_path), marks_cycles=mark_cycles))
         except OSError as error:
@@ -210,20 +216,28 @@ def _check_comm(comm: Sequence[int] | None, place: Place) -> None:
 def _connect(place: Place, settings: EngineSettings) -> tuple[Transport, bool]:
     if place.size == 1:
         return LoopbackTransport(), False
-    has_own_gpu = dist.is_nccl_available() and torch.cuda.device_count() >= place.local_size
+    gpu = name_own_gpu(place)
     owns_default_group = not dist.is_initialized()
-    if owns_default_group:
-        _create_default_group(place, settings, has_own_gpu=has_own_gpu)
-    elif (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+    if not owns_default_group and (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
         raise ValueError(
             f"the default process group says rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"the environment rank {place.rank} of {place.size}; set RANK and WORLD_SIZE to match"
         )
-    transport = GroupTransport(timeout_s=settings.timeout_s, has_own_gpu=has_own_gpu, local_size=place.local_size)
+    try:
+        if owns_default_group:
+            _create_default_group(place, settings, has_gpu=bool(gpu))
+        transport = GroupTransport(settings, gpu=gpu, local_size=place.local_size)
+    except RuntimeError as error:
+        # Otherwise the next attempt would take it for the user's own.
+        if owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+        if isinstance(error, HorovodInternalError):
+            raise
+        raise HorovodInternalError(f"rank {place.rank} could not connect to the other ranks: {error}") from error
     return transport, owns_default_group
 
 
-def _create_default_group(place: Place, settings: EngineSettings, *, has_own_gpu: bool) -> None:
+def _create_default_group(place: Place, settings: EngineSettings, *, has_gpu: bool) -> None:
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
     # One store per process, and fresh keys per round: a second server, or keys that an earlier round has left
@@ -236,7 +250,7 @@ def _create_default_group(place: Place, settings: EngineSettings, *, has_own_gpu
     store = PrefixStore(f"trainer/{_num_inits}", _store)
     _await_ranks(store, place, settings.start_timeout_s)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         store=store,
         rank=place.rank,
         world_size=place.size,
@@ -246,14 +260,12 @@ def _create_default_group(place: Place, settings: EngineSettings, *, has_own_gpu
 
 def _await_ranks(store: Store, place: Place, timeout_s: float) -> None:
     """Waits until every rank has come. Raises HorovodInternalError, naming those that have not."""
-    global _num_inits  # noqa: PLW0603 - see init
     store.set(f"here/{place.rank}", "")
     keys = [f"here/{rank}" for rank in range(place.size)]
     try:
         store.wait(keys, dt.timedelta(seconds=timeout_s))
     except dist.DistError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        _num_inits -= 1  # the others will come to this round: it can be tried again
         raise HorovodInternalError(
             f"{name_ranks(missing)} of {place.size} did not come within {timeout_s:g} s; look at their "
             "output, or give them longer with HOROVOD_START_TIMEOUT"

@@ -39,6 +39,15 @@ def expand_task_counts(text: str, num_nodes: int) -> list[int]:
     Raises:
         ValueError: it is no such list, or not one of this many nodes.
     """
+    counts = _list_counts(text)
+    if len(counts) == 1:
+        return counts * num_nodes
+    if len(counts) != num_nodes:
+        raise ValueError(f"{text!r} counts the tasks of {len(counts)} nodes, not of {num_nodes}")
+    return counts
+
+
+def _list_counts(text: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())
@@ -48,17 +57,14 @@ def expand_task_counts(text: str, num_nodes: int) -> list[int]:
         if len(counts) + repeat > _MAX_NUM_NODES:
             raise ValueError(f"{text!r} names more than {_MAX_NUM_NODES} nodes")
         counts += [int(match[1])] * repeat
-    if len(counts) == 1:
-        return counts * num_nodes
-    if len(counts) != num_nodes:
-        raise ValueError(f"{text!r} counts the tasks of {len(counts)} nodes, not of {num_nodes}")
     return counts
 
 
 def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     """The nodes of the allocation that this process runs in, with the tasks on each; None outside of any.
 
-    ``SLURM_NTASKS_PER_NODE`` goes before ``SLURM_TASKS_PER_NODE``, and one task is assumed without either.
+    ``SLURM_TASKS_PER_NODE`` goes before ``SLURM_NTASKS_PER_NODE`` if it counts the tasks of each node; inside of a
+    step it may be about the step's nodes only. One task is assumed without either.
 
     Raises:
         ValueError: the variables contradict each other.
@@ -67,7 +73,10 @@ def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     if not names or "SLURM_JOB_ID" not in environ:
         return None
     nodes = expand_node_list(names)
-    tasks = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
+    same = environ.get("SLURM_NTASKS_PER_NODE")
+    tasks = environ.get("SLURM_TASKS_PER_NODE") or same or "1"
+    if same and len(_list_counts(tasks)) != len(nodes):
+        tasks = same
     return list(zip(nodes, expand_task_counts(tasks, len(nodes)), strict=True))
 
 

@@ -45,9 +45,10 @@ def test_batch_norm_over_ranks_equals_batch_norm_over_all_batches(launcher, num_
     launcher.run_program(num_ranks, "normalizing.py")
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launcher, num_ranks):
-    done = launcher.run(num_ranks, sys.executable, "-X", "faulthandler", launcher.program("victim.py"))
+@pytest.mark.parametrize(("num_ranks", "num_numbers"), [(2, 1000), (4, 5_000_000)])
+def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launcher, num_ranks, num_numbers):
+    program = launcher.program("victim.py")
+    done = launcher.run(num_ranks, sys.executable, "-X", "faulthandler", program, str(num_numbers))
     assert done.returncode == 128 + 9
     assert f"rank {num_ranks - 1} was the first to fail: it was killed by SIGKILL" in done.stderr
     for survivor in range(num_ranks - 1):

@@ -38,9 +38,13 @@ def test_each_candidate_is_tried_once_over_several_samples():
     assert all(seen.count(tuning) > 1 for tuning in tried)
 
 
-def test_pauses_of_the_job_without_reductions_do_not_count():
-    tuner = Autotuner(GRID[0])
-    tuner.observe(0, 0.0)
-    for second in range(1, 100):
-        assert not tuner.observe(0, float(second))
-    assert tuner.trials == []
+def test_pauses_of_the_job_do_not_count():
+    tuner, now_s = Autotuner(GRID[0]), 0.0
+    tuner.observe(0, now_s)
+    while not tuner.trials:
+        now_s += 1000.0 if now_s == 3.0 else 1.0  # an evaluation, in the middle of a step
+        tuner.observe(7, now_s)
+    assert tuner.trials[0].bytes_per_s == 7.0
+    tuner.observe(0, now_s + 1000.0)  # and one between two steps
+    tuner.observe(7, now_s + 1001.0)
+    assert tuner._samples == [7.0]

@@ -9,9 +9,7 @@ def test_an_operation_is_reported_with_its_missing_ranks_once_per_period():
     missing = {GRAD: (1, 3)}
     assert watch.check(100.0, missing).warnings == ()
     assert watch.check(159.9, missing).warnings == ()
-    assert watch.check(160.0, missing).warnings == (
-        "'grad' has waited 60 s for ranks 1, 3, which did not submit it",
-    )
+    assert watch.check(160.0, missing).warnings == ("'grad' has waited 60 s for ranks 1, 3, which did not submit it",)
     assert watch.check(161.0, missing).warnings == ()
     assert watch.check(220.0, {GRAD: (3,)}).warnings == (
         "'grad' has waited 120 s for rank 3, which did not submit it",

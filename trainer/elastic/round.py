@@ -4,7 +4,6 @@ import datetime as dt
 import logging
 import sys
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _world
 
@@ -12,6 +11,7 @@ from trainer.elastic.rendezvous import Rendezvous
 from trainer.engine.settings import EngineSettings
 from trainer.engine.transport import GroupTransport, LoopbackTransport, Transport
 from trainer.environment import Place
+from trainer.gpus import name_own_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -45,21 +45,21 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[Place,
 
 
 def _connect(place: Place, settings: EngineSettings, store: Store) -> Transport:
-    has_own_gpu = dist.is_nccl_available() and torch.cuda.device_count() >= place.local_size
+    gpu = name_own_gpu(place)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
     # torch names groups by counting, and counts those that did not come about: others may have had fewer of these.
     _world.group_count = 0
     hook = sys.excepthook
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
             store=store,
             rank=place.rank,
             world_size=place.size,
             timeout=dt.timedelta(seconds=timeout_s),
         )
-        transport = GroupTransport(timeout_s=timeout_s, has_own_gpu=has_own_gpu, local_size=place.local_size)
-        transport.set_timeout(settings.timeout_s)
+        transport = GroupTransport(settings, gpu=gpu, local_size=place.local_size, timeout_s=timeout_s)
+        transport.set_timeout(transport.settings.timeout_s)
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()

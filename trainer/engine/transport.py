@@ -6,7 +6,10 @@ them in the same order, from the engine's thread.
 """
 
 import datetime as dt
+import json
+import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Protocol
 
 import torch
@@ -15,6 +18,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.engine.requests import GLOBAL_SET, ReduceOp
+from trainer.engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
 _SLOT_BYTES = 512
@@ -45,6 +51,7 @@ class Transport(Protocol):
     rank: int
     size: int
     local_size: int
+    is_homogeneous: bool
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's data, in rank order. Lengths may differ."""
@@ -95,6 +102,7 @@ class LoopbackTransport:
     rank = 0
     size = 1
     local_size = 1
+    is_homogeneous = True
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Its own data."""
@@ -148,15 +156,22 @@ class GroupTransport:
     """New groups beside the default process group, which must exist. Every rank constructs one.
 
     Args:
-        timeout_s: seconds after which an unanswered collective is an error.
-        has_own_gpu: whether this rank may use a GPU alone. NCCL refuses two ranks on one GPU, so CUDA tensors
-            travel over NCCL if every rank has its own, else through host memory over gloo.
-        local_size: ranks on each node.
+        settings: of this rank.
+        gpu: what names the GPU of this rank among all; empty without. NCCL refuses two ranks on one GPU, so CUDA
+            tensors travel over NCCL if every rank has its own, else through host memory over gloo.
+        local_size: ranks on this node.
+        timeout_s: seconds after which an unanswered collective is an error; None: as the settings have it.
+
+    Attributes:
+        settings: rank 0's, which hold for all: different ones would make different buffers of the same operations.
+        local_size: ranks on each node; 1 where nodes differ.
+        is_homogeneous: whether all nodes have equally many ranks.
     """
 
-    def __init__(self, *, timeout_s: float, has_own_gpu: bool, local_size: int) -> None:
-        self.local_size = local_size
-        self._timeout = dt.timedelta(seconds=timeout_s)
+    def __init__(
+        self, settings: EngineSettings, *, gpu: str, local_size: int, timeout_s: float | None = None
+    ) -> None:
+        self._timeout = dt.timedelta(seconds=timeout_s or settings.timeout_s)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._slot = bytearray(_SLOT_BYTES)
@@ -164,7 +179,14 @@ class GroupTransport:
         self._slot_tensor = torch.frombuffer(self._slot, dtype=torch.uint8)
         self._slot_tensors = list(torch.split(torch.frombuffer(self._slots, dtype=torch.uint8), _SLOT_BYTES))
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._uses_nccl = all(vote == b"own" for vote in self.exchange(b"own" if has_own_gpu else b"shared"))
+        mine = json.dumps([gpu, local_size, asdict(settings)]).encode()
+        facts = [json.loads(data) for data in self.exchange(mine)]
+        self.settings = EngineSettings(**facts[0][2])
+        if self.settings != settings:
+            logger.warning("rank %d takes the engine's settings from rank 0: they differ", self.rank)
+        self._uses_nccl = len({each for each, _, _ in facts if each}) == self.size
+        self.is_homogeneous = all(each == local_size for _, each, _ in facts)
+        self.local_size = local_size if self.is_homogeneous else 1
         self._groups: dict[int, dist.ProcessGroup] = {}
         self.add_process_set(GLOBAL_SET, range(self.size))
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import torch
 from checking import raises, run_checks
 
@@ -157,6 +158,32 @@ def check_a_name_in_flight_is_refused_and_a_barrier_completes_meanwhile():
     else:
         handle = hvd.allreduce_async(torch.ones(1), name="early")
     assert hvd.synchronize(handle).item() == 1.0
+
+
+def check_what_the_engine_could_not_do_is_refused_where_it_was_asked_for():
+    expanded = torch.ones(1).expand(4)
+    with raises(ValueError, "an expanded tensor cannot be overwritten"):
+        hvd.allreduce_(expanded)
+    with raises(ValueError, "an expanded tensor"):
+        hvd.broadcast_(expanded, 0)
+    with raises(ValueError, "op must be one of"):
+        hvd.allreduce(torch.ones(1), op="Sum")
+    with torch.inference_mode():
+        made = torch.ones(2)
+        assert hvd.allreduce(made, op=hvd.Sum).tolist() == [SIZE, SIZE]
+        assert hvd.broadcast(made, 0).tolist() == [1.0, 1.0]
+        assert hvd.reducescatter(torch.ones(SIZE), op=hvd.Sum).tolist() == [SIZE]
+        with raises(ValueError, "inference mode"):
+            hvd.allreduce_(made)
+    imaginary = torch.complex(torch.ones(1), torch.ones(1)).conj()
+    assert hvd.allgather(imaginary).imag.tolist() == [-1.0] * SIZE
+    assert hvd.broadcast(imaginary, np.int64(0)).imag.item() == -1.0
+
+
+def check_booleans():
+    ones = hvd.allreduce(torch.tensor([True, RANK == 0, False]), op=hvd.Sum)
+    assert ones.view(torch.uint8).tolist() == [1, 1, 0]
+    assert hvd.allreduce(torch.tensor([True, RANK == 0]), op=hvd.Min).tolist() == [True, False]
 
 
 def check_long_messages_and_large_tensors():

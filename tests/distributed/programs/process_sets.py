@@ -99,12 +99,20 @@ def check_ranks_that_have_joined_stand_aside():
         assert hvd.allreduce(torch.tensor([RANK + 1.0]), op=hvd.Min).item() == min(at_work) + 1
         assert hvd.allreduce(torch.tensor([-RANK - 1]), op=hvd.Max).item() == -min(at_work) - 1
         assert hvd.allreduce(torch.tensor([2.0]), op=hvd.Product).item() == 2.0 ** len(at_work)
+        for op, factor in ((hvd.Min, -2.0), (hvd.Max, 3.0), (hvd.Product, 0.5)):
+            scaled = hvd.allreduce(torch.tensor([1.0]), op=op, prescale_factor=factor)
+            assert scaled.item() == (factor ** len(at_work) if op is hvd.Product else factor)
+        assert hvd.allreduce(torch.tensor([True, False]), op=hvd.Sum).tolist() == [True, False]
         hvd.barrier()
         if step == SIZE - 2:  # the last rank is alone
             with raises(hvd.HorovodInternalError, "joined", "not allgather"):
                 hvd.allgather(torch.ones(1))
+    travelling = hvd.allreduce_async(torch.ones(2_000_000)) if RANK == SIZE - 1 else None
     assert hvd.join() == SIZE - 1
-    # Rank r has used 5 r names that were made by counting; all count from the beginning again.
+    # Ranks have used different numbers of names that were made by counting; all count from the beginning again.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+    if travelling is not None:
+        assert hvd.synchronize(travelling)[0].item() == torch.tensor(1 / SIZE).item()
     assert hvd.allgather(torch.tensor([RANK])).tolist() == list(range(SIZE))
 
 
@@ -116,6 +124,12 @@ def check_a_timeline_shows_who_asked_when():
     hvd.barrier()
     hvd.stop_timeline()
     assert hvd.allreduce(torch.ones(1)).item() == 1.0, "an operation after the timeline"
+    for _ in range(2):  # the second begins while the first is open
+        hvd.start_timeline(str(TRACE) + ".twice")
+        hvd.allreduce(torch.ones(1), name="again")
+    hvd.stop_timeline()
+    if RANK == 0:
+        assert json.loads(Path(str(TRACE) + ".twice").read_text())
     if RANK == 0:
         events = json.loads(TRACE.read_text())
         rows = {event["args"]["name"]: event["pid"] for event in events if event.get("name") == "process_name"}
