@@ -42,6 +42,7 @@ bench: setup  ## all benchmarks, some minutes; results belong into docs/benchmar
 	$(BIN)/python tools/bench/cache.py
 	$(BIN)/python tools/bench/loader.py
 	$(BIN)/python tools/bench/trainer.py
+	$(BIN)/python tools/bench/profile_check.py
 
 clean:  ## remove .venv and what the demo made
 	rm -rf .venv demo-run

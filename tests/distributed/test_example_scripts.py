@@ -40,6 +40,7 @@ def test_a_script_written_for_horovod_learns_digits(run_example, options):
     assert "[1] Test set" not in output
 
 
+@pytest.mark.slow
 def test_the_imagenet_loop_commits_each_epoch_and_goes_on_from_there(run_example, digits_folder, tmp_path):
     url = str(tmp_path / "repo")
     ingest(Repository.create(url), str(digits_folder), "digits", limit=96)
@@ -51,6 +52,7 @@ def test_the_imagenet_loop_commits_each_epoch_and_goes_on_from_there(run_example
     assert "imagenet-resnet50@2" in second
 
 
+@pytest.mark.slow
 def test_a_gpt_learns_from_packed_blocks(run_example, tmp_path):
     tokenizer = train(tmp_path / "tokenizer.json")
     source = tmp_path / "text" / "train"

@@ -34,7 +34,7 @@ def check_a_set_given_to_init_is_known():
 
 def check_operations_among_the_ranks_of_a_set():
     if not OUTER.included():
-        with raises(ValueError, "rank 1 is not in ProcessSet"):
+        with raises(ValueError, f"rank {RANK} is not in ProcessSet"):
             hvd.allreduce(torch.ones(1), process_set=OUTER)
         return
     assert hvd.allreduce(torch.tensor([float(RANK)]), process_set=OUTER).item() == 1.0

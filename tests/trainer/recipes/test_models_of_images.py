@@ -83,6 +83,7 @@ def test_a_step_works_channels_last_in_bfloat16(tiny):
         assert parameter.grad.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bottleneck", pytest.param("googlenet", marks=pytest.mark.slow)])
 def test_a_compiled_model_gives_what_the_plain_one_does(name):
     torch.manual_seed(0)

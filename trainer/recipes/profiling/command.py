@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -100,13 +101,10 @@ def _measure(
     parts.close()
     assert parts.config.model is not None
     profile = Profile(hvd.size(), parts.config.model, parts.task.unit, rounds, layers)
-    predictions = [predict(profile.costs, cluster_with(cluster, layers)) for cluster in clusters]
-    return Profile(profile.ranks, profile.model, profile.unit, rounds, layers, predictions), spans
-
-
-def cluster_with(cluster: Cluster, layers: Layers) -> Cluster:
-    """Return a cluster whose messages cost what the engine was seen to add to each here."""
-    return Cluster(cluster.nodes, cluster.network, cluster.ranks_per_node, cluster.inside, layers.message_s)
+    # A message there costs what the engine was seen to add to each here.
+    there = [dataclasses.replace(cluster, message_s=layers.message_s) for cluster in clusters]
+    predictions = [predict(profile.costs, cluster) for cluster in there]
+    return dataclasses.replace(profile, predictions=predictions), spans
 
 
 def _make_parser() -> argparse.ArgumentParser:

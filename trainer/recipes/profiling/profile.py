@@ -31,6 +31,11 @@ class Round:
         """Return predicted by measured."""
         return step_time(self.costs, mode) / self.measured_s[mode]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return costs and seconds per step as JSON values."""
+        predicted_s = {mode: step_time(self.costs, mode) for mode in Mode}
+        return {"costs": self.costs.to_dict(), "predicted_s": predicted_s, "measured_s": dict(self.measured_s)}
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -64,8 +69,6 @@ class Profile:
             mode: {
                 "measured_s": statistics.median(each.measured_s[mode] for each in self.rounds),
                 "predicted_over_measured": statistics.median(each.ratio(mode) for each in self.rounds),
-                "predicted_s": [step_time(each.costs, mode) for each in self.rounds],
-                "all_s": [each.measured_s[mode] for each in self.rounds],
             }
             for mode in Mode
             if mode in self.rounds[0].measured_s
@@ -74,7 +77,6 @@ class Profile:
         return {
             "ranks": self.ranks,
             "model": self.model,
-            "rounds": len(self.rounds),
             "costs": costs.to_dict(),
             "message_s": self.layers.message_s,
             "hooks_overhead": self.layers.overhead,
@@ -82,6 +84,7 @@ class Profile:
             "step_s": {mode: step_time(costs, mode) for mode in Mode},
             "measured": checked,
             "verdict": {"bound": verdict.bound, "inequality": verdict.inequality, "advice": verdict.advice},
+            "rounds": [each.to_dict() for each in self.rounds],
             "predictions": [dataclasses.asdict(prediction) for prediction in self.predictions],
         }
 

@@ -11,8 +11,7 @@ For rank i in step s, with x its compute time in that step by the mean one, logn
 
 Each is one event; as ranks only wait for each other through messages, evaluating the equations step by step is the
 whole simulation. Without jitter a step takes in the long run what `step_time` says, but for the wait for the slowest
-rank, t_w, which here follows from the jitter; and but for contention that makes an arrangement slower than a plainer
-one, of which `step_time` takes the plainer.
+rank, t_w, which here follows from the jitter.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ recurrence.
 
 The terms with k are ours too, for machines on which "beside" is not free: w_io and w_c are the processor time of
 other threads for a batch and for all messages, and k what the training thread loses for each second of it. With
-processors to spare k is 0; with one processor for all threads of a rank it is 1, and working ahead gains nothing.
-Less than nothing is not gained: where t_k makes an arrangement slower than a plainer one, it is taken to be as slow.
+processors to spare k is 0, and overlapped <= prefetched <= serial; with one processor for all threads of a rank it is
+1, and what is gained is only the time in which that processor would have waited.
 """
 
 from __future__ import annotations
@@ -52,22 +52,16 @@ class Mode(StrEnum):
 
 def step_time(costs: StepCosts, mode: Mode) -> float:
     """Return the seconds of a step in the long run; see the module for the equations."""
-    rest_s = costs.transfer_s + costs.compute_s + costs.launch_s + costs.skew_s + costs.update_s
-    serial_s = costs.io_s + rest_s + costs.reduce_s
     if mode is Mode.SERIAL:
-        return serial_s
-    prefetched_s = min(serial_s, max(costs.ahead_s, training_side_s(costs, Mode.PREFETCHED)))
-    if mode is Mode.PREFETCHED:
-        return prefetched_s
-    return max(0.0, max(costs.ahead_s, training_side_s(costs, Mode.OVERLAPPED)))
+        return costs.io_s + _passes_s(costs) + costs.reduce_s
+    return max(costs.ahead_s, training_side_s(costs, mode))
 
 
 def training_side_s(costs: StepCosts, mode: Mode) -> float:
     """Return what a step takes where batches are always ready: the right side of the maximum, not of serial steps."""
     assert mode is not Mode.SERIAL
-    side_s = costs.caller_s + costs.transfer_s + costs.compute_s + costs.launch_s + costs.skew_s + costs.update_s
     reduce_s = costs.reduce_s if mode is Mode.PREFETCHED else exposed_reduce_s(costs)
-    return side_s + reduce_s + contention_s(costs, mode)
+    return costs.caller_s + _passes_s(costs) + reduce_s + contention_s(costs, mode)
 
 
 def contention_s(costs: StepCosts, mode: Mode) -> float:
@@ -95,3 +89,8 @@ def last_reduced_s(messages: Iterable[Message]) -> float:
     for message in sorted(messages, key=lambda each: each.ready_s):
         end_s = max(message.ready_s, end_s) + message.reduce_s
     return end_s
+
+
+def _passes_s(costs: StepCosts) -> float:
+    """Return what every arrangement takes in the training thread: t_h2d + t_f + t_b + t_l + t_w + t_u."""
+    return costs.transfer_s + costs.compute_s + costs.launch_s + costs.skew_s + costs.update_s

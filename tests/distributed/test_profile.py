@@ -1,0 +1,81 @@
+"""`python -m trainer profile` at two ranks: what it prints fits together; nothing here judges a speed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import trainer as hvd
+from datasvc.errors import ConfigError
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+from trainer.recipes.profiling.command import main
+from trainer.recipes.profiling.costs import StepCosts
+from trainer.recipes.profiling.step_time import Mode, step_time
+
+MODES = {str(mode) for mode in Mode}
+
+
+@pytest.fixture(scope="module")
+def repository(digits_folder, tmp_path_factory):
+    repository = Repository.create(str(tmp_path_factory.mktemp("profile") / "repo"))
+    ingest(repository, str(digits_folder), "digits", shard_bytes=256 << 10)
+    return repository
+
+
+def words(repository):
+    options = ("--size", "32", "--batch-size", "8", "--steps", "2", "--rounds", "2")
+    return ["--data", "digits", "--repo", repository.url, *options]
+
+
+def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repository, tmp_path):
+    options = ("--micro-batch", "4", "--check", "--json", "--nodes", "1", "64", "--trace", tmp_path / "trace.json")
+    command = [sys.executable, "-m", "trainer", "profile", *words(repository), *options]
+    done = launcher.run(2, *command, options=("--no-prefix",))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    costs = StepCosts.from_dict(found["costs"])
+    assert found["step_s"] == {mode: step_time(costs, mode) for mode in Mode}
+    assert found["measured"].keys() == MODES
+    assert [prediction["ranks"] for prediction in found["predictions"]] == [1, 64]
+    assert found["predictions"][0]["efficiency"] == dict.fromkeys(MODES, 1.0)
+    gradient_bytes = sum(layer["gradient_bytes"] for layer in found["layers"])
+    assert sum(message.size_bytes for message in costs.messages) == gradient_bytes
+    assert all(seconds > 0 for seconds in (costs.io_s, costs.forward_s, costs.backward_s, costs.reduce_s))
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.0.json", "trace.1.json"]
+    events = json.loads((tmp_path / "trace.1.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"io", "forward", "backward", "all-reduce", "update", "(loss)"}
+
+    simulated = subprocess.run(
+        [sys.executable, "tools/simulate_training.py", "-", "--nodes", "1", "4096", "--json", "--steps", "3"],
+        input=done.stdout,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [row["ranks"] for row in json.loads(simulated.stdout)] == [1, 4096]
+
+
+def test_one_rank_prints_tables_and_a_verdict(repository, capsys):
+    main([*words(repository), "--top", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "small-cnn, 1 ranks, 8 images each, median of 2 rounds"
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in MODES] == list(Mode)
+    assert "-bound: " in lines[-1]
+    assert not hvd.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--steps", "0"], "steps is 0"),
+        (["--nodes", "8", "--bandwidth", "fast"], "'fast' is no bandwidth"),
+        (["--trace", "/nowhere/trace.json"], "its folder does not exist"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused_before_anything_runs(repository, options, says):
+    with pytest.raises(ConfigError, match=says):
+        main(["--data", "digits", "--repo", repository.url, *options])
+    assert not hvd.is_initialized()

@@ -1,0 +1,28 @@
+"""The comparison of predicted with measured steps runs on a tiny workload; nothing here judges a speed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_predicted_and_measured_steps_are_compared_for_both_models_and_all_modes():
+    done = subprocess.run(
+        [sys.executable, "tools/bench/profile_check.py", "--repeats", "2", "--steps", "1", "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["rows"]) == len(found["ratios"]) == 2 * 3
+    assert all(figure["n"] == 2 and figure["min"] > 0 for figure in found["rows"] + found["ratios"])

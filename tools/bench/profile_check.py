@@ -1,0 +1,67 @@
+"""Predicted by measured step time of two ranks, for steps that are serial, prefetched and overlapped.
+
+`python -m trainer profile --check` measures the parts of a step, predicts the three ways to arrange them, and then
+runs each, in turn. Every round measures and predicts anew, so that what else the machine does meanwhile is in both;
+a ratio is taken within each round. Two workloads on digits enlarged to 64x64, one thread a rank, gloo over the
+loopback: the recipe's small CNN, where loading is a large part, and ResNet-18, which sends 45 MB in several messages.
+
+    python tools/bench/profile_check.py [--repeats 15] [--steps 10] [--json]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from report import ROOT, Report, make_parser
+
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+
+RANKS = 2
+WORKLOADS = {
+    "small CNN": ["--model", "small-cnn", "--batch-size", "64", "--size", "64"],
+    "ResNet-18": ["--model", "resnet18", "--batch-size", "8", "--size", "64"],
+}
+
+
+def measure(options: list[str], repository: str, repeats: int, steps: int) -> dict[str, Any]:
+    """Return the profile of a workload."""
+    # The ranks must not find this folder's trainer.py where they import the package: -P.
+    python = [sys.executable, "-P", "-m"]
+    command = [*python, "trainer.launch", "-np", str(RANKS), "--no-prefix", *python, "trainer", "profile"]
+    told = ["--data", "digits", "--repo", repository, *options, "--check", "--json"]
+    counts = ["--rounds", str(repeats), "--steps", str(steps)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *told, *counts], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = make_parser(__doc__, repeats=15)
+    parser.add_argument("--steps", type=int, default=10, help="of a block that is timed; default: %(default)s")
+    arguments = parser.parse_args()
+    report = Report(f"{RANKS} ranks, one thread each, gloo over the loopback")
+    with tempfile.TemporaryDirectory() as folder:
+        digits, repository = Path(folder, "digits"), str(Path(folder, "repo"))
+        subprocess.run([sys.executable, str(ROOT / "tools" / "make_digits.py"), str(digits)], check=True, stdout=2)
+        ingest(Repository.create(repository), str(digits), "digits")
+        for workload, options in WORKLOADS.items():
+            profile = measure(options, repository, arguments.repeats, arguments.steps)
+            for mode in profile["measured"]:
+                measured_s, predicted_s = (
+                    [each[name][mode] for each in profile["rounds"]] for name in ("measured_s", "predicted_s")
+                )
+                report.add_row(f"{workload}, {mode}: measured", "ms/step", [1e3 * seconds for seconds in measured_s])
+                report.add_ratio(f"{workload}, {mode}: predicted / measured", predicted_s, measured_s)
+    report.show(as_json=arguments.as_json)
+
+
+if __name__ == "__main__":
+    main()

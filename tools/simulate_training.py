@@ -1,0 +1,154 @@
+"""Simulate training on up to thousands of ranks, from the profile of a step.
+
+Stragglers (lognormal compute times), the buckets' all-reduces (rings, or hierarchical with `--inside-bandwidth`),
+and loaders behind caches and an origin that all nodes share. Prints how long steps take and how well it scales:
+efficiency is the step on one rank by the step there.
+
+    python -m trainer profile --data DATA --repo REPO --model resnet50 --json > profile.json
+    python tools/simulate_training.py profile.json --ranks-per-node 8 --bandwidth 100Gbit/s --inside-bandwidth 200GB/s
+
+What it does not know: how the network between nodes is shared with others, how fetching slows all-reduces down, and
+ranks that are slow for longer than a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datasvc.errors import ConfigError, DatasvcError
+from datasvc.sizes import parse_size
+from trainer.recipes.profiling.all_reduce import Cluster
+from trainer.recipes.profiling.costs import StepCosts
+from trainer.recipes.profiling.input_system import UNLIMITED, InputSystem
+from trainer.recipes.profiling.links import Link, parse_bandwidth, parse_duration
+from trainer.recipes.profiling.simulate import Training, jitter_of, simulate
+from trainer.recipes.profiling.step_time import Mode
+
+NODES = [2**power for power in range(13)]
+
+
+def main() -> None:
+    """Parse the command line, simulate, and print."""
+    arguments = make_parser().parse_args()
+    try:
+        rows = run(arguments)
+    except DatasvcError as error:
+        sys.exit(f"error: {error}")
+    print(json.dumps(rows) if arguments.json else describe(rows))
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return one row for each number of nodes; see `describe`."""
+    profile = read_profile(arguments.profile)
+    costs = StepCosts.from_dict(profile["costs"])
+    jitter = jitter_of(costs, profile["ranks"]) if arguments.jitter is None else arguments.jitter
+    samples_from = choose_input(arguments, costs.samples)
+    network = Link(parse_bandwidth(arguments.bandwidth), parse_duration(arguments.latency))
+    inside = None
+    if arguments.inside_bandwidth is not None:
+        inside = Link(parse_bandwidth(arguments.inside_bandwidth), parse_duration(arguments.inside_latency))
+    training = Training(
+        costs,
+        Cluster(1, network),
+        mode=Mode(arguments.mode),
+        jitter=jitter,
+        samples_from=samples_from,
+        is_first_epoch=arguments.first_epoch,
+    )
+    alone_s = float(np.mean(simulate(training, steps=arguments.steps, seed=arguments.seed)))
+    rows = []
+    for nodes in arguments.nodes:
+        cluster = Cluster(nodes, network, arguments.ranks_per_node, inside, profile["message_s"])
+        there = dataclasses.replace(training, cluster=cluster)
+        steps_s = simulate(there, steps=arguments.steps, seed=arguments.seed)
+        mean_s = float(steps_s.mean())
+        p50_s, p95_s, p99_s = np.quantile(steps_s, (0.5, 0.95, 0.99)).tolist()
+        rows.append(
+            {
+                "nodes": nodes,
+                "ranks": cluster.ranks,
+                "mean_s": mean_s,
+                "p50_s": p50_s,
+                "p95_s": p95_s,
+                "p99_s": p99_s,
+                "samples_per_s": costs.samples * cluster.ranks / mean_s,
+                "efficiency": alone_s / mean_s,
+                "jitter": jitter,
+            }
+        )
+    return rows
+
+
+def describe(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table."""
+    lines = [f"jitter {rows[0]['jitter']:.3f}", f"{'nodes':>6}{'ranks':>7}"]
+    lines[-1] += "".join(f"{name:>10}" for name in ("mean ms", "p50 ms", "p95 ms", "p99 ms")) + f"{'samples/s':>14}"
+    lines[-1] += f"{'efficiency':>12}"
+    for row in rows:
+        times = "".join(f"{row[name] * 1e3:>10.2f}" for name in ("mean_s", "p50_s", "p95_s", "p99_s"))
+        lines.append(
+            f"{row['nodes']:>6}{row['ranks']:>7}{times}{row['samples_per_s']:>14,.0f}{row['efficiency']:>12.1%}"
+        )
+    return "\n".join(lines)
+
+
+def choose_input(arguments: argparse.Namespace, samples: int) -> InputSystem:
+    """Return what feeds the loaders: the nodes' caches alone, unless there is an origin."""
+    if arguments.origin is None:
+        return UNLIMITED
+    if arguments.data_size is None or arguments.sample_size is None:
+        raise ConfigError("--origin needs --data-size and --sample-size: how much is to come through it")
+    return InputSystem(
+        batch_bytes=samples * parse_size(arguments.sample_size),
+        data_bytes=parse_size(arguments.data_size),
+        cache_bytes=parse_size(arguments.cache_size),
+        origin_bytes_per_s=parse_bandwidth(arguments.origin),
+        shares_caches=arguments.peers,
+    )
+
+
+def read_profile(path: str) -> dict[str, Any]:
+    """Return what `python -m trainer profile --json` printed. Raises ConfigError: it is something else."""
+    try:
+        profile = json.loads(sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no profile: {error}") from error
+    if not isinstance(profile, dict) or not {"costs", "ranks", "message_s"} <= profile.keys():
+        raise ConfigError(f"{path} is no profile; write one with python -m trainer profile --json")
+    return profile
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile", help="what python -m trainer profile --json printed; -: standard input")
+    parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="default: 1 2 4 ... 4096")
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--bandwidth", default="10GbE", help="of a node's network; default: %(default)s")
+    parser.add_argument("--latency", default="50us", help="default: %(default)s")
+    parser.add_argument("--inside-bandwidth", help="between ranks of a node: all-reduce is then hierarchical")
+    parser.add_argument("--inside-latency", default="5us", help="default: %(default)s")
+    parser.add_argument("--mode", choices=list(Mode), default=Mode.OVERLAPPED, help="default: %(default)s")
+    parser.add_argument("--jitter", type=float, help="of compute times, 0.1 for 10 %%; default: as in the profile")
+    parser.add_argument("--origin", help="bandwidth of the repository, shared by all nodes; default: all is cached")
+    parser.add_argument("--data-size", help="of the split: 150GB")
+    parser.add_argument("--sample-size", help="of a stored sample: 110kB")
+    parser.add_argument("--cache-size", default="0", help="of each node; default: none")
+    parser.add_argument("--peers", action="store_true", help="nodes take from each other's caches")
+    parser.add_argument("--first-epoch", action="store_true", help="caches are empty")
+    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
