@@ -123,7 +123,7 @@ def test_the_output_of_a_rank_elsewhere_goes_to_its_files_without_the_guards_rep
     options = ("-H", "node7:1", "--output-filename", str(tmp_path / "out"), "--no-prefix")
     done = launch(1, *sh("echo out; printf 'no end' >&2"), options=options)
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "no end\n")
-    assert (tmp_path / "out" / "rank.0" / "stderr").read_text() == "no end\n"
+    assert (tmp_path / "out" / "rank.0" / "stderr").read_text() == "no end"
 
 
 def test_no_rank_elsewhere_outlives_a_launcher_that_is_killed(launcher, ssh, has_ended):
@@ -147,6 +147,18 @@ def test_signals_have_their_usual_effect_on_ranks_elsewhere(launch):
     program = "import signal; print([signal.getsignal(n).name for n in (1, 15)])"
     done = launch(1, sys.executable, "-c", program, options=("-H", "node7", "--no-prefix"))
     assert done.stdout == "['SIG_DFL', 'SIG_DFL']\n"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_ranks_elsewhere_share_the_processors_that_they_may_use(launch, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        done = launch(1, *sh("echo $OMP_NUM_THREADS"), options=("-H", "node7:1", "--no-prefix"))
+    finally:
+        os.sched_setaffinity(0, processors)
+    assert done.stdout == "1\n"
 
 
 def test_a_host_out_of_reach_is_named_with_what_ssh_said(launch, ssh):

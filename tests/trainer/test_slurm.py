@@ -83,8 +83,16 @@ def test_one_count_is_that_of_every_node_and_others_must_fit():
 def test_the_nodes_of_an_allocation_have_the_tasks_that_were_asked_for():
     environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
     assert read_nodes(environ) == [("n1", 2), ("n2", 1)]
-    assert read_nodes({**environ, "SLURM_NTASKS_PER_NODE": "8"}) == [("n1", 8), ("n2", 8)]
+    # --nodes=2 --ntasks=5 --ntasks-per-node=4
+    uneven = {**environ, "SLURM_TASKS_PER_NODE": "4,1", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NTASKS": "5"}
+    assert read_nodes(uneven) == [("n1", 4), ("n2", 1)]
     assert read_nodes({}) is None
+
+
+def test_the_tasks_of_a_step_on_some_nodes_are_not_those_of_the_allocation():
+    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "8"}
+    assert read_nodes(environ) == [("n1", 8), ("n2", 8)]
+    assert read_nodes({**environ, "SLURM_TASKS_PER_NODE": "1"}) == [("n1", 8), ("n2", 8)]
 
 
 def test_a_batch_script_is_no_task_although_it_has_a_rank():

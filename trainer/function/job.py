@@ -128,13 +128,19 @@ def run(
             reset_limit=reset_limit,
             cooldown_range_s=cooldown_range,
         )
+    elif not (reset_limit is None and cooldown_range is None):
+        name = "cooldown_range" if reset_limit is None else "reset_limit"
+        raise ValueError(
+            f"{name} is for elastic jobs: give min_num_proc, max_num_proc or host_discovery_script as well"
+        )
     return _run(job, elastic, environ, call)
 
 
 def _run(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
     key = secrets.token_bytes(32)
     # Hosts that a script finds may be any.
-    for_other_hosts = elastic is not None or not all(is_local(host.name, environ) for host in job.hosts)
+    finds_hosts = elastic is not None and elastic.discovery_script is not None
+    for_other_hosts = finds_hosts or not all(is_local(host.name, environ) for host in job.hosts)
     post = Post(call, key=key, for_other_hosts=for_other_hosts)
     job = dataclasses.replace(job, variables={**job.variables, PORT: str(post.port), KEY: key.hex()})
     with post.open():

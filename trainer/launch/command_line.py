@@ -1,8 +1,8 @@
 """The launcher's command line: ``python -m trainer.launch -np 2 python train.py``, with horovodrun's flags.
 
 Exit status: 0 when all ranks end well; else that of the first rank that failed, 128 + N for signal N; 2 for a
-command line that describes no job, 3 when an elastic job has reached its reset limit, 127 for a program that cannot
-be started.
+command line that describes no job, 3 when an elastic job has reached its reset limit, 127 for a program that is not
+there, 126 for one that cannot be started; 1 when the launcher itself has failed.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from trainer.launch.config_file import read_config_file
 from trainer.launch.engine_flags import add_engine_flags, list_ignored, read_engine_flags
 from trainer.launch.hosts import parse_host_file, parse_hosts, read_allocation
 from trainer.launch.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
+from trainer.launch.rank_process import StartError
 from trainer.launch.remote_shell import is_local
 from trainer.launch.static_job import run_static_job
 
@@ -28,9 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         _say(str(error))
         return 2
+    except StartError as error:
+        _say(str(error))
+        return 127 if isinstance(error.__cause__, FileNotFoundError) else 126
     except OSError as error:
-        _say(f"cannot run {job.command[0]}: {error}")
-        return 127
+        _say(f"the launcher has failed: {error}")
+        return 1
     if failure is None:
         return 0
     _say(failure.describe())
@@ -41,7 +45,8 @@ def run_job(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str]
     """Runs a job to its end; elastic if there are options for that.
 
     Raises:
-        OSError: the command cannot be started.
+        StartError: the command cannot be started.
+        OSError: the launcher lacks something: a port, or a place for the output.
         ValueError: the job cannot be as described.
     """
     if elastic is None:
@@ -66,7 +71,13 @@ def parse_arguments(
         if options.config_file is not None:
             # What is on the command line comes later, so it wins.
             given = sys.argv[1:] if arguments is None else arguments
-            options = parser.parse_args([*read_config_file(options.config_file), *given])
+            switches = {
+                flag
+                for action in parser._actions  # noqa: SLF001 - argparse has no other list of its flags
+                if action.nargs == 0
+                for flag in action.option_strings
+            }
+            options = parser.parse_args([*read_config_file(options.config_file, switches), *given])
         return _read_job(options, {} if environ is None else environ)
     except ValueError as error:
         parser.error(str(error))
@@ -144,6 +155,12 @@ def _count_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
 def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
     given = (options.min_num_proc, options.max_num_proc, options.host_discovery_script)
     if all(value is None for value in given):
+        for name in ("elastic_timeout", "reset_limit", "blacklist_cooldown_range"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for elastic jobs: "
+                    "give --min-num-proc, --max-num-proc or --host-discovery-script as well"
+                )
         return None
     return ElasticOptions(
         min_num_ranks=options.min_num_proc or options.num_proc or 1,

@@ -2,32 +2,39 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Where a setting's flag is not its own name in dashes: (section, setting) -> flag for true or a value, for false.
-_FLAGS: dict[tuple[str, str], tuple[str, str | None]] = {
-    ("autotune", "enabled"): ("--autotune", "--no-autotune"),
-    ("stall_check", "enabled"): ("--stall-check", "--no-stall-check"),
-    ("logging", "level"): ("--log-level", None),
-    ("logging", "hide_timestamp"): ("--log-hide-timestamp", None),
+# Where a setting's flag is not its own name in dashes.
+_FLAGS = {
+    ("autotune", "enabled"): "--autotune",
+    ("stall-check", "enabled"): "--stall-check",
+    ("logging", "level"): "--log-level",
+    ("logging", "hide-timestamp"): "--log-hide-timestamp",
 }
+# The flags whose values are words of their own; other lists are one word with commas.
+_OF_SEVERAL_WORDS = frozenset({"--blacklist-cooldown-range"})
 _PREFIXES = {
     "params": "",
     "autotune": "autotune-",
     "timeline": "timeline-",
-    "stall_check": "stall-check-",
-    "library_options": "",
+    "stall-check": "stall-check-",
+    "library-options": "",
     "logging": "",
     "elastic": "",
 }
 
 
-def read_config_file(path: Path) -> list[str]:
+def read_config_file(path: Path, switches: Collection[str]) -> list[str]:
     """The command line that a configuration file stands for.
 
-    ``.json`` and ``.toml`` are read as such, everything else as YAML, for which PyYAML must be installed.
+    ``.json`` and ``.toml`` are read as such, everything else as YAML, for which PyYAML must be installed. Names have
+    underscores or dashes.
+
+    Args:
+        path: of the file.
+        switches: the flags without a value that the command line has.
 
     Raises:
         ValueError: it cannot be read or does not hold sections of settings.
@@ -40,7 +47,7 @@ def read_config_file(path: Path) -> list[str]:
         raise ValueError(  # noqa: TRY004 - the file is wrong, not the caller
             f"{path} must hold sections such as params, not {type(content).__name__}"
         )
-    return list(_list_arguments(content, path))
+    return list(_list_arguments(content, path, switches))
 
 
 def _parse(path: Path) -> Any:
@@ -64,31 +71,34 @@ def _parse(path: Path) -> Any:
         raise ValueError(f"cannot read {path}: {error}") from None
 
 
-def _list_arguments(content: Mapping[str, Any], path: Path) -> Iterator[str]:
-    for section, settings in content.items():
+def _list_arguments(content: Mapping[str, Any], path: Path, switches: Collection[str]) -> Iterator[str]:
+    for key, settings in content.items():
+        section = _dashed(key)
         if not isinstance(settings, Mapping):
-            yield from _argument(f"--{_dashed(section)}", f"--no-{_dashed(section)}", settings, path)
+            yield from _argument(f"--{section}", settings, path, switches)
             continue
         if section not in _PREFIXES:
-            raise ValueError(f"{path} has a section {section}; known are {', '.join(_PREFIXES)}")
+            raise ValueError(f"{path} has a section {key}; known are {', '.join(_PREFIXES)}")
         for name, value in settings.items():
-            flag = f"--{_PREFIXES[section]}{_dashed(name)}"
-            yes, no = _FLAGS.get((section, name), (flag, f"--no-{flag[2:]}"))
-            yield from _argument(yes, no, value, path)
+            flag = _FLAGS.get((section, _dashed(name)), f"--{_PREFIXES[section]}{_dashed(name)}")
+            yield from _argument(flag, value, path, switches)
 
 
-def _argument(yes: str, no: str | None, value: object, path: Path) -> Iterator[str]:
+def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -> Iterator[str]:
     if value is True:
-        yield yes
+        yield flag
     elif value is False:
-        if no is not None:
-            yield no
+        opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
+        # A switch without an opposite is off anyway. A flag that is no switch is the parser's to refuse.
+        if opposite in switches or flag not in switches:
+            yield opposite
     elif isinstance(value, list):
-        yield from (yes, *map(str, value))
+        words = [str(part) for part in value]
+        yield from (flag, *words) if flag in _OF_SEVERAL_WORDS else (f"{flag}={','.join(words)}",)
     elif isinstance(value, str | int | float):
-        yield f"{yes}={value}"
+        yield f"{flag}={value}"
     elif value is not None:
-        raise ValueError(f"{path}: the value of {yes[2:]} must be a number, a text or a switch, not {value!r}")
+        raise ValueError(f"{path}: the value of {flag[2:]} must be a number, a text or a switch, not {value!r}")
 
 
 def _dashed(name: object) -> str:

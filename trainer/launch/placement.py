@@ -69,6 +69,6 @@ def plan_environment(place: Place, host: str, port: int) -> dict[str, str]:
 
 
 def plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The threads of each rank on this machine: its share of the processors, unless the user chose."""
-    share = max(1, (os.cpu_count() or 1) // num_local_ranks)
+    """The threads of each rank on this machine: its share of the launcher's processors, unless the user chose."""
+    share = max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
     return {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(share))}

@@ -1,5 +1,6 @@
 """The processes of a job, on all its hosts: none outlives the launcher."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -7,7 +8,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from trainer.launch.orphan_guard import OrphanGuard
-from trainer.launch.rank_process import RankEnd, RankProcess, RankStart
+from trainer.launch.rank_process import DRAIN_TIMEOUT_S, RankEnd, RankProcess, RankStart
 from trainer.launch.remote_process import RemoteRankProcess
 
 # sshd refuses some of more than ten connections that have not yet logged in.
@@ -34,14 +35,17 @@ class RankGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.terminate()
-        self._guard.close()
+        try:
+            self.terminate()
+        finally:
+            self._guard.close()
 
     def start(self, start: RankStart) -> RankProcess:
         """Starts a process; signals that were passed on before reach it too.
 
         Raises:
-            OSError: the command, or the shell to its host, cannot be started.
+            StartError: the command, or the shell to its host, cannot be started.
+            OSError: the files for its output cannot be written, or the guard of this machine's processes is gone.
         """
         assert start.worker_id not in self.processes
         if start.remote_command is None:
@@ -76,15 +80,29 @@ class RankGroup:
         for process in processes:
             process.begin_end(self._grace_s)
         deadline_s = time.monotonic() + self._grace_s
+        with contextlib.ExitStack() as ends:
+            # Trouble with one is no reason to leave another running.
+            for worker_id in reversed(chosen):
+                ends.callback(self._finish_end, worker_id, deadline_s)
+        # One moment for all: children that left their group may hold the output of each rank open.
+        drained_s = time.monotonic() + DRAIN_TIMEOUT_S
         for process in processes:
-            process.finish_end(deadline_s)
-        for worker_id in chosen:
+            process.drain(drained_s)
+
+    def _finish_end(self, worker_id: str, deadline_s: float) -> None:
+        try:
+            self.processes[worker_id].finish_end(deadline_s)
+        finally:
             del self.processes[worker_id]
 
     def _start_remote(self, start: RankStart) -> RankProcess:
         door = self._doors.setdefault(start.host, threading.Semaphore(_MAX_COMING_PER_HOST))
         door.acquire(timeout=_DOOR_TIMEOUT_S)
-        process = RemoteRankProcess(start, guard=self._guard, ends=self._ends, grace_s=self._grace_s)
+        try:
+            process = RemoteRankProcess(start, guard=self._guard, ends=self._ends, grace_s=self._grace_s)
+        except BaseException:
+            door.release()
+            raise
 
         def open_door() -> None:
             process.has_come.wait()

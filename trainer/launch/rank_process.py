@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import IO
 
 from trainer.launch.orphan_guard import OrphanGuard
-from trainer.launch.rank_output import LinePump, LineTarget, screen
+from trainer.launch.rank_output import LinePump, screen
 
 DRAIN_TIMEOUT_S = 2.0
+
+
+class StartError(OSError):
+    """The program, or the shell that leads to its host, cannot be started; caused by what the system said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,8 @@ class RankProcess:
         ends: gets a ``RankEnd`` when the process ends, whoever ended it.
 
     Raises:
-        OSError: the command cannot be started.
+        StartError: the command cannot be started.
+        OSError: the files for its output cannot be written, or the guard is gone.
     """
 
     def __init__(self, start: RankStart, *, guard: OrphanGuard, ends: "queue.SimpleQueue[RankEnd]") -> None:
@@ -88,10 +93,20 @@ class RankProcess:
         self._ends = ends
         self._has_ended = threading.Event()
         self._is_closed = False
-        self._files = contextlib.ExitStack()
-        self._process = self._open()
+        with contextlib.ExitStack() as files:
+            # Before there is a process that would have to be ended.
+            self._files = {stream: self._open_files(stream, files) for stream in ("stdout", "stderr")}
+            self._process = self._open()
+            files.pop_all()
         self.pid = self._process.pid
-        self._connect()
+        try:
+            self._connect()
+        except BaseException:
+            # Nobody else knows of it yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            raise
 
     @property
     def is_running(self) -> bool:
@@ -99,51 +114,59 @@ class RankProcess:
         return not self._has_ended.is_set()
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process and its children."""
+        """Sends a signal to the process and its children. Does nothing once they have been ended."""
+        if self._is_closed:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def terminate(self, grace_s: float) -> None:
-        """Ends the process and its children: SIGTERM, and SIGKILL ``grace_s`` later. Returns when it is gone."""
-        self.begin_end(grace_s)
-        self.finish_end(time.monotonic() + grace_s)
-
     def begin_end(self, grace_s: float) -> None:  # noqa: ARG002 - a remote guard wants to know
         """Asks the process and its children to end."""
-        if not self._is_closed:
-            self.send(signal.SIGTERM)
+        self.send(signal.SIGTERM)
 
     def finish_end(self, deadline_s: float) -> None:
-        """Waits until the monotonic clock's ``deadline_s``, then kills; releases what the process held."""
+        """Waits until the monotonic clock's ``deadline_s``, then kills. Returns when the process is gone."""
         if self._is_closed:
             return
-        self._is_closed = True
         self._has_ended.wait(max(0.0, deadline_s - time.monotonic()))
         self.send(signal.SIGKILL)
         # The watching thread has seen the end before the process is reaped.
         self._has_ended.wait()
+        # Before it is reaped: its number may then be another's.
+        self._is_closed = True
         self._guard.remove(self.pid)
         self._process.wait()
-        self._release()
 
-    def last_lines(self) -> tuple[str, ...]:
-        """The last lines of its standard error. Waits a moment for the rest of them when the process has ended."""
-        return tuple(self._errors.last_lines(timeout_s=0.0 if self.is_running else DRAIN_TIMEOUT_S))
+    def drain(self, deadline_s: float) -> None:
+        """Waits for the rest of its output, which a child may hold open, until the clock's ``deadline_s``."""
+        for pump in (self._output, self._errors):
+            pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
+
+    def last_lines(self, *, timeout_s: float = DRAIN_TIMEOUT_S) -> tuple[str, ...]:
+        """The last lines of its standard error. Waits for the rest of them when the process has ended."""
+        return tuple(self._errors.last_lines(timeout_s=0.0 if self.is_running else timeout_s))
 
     def _open(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(  # noqa: S603 - running the user's command is the purpose
-            self._start.command,
-            env=dict(self._start.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # A group of its own: to end the rank with its children, and to leave Ctrl-C to the launcher.
-            process_group=0,
-        )
-        self._guard.add(process.pid)
-        return process
+        return self._run(self._start.command, stdin=subprocess.DEVNULL, env=dict(self._start.environ))
+
+    def _run(
+        self, command: Sequence[str], *, stdin: int, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(  # noqa: S603 - running the user's command is the purpose
+                command,
+                env=env,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # A group of its own: to end the rank with its children, and to leave Ctrl-C to the launcher.
+                process_group=0,
+            )
+        except OSError as error:
+            raise StartError(f"cannot run {command[0]}: {error}") from error
 
     def _connect(self) -> None:
+        self._guard.add(self.pid)
         self.has_come.set()
         self._pump_output()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -161,24 +184,22 @@ class RankProcess:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         prefix = f"[{self._start.label}] ".encode() if self._start.label else b""
-        self._output = LinePump(self._process.stdout, self._targets("stdout"), prefix=prefix)
+        self._output = LinePump(self._process.stdout, screen("stdout"), self._files["stdout"], prefix=prefix)
         self._errors = LinePump(
-            self._process.stderr, self._targets("stderr"), prefix=prefix, mark=mark, on_report=on_report
+            self._process.stderr,
+            screen("stderr"),
+            self._files["stderr"],
+            prefix=prefix,
+            mark=mark,
+            on_report=on_report,
         )
 
-    def _targets(self, stream: str) -> list[LineTarget]:
-        targets: list[LineTarget] = [screen(stream)]
-        folder: Path | None = self._start.output_folder
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            file: IO[bytes] = self._files.enter_context((folder / stream).open("wb"))
-            targets.append(file)
-        return targets
-
-    def _release(self) -> None:
-        for pump in (self._output, self._errors):
-            pump.last_lines(timeout_s=DRAIN_TIMEOUT_S)
-        self._files.close()
+    def _open_files(self, stream: str, files: contextlib.ExitStack) -> list[IO[bytes]]:
+        folder = self._start.output_folder
+        if folder is None:
+            return []
+        folder.mkdir(parents=True, exist_ok=True)
+        return [files.enter_context((folder / stream).open("wb"))]
 
 
 def wait_for_end(pid: int) -> int:

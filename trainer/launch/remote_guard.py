@@ -40,8 +40,11 @@ def main() -> None:
     report(f"started {process.pid}")
     has_ended = threading.Event()
     threading.Thread(target=watch, args=(process.pid, report, has_ended), daemon=True).start()
-    grace_s = obey(process.pid, order["grace_s"])
-    end_group(process.pid, has_ended, grace_s)
+    grace_s = order["grace_s"]
+    try:
+        grace_s = obey(process.pid, grace_s)
+    finally:
+        end_group(process.pid, has_ended, grace_s)
 
 
 def start(order: dict[str, Any]) -> "subprocess.Popen[bytes]":
@@ -59,7 +62,7 @@ def start(order: dict[str, Any]) -> "subprocess.Popen[bytes]":
         if interface is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if "LOCAL_WORLD_SIZE" in environ:
-        share = (os.cpu_count() or 1) // int(environ["LOCAL_WORLD_SIZE"])
+        share = len(os.sched_getaffinity(0)) // int(environ["LOCAL_WORLD_SIZE"])
         environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
     try:
         os.chdir(order["folder"])
@@ -117,20 +120,23 @@ def watch(pid: int, report: Callable[[str], None], has_ended: threading.Event) -
 def obey(pid: int, grace_s: float) -> float:
     """Passes signals on until the launcher says to end, or is gone; seconds to leave between the two signals."""
     for line in sys.stdin.buffer:
+        if not line.endswith(b"\n"):
+            # The launcher died while it spoke.
+            break
         word, number = line.split()
         if word == b"end":
             return float(number)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, int(number))
     return grace_s
 
 
 def end_group(pid: int, has_ended: threading.Event, grace_s: float) -> None:
     """SIGTERM, time to obey, SIGKILL."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGTERM)
     has_ended.wait(grace_s)
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainer.launch import remote_guard
 from trainer.launch.job import describe_end
-from trainer.launch.orphan_guard import OrphanGuard
+from trainer.launch.orphan_guard import OrphanGuard, keep_from_forked_children
 from trainer.launch.rank_process import DRAIN_TIMEOUT_S, RankEnd, RankProcess, RankStart, wait_for_end
 
 # Reads the guard's length and source from its input. No character in it means anything to any shell.
@@ -37,7 +37,8 @@ class RemoteRankProcess(RankProcess):
         grace_s: what the guard leaves between SIGTERM and SIGKILL when the launcher is gone.
 
     Raises:
-        OSError: the shell cannot be started.
+        StartError: the shell cannot be started.
+        OSError: the files for its output cannot be written, or the launcher's folder is gone.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class RemoteRankProcess(RankProcess):
         """Waits for the shell, which ends after the rank, and kills it if it does not."""
         if self._is_closed:
             return
-        self._is_closed = True
         self._orders.put(None)
         # A host that has not come is not waited for: it hears of the end by the end of its input.
         limit_s = deadline_s + _SHELL_MARGIN_S - time.monotonic() if self._has_started else 0.0
@@ -72,25 +72,22 @@ class RemoteRankProcess(RankProcess):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._shell_has_ended.wait()
+        self._is_closed = True
         self._process.wait()
-        self._release()
 
     def _open(self) -> subprocess.Popen[bytes]:
         assert self._start.remote_command is not None
-        return subprocess.Popen(  # noqa: S603 - as planned from the user's hosts
-            self._start.remote_command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,
-        )
+        return self._run(self._start.remote_command, stdin=subprocess.PIPE)
 
     def _connect(self) -> None:
-        # What to do may exceed a pipe, and the host be slow to read it: written by a thread.
+        assert self._process.stdin is not None
+        keep_from_forked_children(self._process.stdin)
         self._orders.put(self._first_order())
-        threading.Thread(target=self._write_orders, daemon=True).start()
         self._pump_output(self._mark.encode(), self._hear)
         threading.Thread(target=self._watch, daemon=True).start()
+        # Last, because what was not told to start needs no end. What to do may exceed a pipe, and the host be slow to
+        # read it: written by a thread.
+        threading.Thread(target=self._write_orders, daemon=True).start()
 
     def _first_order(self) -> bytes:
         source = Path(remote_guard.__file__).read_bytes()

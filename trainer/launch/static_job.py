@@ -38,7 +38,8 @@ def run_static_job(job: Job, environ: Mapping[str, str]) -> RankFailure | None:
         None if every rank ended with status 0.
 
     Raises:
-        OSError: the command cannot be started.
+        StartError: the command cannot be started.
+        OSError: there is no port to be had, or the files for the output cannot be written.
         ValueError: there are too few slots, or a network interface does not exist.
     """
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
@@ -122,15 +123,16 @@ class _Wait:
         following: RankEnd | None = end
         while following is not None:
             self._running.discard(int(following.worker_id))
-            if following.returncode and not self._has_lost_others(following):
+            if following.returncode and not self._has_lost_others(following, deadline_s):
                 return following
             if not self._running:
                 break
             following = self._group.next_end(max(0.0, deadline_s - time.monotonic()))
         return end
 
-    def _has_lost_others(self, end: RankEnd) -> bool:
-        last_lines = self._group.processes[end.worker_id].last_lines()
+    def _has_lost_others(self, end: RankEnd, deadline_s: float) -> bool:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        last_lines = self._group.processes[end.worker_id].last_lines(timeout_s=left_s)
         return end.returncode == 1 and any(_LOSS in line for line in last_lines)
 
     def _judge(self, end: RankEnd) -> RankFailure:

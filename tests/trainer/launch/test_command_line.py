@@ -146,6 +146,14 @@ def test_elastic_flags_make_the_job_elastic():
     assert parse("--min-num-proc", "2", "-H", "a:4")[0].num_ranks == 2
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [["--reset-limit", "3"], ["--elastic-timeout", "60"], ["--blacklist-cooldown-range", "1", "2"]],
+)
+def test_a_flag_of_elastic_jobs_alone_is_a_usage_error_that_names_it(capsys, flags):
+    assert f"{flags[0]} is for elastic jobs: give --min-num-proc" in refusal(capsys, "-np", "2", *flags)
+
+
 CONFIG = {
     "params": {"fusion_threshold_mb": 32, "cycle_time_ms": 3, "hierarchical_allreduce": False},
     "autotune": {"enabled": True, "log_file": "tune.csv", "warmup_samples": 5},
@@ -200,6 +208,42 @@ def test_a_configuration_file_stands_for_flags_and_the_command_line_wins(tmp_pat
     }
 
 
+def read_config(tmp_path, content):
+    (tmp_path / "c.json").write_text(json.dumps(content))
+    return parse("-np", "2", "--config-file", str(tmp_path / "c.json"))
+
+
+def test_a_list_in_a_configuration_file_is_written_with_commas(tmp_path):
+    job, _ = read_config(tmp_path, {"params": {"hosts": ["a:1", "b:1"], "network-interface": ["lo"]}})
+    assert job.command == ["python", "train.py", "--np", "9"]
+    assert job.hosts == (Host("a", 1), Host("b", 1))
+    assert job.remote.network_interfaces == ("lo",)
+    elastic = {"elastic": {"min_np": 2, "blacklist_cooldown_range": [10, 100]}}
+    assert read_config(tmp_path, elastic)[1].cooldown_range_s == (10.0, 100.0)
+
+
+def test_switches_in_a_configuration_file_may_be_off_whether_they_have_an_opposite_or_not(capsys, tmp_path):
+    off = {"verbose": False, "no_prefix": False, "params": {"disable_cache": False, "no_stall_check": False}}
+    off |= {"autotune": {"enabled": False}, "logging": {"hide_timestamp": False}, "timeline": {"mark_cycles": False}}
+    job, _ = read_config(tmp_path, off)
+    assert (job.is_verbose, job.prefixes_lines) == (False, True)
+    assert job.variables == {
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+        "HOROVOD_AUTOTUNE": "0",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
+    }
+    assert capsys.readouterr().err == ""
+
+
+def test_names_in_a_configuration_file_may_have_dashes(tmp_path):
+    job, _ = read_config(
+        tmp_path, {"stall-check": {"enabled": False}, "library-options": {"gloo-timeout-seconds": 5}}
+    )
+    assert job.variables == {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
+    hidden, _ = read_config(tmp_path, {"logging": {"hide-timestamp": True}, "no-prefix": True})
+    assert not hidden.prefixes_lines
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -208,6 +252,8 @@ def test_a_configuration_file_stands_for_flags_and_the_command_line_wins(tmp_pat
         ('{"params": {"cycle_time_ms": {}}}', "the value of cycle-time-ms must be"),
         ("{", "cannot read"),
         ('{"params": {"speed": 3}}', "unrecognized arguments: --speed=3"),
+        ('{"params": {"speed": false}}', "unrecognized arguments: --no-speed"),
+        ('{"timeline": {"filename": false}}', "unrecognized arguments: --no-timeline-filename"),
     ],
 )
 def test_a_configuration_file_that_is_wrong_says_where(capsys, tmp_path, text, message):

@@ -1,0 +1,236 @@
+"""What goes wrong around the launcher: full disks, dead guards, forked children. No rank is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainer.launch import remote_guard
+from trainer.launch.job import Job
+from trainer.launch.rank_group import RankGroup
+from trainer.launch.rank_process import RankStart, StartError
+from trainer.launch.static_job import run_static_job
+
+STUBBORN = "trap '' TERM; echo $$ >{fifo}; while true; do sleep 1000; done"
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
+def run(script, num_ranks=2, **settings):
+    return run_static_job(Job(command=["sh", "-c", script], num_ranks=num_ranks, **settings), os.environ)
+
+
+def rank_start(script, worker_id="0", **settings):
+    return RankStart(worker_id=worker_id, command=["sh", "-c", script], environ=os.environ, **settings)
+
+
+def children():
+    """The processes that this one has started and not reaped."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}
+
+
+def test_a_file_on_a_full_disk_harms_no_rank_and_hides_no_failure(capfd, fifo, tmp_path):
+    (tmp_path / "out" / "rank.0").mkdir(parents=True)
+    (tmp_path / "out" / "rank.0" / "stdout").symlink_to("/dev/full")
+    lines = "for i in 1 2 3; do echo $i; done; echo alive >&2; "
+    script = f"if [ $RANK = 0 ]; then {lines} echo go >{fifo}; exec sleep 1000; fi; read go <{fifo}; exit 9"
+    failure = run(script, output_folder=tmp_path / "out")
+    assert (failure.rank, failure.returncode) == (1, 9)
+    output, errors = capfd.readouterr()
+    assert output == "[0] 1\n[0] 2\n[0] 3\n"
+    assert "[0] alive" in errors
+    assert errors.count("cannot write") == 1
+
+
+def test_a_file_that_cannot_be_made_is_not_taken_for_a_missing_program(launcher, tmp_path):
+    (tmp_path / "rank.0" / "stdout").mkdir(parents=True)
+    done = launcher.run(1, "true", options=("--output-filename", tmp_path))
+    assert done.returncode == 1
+    assert "the launcher has failed: [Errno 21] Is a directory" in done.stderr
+
+
+def test_a_program_that_is_not_executable_is_told_from_one_that_is_not_there(launcher, tmp_path):
+    (tmp_path / "program").write_text("")
+    assert launcher.run(1, tmp_path / "program").returncode == 126
+    assert launcher.run(1, tmp_path / "none").returncode == 127
+
+
+@pytest.mark.parametrize("remote_command", [None, ["sh", "-c", "exec sleep 1000"]])
+def test_a_start_that_fails_leaves_no_process(tmp_path, remote_command):
+    (tmp_path / "stderr").mkdir()
+    with RankGroup(grace_s=0.1) as group:
+        before = children()
+        for _ in range(10):  # More often than connections are let in at once.
+            with pytest.raises(IsADirectoryError):
+                group.start(rank_start("exec sleep 1000", remote_command=remote_command, output_folder=tmp_path))
+        assert children() == before
+
+
+@pytest.mark.parametrize("remote_command", [None, ["sh", "-c", "exec sleep 1000"]])
+def test_a_process_that_cannot_be_watched_is_ended(monkeypatch, remote_command):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with RankGroup(grace_s=0.1) as group:
+        before = children()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            group.start(rank_start("exec sleep 1000", remote_command=remote_command))
+        assert children() == before
+
+
+@pytest.mark.parametrize("last_words", [b"sig", b"nonsense\n", b""])
+def test_a_launcher_that_dies_while_it_speaks_leaves_no_rank_elsewhere(has_ended, last_words):
+    order = {"mark": "!", "command": ["sleep", "1000"], "environ": {}, "folder": "/", "grace_s": 0.1}
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", remote_guard.__file__], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    guard.stdin.write(json.dumps({**order, "master_addresses": []}).encode() + b"\n")
+    guard.stdin.flush()
+    pid = int(guard.stderr.readline().split()[-1])
+    guard.stdin.write(last_words)
+    guard.stdin.close()
+    assert has_ended(pid)
+    # Half a line is no order.
+    assert (b"Traceback" in guard.stderr.read()) == (last_words == b"nonsense\n")
+    guard.wait(timeout=60)
+
+
+def test_all_ranks_are_ended_although_their_guard_is_dead(fifo, has_ended):
+    before = children()
+    with RankGroup(grace_s=0.1) as group:
+        (guard,) = children() - before
+        for worker_id in "01":
+            group.start(rank_start(STUBBORN.format(fifo=fifo), worker_id))
+        pids = [process.pid for process in group.processes.values()]
+        with fifo.open() as ready:
+            assert len([ready.readline() for _ in range(2)]) == 2
+        os.kill(guard, signal.SIGKILL)
+        assert has_ended(guard)
+        with pytest.raises(ChildProcessError, match="is gone itself"):
+            group.start(rank_start("exec sleep 1000", "2"))
+    assert all(has_ended(pid) for pid in pids)
+    assert group.processes == {}
+    assert children() == before
+
+
+def test_all_ranks_are_ended_although_the_end_of_one_fails(monkeypatch):
+    before = children()
+    with pytest.raises(RuntimeError, match="on purpose"), RankGroup(grace_s=0.1) as group:
+
+        def fail(deadline_s):
+            finish_end(deadline_s)
+            raise RuntimeError("on purpose")
+
+        for worker_id in "012":
+            group.start(rank_start("exec sleep 1000", worker_id))
+        finish_end = group.processes["0"].finish_end
+        monkeypatch.setattr(group.processes["0"], "finish_end", fail)
+    assert children() == before
+
+
+@pytest.fixture
+def forked():
+    """Forks a child that runs a function, if any, and then waits until the test is over."""
+    read_end, write_end = os.pipe()
+    pids = []
+
+    def fork(work):
+        pid = os.fork()
+        if pid == 0:
+            os.close(write_end)
+            status = 1
+            try:
+                status = work() or 0
+                os.read(read_end, 1)
+            finally:
+                os._exit(status)
+        pids.append(pid)
+        return pid
+
+    yield fork
+    os.close(write_end)
+    os.close(read_end)
+    for pid in pids:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_job_ends_although_this_process_was_forked_meanwhile(forked):
+    with RankGroup(grace_s=0.1) as group:
+        group.start(rank_start("exec sleep 1000"))
+        forked(lambda: None)
+
+
+def test_a_forked_child_holds_no_pipe_to_a_guard(forked):
+    with RankGroup(grace_s=0.1) as group:
+        group.start(rank_start("true", remote_command=["sh", "-c", "cat >/dev/null"]))
+        pipes = [group._guard._pipe, group.processes["0"]._process.stdin]
+
+        def check():
+            return int(any(os.readlink(f"/proc/self/fd/{pipe.fileno()}") != os.devnull for pipe in pipes))
+
+        forked(check)
+
+
+def test_no_rank_outlives_a_killed_launcher_whose_child_holds_its_pipes(launcher, tmp_path, has_ended):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, subprocess\n"
+        "from trainer.launch.rank_group import RankGroup\n"
+        "from trainer.launch.rank_process import RankStart\n"
+        "with RankGroup(grace_s=0.1) as group:\n"
+        "    start = RankStart(worker_id='0', command=['sleep', '1000'], environ=os.environ)\n"
+        "    rank = group.start(start)\n"
+        "    held = os.dup(group._guard._process.stdin.fileno())\n"
+        "    child = subprocess.Popen(['sleep', '1000'], pass_fds=[held], stdout=subprocess.DEVNULL)\n"
+        "    print(rank.pid, child.pid, flush=True)\n"
+        "    signal.pause()\n"
+    )
+    process = subprocess.Popen([sys.executable, script], env=launcher.environ, stdout=subprocess.PIPE, text=True)
+    launcher.started.append(process)
+    rank, child = map(int, process.stdout.readline().split())
+    process.kill()
+    process.wait()
+    try:
+        assert has_ended(rank)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.timeout(30)
+def test_ranks_that_failed_together_are_not_waited_for_one_after_the_other(fifo):
+    # Each leaves a child in a session of its own that holds its output open. Waiting for each would exceed the limit.
+    script = f"setsid sh -c 'read x <{fifo}' & echo HorovodInternalError >&2; exit 1"
+    try:
+        failure = run(script, num_ranks=20, grace_s=0.1)
+    finally:
+        os.close(os.open(fifo, os.O_RDWR))
+    assert failure.returncode == 1
+
+
+def test_no_signal_is_sent_once_a_rank_is_gone_whose_number_may_be_anothers(monkeypatch):
+    sent = []
+    with RankGroup(grace_s=0.1) as group:
+        processes = [group.start(rank_start("exec sleep 1000", worker_id)) for worker_id in "01"]
+        group.terminate()
+        monkeypatch.setattr(os, "killpg", lambda *arguments: sent.append(arguments))
+        for process in processes:
+            process.send(signal.SIGTERM)
+            process.begin_end(0.1)
+        group.pass_on(signal.SIGINT)
+    assert sent == []
+
+
+def test_a_shell_that_is_not_there_is_named():
+    with RankGroup(grace_s=0.1) as group, pytest.raises(StartError, match="cannot run no-such-shell"):
+        group.start(rank_start("true", remote_command=["no-such-shell"]))
