@@ -45,7 +45,7 @@ def main() -> None:
     shape = {"layers": args.layers, "heads": args.heads, "width": args.width, "context": args.context}
     model = build_model("gpt", args.vocabulary, **shape).to(device)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=args.lr), named_parameters=model.named_parameters()
+        torch.optim.AdamW(model.parameters(), lr=args.lr), named_parameters=model.named_parameters(), op=hvd.Sum
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
@@ -58,15 +58,17 @@ def main() -> None:
                     tokens, document_ids=batch.document_ids.to(device), position_ids=batch.position_ids.to(device)
                 )
                 optimizer.zero_grad()
-                # Labels of -100, at the end of a document and in padding, do not count.
-                loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-                loss.backward()
-                optimizer.step()
+                # Labels of -100, at the end of a document and in padding, do not count. So ranks have different
+                # numbers of them, perhaps none; each divides by that of all, and the gradients add up to the mean's.
+                loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
                 num_tokens = int((labels >= 0).sum())
-                totals += torch.tensor([loss.item() * num_tokens, num_tokens], dtype=torch.float64)
+                num_in_all = int(hvd.allreduce(torch.tensor(num_tokens), name="num_tokens", op=hvd.Sum))
+                (loss / max(num_in_all, 1)).backward()
+                optimizer.step()
+                totals += torch.tensor([loss.item(), num_tokens], dtype=torch.float64)
             loss_sum, num_tokens = hvd.allreduce(totals, name="totals", op=hvd.Sum).tolist()
             if hvd.rank() == 0:
-                print(f"epoch {epoch}: loss {loss_sum / num_tokens:.3f} over {num_tokens:.0f} tokens")
+                print(f"epoch {epoch}: loss {loss_sum / max(num_tokens, 1):.3f} over {num_tokens:.0f} tokens")
     hvd.shutdown()
 
 

@@ -47,6 +47,10 @@ def with_batch_norm(num_classes):
     layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
 
+def unlike_on_each_rank(num_classes):
+    torch.manual_seed(hvd.rank())
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, num_classes))
+
 calls, real_loss, real_end = 0, classification.Classification.sum_loss, recipe.end
 
 def sum_loss(self, model, examples):
@@ -55,11 +59,16 @@ def sum_loss(self, model, examples):
     loss = real_loss(self, model, examples)
     return loss * math.inf if OVERFLOWS and hvd.rank() == 1 and calls == 3 else loss
 
+def digest(tensors):
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in tensors)).hexdigest()
+
 def end(run):
-    held = hashlib.sha256(b"".join(value.numpy().tobytes() for value in run.model.state_dict().values()))
+    held = digest(run.model.state_dict().values())
+    average = None if run.average is None else digest(run.average.state_dict()["averages"].values())
     finite = all(value.isfinite().all().item() for value in run.model.state_dict().values())
     scale = run.loss_scale.get_scale()
-    run.events.report("held", rank=hvd.rank(), digest=held.hexdigest(), scale=scale, finite=finite)
+    facts = {"digest": held, "average": average, "scale": scale, "finite": finite, "seed": torch.initial_seed()}
+    run.events.report("held", rank=hvd.rank(), **facts)
     return real_end(run)
 
 OVERFLOWS = sys.argv.pop(1) == "overflows"
@@ -108,6 +117,7 @@ def alone(repository):
 def test_at_one_global_batch_any_number_of_ranks_gives_the_same_weights_and_metrics(repository, alone, ranks):
     held = run(repository, f"by-{ranks}", ranks, **FIFTY_STEPS)
     assert len({each["digest"] for each in held}) == 1, "all ranks hold the same bits"
+    assert len({each["seed"] for each in held}) == ranks, "but none draws another's dropout masks"
     together = datasvc.open(repository.url).restore(f"by-{ranks}")
     assert together.state["step"] == alone.state["step"] == 50
     for tree in ("model", "ema"):
@@ -117,6 +127,12 @@ def test_at_one_global_batch_any_number_of_ranks_gives_the_same_weights_and_metr
             torch.testing.assert_close(theirs[name], value, atol=1e-5, rtol=0)
     assert together.entry["metrics"].keys() >= {"val_accuracy", "val_top5", "val_loss", "ema_val_loss"}
     assert together.entry["metrics"] == pytest.approx(alone.entry["metrics"], abs=1e-5)
+
+
+def test_ranks_that_make_unlike_weights_begin_with_those_of_the_first_and_so_does_their_average(repository):
+    held = run(repository, "unlike", 2, model="__main__:unlike_on_each_rank", ema_decay=0.9, max_steps=1)
+    assert held[0]["digest"] == held[1]["digest"]
+    assert held[0]["average"] == held[1]["average"]
 
 
 @pytest.mark.slow

@@ -89,6 +89,9 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
     if len(state["random"]) == hvd.size():
         random_state.reinstate(state["random"][hvd.rank()])
+    else:
+        # With the step: the draws since the beginning are not to come once more.
+        random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

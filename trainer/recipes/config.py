@@ -106,7 +106,7 @@ class TrainConfig:
         scale: share of the area that a training window covers.
         ratio: width / height of a training window.
         flip: probability of a horizontal flip.
-        seed: of initialisation, order and augmentation.
+        seed: of initialisation, order, augmentation and, with the rank, dropout.
         shuffle: "global", which needs all of the data in the cache, or "windowed", which streams through a small one.
         lanes: windowed: see `OrderConfig`.
         block: likewise.

@@ -36,7 +36,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float) -> None:
-    """Set what the schedule says of a step in every group. `progress`: epochs served."""
+    """Set what the schedule says of a step in every group. `progress`: epochs served before it."""
     for group in optimizer.param_groups:
         group["lr"] = rate
         if "sgd_share" in group:

@@ -17,6 +17,18 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_of_rank(seed: int, rank: int, *, step: int = 0) -> int:
+    """Return the seed of what a rank draws from a step on: no two ranks drop the same units of their samples.
+
+    Args:
+        seed: of the run.
+        rank: of the process.
+        step: at which the draws begin.
+    """
+    words = np.random.SeedSequence((seed % (1 << 64), rank, step)).generate_state(1, np.uint64)
+    return int(words[0])
+
+
 def capture() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators as a state tree."""
     state = {

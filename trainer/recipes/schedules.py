@@ -48,11 +48,20 @@ class RateSchedule:
         if self.shape == "step" and not self.milestones:
             raise ConfigError("the schedule 'step' needs milestones: such as --milestones 30:0.1 60:0.01 80:0.001")
 
-    def rate_at(self, progress: float) -> float:
-        """Return the rate of a step. `progress`: epochs served once it is done, with the share of the current one."""
-        if progress < self.warmup_epochs:
-            return self.warmup_start + (self.peak - self.warmup_start) * progress / self.warmup_epochs
-        return self.peak * self._factor(progress)
+    def rate_at(self, progress: float, *, after: float | None = None) -> float:
+        """Return the rate of a step.
+
+        The warm-up rises by what the step brings, and so reaches the peak with its last step; the decay falls by what
+        was done before, and so begins at the peak and leaves the last step a rate.
+
+        Args:
+            progress: epochs served before it, with the share of the current one.
+            after: epochs served once it is done; None: the same, as if the step were infinitely small.
+        """
+        after = progress if after is None else after
+        if after < self.warmup_epochs:
+            return self.warmup_start + (self.peak - self.warmup_start) * after / self.warmup_epochs
+        return self.peak * self._factor(max(progress, self.warmup_epochs))
 
     def _factor(self, progress: float) -> float:
         left = 1.0 - min((progress - self.warmup_epochs) / max(self.epochs - self.warmup_epochs, 1e-9), 1.0)

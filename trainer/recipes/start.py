@@ -17,6 +17,7 @@ from datasvc.processors import count_processors
 from datasvc.shards import Split
 from datasvc.shards.schema import IMAGE
 from datasvc.shards.sources.tokens import TOKENS
+from trainer.recipes import random_state
 from trainer.recipes.batch_plan import plan_batches
 from trainer.recipes.checkpoints import resume
 from trainer.recipes.classification import Classification
@@ -61,6 +62,9 @@ def start(config: TrainConfig, events: Events) -> Run:
         torch.cuda.set_device(place.device)
     assert config.model is not None
     model = task.build_model(config.model, config.parse_model_options()).to(place.device)
+    # Before anything is made of the weights, such as their average.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
     optimizer = hvd.DistributedOptimizer(
         build_optimizer(config, model),
         named_parameters=model.named_parameters(),
@@ -89,7 +93,6 @@ def start(config: TrainConfig, events: Events) -> Run:
     )
     if run.version is not None:
         resume(run, repo.restore(run.version))
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     if config.compile is not None:
         compile_model(model, config.compile)
     if hvd.rank() == 0:

@@ -40,10 +40,12 @@ def train(config: TrainConfig) -> str:
     run = start(config, events)
     clock = StepClock()
     while not run.is_over:
+        progress = run.loader.progress  # before the batch: the loader's has it as soon as it is handed over
         for batch in run.loader:
             clock.got_batch()
-            rate = run.schedule.rate_at(run.loader.progress)
-            set_rate(run.optimizer, rate, run.loader.progress)
+            rate = run.schedule.rate_at(progress, after=run.loader.progress)
+            set_rate(run.optimizer, rate, progress)
+            progress = run.loader.progress
             loss = update(run, batch)
             run.step += 1
             # Reading the loss waits for the device: on all ranks, so that none runs ahead of what is measured.
@@ -89,8 +91,10 @@ def update(run: Run, batch: Any) -> torch.Tensor:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
     with run.optimizer.skip_synchronize():
         run.loss_scale.step(run.optimizer)
+    scale = run.loss_scale.get_scale()
     run.loss_scale.update()
-    if run.average is not None:
+    # It falls where a gradient overflowed and the step was skipped: then there are no new weights to take in.
+    if run.average is not None and run.loss_scale.get_scale() >= scale:
         run.average.update()
     return total / max(num_targets, 1)
 

@@ -3,17 +3,30 @@
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import trainer as hvd
+from trainer.recipes.batch_plan import BatchPlan
 from trainer.recipes.classification import Classification
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.optimizers import build_optimizer, set_rate
+from trainer.recipes.precision import make_loss_scale
+from trainer.recipes.run import Run
 from trainer.recipes.start import build_schedule
 from trainer.recipes.task import Examples, Place
+from trainer.recipes.train import update
 
 CONFIG = TrainConfig(data="d", repo="r", name="m", size=32, scale=(0.8, 1.0), flip=0.0)
+
+
+@pytest.fixture
+def world_of_one():
+    hvd.init()
+    yield
+    hvd.shutdown()
 
 
 def test_remark_1_it_is_the_rate_that_scales_and_not_the_loss():
@@ -55,7 +68,7 @@ def test_remark_2_a_rate_that_changes_leaves_the_momentum_as_it_should_be():
     assert not torch.allclose(model.weight.detach().double(), uncorrected, atol=1e-2)
 
 
-def test_remark_3_losses_are_divided_by_the_whole_batch_also_where_parts_differ_in_size(digits):
+def test_remark_3_losses_are_divided_by_the_whole_batch_also_where_parts_differ_in_size(digits, world_of_one):
     """A mean of means weighs samples of small parts more; each part's sum over the whole batch's size does not."""
     task = Classification(CONFIG, digits["train"])
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
@@ -74,6 +87,33 @@ def test_remark_3_losses_are_divided_by_the_whole_batch_also_where_parts_differ_
     torch.testing.assert_close(ours, whole)
     means = gradient_of(*(task.sum_loss(model, part) / len(part.inputs) / len(parts) for part in parts))
     assert not torch.allclose(means, whole, atol=1e-3)
+    model.zero_grad()
+    update(make_run(task, model), examples)
+    torch.testing.assert_close(model[1].weight.grad, whole)
+
+
+def make_run(task, model):
+    """Return a run of one rank whose task takes examples for its batches, three to a pass, and whose rate is 0."""
+    task.unpack = lambda batch, device: batch
+    batches = BatchPlan(global_batch=7, batch_size=7, num_passes=3, micro_batch=3)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=batches.num_passes,
+        op=hvd.Sum,
+    )
+    device = torch.device("cpu")
+    unused = dict.fromkeys(("repo", "dataset", "loader", "val_loader", "schedule", "average", "stop", "events"))
+    return Run(
+        config=task._config,
+        task=task,
+        batches=batches,
+        model=model,
+        optimizer=optimizer,
+        loss_scale=make_loss_scale("fp32", device),
+        device=device,
+        **unused,
+    )
 
 
 def test_remark_4_one_shuffle_of_all_the_data_is_dealt_over_the_ranks_each_epoch(digits):

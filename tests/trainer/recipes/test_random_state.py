@@ -18,3 +18,18 @@ def test_random_states_go_on_where_they_were():
     assert draw() == first
     random_state.seed_all(3)
     assert draw() == first
+
+
+def test_every_rank_and_every_step_has_a_seed_of_its_own():
+    seeds = [
+        random_state.seed_of_rank(seed, rank, step=step)
+        for seed in (-1, 0, 1)
+        for rank in range(4)
+        for step in (0, 1, 2)
+    ]
+    assert len(set(seeds)) == len(seeds)
+    masks = []
+    for rank in range(2):
+        random_state.seed_all(random_state.seed_of_rank(0, rank))
+        masks.append(torch.nn.functional.dropout(torch.ones(64)))
+    assert not torch.equal(*masks)

@@ -31,6 +31,18 @@ def test_a_polynomial_falls_to_zero_by_its_power():
     assert rates(schedule, 5, 10, 50, 90) == pytest.approx([16, 32, 8, 0])
 
 
+def test_the_warmup_ends_at_the_peak_and_the_decay_begins_there_and_leaves_the_last_step_a_rate():
+    schedule = RateSchedule(peak=1.0, epochs=4, warmup_epochs=1, shape="polynomial", power=1)
+    found = [schedule.rate_at(step / 2, after=(step + 1) / 2) for step in range(8)]
+    assert found == pytest.approx([1 / 2, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert schedule.rate_at(0, after=4) == 1, "a step longer than the warm-up"
+
+
+def test_the_last_step_before_a_milestone_still_has_the_rate_before_it():
+    schedule = RateSchedule(peak=1.0, epochs=3, shape="step", milestones=((2, 0.1),))
+    assert [schedule.rate_at(epoch, after=epoch + 1) for epoch in range(3)] == [1, 1, 0.1]
+
+
 @given(
     st.sampled_from(SHAPES),
     st.floats(0.01, 100),

@@ -13,6 +13,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models import describe_model, model_log
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from trainer.recipes import random_state
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.train import train
 
@@ -96,6 +97,21 @@ def test_a_gradient_that_overflows_halves_the_loss_scale_and_skips_the_step(repo
     state, untrained = state_of(repository, "overflow"), state_of(repository, "untrained")
     assert state["loss_scale"]["scale"] == 2.0**39
     assert all(torch.equal(state["model"][name], value) for name, value in untrained["model"].items())
+    assert state["ema"]["num_updates"] == 0
+
+
+def test_a_run_resumed_at_another_number_of_ranks_draws_what_it_has_not_drawn_yet(repository):
+    run(repository, "as-one", max_steps=2)
+    state = state_of(repository, "as-one")
+    datasvc.open(repository.url).save("as-two", {**state, "random": state["random"] * 2}, step=2)
+    run(repository, "as-two", max_steps=3)
+    assert torch.initial_seed() == random_state.seed_of_rank(0, 0, step=2)
+
+
+def test_a_run_of_one_step_learns_at_the_whole_rate(repository, capsys):
+    settings = {"batch_size": 324, "epochs": 1, "warmup_epochs": 0.0, "learning_rate": 0.25}
+    events = run(repository, "at-a-stroke", capsys, **settings)
+    assert [event["rate"] for event in events if event["event"] == "step"] == [0.25]
 
 
 def test_accumulating_over_backward_passes_gives_the_weights_of_one(repository):
@@ -167,7 +183,7 @@ def test_settings_of_the_optimizer_are_this_run_s_and_not_the_checkpoint_s(repos
     assert (group["weight_decay"], group["momentum"]) == (0.3, 0.5)
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "adamw", "rmsprop-sgd"])
+@pytest.mark.parametrize("optimizer", ["lars", "lamb", "adamw", "rmsprop-sgd"])
 def test_every_optimizer_trains_and_resumes(repository, optimizer):
     settings = {"optimizer": optimizer, "learning_rate": 0.01, "trust_coefficient": 0.1}
     run(repository, f"whole-{optimizer}", max_steps=4, **settings)
