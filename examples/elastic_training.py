@@ -56,14 +56,17 @@ def main() -> None:
                 loss = nn.functional.cross_entropy(model(images), labels)
                 loss.backward()
                 optimizer.step()
+                state.loss = loss.item()
                 state.step += 1
                 if state.step % args.commit_every == 0:
                     state.commit()
             state.commit()
             if hvd.rank() == 0:
-                print(f"epoch {state.loader.epoch}: step {state.step}, {hvd.size()} ranks, loss {loss.item():.3f}")
+                print(f"epoch {state.loader.epoch}: step {state.step}, {hvd.size()} ranks, loss {state.loss:.3f}")
 
-    train(hvd.elastic.TorchState(model, optimizer, loader=hvd.elastic.ElasticLoader(make_loader), step=0))
+    loader = hvd.elastic.ElasticLoader(make_loader)
+    # The loss as well: a rank that comes at the end of an epoch has no batch to compute it from.
+    train(hvd.elastic.TorchState(model, optimizer, loader=loader, step=0, loss=0.0))
 
 
 if __name__ == "__main__":

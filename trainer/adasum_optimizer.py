@@ -17,13 +17,13 @@ from trainer.engine.requests import ReduceOp
 from trainer.parameter_names import parameters_of
 from trainer.process_sets import ProcessSet, global_process_set
 from trainer.submit import submit_allreduce
+from trainer.wrapper_numbers import take_number
 
 
 def make_adasum_optimizer(
     optimizer: torch.optim.Optimizer,
     compression: type[Compressor] | CompressionWithMemory,
     process_set: ProcessSet,
-    name: str,
 ) -> Any:
     """Wraps an optimizer; see `DistributedOptimizer`.
 
@@ -40,14 +40,14 @@ def make_adasum_optimizer(
     # A learning-rate scheduler leaves a bound step() of the plain optimizer behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     assert not isinstance(compression, CompressionWithMemory)
-    wrapped.set_up(compression, name)
+    wrapped.set_up(compression)
     return wrapped
 
 
 class _Adasum(torch.optim.Optimizer):
-    def set_up(self, compression: type[Compressor], name: str) -> None:
+    def set_up(self, compression: type[Compressor]) -> None:
         self._compression = compression
-        self._name = name
+        self._name = f"adasum.{take_number('adasum', self)}"
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Means nothing here: the ranks communicate in ``step``, however many passes came before."""

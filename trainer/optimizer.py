@@ -1,7 +1,8 @@
 """DistributedOptimizer: any torch optimizer, stepping with gradients combined over the ranks."""
 
 import contextlib
-import itertools
+import os
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from trainer.gradient_bucket import Reduction
 from trainer.gradients import Exchange, GradientReducer
 from trainer.parameter_names import Groups, check_groups, name_parameters, parameters_of, place_groups
 from trainer.process_sets import ProcessSet, global_process_set
+from trainer.wrapper_numbers import take_number
 
-_counter = itertools.count()
+_process_token = uuid.uuid4().hex
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like a class
@@ -69,8 +71,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         compression.check(op)
     names = name_parameters(optimizer, named_parameters)
     passes = _checked_passes(backward_passes_per_step)
-    if op is ReduceOp.ADASUM and runtime.size() > 1:
-        return make_adasum_optimizer(optimizer, compression, process_set, f"adasum.{next(_counter)}")
+    if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
+        return make_adasum_optimizer(optimizer, compression, process_set)
     reduction = Reduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
     base = type(optimizer)
     subclass: Any = type(base.__name__, (_Distributed, base), {})
@@ -93,7 +95,7 @@ class _Distributed(torch.optim.Optimizer):
         """Takes the place of a constructor, which would make a new state and new parameter groups."""
         self._names = names
         self._exchange = exchange
-        self._reducer_name = f"gradients.{next(_counter)}"
+        self._reducer_name = f"gradients.{take_number('gradients', self)}"
         self._should_synchronize = True
         self._is_synchronized = False
         self._reducer: GradientReducer | None = None
@@ -174,13 +176,15 @@ class _Distributed(torch.optim.Optimizer):
         """The base class's; under "compression" what a compression remembers, which is this rank's own."""
         state: dict[str, Any] = super().state_dict()
         if isinstance(self._exchange.compression, CompressionWithMemory):
-            state["compression"] = {"rank": runtime.rank(), "memory": copied(self._exchange.memory, residuals=True)}
+            memory = copied(self._exchange.memory, residuals=True)
+            state["compression"] = {"rank": runtime.rank(), "process": _name_process(), "memory": memory}
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Like the base class's; gradients seen so far are forgotten.
 
-        What a rank had not sent yet comes back to that rank only: in another rank's state it is left out.
+        What a rank had not sent yet comes back only to that rank, or to the process that saved it if that has another
+        number now; in another rank's state it is left out.
         """
         if self._reducer is not None:
             self._reducer.reset()
@@ -190,7 +194,8 @@ class _Distributed(torch.optim.Optimizer):
         if isinstance(self._exchange.compression, CompressionWithMemory):
             saved = state.get("compression", {"rank": None, "memory": {}})
             self._exchange.memory.clear()
-            self._remember(copied(saved["memory"], residuals=saved["rank"] == runtime.rank()))
+            is_mine = saved["rank"] == runtime.rank() or saved.get("process") == _name_process()
+            self._remember(copied(saved["memory"], residuals=is_mine))
 
     def shared_memory(self) -> Memory:
         """What a compression remembers and every rank shall know alike."""
@@ -252,6 +257,11 @@ class _Distributed(torch.optim.Optimizer):
             reducer = self._hook_parameters([parameters[i] for i in late], f"{self._reducer_name}.late")
             reducer.finish()
             reducer.close()
+
+
+def _name_process() -> str:
+    """Unlike any other's, of this job or another: a fork has the same first half."""
+    return f"{_process_token}.{os.getpid()}"
 
 
 def _takes_part(process_set: ProcessSet) -> bool:

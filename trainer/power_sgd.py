@@ -4,6 +4,7 @@ The mathematics of torch's DDP hook, with its own functions where it has them, a
 matrix is, and which are worth it, is as there; parameters of one dimension travel as they are.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,8 +96,7 @@ class _PowerSGDBucket(Bucket):
         for factors in self._factors.values():
             _orthonormalize(factors.left)
             torch.mm(factors.matrix.t(), factors.left, out=factors.right)
-        before, _ = self.reduction.factors()
-        self._flat = _pack([factors.right for factors in self._factors.values()]).mul_(before)
+        self._flat = _pack([factors.right for factors in self._factors.values()]).mul_(self._factor())
         self._handle = self._submit("right")
 
     def collect(self) -> None:
@@ -120,8 +120,11 @@ class _PowerSGDBucket(Bucket):
         if is_late and self._settings.shrinks(parameter):
             self._factors[position] = self._factorize(position, with_residual(parameter, memory))
         else:
-            before, _ = self.reduction.factors()
-            self._plain[position] = with_residual(parameter, {}).mul_(before)
+            self._plain[position] = with_residual(parameter, {}).mul_(self._factor())
+
+    def _factor(self) -> float:
+        # All of it before the sum: there is no rounding here that splitting it would be good for.
+        return math.prod(self.reduction.factors())
 
     def _send(self) -> Handle:
         # In the bucket's order, not in that in which gradients came.

@@ -4,7 +4,6 @@ The statistics of a batch are one sum over the ranks, so ranks may have batches 
 that have joined do no harm. Sums are in float64: then the variance may be taken as mean square minus squared mean.
 """
 
-import itertools
 from typing import Any, cast
 
 import torch
@@ -14,8 +13,7 @@ from torch.nn import functional
 
 from trainer.ops import Sum, allreduce_
 from trainer.process_sets import ProcessSet, global_process_set
-
-_counter = itertools.count()
+from trainer.wrapper_numbers import take_number
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what torch's own is made of
@@ -47,7 +45,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what tor
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
         # Fixed names: one made by counting calls would differ between ranks after uneven epochs.
-        self._name = f"sync_batch_norm.{next(_counter)}"
+        self._name = f"sync_batch_norm.{take_number('sync_batch_norm', self)}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Normalises ``floating[batch, num_features, ...]``.

@@ -163,12 +163,17 @@ class Parameters(nn.Module):
 
 
 @settings(max_examples=30, deadline=None)
-@given(shapes, st.integers(0, 2**31), st.booleans(), st.sampled_from([hvd.Sum, hvd.Average]))
-def test_what_was_sent_is_all_gradients_but_for_the_residual(shapes, seed, is_top_k, op):
+@given(
+    shapes,
+    st.integers(0, 2**31),
+    st.booleans(),
+    st.sampled_from([Reduction(op=hvd.Sum), Reduction(), Reduction(predivide_factor=4.0)]),
+)
+def test_what_was_sent_is_all_gradients_but_for_the_residual(shapes, seed, is_top_k, reduction):
     torch.manual_seed(seed)
     model = Parameters(shapes)
     compression = hvd.Compression.topk(0.2) if is_top_k else hvd.Compression.powersgd(1, start_iteration=2)
-    reducer, exchange = reducer_of(model, compression=compression, reduction=Reduction(op=op))
+    reducer, exchange = reducer_of(model, compression=compression, reduction=reduction)
     parameters = list(model.parameters())
     gradients, sent = [[torch.zeros_like(p) for p in parameters] for _ in range(2)]
     for step in range(6):
@@ -223,3 +228,36 @@ def test_compressions_with_memory_are_checked_and_are_not_for_single_operations(
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="Average and Sum"):
         hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.topk(), op=hvd.Adasum)
+
+
+def test_what_was_not_sent_follows_the_process_and_the_rank_but_nobody_else(monkeypatch):
+    def new_optimizer():
+        return hvd.DistributedOptimizer(
+            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), compression=hvd.Compression.topk()
+        )
+
+    saved = new_optimizer().state_dict()
+    saved["compression"]["memory"] = {0: {RESIDUAL: torch.ones(2, 2)}}
+
+    def brings_residual(rank, **changes):
+        monkeypatch.setattr("trainer.runtime.rank", lambda: rank)
+        optimizer = new_optimizer()
+        optimizer.load_state_dict({**saved, "compression": {**saved["compression"], **changes}})
+        return RESIDUAL in optimizer.state_dict()["compression"]["memory"].get(0, {})
+
+    assert brings_residual(0)
+    assert brings_residual(3)
+    assert brings_residual(0, process="of an earlier job")
+    assert not brings_residual(3, process="of an earlier job")
+
+
+def test_adasum_is_adasum_on_the_one_rank_of_a_job_that_may_grow(monkeypatch):
+    monkeypatch.setattr("trainer.runtime.is_elastic", lambda: True)
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+    with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
+        pass
+    before = model.bias.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.bias, before - 0.1)

@@ -84,6 +84,25 @@ class OptimizerHandler(StateDictHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
+class GradScalerHandler(StateDictHandler):
+    """For ``torch.amp.GradScaler``, whose state lacks how far the step under way has come."""
+
+    value: torch.amp.GradScaler
+
+    def restore(self) -> None:
+        """Loads the copy, and forgets the step under way: the next gradients are scaled again."""
+        super().restore()
+        self._forget_step()
+
+    def reset(self) -> None:
+        """Forgets the step under way, also when nothing was restored."""
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        if self.value.is_enabled():
+            self.value._per_optimizer_states.clear()  # noqa: SLF001 - only update() does, after a whole step
+
+
 class ShareHandler(StateDictHandler):
     """For ``ElasticSampler`` and ``ElasticLoader``: their state is the job's, their share the rank's."""
 

@@ -7,13 +7,21 @@ import torch
 
 from trainer.elastic.elastic_loader import ElasticLoader
 from trainer.elastic.elastic_sampler import ElasticSampler
-from trainer.elastic.handlers import ModelHandler, OptimizerHandler, ShareHandler, StateDictHandler, StateHandler
+from trainer.elastic.handlers import (
+    GradScalerHandler,
+    ModelHandler,
+    OptimizerHandler,
+    ShareHandler,
+    StateDictHandler,
+    StateHandler,
+)
 
 Registry = Sequence[tuple[type, type[StateHandler]]]
 
 _registry: Registry = [
     (torch.nn.Module, ModelHandler),
     (torch.optim.Optimizer, OptimizerHandler),
+    (torch.amp.GradScaler, GradScalerHandler),
     (ElasticSampler, ShareHandler),
     (ElasticLoader, ShareHandler),
 ]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from types import TracebackType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 from torch.distributed.distributed_c10d import Store
@@ -28,6 +29,7 @@ from trainer.elastic.messages import (
     encode,
 )
 from trainer.elastic.round_store import RoundStore
+from trainer.errors import HorovodInternalError
 
 WORKER_VARIABLE = "TRAINER_ELASTIC_WORKER"
 _FIRST_PAUSE_S = 0.002
@@ -98,6 +100,21 @@ class Rendezvous:
         self._store.queue_push(WORDS_QUEUE, encode(word))
 
 
+def report_uncaught_errors(rendezvous: Rendezvous) -> None:
+    """Tells the driver of an error that ends the main thread, wherever in the program; then goes on as before.
+
+    Not of a ``HorovodInternalError``: that is the loss of another rank, or was told already.
+    """
+    shown_by = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, HorovodInternalError):
+            rendezvous.report_error(error)
+        shown_by(kind, error, traceback)
+
+    sys.excepthook = report
+
+
 _lock = threading.Lock()
 _rendezvous: Rendezvous | None = None
 
@@ -120,6 +137,7 @@ def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
                 timeout=dt.timedelta(seconds=_CONNECT_TIMEOUT_S),
             )
             _rendezvous = Rendezvous(environ[WORKER_VARIABLE], store)
+            report_uncaught_errors(_rendezvous)
         return _rendezvous
 
 

@@ -11,6 +11,7 @@ from trainer.elastic.rendezvous import Rendezvous
 from trainer.engine.settings import EngineSettings
 from trainer.engine.transport import GroupTransport, LoopbackTransport, Transport
 from trainer.environment import Place
+from trainer.errors import HorovodInternalError
 from trainer.gpus import name_own_gpu
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 # for some times the second.
 _MEET_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
+# Deaths do not come in so many rounds one after the other; what does is a network that lets nobody through.
+_MAX_ROUNDS = 5
 
 
 def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[Place, Transport]:
@@ -27,12 +30,13 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[Place,
     It makes the default process group, if there is more than one rank.
 
     Raises:
+        HorovodInternalError: the members could not connect, in several rounds one after the other; the driver knows.
         SystemExit: there is no place for this process any more.
         ValueError: there is a default process group already.
     """
     if dist.is_initialized():
         raise ValueError("in an elastic job hvd.init() makes the default process group, but there is one already")
-    while True:
+    for attempt in range(1, _MAX_ROUNDS + 1):
         seat = rendezvous.join_round()
         if seat.place.size == 1:
             return seat.place, LoopbackTransport()
@@ -42,6 +46,18 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[Place,
         except RuntimeError as error:
             # Someone has died on the way. The driver knows, or will, and makes another round.
             logger.warning("round %d did not come about: %s", seat.round_number, error)
+            if attempt == _MAX_ROUNDS:
+                raise _give_up(rendezvous, seat.place, error) from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _give_up(rendezvous: Rendezvous, place: Place, reason: RuntimeError) -> HorovodInternalError:
+    error = HorovodInternalError(
+        f"rank {place.rank} could not connect to the other ranks in {_MAX_ROUNDS} rounds, one after the other; is "
+        f"GLOO_SOCKET_IFNAME right, and does the network let them through? The last time: {reason}"
+    )
+    rendezvous.report_error(error)
+    return error
 
 
 def _connect(place: Place, settings: EngineSettings, store: Store) -> Transport:

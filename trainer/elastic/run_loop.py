@@ -1,6 +1,7 @@
 """``hvd.elastic.run``: the loop around a training function that survives the loss of ranks."""
 
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -70,6 +71,8 @@ class _Loop:
                 self._state.restore()
             except HostsUpdatedInterrupt as interrupt:
                 self._meet(should_sync=not interrupt.skip_sync)
+            # What the last call of the function made and dropped must not keep names that newcomers do not know.
+            gc.collect()
             self._state.on_reset()
 
     def _check_progress(self, error: HorovodInternalError) -> None:

@@ -3,6 +3,7 @@
 import datetime as dt
 import os
 import socket
+import sys
 import threading
 
 import pytest
@@ -21,9 +22,10 @@ from trainer.elastic.messages import (
     decode_word,
     encode,
 )
-from trainer.elastic.rendezvous import Rendezvous
+from trainer.elastic.rendezvous import Rendezvous, report_uncaught_errors
 from trainer.elastic.round_store import RoundStore
 from trainer.environment import Place
+from trainer.errors import HorovodInternalError
 
 WORKER = "localhost:0:3"
 SEAT = Seat(2, Place(1, 2, 0, 1, 1, 2), needs_sync=True, notice=4)
@@ -71,6 +73,17 @@ def test_only_news_that_the_round_does_not_have_in_it_are_news(store):
 def test_a_programs_error_is_reported_with_its_kind(store):
     Rendezvous(WORKER, store).report_error(KeyError("x"))
     assert decode_word(store.queue_pop(WORDS_QUEUE)) == ScriptError(WORKER, "KeyError: 'x'")
+
+
+def test_an_error_outside_the_training_function_is_reported_and_still_shown(store, monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error[1]))
+    report_uncaught_errors(Rendezvous(WORKER, store.clone()))
+    errors = [HorovodInternalError("a rank is lost"), KeyError("lr")]
+    for error in errors:
+        sys.excepthook(type(error), error, None)
+    assert shown == errors
+    assert decode_word(store.queue_pop(WORDS_QUEUE)) == ScriptError(WORKER, "KeyError: 'lr'")
 
 
 def test_who_waits_for_a_key_is_let_go_when_a_member_dies(store):

@@ -1,5 +1,9 @@
 """Elastic states in a world of one: save, restore, commit, notices of hosts, and the loop around a training."""
 
+import gc
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -85,6 +89,23 @@ def test_whatever_has_a_state_dict_is_restored_by_it():
     state.restore()
     assert state.schedule.last_epoch == 0
     assert state.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("undo", [TorchState.restore, TorchState.on_reset])
+def test_a_loss_scaler_forgets_a_step_that_was_under_way(undo):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TorchState(model, optimizer, scaler=torch.amp.GradScaler("cpu"), off=torch.amp.GradScaler(enabled=False))
+
+    def backward():
+        optimizer.zero_grad()
+        state.scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        state.scaler.unscale_(optimizer)
+
+    backward()
+    undo(state)
+    backward()
+    assert torch.equal(model.weight.grad, torch.ones(1, 3))
 
 
 def test_a_value_that_is_replaced_is_what_is_saved_from_then_on():
@@ -272,6 +293,31 @@ def test_an_error_that_comes_again_and_again_without_a_commit_between_is_raised(
     with pytest.raises(hvd.HorovodInternalError, match="ranks disagree"):
         train(Failing())
     assert num_calls == 5
+
+
+def test_the_program_on_the_page_goes_on_when_hosts_change_at_the_last_batch_of_an_epoch():
+    page = (Path(__file__).parents[3] / "docs" / "elastic.md").read_text(encoding="utf-8")
+    program = re.search(r"```python\n# train.py\n(.*?)```", page, re.DOTALL)[1].replace("epoch < 100", "epoch < 2")
+    notice = "if batch_number == 59: state.on_hosts_updated(state.epoch + 1, 1)"
+    names = {}
+    exec(program.replace("state.commit()", f"{notice}\n            state.commit()"), names)
+    assert names["state"].epoch == 2
+
+
+def test_an_optimizer_that_the_function_makes_anew_has_the_name_that_it_has_in_a_newcomer():
+    gc.collect()
+    names = []
+
+    @hvd.elastic.run
+    def train(state):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+        optimizer.itself = optimizer
+        names.append(optimizer._reducer_name)
+        if len(names) == 1:
+            raise HostsUpdatedInterrupt(skip_sync=False)
+
+    train(ObjectState())
+    assert names[0] == names[1]
 
 
 def test_other_errors_are_not_the_loops_business():
