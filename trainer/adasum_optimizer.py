@@ -47,7 +47,7 @@ def make_adasum_optimizer(
 class _Adasum(torch.optim.Optimizer):
     def set_up(self, compression: type[Compressor]) -> None:
         self._compression = compression
-        self._name = f"adasum.{take_number('adasum', self)}"
+        self._name = f"adasum.{take_number('adasum')}"
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Means nothing here: the ranks communicate in ``step``, however many passes came before."""

@@ -95,7 +95,7 @@ class _Distributed(torch.optim.Optimizer):
         """Takes the place of a constructor, which would make a new state and new parameter groups."""
         self._names = names
         self._exchange = exchange
-        self._reducer_name = f"gradients.{take_number('gradients', self)}"
+        self._reducer_name = f"gradients.{take_number('gradients')}"
         self._should_synchronize = True
         self._is_synchronized = False
         self._reducer: GradientReducer | None = None

@@ -45,7 +45,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what tor
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
         # Fixed names: one made by counting calls would differ between ranks after uneven epochs.
-        self._name = f"sync_batch_norm.{take_number('sync_batch_norm', self)}"
+        self._name = f"sync_batch_norm.{take_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Normalises ``floating[batch, num_features, ...]``.

@@ -1,21 +1,26 @@
 """Numbers for the names under which an optimizer or a module of each rank meets its like on the others.
 
-Invariant: ranks that have alike things alive, made in the same order, number them alike. Counting what was ever made
-would not do: in an elastic job those that stay have made things before that newcomers have not.
+Counted, and not taken from what is alive: when something dropped is gone depends on the collector, and differs by
+rank. In an elastic job those that stay have made things before that newcomers have not, so the ranks raise their counts
+to the highest whenever they bring their states in line.
 """
 
-import itertools
-from weakref import WeakValueDictionary
+from collections import Counter
 
-_owners: dict[str, WeakValueDictionary[int, object]] = {}
+_counts: Counter[str] = Counter()
 
 
-def take_number(kind: str, owner: object) -> int:
-    """The lowest number that nothing alive of this kind has; the owner has it as long as it lives.
-
-    Every rank calls this in the same order.
-    """
-    owners = _owners.setdefault(kind, WeakValueDictionary())
-    number = next(number for number in itertools.count() if number not in owners)
-    owners[number] = owner
+def take_number(kind: str) -> int:
+    """The next number of this kind. Every rank calls this in the same order."""
+    number = _counts[kind]
+    _counts[kind] += 1
     return number
+
+
+def raise_counts() -> None:
+    """Goes on from the highest count of any rank. A collective: every rank calls this."""
+    from trainer.state import allgather_object
+
+    for counts in allgather_object(dict(_counts), name="wrapper_numbers"):
+        for kind, count in counts.items():
+            _counts[kind] = max(_counts[kind], count)

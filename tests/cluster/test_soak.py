@@ -92,15 +92,18 @@ def small_disk(node):
         node.kill()
 
 
+def ends_of(server):
+    """Return how a server that ended by itself may have: none starts off the list, or when the origin is silent."""
+    return {2 if NOT_LISTED in server.errors() else 5, *KILLED}
+
+
 def tend_servers(serving, budgets):
     """Start every server that is gone, and check what it died of."""
     for node, budget in budgets.items():
         server = serving.servers.get(node.name)
         if server is not None and server.has_ended(timeout_s=0):
             status = server.wait()
-            # None starts that is not on the list, or when the origin does not answer.
-            expected = {2, *KILLED} if NOT_LISTED in server.errors() else {5, *KILLED}
-            assert status in expected, (status, server.errors())
+            assert status in ends_of(server), (status, server.errors())
             server.close()
             server = None
         if server is None:
@@ -175,7 +178,9 @@ class Soak:
         for job in self.jobs:
             job.stop()
         for node in self.nodes:
-            assert self.serving.stop(node) in {0, *KILLED}
+            server = self.serving.servers[node.name]
+            status = self.serving.stop(node)
+            assert status in {0, *ends_of(server)}, (status, server.errors())
 
     def check_is_as_new(self):
         """With what is left a job on every node reads everything, and all is right."""

@@ -99,6 +99,7 @@ def check_alike(result, undisturbed):
         assert mine == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_killed_one_after_the_other_are_replaced_and_nothing_differs(elastic, undisturbed):
     faults = {"1": ["backward", 7], "2": ["half synced", 2], "0": ["commit", 12]}
     result = elastic.result(2, REPLACING, faults=faults)

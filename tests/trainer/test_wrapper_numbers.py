@@ -1,36 +1,24 @@
 """Names of wrappers are the same on ranks that have made different many before."""
 
-import torch
-from torch import nn
+import pytest
 
-import trainer as hvd
-from trainer.wrapper_numbers import take_number
-
-
-class Owner:
-    pass
+from trainer import wrapper_numbers
+from trainer.wrapper_numbers import raise_counts, take_number
 
 
-def test_a_number_is_free_again_when_its_owner_is_gone():
-    first, second = Owner(), Owner()
-    assert [take_number("test", owner) for owner in (first, second)] == [0, 1]
-    del first
-    third = Owner()
-    assert take_number("test", third) == 0
-    assert take_number("other", third) == 0
-    assert take_number("test", Owner()) == 2
+@pytest.fixture(autouse=True)
+def counts(monkeypatch):
+    monkeypatch.setattr(wrapper_numbers, "_counts", type(wrapper_numbers._counts)())
 
 
-def test_what_was_made_and_dropped_before_does_not_change_names():
-    hvd.init()
-    model = nn.Linear(2, 2)
+def test_each_kind_is_counted_by_itself_and_no_number_comes_twice():
+    assert [take_number("gradients") for _ in range(3)] == [0, 1, 2]
+    assert take_number("adasum") == 0
 
-    def names():
-        optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2)]
-        norms = [hvd.SyncBatchNorm(2) for _ in range(2)]
-        return [optimizer._reducer_name for optimizer in optimizers] + [norm._name for norm in norms]
 
-    first = names()
-    assert len(set(first)) == 4
-    assert names() == first
-    hvd.shutdown()
+def test_a_newcomer_goes_on_where_those_that_stayed_are(monkeypatch):
+    take_number("gradients")
+    others = {"gradients": 5, "sync_batch_norm": 2}
+    monkeypatch.setattr("trainer.state.allgather_object", lambda mine, name: [mine, others])
+    raise_counts()
+    assert [take_number(kind) for kind in ("gradients", "sync_batch_norm", "adasum")] == [5, 2, 0]

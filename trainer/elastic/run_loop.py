@@ -1,7 +1,6 @@
 """``hvd.elastic.run``: the loop around a training function that survives the loss of ranks."""
 
 import functools
-import gc
 import logging
 import os
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from trainer.elastic.host_update import HostsUpdatedInterrupt
 from trainer.elastic.rendezvous import Rendezvous, open_rendezvous
 from trainer.elastic.state import State
 from trainer.errors import HorovodInternalError
+from trainer.wrapper_numbers import raise_counts
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class _Loop:
         while True:
             try:
                 if self._should_sync:
+                    raise_counts()
                     self._state.synchronize()
                 return train()
             except HorovodInternalError as error:
@@ -71,8 +72,6 @@ class _Loop:
                 self._state.restore()
             except HostsUpdatedInterrupt as interrupt:
                 self._meet(should_sync=not interrupt.skip_sync)
-            # What the last call of the function made and dropped must not keep names that newcomers do not know.
-            gc.collect()
             self._state.on_reset()
 
     def _check_progress(self, error: HorovodInternalError) -> None:

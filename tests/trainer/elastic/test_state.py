@@ -1,6 +1,5 @@
 """Elastic states in a world of one: save, restore, commit, notices of hosts, and the loop around a training."""
 
-import gc
 import re
 from pathlib import Path
 
@@ -302,22 +301,6 @@ def test_the_program_on_the_page_goes_on_when_hosts_change_at_the_last_batch_of_
     names = {}
     exec(program.replace("state.commit()", f"{notice}\n            state.commit()"), names)
     assert names["state"].epoch == 2
-
-
-def test_an_optimizer_that_the_function_makes_anew_has_the_name_that_it_has_in_a_newcomer():
-    gc.collect()
-    names = []
-
-    @hvd.elastic.run
-    def train(state):
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
-        optimizer.itself = optimizer
-        names.append(optimizer._reducer_name)
-        if len(names) == 1:
-            raise HostsUpdatedInterrupt(skip_sync=False)
-
-    train(ObjectState())
-    assert names[0] == names[1]
 
 
 def test_other_errors_are_not_the_loops_business():

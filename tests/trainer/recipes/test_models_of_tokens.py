@@ -139,6 +139,7 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(model(tokens), model(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_documents", [False, True])
 def test_a_step_works_in_bfloat16_and_compiled(with_documents):
     model = make_gpt(dropout=0.0)
