@@ -1,8 +1,8 @@
 """Numbers for the names under which an optimizer or a module of each rank meets its like on the others.
 
 Counted, and not taken from what is alive: when something dropped is gone depends on the collector, and differs by
-rank. In an elastic job those that stay have made things before that newcomers have not, so the ranks raise their counts
-to the highest whenever they bring their states in line.
+rank. In an elastic job those that stay have made things before that newcomers have not, so the ranks raise their
+counts to the highest whenever they bring their states in line.
 """
 
 from collections import Counter

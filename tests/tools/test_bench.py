@@ -49,6 +49,7 @@ def test_the_access_order_is_measured():
     check(run_json("order.py", "--repeats", 2, "--samples", 20_000, "--shards", 31), repeats=2)
 
 
+@pytest.mark.slow
 def test_ingest_is_measured(tmp_path):
     check(run_json("ingest.py", "--repeats", 2, "--images", 24, "--folder", tmp_path), repeats=2)
     assert not list(tmp_path.iterdir())

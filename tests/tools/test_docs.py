@@ -133,6 +133,7 @@ def test_the_page_on_ingest_runs_on_s3_and_ray_too(tmp_path, s3_bucket):
     check_ingested(tmp_path, bucket, {**MADE, "scans-ray": 1})
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_on_export_runs(tmp_path):
     repository = Repository.create(str(tmp_path / "repo"))
     for _ in range(3):
