@@ -29,6 +29,7 @@ def words(repository):
     return ["--data", "digits", "--repo", repository.url, *options]
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repository, tmp_path):
     options = ("--micro-batch", "4", "--check", "--json", "--nodes", "1", "64", "--trace", tmp_path / "trace.json")
     command = [sys.executable, "-m", "trainer", "profile", *words(repository), *options]

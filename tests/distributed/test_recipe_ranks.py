@@ -75,6 +75,8 @@ OVERFLOWS = sys.argv.pop(1) == "overflows"
 classification.Classification.sum_loss, recipe.end = sum_loss, end
 torch.set_num_threads(1)
 from trainer.__main__ import main
+
+pytestmark = pytest.mark.slow  # programs of several ranks, each of which loads torch
 main()
 """
 
@@ -111,9 +113,7 @@ def alone(repository):
     return datasvc.open(repository.url).restore("alone")
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_at_one_global_batch_any_number_of_ranks_gives_the_same_weights_and_metrics(repository, alone, ranks):
     held = run(repository, f"by-{ranks}", ranks, **FIFTY_STEPS)
     assert len({each["digest"] for each in held}) == 1, "all ranks hold the same bits"
@@ -135,7 +135,6 @@ def test_ranks_that_make_unlike_weights_begin_with_those_of_the_first_and_so_doe
     assert held[0]["average"] == held[1]["average"]
 
 
-@pytest.mark.slow
 def test_ranks_skip_a_step_together_when_one_overflows_and_share_their_batch_statistics(repository):
     held = run(
         repository, "overflowed", 2, "overflows", model="__main__:with_batch_norm", precision="fp16", max_steps=5
@@ -145,7 +144,6 @@ def test_ranks_skip_a_step_together_when_one_overflows_and_share_their_batch_sta
     assert held[0]["digest"] == held[1]["digest"]
 
 
-@pytest.mark.slow
 def test_tokens_count_alike_on_ranks_with_different_numbers_of_them(repository):
     """Goyal et al. 2017, remark 3, over ranks: blocks are cut short, so no two ranks have equally many targets."""
     options = {"data": "tokens", "vocabulary": VOCABULARY, "optimizer": "adamw", "learning_rate": 0.001, "epochs": 2}

@@ -56,6 +56,7 @@ def digests(folder):
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_ones(examples, tmp_path):
     for seed in (0, 1):
         assert make_sources(tmp_path / str(seed), "--images", 60, "--seed", seed).returncode == 0
