@@ -16,6 +16,8 @@ import datasvc
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 
+pytestmark = pytest.mark.slow  # programs of several ranks, each of which loads torch
+
 ROOT = Path(__file__).parents[2]
 BLOCK, VOCABULARY = 16, 11
 
@@ -75,8 +77,6 @@ OVERFLOWS = sys.argv.pop(1) == "overflows"
 classification.Classification.sum_loss, recipe.end = sum_loss, end
 torch.set_num_threads(1)
 from trainer.__main__ import main
-
-pytestmark = pytest.mark.slow  # programs of several ranks, each of which loads torch
 main()
 """
 
