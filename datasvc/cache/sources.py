@@ -7,6 +7,7 @@ all objects that a process fetches: one shard is as fast as many, and many ask f
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -76,6 +77,20 @@ class Origin(Protocol):
         """Return where the object lies, for messages."""
 
 
+_pools: weakref.WeakSet[RequestPool] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """End all requests: a program that ends must not wait for a silent server."""
+    for pool in list(_pools):
+        pool.close()
+
+
+# Exit handlers run after threads were waited for, which is too late.
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_close_all)  # noqa: SLF001
+
+
 class RequestPool:
     """The requests to origins that this process has under way, over all objects.
 
@@ -92,6 +107,7 @@ class RequestPool:
         self._is_closed = False
         self._turns = threading.Semaphore(num_requests)
         self._threads = ThreadPoolExecutor(num_requests + _WRITING_THREADS, thread_name_prefix="datasvc-origin")
+        _pools.add(self)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Let `work`, which asks inside `turn`, run as soon as it can. Raises UnavailableError when closed."""

@@ -1,6 +1,9 @@
 """An origin behind a web server, whose bytes are handed on as they arrive: all of it once, verified, or an error."""
 
 import os
+import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -197,3 +200,32 @@ def test_a_file_behind_a_web_server_is_staged(tmp_path, cache):
         file = RemoteFile(f"{store.url}/model.bin")
         assert file.can_stream
         assert cache.acquire(file.info, file).path.read_bytes() == CONTENT
+
+
+ENDING = """
+import sys, threading
+import fsspec
+from datasvc.cache.sources import RequestPool
+from datasvc.repository.http_stream import HttpStream
+from datasvc.repository.interrupt import Interrupt
+
+pool, interrupt = RequestPool(), Interrupt()
+
+def read():
+    with pool.sharing(interrupt):
+        HttpStream(fsspec.filesystem("http")).read(sys.argv[1], 0, 10, print, location="it", interrupt=interrupt)
+
+pool.submit(read)
+sys.stdin.readline()
+"""
+
+
+def test_a_program_that_ends_does_not_wait_for_a_silent_server():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/file"
+        with subprocess.Popen([sys.executable, "-c", ENDING, url], stdin=subprocess.PIPE) as program:
+            connection, _ = server.accept()
+            assert connection.recv(4) == b"GET "
+            program.stdin.close()
+            assert program.wait(30) == 0
+            connection.close()
