@@ -131,9 +131,7 @@ class Connection:
 
     def cut(self) -> None:
         """End the connection, from any thread: who reads from it wakes."""
-        with suppress(OSError):
-            # As of a plain socket: otherwise TLS loses its state while another thread reads with it.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        _cut(self._socket)
 
     def close(self) -> None:
         """Close it."""
@@ -176,23 +174,16 @@ class Connections:
     def take(self, server: Server, interrupt: Interrupt, *, fresh: bool = False) -> Connection:
         """Return a connection: one that was given back a moment ago, or a new one. Raises OSError."""
         self._close_stale()
-        while not fresh:
-            with self._lock:
-                self._forget_of_parent()
-                kept = self._kept[server]
-                since_s, connection = kept.pop() if kept else (0.0, None)
-            if connection is None:
-                break
-            if time.monotonic() - since_s < _KEPT_S:
-                return connection
-            connection.close()
+        with self._lock:
+            kept = self._kept[server]
+            if kept and not fresh:
+                return kept.pop()[1]
         return Connection(server, self._patience, interrupt)
 
     def give_back(self, server: Server, connection: Connection) -> None:
         """Keep a connection whose last answer was read to its end."""
         self._close_stale()
         with self._lock:
-            self._forget_of_parent()
             kept = self._kept[server]
             if len(kept) < _MOST_KEPT:
                 kept.append((time.monotonic(), connection))
@@ -200,7 +191,7 @@ class Connections:
         connection.close()
 
     def _close_stale(self) -> None:
-        """Close what nobody has used for too long; the oldest come first."""
+        """Close what nobody has used for too long, oldest first; and in a forked child all of the parent's."""
         stale = []
         with self._lock:
             self._forget_of_parent()
@@ -231,8 +222,9 @@ def _connect(
         try:
             _await_connection(connection, place, time.monotonic() + timeout_s, interrupt)
             connection.settimeout(timeout_s)
-            # The handshake of TLS is to come.
-            connecting.enter_context(interrupt.cutting(partial(_cut, connection)))
+            # For the handshake of TLS, which is to come and takes the descriptor out of this socket.
+            twin = connecting.enter_context(connection.dup())
+            connecting.enter_context(interrupt.cutting(partial(_cut, twin)))
         except OSError as failure:
             connection.close()
             error = failure
@@ -259,7 +251,8 @@ def _await_connection(connection: socket.socket, place: Any, deadline_s: float, 
 
 def _cut(connection: socket.socket) -> None:
     with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        # As of a plain socket: otherwise TLS loses its state while another thread reads with it.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 @cache

@@ -339,6 +339,20 @@ def test_an_interrupt_ends_the_wait_for_a_connection():
             reading.result(30)
 
 
+def test_an_interrupt_ends_a_handshake():
+    """A server that accepts the connection and then says nothing."""
+    interrupt, patient = Interrupt(), HttpStream(fsspec.filesystem("http"), Patience(connect_s=600))
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        url = f"https://127.0.0.1:{server.getsockname()[1]}/file"
+        reading = pool.submit(patient.read, url, 0, SIZE, bytearray().extend, location="it", interrupt=interrupt)
+        connection, _ = server.accept()
+        with connection:
+            assert connection.recv(1) == b"\x16"  # it begins
+            interrupt.set()
+            with pytest.raises(UnavailableError, match="nobody waits"):
+                reading.result(30)
+
+
 def test_connections_that_nobody_uses_are_closed(monkeypatch):
     stream = stream_of()
     with FaultyServer(CONTENT) as server, FaultyServer(CONTENT) as other:
