@@ -48,8 +48,8 @@ class Engine:
         self, transport: Transport, settings: EngineSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings = settings
-        self.is_homogeneous = transport.is_homogeneous
         """As given; autotune may have changed what is in use."""
+        self.is_homogeneous = transport.is_homogeneous
         self._transport = transport
         self._cycle_time_s = settings.cycle_time_s
         self._clock = clock

@@ -56,9 +56,9 @@ class Reductions:
 
     def reducescatter(self, ready: Ready, mine: Submission) -> None:
         """Leaves each rank its rows of the sum."""
-        for tensor, output in zip(mine.inputs, mine.outputs, strict=True):
+        for name, tensor, output in zip(mine.request.dtypes, mine.inputs, mine.outputs, strict=True):
             with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor, output]):
-                self._scatter(ready, tensor, output)
+                self._scatter(ready, wire_dtype(name), tensor, output)
         self._finish(mine, mine.result)
 
     def _begin(
@@ -156,9 +156,8 @@ class Reductions:
     def _node_set(node: int) -> int:
         return -1 - node  # below those that users make
 
-    def _scatter(self, ready: Ready, tensor: Tensor, output: Tensor) -> None:
+    def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
         request, transport = ready.request, self._transport
-        dtype = wire_dtype(str(tensor.dtype).removeprefix("torch."))
         wire = tensor.to(transport.wire_device(tensor.device), dtype, copy=True).contiguous()
         scale_(wire, factor=request.prescale_factor)
         row = wire[:1].numel() if wire.shape[0] else 0

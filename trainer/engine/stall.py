@@ -49,7 +49,7 @@ class StallWatch:
             now_s: seconds of any clock that does not go back.
             missing: for each pending operation, the ranks that have not submitted it.
         """
-        for key in [*(self._waiting_since.keys() - missing.keys())]:
+        for key in self._waiting_since.keys() - missing.keys():
             self.restart(key)
         warnings, complaint = [], ""
         for key, ranks in missing.items():
