@@ -6,7 +6,8 @@ import signal
 import subprocess
 
 TIMEOUT_S = 60.0
-_TAIL_BYTES = 4000
+_TAIL_BYTES = 16000
+_WRITES_S = 2.0
 # A shell that waited for a program tells by such a status which signal ended it.
 _SHELL_SIGNAL = 128
 
@@ -49,7 +50,7 @@ class Program:
 
     def wait(self, timeout_s=TIMEOUT_S):
         """Return its exit status, negative for a signal. Raises AssertionError where it does not end in time."""
-        assert self.has_ended(timeout_s), f"{self._entry.args} runs after {timeout_s} s: {self.errors()}"
+        assert self.has_ended(timeout_s), f"{self._entry.args} runs after {timeout_s} s: {self._stacks()}"
         status = self._entry.wait(timeout_s)
         return _SHELL_SIGNAL - status if status > _SHELL_SIGNAL else status
 
@@ -70,6 +71,12 @@ class Program:
             if containing in line:
                 return line
         raise AssertionError(f"{self._entry.args} ended with {self.wait()}, no line {containing!r}: {self.errors()}")
+
+    def _stacks(self):
+        """Return its errors, with where its threads are if it writes that on SIGUSR1; otherwise that ends it."""
+        self.send_signal(signal.SIGUSR1)
+        self.has_ended(_WRITES_S)
+        return self.errors()
 
     def close(self):
         """Give back what only this process holds; the program must be gone."""

@@ -10,6 +10,7 @@ Errors of datasvc end it with `EXIT_OF_OURS`.
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -92,6 +93,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())
+    faulthandler.register(signal.SIGUSR1)  # of `Program.wait`
     try:
         return serve(options)
     except DatasvcError as error:

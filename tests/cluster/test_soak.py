@@ -16,9 +16,11 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.repository import Repository
+from datasvc.repository.http_connections import Patience
 from tests.cluster.chaos import Chaos
 from tests.cluster.content import make_dataset
 from tests.cluster.disk import BudgetWatcher, SmallDisk, files_of
+from tests.cluster.program import TIMEOUT_S
 from tests.cluster.reader import EXIT_OF_OURS
 from tests.cluster.serving import CACHE, Serving
 from tests.cluster.store import FileStore
@@ -30,6 +32,8 @@ SMALL, LARGE = 3_000_000, 7_500_000  # half of one data set, and less than both
 DISK = LARGE + 3_000_000  # the catalogue's room, and some
 NUMBERS = {"pets": range(300), "cats": [*range(150), *range(1000, 1150)]}
 NOT_LISTED = "spell it as it is there"
+# Connections that fell silent before all was mended are given up first.
+ENDS_S = Patience().silence_s + TIMEOUT_S
 # By chaos, with its machine, or told to stop before it could listen or after it had ended.
 KILLED = {-signal.SIGKILL, -signal.SIGTERM}
 
@@ -53,11 +57,10 @@ class Job:
             options = ["--seed", seed, "--epochs", 2, "--report", report]
             self._program = self._serving.read(self._node, self._ref, *options)
 
-    def stop(self):
-        """Tell it to stop, and wait for its end."""
-        if self._program is not None and not self._program.has_ended(timeout_s=0):
+    def tell_to_stop(self):
+        """Have it end after its batch, for which it may wait as long as a silent origin is waited for."""
+        if self._program is not None:
             self._program.send_signal(signal.SIGTERM)
-        self.wait()
 
     def check(self):
         """Every sample that was ever served was right, and every epoch that was finished whole; returns how many."""
@@ -74,7 +77,7 @@ class Job:
     def wait(self):
         """Wait for its end, and note how it ended."""
         if self._program is not None:
-            status = self._program.wait()
+            status = self._program.wait(ENDS_S)
             assert status in {0, EXIT_OF_OURS, *KILLED}, (status, self._program.errors())
             kind = self._program.errors().rpartition("\n")[2] if status == EXIT_OF_OURS else ""
             self.ends[kind.partition(":")[0] or status] += 1
@@ -176,7 +179,9 @@ class Soak:
         """Mend all that is broken, and let everything end in good order."""
         self.chaos.end()
         for job in self.jobs:
-            job.stop()
+            job.tell_to_stop()
+        for job in self.jobs:
+            job.wait()
         for node in self.nodes:
             server = self.serving.servers[node.name]
             status = self.serving.stop(node)

@@ -11,7 +11,8 @@ communication. Parts:
   is the faster. "Processor" is what all threads of the slower rank used: it counts on a machine that is busy with
   other work, where the clock measures the others too, but not what a rank waits for.
 - `alone`, one rank: ours against the plain optimizer.
-- `negotiation`, two ranks: time of a barrier, which is submission, a cycle of negotiation, and the wake-up.
+- `negotiation`, two ranks: time of a cycle, from the requests of the ranks to the list of what may run; of the bare
+  collective in it; and of a barrier, which is submission, a cycle, and the wake-ups of both threads.
 - `wire`, two ranks in a network namespace of their own, if one can be had: bytes through its loopback per step, both
   directions, with all headers and what negotiation sends.
 
@@ -111,8 +112,12 @@ def _add_times(report: Report, name: str, times_ms: list[float]) -> None:
 
 
 def report_negotiation(report: Report, values: Values) -> None:
-    """Add the time of a cycle."""
-    report.add_row("negotiation of one operation, with wake-ups", "ms", values["negotiation"]["a barrier"])
+    """Add the time of a cycle, of the collective in it, and of an operation that is nothing else."""
+    ways = values["negotiation"]
+    report.add_row("bare exchange of 512 bytes", "ms", ways["bare exchange"])
+    report.add_row("negotiation: a cycle of 16 gradients", "ms", ways["a cycle"])
+    report.add_row("negotiation of one operation, with wake-ups", "ms", ways["a barrier"])
+    report.add_ratio("bare exchange / a cycle", ways["bare exchange"], ways["a cycle"])
 
 
 def report_wire(report: Report, values: Values) -> None:

@@ -15,12 +15,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer as hvd
+from trainer.engine.messages import CycleMessage, decode_message, encode_message
+from trainer.engine.negotiation import Negotiation
+from trainer.engine.request_cache import RequestCache
+from trainer.engine.requests import Kind, Request
+from trainer.engine.transport import GroupTransport
 from trainer.recipes.models import build_model
 
 BATCH, SIDE, CLASSES = 32, 32, 1000
 WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-3
 NUM_CYCLES = 500
+REQUESTS_PER_CYCLE = 16  # some ten cycles a step for 161 gradients
 
 FUSED, UNFUSED = hvd.EngineSettings(), hvd.EngineSettings(fusion_bytes=0)
 Step = Callable[[], None]
@@ -143,16 +149,49 @@ def compare(ways: list[str], repeats: int, seconds: float) -> None:
 
 
 def negotiate(repeats: int) -> None:
-    """Time barriers, which are negotiation and nothing else: submission, a cycle, and the wake-up of who waits."""
-    hvd.init()
+    """Time what negotiation is made of: the bare collective, a cycle, and a barrier with its wake-ups, in turn."""
+    transport = GroupTransport(FUSED, gpu="", local_size=dist.get_world_size())
+    cycle = make_cycle(transport)
     for repeat in range(repeats + 1):
-        started = time.perf_counter()
-        for _ in range(NUM_CYCLES):
-            hvd.barrier()
-        ms = 1e3 * (time.perf_counter() - started) / NUM_CYCLES
-        if repeat:
-            say(workload="negotiation", way="a barrier", ms=ms, number=repeat, of=repeats)
-    hvd.shutdown()
+        hvd.init()
+        ways = {
+            "bare exchange": lambda: transport.exchange(b""),
+            "a cycle": cycle,
+            "a barrier": hvd.barrier,
+        }
+        for way, run in ways.items():
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(NUM_CYCLES):
+                run()
+            ms = 1e3 * (time.perf_counter() - started) / NUM_CYCLES
+            if repeat:
+                say(workload="negotiation", way=way, ms=ms, number=repeat, of=repeats)
+        hvd.shutdown()
+    transport.close()
+
+
+def make_cycle(transport: GroupTransport) -> Step:
+    """Return what the engine's thread does in a cycle until it knows what may run, for requests seen before."""
+    cache, negotiation = RequestCache(FUSED.cache_capacity), Negotiation(transport.size)
+    requests = [
+        Request(name=f"gradient.{number}", kind=Kind.ALLREDUCE, dtypes=("float32",), shapes=((512, 512, 3, 3),))
+        for number in range(REQUESTS_PER_CYCLE)
+    ]
+    for request in requests:
+        cache.remember(request)
+
+    def cycle() -> None:
+        numbers = [cache.find(request) for request in requests]
+        message = CycleMessage(tuple(number for number in numbers if number is not None))
+        messages = [decode_message(data) for data in transport.exchange(encode_message(message))]
+        submitted = [
+            [cache.resolve(entry) for entry in message.entries if isinstance(entry, int)] for message in messages
+        ]
+        ready = negotiation.advance(submitted)
+        assert len(ready) == len(requests), ready
+
+    return cycle
 
 
 def count_bytes(repeats: int, num_steps: int = 3) -> None:
