@@ -272,3 +272,28 @@ def test_a_rank_knows_whether_it_waits_and_whether_it_is_waited_for():
     negotiation.advance([[allreduce("y")], [allreduce("x")]])
     negotiation.advance([[], [Request(name="join", kind=Kind.JOIN)]])
     assert [negotiation.waiting(rank) for rank in (0, 1)] == [(False, False), (True, False)]
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from("abcd"), unique=True), st.data())
+def test_requests_that_were_agreed_on_before_are_settled_as_new_ones_are(num_ranks, names, data):
+    """What all ranks submit at once in the steady state goes a shorter way, to the same outcomes."""
+    orders = [names if data.draw(st.booleans()) else data.draw(st.permutations(names)) for _ in range(num_ranks)]
+    waiting = data.draw(st.booleans())
+    known = {name: allreduce(name) for name in [*names, "late"]}
+    outcomes = []
+    for of_cache in (True, False):
+        negotiation = Negotiation(num_ranks)
+        found = negotiation.advance([[known["late"]] if waiting and rank == 0 else [] for rank in range(num_ranks)])
+        for _ in range(2):
+            found += negotiation.advance(
+                [[known[name] if of_cache else allreduce(name) for name in order] for order in orders]
+            )
+        outcomes.append((found, negotiation.missing_ranks()))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_one_rank_is_told_what_cannot_run_however_often_it_asks():
+    negotiation, request = Negotiation(1), allgather()
+    for _ in range(2):
+        (outcome,) = negotiation.advance([[request]])
+        assert isinstance(outcome, Refused)

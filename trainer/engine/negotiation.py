@@ -15,6 +15,15 @@ from trainer.engine.requests import GLOBAL_SET, Key, Kind, Request
 # A rank that has joined takes part in these without knowing their tensors: by zeros, or by nothing at all.
 JOIN: Final = Key(GLOBAL_SET, Kind.JOIN.value)
 _WITH_JOINED: Final = (Kind.ALLREDUCE, Kind.BARRIER)
+# That change nothing here.
+_WITHOUT_EFFECT: Final = (
+    Kind.ALLREDUCE,
+    Kind.ALLGATHER,
+    Kind.BROADCAST,
+    Kind.ALLTOALL,
+    Kind.REDUCESCATTER,
+    Kind.BARRIER,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,10 @@ class Negotiation:
             The outcomes in the order in which they became complete, reading rank 0's submissions first.
         """
         assert len(submitted) == self._num_ranks
-        outcomes = []
+        if self._are_agreed(submitted):
+            members = self._sets[GLOBAL_SET]
+            return [Ready(dict.fromkeys(members, request), members) for request in submitted[0]]
+        outcomes: list[Outcome] = []
         for rank, requests in enumerate(submitted):
             for request in requests:
                 outcomes += self._join(rank, request) if request.kind is Kind.JOIN else self._add(rank, request)
@@ -108,6 +120,16 @@ class Negotiation:
         if self._joined:
             missing[JOIN] = tuple(rank for rank in range(self._num_ranks) if rank not in self._joined)
         return missing
+
+    def _are_agreed(self, submitted: Sequence[Sequence[Request]]) -> bool:
+        """Whether all that is asked for is complete, and was agreed on before: the steady state, by a short way."""
+        if self._pending or self._joined or self._num_ranks == 1:
+            return False
+        first = submitted[0]
+        return all(
+            len(requests) == len(first) and all(a is b for a, b in zip(requests, first, strict=True))
+            for requests in submitted
+        ) and all(request.process_set == GLOBAL_SET and request.kind in _WITHOUT_EFFECT for request in first)
 
     def _missing(self, key: Key) -> list[int]:
         by_rank = self._pending[key]

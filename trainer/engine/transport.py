@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,36 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Lets go of the network. Ranks that still wait for this one get an error."""
+
+
+class Round(NamedTuple):
+    """A step of an exchange: one rank's first parts go to another, and those of a third come behind what it holds.
+
+    Attributes:
+        target: rank that is sent to.
+        source: rank that sends.
+        held: parts that this rank has before.
+        num_parts: that are sent, and that come.
+    """
+
+    target: int
+    source: int
+    held: int
+    num_parts: int
+
+
+def plan_exchange(rank: int, size: int) -> list[Round]:
+    """Plans how every rank gets one part of each: it starts with its own, and ends with those of the ranks behind it.
+
+    What a rank holds doubles in each round: Bruck et al., "Efficient algorithms for all-to-all communications in
+    multiport message-passing systems", 1997.
+    """
+    rounds, held = [], 1
+    while held < size:
+        num_parts = min(held, size - held)
+        rounds.append(Round((rank - held) % size, (rank + held) % size, held, num_parts))
+        held += num_parts
+    return rounds
 
 
 class Done:
@@ -174,10 +204,10 @@ class GroupTransport:
         self._timeout = dt.timedelta(seconds=timeout_s or settings.timeout_s)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._slot = bytearray(_SLOT_BYTES)
+        # This rank's first, then those of the ranks behind it.
         self._slots = bytearray(_SLOT_BYTES * self.size)
-        self._slot_tensor = torch.frombuffer(self._slot, dtype=torch.uint8)
-        self._slot_tensors = list(torch.split(torch.frombuffer(self._slots, dtype=torch.uint8), _SLOT_BYTES))
+        self._slot_tensor = torch.frombuffer(self._slots, dtype=torch.uint8)
+        self._rounds = plan_exchange(self.rank, self.size)
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
         mine = json.dumps([gpu, local_size, asdict(settings)]).encode()
         facts = [json.loads(data) for data in self.exchange(mine)]
@@ -191,17 +221,25 @@ class GroupTransport:
         self.add_process_set(GLOBAL_SET, range(self.size))
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """One small collective if all data fit their slots, a second one if not."""
-        self._slot[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
-        self._slot[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data[: _SLOT_BYTES - _LENGTH_BYTES]
+        """Small messages to and from log2(ranks) others if all data fit their slots, a collective more if not."""
+        slots = self._slots
+        slots[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
+        beginning = data[: _SLOT_BYTES - _LENGTH_BYTES]
+        slots[_LENGTH_BYTES : _LENGTH_BYTES + len(beginning)] = beginning
         assert self._control is not None
-        # Not dist.all_gather: what that does around it takes longer than the exchange.
-        self._control.allgather([self._slot_tensors], [self._slot_tensor]).wait()
-        slots = [self._slots[start : start + _SLOT_BYTES] for start in range(0, len(self._slots), _SLOT_BYTES)]
-        lengths = [int.from_bytes(slot[:_LENGTH_BYTES], "little") for slot in slots]
+        # Not an all-gather: gloo hands each to a thread of its own, which takes longer than the exchange.
+        for number, step in enumerate(self._rounds):
+            sending = self._control.send([self._window(0, step.num_parts)], step.target, number)
+            self._control.recv([self._window(step.held, step.num_parts)], step.source, number).wait()
+            sending.wait()
+        starts = [(rank - self.rank) % self.size * _SLOT_BYTES for rank in range(self.size)]
+        lengths = [int.from_bytes(slots[start : start + _LENGTH_BYTES], "little") for start in starts]
         if max(lengths) > _SLOT_BYTES - _LENGTH_BYTES:
             return self._exchange_long(data, lengths)
-        return [bytes(s[_LENGTH_BYTES : _LENGTH_BYTES + length]) for s, length in zip(slots, lengths, strict=True)]
+        return [
+            bytes(slots[start + _LENGTH_BYTES : start + _LENGTH_BYTES + length])
+            for start, length in zip(starts, lengths, strict=True)
+        ]
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device itself over NCCL, else the host."""
@@ -266,6 +304,9 @@ class GroupTransport:
             # The user may have destroyed the default group, and with it every other.
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+    def _window(self, start: int, count: int) -> Tensor:
+        return self._slot_tensor[start * _SLOT_BYTES : (start + count) * _SLOT_BYTES]
 
     def _exchange_long(self, data: bytes, lengths: list[int]) -> list[bytes]:
         longest = max(lengths)
