@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed import Integers
+from datasvc.mix_order import MixOrder
 from datasvc.order import OrderConfig, Step, Tail
 from datasvc.shards import ShardStore, Split
 from datasvc.shards.reader import Bytes
 from datasvc.shards.schema import LABEL
 from loaders.located import Located, LocatedStep, locate_epoch
 from loaders.mapped_pages import MappedPages
-from loaders.mix_order import MixOrder
 from loaders.mixture import Mixture, label_maps, name_of, own_orders, splits_of, weighted_splits
 from loaders.split_reader import Cursor, ShardPart, SplitReader
 

@@ -1,8 +1,7 @@
-"""Several data sets as one, by weight. What a mixture is; which sample comes when is in `mix_order`."""
+"""Several data sets as one, by weight. What a mixture is; which sample comes when is in `datasvc.mix_order`."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -11,12 +10,11 @@ from typing import Any, Final
 import numpy as np
 
 from datasvc.errors import ConfigError
-from datasvc.keyed import Integers, derive_keys
+from datasvc.keyed import Integers
+from datasvc.mix_order import MixOrder, own_order
 from datasvc.order import OrderConfig
 from datasvc.shards import Split
-from loaders.mix_order import MixOrder
 
-_OWN_ORDER: Final = 34  # purpose of keys
 _BLOCK: Final = 4096
 
 
@@ -136,17 +134,10 @@ def weighted_splits(samples: Split | Mixture) -> tuple[Split, ...]:
 
 
 def own_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
-    """Return the access order of each split: the loader's, in a mixture each with a seed of its own.
-
-    With one seed for all, splits of equal sizes would be shuffled alike, and samples that go together (two renderings
-    of one picture) would come together. The seed depends on the split's samples, not on its place in the mixture.
-    """
+    """Return the access order of each split: the loader's, in a mixture each with a seed of its own."""
     if not isinstance(samples, Mixture):
         return [config]
-    return [
-        dataclasses.replace(config, seed=int(derive_keys(config.seed, int(split.digest[:16], 16), _OWN_ORDER, 1)[0]))
-        for split in samples.splits
-    ]
+    return [own_order(config, split.digest) for split in samples.splits]
 
 
 def clock_steps(samples: Split | Mixture) -> list[int | None]:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loaders.mix_order import MixOrder
+from datasvc.mix_order import MixOrder
 
 shares = st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any)
 
@@ -59,6 +59,23 @@ def test_each_data_set_is_served_in_its_own_order_without_gaps_and_the_cursors_s
         ordinal = first[0] * size + first[1]
         assert own == [divmod(ordinal + count, size) for count in range(len(own))]
         assert order.cursors(*divmod(start + 300, epoch_samples))[number] == divmod(ordinal + len(own), size)
+
+
+@given(weights=shares, extra=st.integers(0, 20), start=st.integers(0, 10**12))
+def test_where_a_sample_of_a_stream_lies_on_the_line_is_the_inverse_of_what_lies_there(weights, extra, start):
+    block, epoch_samples = -(-sum(weights) // min(filter(None, weights))) + extra, 97
+    order = MixOrder([7] * len(weights), weights, epoch_samples=epoch_samples, block=block, seed=5)
+    line = np.arange(start, start + 150)
+    found = [
+        order.locate(epoch, np.array([place])) for epoch, place in (divmod(x, epoch_samples) for x in line.tolist())
+    ]
+    for number in (number for number, weight in enumerate(weights) if weight):
+        own = [place for place, each in enumerate(found) if each.sources[0] == number]
+        ordinals = np.array([int(found[place].epochs[0]) * 7 + int(found[place].positions[0]) for place in own], int)
+        turned = ordinals[::-1].copy()
+        assert order.line_of(number, turned).tolist() == line[own][::-1].tolist()
+        for place in own:
+            assert int(found[place].epochs[0]) in order.own_epochs(number, int(line[place]) // epoch_samples)
 
 
 @given(weights=shares, block=st.integers(1, 60), run=st.integers(1, 200), start=st.integers(0, 1000))

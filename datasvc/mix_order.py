@@ -5,11 +5,13 @@ set that after every block none is a whole sample away from its share, however l
 drift. A keyed permutation says which places of a block those are. The samples of one data set, in the order of the
 line, are its own stream: its epoch 0 in its own access order, then its epoch 1, and so on.
 
-Nothing is counted while a run goes on, and memory is O(block), so any position can be asked for at once.
+Nothing is counted while a run goes on, and memory is O(block), so any position can be asked for at once; and, the
+other way, where on the line the samples of a data set's pass lie.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -18,8 +20,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from datasvc.keyed import Integers, KeyedPermutation, derive_keys
+from datasvc.order import OrderConfig
 
-_MIXING: Final = 33  # purpose of keys; augmentation has 32
+_MIXING, _OWN_ORDER = 33, 34  # purposes of keys; augmentation has 32
 _BLOCKS_KEPT: Final = 4
 
 
@@ -77,6 +80,36 @@ class MixOrder:
         epochs, own = np.divmod(ordinals, self._sizes[sources])
         return Places(sources, epochs, own)
 
+    def line_of(self, source: int, ordinals: Integers) -> Integers:
+        """Return where samples of one data set's stream lie on the line of all epochs: the inverse of `locate`.
+
+        Args:
+            source: number of a data set with a weight.
+            ordinals: `int64[n]`, places in its stream: epoch of its own order * its samples + position there.
+
+        Returns:
+            `int64[n]`: epoch of the mixture * samples of an epoch + position there.
+        """
+        order = np.argsort(ordinals, kind="stable")
+        ascending = ordinals[order]
+        found = np.empty_like(ascending)
+        start = 0
+        while start < len(ascending):
+            block = self._block_of(source, int(ascending[start]))
+            before, stop = self.served_before(block)[source], self.served_before(block + 1)[source]
+            end = int(np.searchsorted(ascending, stop))
+            places = np.flatnonzero(self._read_block(block).sources == source)
+            found[start:end] = block * self._block + places[ascending[start:end] - before]
+            start = end
+        result = np.empty_like(found)
+        result[order] = found
+        return result
+
+    def own_epochs(self, source: int, epoch: int) -> range:
+        """Return the epochs of a data set's own order of which an epoch of the mixture may serve a sample."""
+        (first, _), (last, position) = (self.cursors(each, 0)[source] for each in (epoch, epoch + 1))
+        return range(first, last + (position > 0))
+
     def cursors(self, epoch: int, position: int) -> list[tuple[int, int]]:
         """Return epoch and position of each data set's own order: all before it is served before `position`."""
         number, within = divmod(epoch * self.num_samples + position, self._block)
@@ -100,6 +133,14 @@ class MixOrder:
         blocks = run // self._block + 2  # a run may begin and end inside a block
         return [min(run, blocks * (share * self._block // total + 2)) if share else 0 for share in shares]
 
+    def _block_of(self, source: int, ordinal: int) -> int:
+        """Return the block that holds a sample of a data set's stream."""
+        share = self._edges[source + 1] - self._edges[source]
+        number = max(0, (ordinal - 1) * self._edges[-1] // (share * self._block) - 1)
+        while self.served_before(number + 1)[source] <= ordinal:
+            number += 1
+        return number
+
     def _read_block(self, number: int) -> _Block:
         if number not in self._kept:
             self._kept[number] = self._make_block(number)
@@ -118,3 +159,17 @@ class MixOrder:
         # By data set, each in the order of positions: so a data set's own order is kept inside blocks too.
         ordinals[np.argsort(sources, kind="stable")] = every + np.repeat(before - stops + counts, counts)
         return _Block(sources, ordinals)
+
+
+def own_order(config: OrderConfig, digest: str) -> OrderConfig:
+    """Return the access order of one split of a mixture: the loader's, with a seed of its own.
+
+    With one seed for all, splits of equal sizes would be shuffled alike, and samples that go together (two renderings
+    of one picture) would come together. The seed depends on the split's samples, not on its place in the mixture.
+
+    Args:
+        config: of the loader.
+        digest: of the split's shard table.
+    """
+    seed = int(derive_keys(config.seed, int(digest[:16], 16), _OWN_ORDER, 1)[0])
+    return dataclasses.replace(config, seed=seed)
