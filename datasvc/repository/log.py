@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
+from datasvc.repository.numbers import describe_numbers
 from datasvc.repository.objects import digest_of
 from datasvc.repository.storage import Storage
 
 ENTRY_FORMAT = 1
 _ENTRY_NAME = re.compile(r"(\d{8,})\.json")
 _APPEND_ATTEMPTS = 32
+_READS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -102,17 +105,35 @@ class Log:
             NotFoundError: there is no such entry; says which are.
             CorruptDataError, ConfigError, UnavailableError: see `decode_entry`, `Storage.read_checked`.
         """
-        path = self._entry_path(number)
+        path = self.path_of(number)
         location = self._storage.location(path)
         try:
             content = self._storage.read_checked(path, lambda raw: decode_entry(raw, location))
         except NotFoundError as error:
-            raise NotFoundError(f"{self.path} has no entry {number}; it has {self._span()}") from error
+            span = describe_numbers(self.numbers())
+            raise NotFoundError(f"{self.path} has no entry {number}; it has {span}") from error
         return Entry(number, content)
 
-    def entries(self) -> list[Entry]:
-        """Return all entries, oldest first. Raises as `read`."""
-        return [self.read(number) for number in self.numbers()]
+    def entries(self, numbers: Iterable[int] | None = None) -> list[Entry]:
+        """Return entries in the order of `numbers`; default all, oldest first. Raises as `read`."""
+        wanted = self.numbers() if numbers is None else list(numbers)
+        if self._storage.is_local or len(wanted) < 2:
+            return [self.read(number) for number in wanted]
+        with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-log") as pool:
+            return list(pool.map(self.read, wanted))
+
+    def numbers_after(self, number: int) -> range:
+        """Return the numbers of the entries after `number`, which is there: by a few looks, as numbers have no holes.
+
+        So a reader that knows most of a long log need not list all of it again. Raises UnavailableError.
+        """
+        newest, step = number, 1
+        while self._has(newest + step):
+            newest += step
+            step *= 2
+        while step := step // 2:
+            newest += step if self._has(newest + step) else 0
+        return range(number + 1, newest + 1)
 
     def append(self, build: Callable[[int], Mapping[str, Any]]) -> Entry:
         """Commit the next entry, rebasing on whoever was faster.
@@ -133,7 +154,7 @@ class Log:
             content = {**build(head), **own}
             try:
                 # The commit point: before this line nothing is visible, after it everything is.
-                self._storage.create(self._entry_path(head + 1), encode_entry(content))
+                self._storage.create(self.path_of(head + 1), encode_entry(content))
             except ConflictError:
                 head = max(self.head(), head + 1)
             else:
@@ -142,12 +163,12 @@ class Log:
             f"{self.path}: {_APPEND_ATTEMPTS} other commits were faster, the newest is entry {head}; try again"
         )
 
-    def _entry_path(self, number: int) -> str:
-        return f"{self.path}/{number:08d}.json"
+    def _has(self, number: int) -> bool:
+        return self._storage.size(self.path_of(number)) is not None
 
-    def _span(self) -> str:
-        numbers = self.numbers()
-        return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+    def path_of(self, number: int) -> str:
+        """Return where the entry of that number lies below the repository's root."""
+        return f"{self.path}/{number:08d}.json"
 
 
 def _now() -> str:

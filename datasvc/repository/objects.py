@@ -14,7 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NewType
@@ -124,6 +124,11 @@ class Objects:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
+    @property
+    def storage(self) -> Storage:
+        """The repository's tree."""
+        return self._storage
+
     @staticmethod
     def path(digest: Digest) -> str:
         """Return where the object lies below the repository's root."""
@@ -156,8 +161,12 @@ class Objects:
         view = memoryview(content)
         info = ObjectInfo(digest_of(view), view.nbytes)
         if not self.reuse(info):
-            self._storage.put_bytes(self.path(info.digest), view)
+            self.write(info, view)
         return info
+
+    def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
+        """Store `content`, which has that digest and size and cannot be reused. Raises UnavailableError."""
+        self._storage.put_bytes(self.path(info.digest), content)
 
     @contextmanager
     def writing(self) -> Iterator[ObjectWriter]:
@@ -238,6 +247,13 @@ class Objects:
             self._check_reaches(digest, offset + length)
             raise UnavailableError(f"{self.location(digest)}: {len(content)} of {length} bytes came; try again")
         return content
+
+    def copies(self, digest: Digest, offset: int, length: int) -> Iterator[memoryview]:
+        """Yield what `read_range` gives, if the whole object is what its name says; nothing where that is not so."""
+        with suppress(NotFoundError, CorruptDataError, UnavailableError):
+            content = memoryview(self.read(digest))
+            if len(content) >= offset + length:
+                yield content[offset : offset + length]
 
     @property
     def can_stream(self) -> bool:

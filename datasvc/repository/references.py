@@ -1,4 +1,4 @@
-"""How people name things: `NAME`, `NAME@3`, `NAME@tag`."""
+"""How people name things: `NAME`, `NAME@3`, `NAME@tag`, and `NAME@tag~1` for where a tag stood one move ago."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from datasvc.errors import ConfigError
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _MAX_NAME_LENGTH = 128
+_MOVES = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A parsed reference. With neither `version` nor `tag` it means the newest version."""
+    """A parsed reference. With neither `version` nor `tag` it means the newest version.
+
+    Attributes:
+        name: of a data set or model.
+        version: its number.
+        tag: or a tag of it.
+        moves_back: where the tag stood that many moves ago; 0 is now.
+    """
 
     name: str
     version: int | None = None
     tag: str | None = None
+    moves_back: int = 0
 
 
 def is_name(name: str) -> bool:
@@ -43,11 +52,15 @@ def check_tag(tag: str) -> str:
 
 
 def parse_reference(text: str, what: str = "data set") -> Reference:
-    """Return the parts of `NAME[@VERSION|@TAG]`. Raises ConfigError when it is not one."""
+    """Return the parts of `NAME[@VERSION|@TAG[~MOVES]]`. Raises ConfigError when it is not one."""
     name, at, rest = text.partition("@")
     check_name(name, what)
     if not at:
         return Reference(name)
     if rest.isascii() and rest.isdecimal() and int(rest) > 0:
         return Reference(name, version=int(rest))
-    return Reference(name, tag=check_tag(rest))
+    tag, tilde, moves = rest.partition("~")
+    check_tag(tag)
+    if tilde and not _MOVES.fullmatch(moves):
+        raise ConfigError(f"{text!r} is no reference: {name}@{tag}~1 is where the tag stood one move ago")
+    return Reference(name, tag=tag, moves_back=int(moves) if tilde else 0)

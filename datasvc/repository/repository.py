@@ -9,9 +9,12 @@ from typing import Literal
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository.journal import Journal
 from datasvc.repository.log import Entry, Log
+from datasvc.repository.numbers import describe_numbers
 from datasvc.repository.objects import Objects
-from datasvc.repository.references import check_name, check_tag, is_name, parse_reference
+from datasvc.repository.references import Reference, check_name, check_tag, is_name, parse_reference
+from datasvc.repository.removals import Removals
 from datasvc.repository.storage import Storage, redact_url
+from datasvc.repository.tags import Tags
 
 REPOSITORY_FORMAT = 1
 MARKER = "datasvc.json"
@@ -96,81 +99,134 @@ class Repository:
 
     def versions(self, kind: Kind, name: str) -> Log:
         """Return the log of versions of `name`, which may be empty. Raises ConfigError for a bad name."""
-        return Log(self._storage, f"{kind}/{check_name(name, _WORDS[kind])}/versions")
+        return Log(self._storage, f"{self._folder(kind, name)}/versions")
+
+    def removals(self, kind: Kind, name: str) -> Removals:
+        """Return which versions of `name` were removed. Raises ConfigError for a bad name."""
+        return Removals(self._storage, self._folder(kind, name), self.versions(kind, name))
+
+    def living(self, kind: Kind, name: str) -> list[int]:
+        """Return the versions of `name` that are not removed, ascending. Raises as `Removals.removed`."""
+        numbers = self.versions(kind, name).numbers()
+        gone = self._gone(kind, name, numbers)
+        return [number for number in numbers if number not in gone]
 
     def tags(self, kind: Kind, name: str) -> dict[str, int]:
         """Return the tags of `name` and the version each stands on now. Raises UnavailableError."""
-        folder = f"{kind}/{check_name(name, _WORDS[kind])}/tags"
-        heads = {tag: self._tag_head(kind, name, tag) for tag in self._storage.list(folder) if is_name(tag)}
-        return {tag: version for tag, version in heads.items() if version}
+        return self._tags(kind, name).heads()
 
     def tag_history(self, kind: Kind, name: str, tag: str) -> list[Entry]:
         """Return every move of a tag, oldest first; [] for a tag that never was. Raises UnavailableError."""
-        return self._tag_log(kind, name, tag).entries()
+        return self._tags(kind, name).history(tag)
 
-    def tag(self, kind: Kind, ref: str, tag: str) -> Resolved:
+    def tag(self, kind: Kind, ref: str, tag: str, *, expect: int | None = None) -> Resolved:
         """Let `tag` stand on the version that `ref` means now; returns that version.
+
+        Args:
+            kind: of what `ref` names.
+            ref: a reference.
+            tag: made when new. Where it stands there already nothing is committed.
+            expect: compare and set: move it only from this version; 0: only where there is no such tag.
 
         Raises:
             NotFoundError: `ref` does not resolve.
             ConfigError: `tag` cannot be one.
+            ConflictError: the tag stands elsewhere than expected, or the version was removed at this moment.
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         check_tag(tag)
         target = self.resolve(kind, ref)
-        self._tag_log(kind, target.name, tag).append(lambda _head: {"version": target.version})
+        tags = self._tags(kind, target.name)
+        before = tags.head(tag)
+        if before == target.version and expect in {None, before}:
+            return target
+        tags.move(tag, target.version, expect=expect)
+        # Whoever removes a version looks at its tags before and after: of the two at least one sees the other.
+        if self._gone(kind, target.name, [target.version]):
+            tags.move(tag, before or None, expect=target.version)
+            raise ConflictError(f"{target} was removed while {tag!r} was moved there; the tag is where it was before")
         return target
 
-    def resolve(self, kind: Kind, ref: str) -> Resolved:
+    def untag(self, kind: Kind, name: str, tag: str, *, expect: int | None = None) -> None:
+        """Take a tag of `name` away; where it stood stays in its history. `expect` and errors as of `tag`."""
+        self._tags(kind, name).move(tag, None, expect=expect)
+
+    def resolve(self, kind: Kind, ref: str, *, removed: bool = False) -> Resolved:
         """Return the immutable version that `ref` means now.
+
+        Args:
+            kind: of what `ref` names.
+            ref: a reference. The name alone means the newest version that is not removed.
+            removed: a version that was removed will do as well: its entry is still there, its objects may be gone.
 
         Raises:
             ConfigError: `ref` is not a reference.
-            NotFoundError: no such name, version or tag; says what there is.
+            NotFoundError: no such name, version or tag, or the version was removed; says what there is.
             UnavailableError: the store does not answer.
         """
         wanted = parse_reference(ref, _WORDS[kind])
-        numbers = self.versions(kind, wanted.name).numbers()
-        if not numbers:
-            raise NotFoundError(
-                f"no {_WORDS[kind]} {wanted.name!r} in {redact_url(self.url)}; it has: {_listed(self.names(kind))}"
-            )
-        if wanted.tag is not None:
-            tagged = self._tag_head(kind, wanted.name, wanted.tag)
-            if not tagged:
-                tags = sorted(self.tags(kind, wanted.name))
-                raise NotFoundError(f"{wanted.name} has no tag {wanted.tag!r}; it has: {_listed(tags)}")
-            return Resolved(kind, wanted.name, tagged)
-        version = wanted.version or numbers[-1]
+        numbers = self._numbers(kind, wanted)
+        gone = self._gone(kind, wanted.name, numbers)
+        version = self._choose(kind, wanted, numbers, gone)
+        resolved = Resolved(kind, wanted.name, version)
+        if version in gone and not removed:
+            raise NotFoundError(self._say_removed(resolved, set(numbers) - gone))
         if version not in numbers:
-            raise NotFoundError(f"{wanted.name} has no version {version}; it has {numbers[0]} to {numbers[-1]}")
-        return Resolved(kind, wanted.name, version)
+            raise NotFoundError(
+                f"{wanted.name} has no version {version}; it has {describe_numbers(set(numbers) - gone)}"
+            )
+        return resolved
 
     def entry(self, resolved: Resolved) -> Entry:
         """Return the log entry of a version. Raises CorruptDataError, NotFoundError, UnavailableError."""
         return self.versions(resolved.kind, resolved.name).read(resolved.version)
 
     def entries(self, kind: Kind, name: str) -> list[Entry]:
-        """Return every version of `name`, oldest first.
+        """Return every version of `name`, oldest first, removed ones too.
 
         Raises:
             ConfigError: `name` carries a version or tag, or cannot be a name.
             NotFoundError: there is none of that name.
             CorruptDataError, UnavailableError: see `Log.read`.
         """
-        resolved = self.resolve(kind, name)
-        if resolved.name != name:
-            raise ConfigError(f"{name!r} names one version; give the name alone: {resolved.name}")
-        return self.versions(kind, name).entries()
+        wanted = parse_reference(name, _WORDS[kind])
+        numbers = self._numbers(kind, wanted)
+        if wanted.name != name:
+            raise ConfigError(f"{name!r} names one version; give the name alone: {wanted.name}")
+        return self.versions(kind, name).entries(numbers)
 
-    def _tag_head(self, kind: Kind, name: str, tag: str) -> int:
-        """Return the version a tag stands on, 0 when there is no such tag."""
-        log = self._tag_log(kind, name, tag)
-        head = log.head()
-        return int(log.read(head).content["version"]) if head else 0
+    def _numbers(self, kind: Kind, wanted: Reference) -> list[int]:
+        numbers = self.versions(kind, wanted.name).numbers()
+        if not numbers:
+            raise NotFoundError(
+                f"no {_WORDS[kind]} {wanted.name!r} in {redact_url(self.url)}; it has: {_listed(self.names(kind))}"
+            )
+        return numbers
 
-    def _tag_log(self, kind: Kind, name: str, tag: str) -> Log:
-        return Log(self._storage, f"{kind}/{check_name(name, _WORDS[kind])}/tags/{check_tag(tag)}")
+    def _gone(self, kind: Kind, name: str, numbers: list[int]) -> frozenset[int]:
+        # Versions of data sets are never removed, models name them as what they were made from: no need to ask.
+        return self.removals(kind, name).removed(numbers) if kind == "models" else frozenset()
+
+    def _choose(self, kind: Kind, wanted: Reference, numbers: list[int], gone: frozenset[int]) -> int:
+        if wanted.tag is not None:
+            return self._tags(kind, wanted.name).place(wanted.tag, wanted.moves_back)
+        if wanted.version is not None:
+            return wanted.version
+        living = [number for number in numbers if number not in gone]
+        # With none left the newest of the removed: what is said of it then is true of all.
+        return living[-1] if living else numbers[-1]
+
+    def _say_removed(self, resolved: Resolved, living: set[int]) -> str:
+        entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
+        when = f" on {entry.content['created']}" if entry else ""
+        why = f" ({entry.content['message']})" if entry and entry.content.get("message") else ""
+        return f"{resolved} was removed{when}{why}; {resolved.name} still has {describe_numbers(living)}"
+
+    def _tags(self, kind: Kind, name: str) -> Tags:
+        return Tags(self._storage, self._folder(kind, name))
+
+    def _folder(self, kind: Kind, name: str) -> str:
+        return f"{kind}/{check_name(name, _WORDS[kind])}"
 
 
 def _listed(names: list[str]) -> str:

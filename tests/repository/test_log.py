@@ -88,7 +88,7 @@ def test_appends_of_many_processes_all_land_once_and_in_each_writers_order(tmp_p
 def test_a_missing_entry_says_which_there_are(tmp_path):
     log = Log(Storage(str(tmp_path)), "log")
     log.append(lambda _head: {})
-    with pytest.raises(NotFoundError, match="has no entry 7; it has 1 to 1"):
+    with pytest.raises(NotFoundError, match="has no entry 7; it has 1"):
         log.read(7)
 
 
@@ -139,3 +139,13 @@ def test_a_store_whose_listings_lag_behind_does_not_stop_an_append(tmp_path, mon
         log.append(lambda _head: {})
     monkeypatch.setattr(log, "head", lambda: 1)
     assert log.append(lambda head: {"on": head}).content["on"] == 3
+
+
+@pytest.mark.parametrize("num_entries", [1, 2, 3, 7, 8, 20])
+def test_what_came_after_an_entry_is_found_without_a_list(tmp_path, num_entries, monkeypatch):
+    log = Log(Storage(str(tmp_path)), "log")
+    for _ in range(num_entries):
+        log.append(lambda _head: {})
+    monkeypatch.setattr(Storage, "list", None)
+    for known in range(1, num_entries + 1):
+        assert list(log.numbers_after(known)) == list(range(known + 1, num_entries + 1))

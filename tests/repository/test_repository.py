@@ -75,7 +75,7 @@ def test_what_does_not_resolve_says_what_exists(repository):
     repository.tag("datasets", "digits", "stable")
     for ref, message in (
         ("letters", "no data set 'letters' .* it has: digits"),
-        ("digits@9", "has no version 9; it has 1 to 1"),
+        ("digits@9", "has no version 9; it has 1"),
         ("digits@beta", "has no tag 'beta'; it has: stable"),
     ):
         with pytest.raises(NotFoundError, match=message):
