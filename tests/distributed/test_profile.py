@@ -39,7 +39,7 @@ def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repos
     costs = StepCosts.from_dict(found["costs"])
     assert found["step_s"] == {mode: step_time(costs, mode) for mode in Mode}
     assert found["measured"].keys() == MODES
-    assert [prediction["ranks"] for prediction in found["predictions"]] == [1, 64]
+    assert [prediction["world_size"] for prediction in found["predictions"]] == [1, 64]
     assert found["predictions"][0]["efficiency"] == dict.fromkeys(MODES, 1.0)
     gradient_bytes = sum(layer["gradient_bytes"] for layer in found["layers"])
     assert sum(message.size_bytes for message in costs.messages) == gradient_bytes
@@ -56,7 +56,7 @@ def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repos
         text=True,
         check=True,
     )
-    assert [row["ranks"] for row in json.loads(simulated.stdout)] == [1, 4096]
+    assert [row["world_size"] for row in json.loads(simulated.stdout)] == [1, 4096]
 
 
 def test_one_rank_prints_tables_and_a_verdict(repository, capsys):

@@ -1,0 +1,145 @@
+"""What happens to a save after the training goes on: wait for the copies, store, commit, remember."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from datasvc.models.checkpoint import base_records, commit
+from datasvc.models.content import Content
+from datasvc.models.data_use import DataUse
+from datasvc.models.joint_save import Stored, save_together
+from datasvc.models.ranks import Channel
+from datasvc.models.records import TensorRecord
+from datasvc.models.saver import SaveHandle
+from datasvc.models.snapshot import Copies
+from datasvc.models.store import Codec
+from datasvc.repository import Repository, Resolved
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class About:
+    """What is said of a state, as it was when the save was asked for.
+
+    Attributes:
+        step: optimizer steps behind it.
+        data: what was consumed.
+        config: of the run.
+        metrics: by name.
+        parent: version that it continues; None: the newest that the writer knows.
+        message: for people.
+    """
+
+    step: int
+    data: Sequence[DataUse]
+    config: Mapping[str, Any] | None
+    metrics: Mapping[str, float] | None
+    parent: str | None
+    message: str
+
+
+class Writer:
+    """Writes the versions of one model, one after the other, from the thread that saves.
+
+    Args:
+        repository: where to.
+        name: of the model.
+        codec: see `store_tensors`.
+        channel: between the ranks, for this thread alone.
+
+    Attributes:
+        newest: version that it committed last, or that was restored since; None: none.
+    """
+
+    def __init__(self, repository: Repository, name: str, codec: Codec, channel: Channel) -> None:
+        self._repository = repository
+        self._name = name
+        self._codec: Codec = codec
+        self._channel = channel
+        self._records: tuple[str, Sequence[TensorRecord]] = ("", ())
+        # Copies that the save before wrote: the training may be overwriting them, which `store_pieces` sees.
+        self._held: Mapping[str, torch.Tensor] = {}
+        self.newest: Resolved | None = None
+
+    def write(
+        self,
+        content: Content,
+        copy: Callable[[], Copies],
+        about: About,
+        handle: SaveHandle,
+        on_copied: Callable[[float], None],
+        began_s: float,
+    ) -> Resolved:
+        """Store and commit; every rank calls this, and gets the same version or the same error.
+
+        Args:
+            content: what to save, of which names and skeletons count.
+            copy: returns its tensors, or raises why there are none.
+            about: what is said of it.
+            handle: of the save.
+            on_copied: is told the seconds that a device copied.
+            began_s: when it was asked for, by `time.perf_counter`.
+
+        Raises:
+            DatasvcError: see `save_together`.
+        """
+        copies: list[Copies] = []
+
+        def prepare() -> Content:
+            copies.append(copy())
+            device_s = copies[0].wait()
+            handle.stall_s += device_s
+            on_copied(device_s)
+            return content.with_tensors(copies[0].tensors)
+
+        version = save_together(
+            self._channel,
+            self._repository.objects,
+            prepare,
+            lambda stored: self._commit(stored, about, handle, began_s),
+            base=lambda: self._base(about) if self._codec == "delta" else (),
+            held=self._held,
+            codec=self._codec,
+        )
+        self._held = copies[0].tensors
+        self.newest = version
+        return version
+
+    def forget_copies(self) -> None:
+        """Let go of the copies of the last save."""
+        self._held = {}
+
+    def _parent(self, about: About) -> str | None:
+        return about.parent or (None if self.newest is None else str(self.newest))
+
+    def _base(self, about: About) -> Sequence[TensorRecord]:
+        """Return the tensors that those of the save are stored as differences to."""
+        parent = self._parent(about)
+        if parent is not None and self._records[0] == parent:
+            return self._records[1]
+        return base_records(self._repository, self._name, parent)
+
+    def _commit(self, stored: Stored, about: About, handle: SaveHandle, began_s: float) -> Resolved:
+        duration = {"stall_s": handle.stall_s, "total_s": time.perf_counter() - began_s}
+        version = commit(
+            self._repository,
+            self._name,
+            records=stored.records,
+            skeleton=stored.skeleton,
+            new_bytes=stored.new_bytes,
+            num_nonfinite=stored.num_nonfinite,
+            step=about.step,
+            data=about.data,
+            config=about.config,
+            metrics=about.metrics,
+            parent=self._parent(about),
+            message=about.message,
+            extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
+        )
+        self._records = (str(version), stored.records)
+        return version

@@ -1,0 +1,88 @@
+"""A run that is told to end: SIGTERM of a scheduler, Ctrl-C of a person. It ends with a last commit, within a grace.
+
+The signal is only noted; the run looks, saves, and leaves its loop. Should that take longer than the grace, the
+process ends all the same, as the signal would have had it: whoever sent it will not wait for ever, and a save that is
+not committed leaves nothing behind that anyone sees.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, Final
+
+from datasvc.errors import ConfigError
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+# A terminal and a launcher both pass the same Ctrl-C on.
+_SAME_CTRL_C_S: Final = 2.0
+
+
+class Preemption:
+    """Takes note of SIGTERM and Ctrl-C instead of ending at once. Close it to have them as they were.
+
+    A second Ctrl-C, some time after the first, interrupts as usual: somebody wants it now.
+
+    Args:
+        grace_s: seconds after the first signal in which the process may end by itself; then it is ended.
+
+    Attributes:
+        received: the first signal that came; None: none did.
+
+    Raises:
+        ConfigError: this is not the main thread, which alone can take signals.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "signals can be taken in the main thread only: open the model there, or without a grace"
+            )
+        self.received: int | None = None
+        self._grace_s = grace_s
+        self._received_s = 0.0
+        # A handler must not start a thread: it may have interrupted the start of another.
+        self._has_come, self._is_over = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="datasvc-grace", daemon=True).start()
+        self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the grace that are left, at least 0; all of them before a signal."""
+        if self.received is None:
+            return self._grace_s
+        return max(0.0, self._grace_s - (time.monotonic() - self._received_s))
+
+    def close(self) -> None:
+        """Let the signals do again what they did before; whoever was to be ended is not any more."""
+        self._is_over.set()
+        self._has_come.set()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._previous.items():
+            # Another handler that was set since is not ours to take away; None was not set from Python.
+            if signal.getsignal(number) == self._note and handler is not None:
+                signal.signal(number, handler)
+        self._previous = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.received is None:
+            self.received, self._received_s = number, now_s
+            self._has_come.set()
+        elif number == signal.SIGINT and now_s - self._received_s > _SAME_CTRL_C_S:
+            signal.default_int_handler(number, frame)
+
+    def _watch(self) -> None:
+        """End a process that is overdue: its main thread may wait for what never comes, and would take no signal."""
+        self._has_come.wait()
+        if self._is_over.wait(self._grace_s) or self.received is None:
+            return
+        name = signal.Signals(self.received).name
+        sys.stderr.write(f"{name} came {self._grace_s:g} s ago and the run goes on: what is not committed is lost\n")
+        sys.stderr.flush()
+        os._exit(128 + self.received)

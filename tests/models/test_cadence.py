@@ -1,0 +1,127 @@
+"""When to save, by a clock that the test moves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import ConfigError
+from datasvc.models.cadence import Cadence, Pace, parse_pace
+
+
+class Run:
+    """Steps of a training that saves whenever it is told to; every save takes `writing` steps beside the training."""
+
+    def __init__(self, pace, *, step_s=1.0, stall_s=0.5, slowed_s=0.0, writing=0):
+        self.now_s = 0.0
+        self.cadence = Cadence(pace, now=lambda: self.now_s)
+        self.step_s, self.stall_s, self.slowed_s, self.writing = step_s, stall_s, slowed_s, writing
+        self.step, self.left, self.lost_s, self.saves = 0, 0, 0.0, []
+
+    def go(self, num_steps):
+        for _ in range(num_steps):
+            self.step += 1
+            slowed_s = self.slowed_s if self.left else 0.0
+            self.now_s += self.step_s + slowed_s
+            self.lost_s += slowed_s
+            self.left = max(0, self.left - 1)
+            self.cadence.ended_step(is_saving=self.left > 0)
+            if self.cadence.look(self.step, is_saving=self.left > 0).is_due:
+                self.now_s += self.stall_s
+                self.lost_s += self.stall_s
+                self.cadence.stalled(self.stall_s)
+                self.saves.append(self.step)
+                self.left = self.writing
+        return self
+
+
+def test_steps_save_at_their_multiples_wherever_the_run_begins():
+    run = Run(Pace(every_steps=4))
+    run.step = 5
+    assert run.go(12).saves == [8, 12, 16]
+
+
+def test_a_duration_saves_so_long_after_the_last_save():
+    assert Run(Pace(every_s=10.0), step_s=3.0, stall_s=0.0).go(14).saves == [4, 8, 12]
+
+
+def test_a_pace_that_says_nothing_never_saves():
+    assert Run(Pace()).go(100).saves == []
+
+
+@given(
+    step_s=st.floats(0.01, 10),
+    stall_s=st.floats(0.001, 100),
+    slowed=st.floats(0, 3),
+    writing=st.integers(0, 30),
+    share=st.sampled_from([0.01, 0.03, 0.2]),
+)
+def test_saves_take_no_more_than_their_share_of_the_time_but_for_the_last_one(
+    step_s, stall_s, slowed, writing, share
+):
+    run = Run(Pace(max_stall=share), step_s=step_s, stall_s=stall_s, slowed_s=slowed * step_s, writing=writing)
+    run.go(2000)
+    one_save_s = stall_s + writing * run.slowed_s
+    assert run.saves[0] <= 10, "the first is not held back"
+    assert run.lost_s <= share * run.now_s + one_save_s * 1.001 + step_s
+
+
+def test_what_saves_may_take_is_used_and_a_stall_spaces_them_out():
+    run = Run(Pace(max_stall=0.03), stall_s=0.3).go(5000)
+    assert run.lost_s == pytest.approx(0.03 * run.now_s, rel=0.15)
+    assert {b - a for a, b in zip(run.saves, run.saves[1:], strict=False)} <= {10, 11}
+
+
+def test_steps_that_writing_slows_down_count_as_a_stall_does():
+    quiet = Run(Pace(max_stall=0.1), stall_s=0.1, writing=10).go(1000)
+    slowed = Run(Pace(max_stall=0.1), stall_s=0.1, writing=10, slowed_s=0.5).go(1000)
+    assert len(slowed.saves) < len(quiet.saves) / 2
+
+
+def test_a_share_holds_back_what_steps_would_save():
+    run = Run(Pace(every_steps=10, max_stall=0.01), stall_s=1.0).go(400)
+    assert all(step % 10 == 0 for step in run.saves)
+    assert len(run.saves) <= 5
+
+
+def test_a_long_break_is_no_step_that_was_slowed_down():
+    run = Run(Pace(max_stall=0.03), stall_s=0.03, writing=3).go(12)
+    run.now_s += 1000  # an evaluation, beside which the save is still being written
+    before = run.cadence.debt_s
+    run.left = 2
+    run.go(1)
+    assert run.cadence.debt_s <= before
+
+
+def test_several_ranks_look_about_once_a_second_and_at_every_multiple():
+    run = Run(Pace(every_steps=1000), step_s=0.01).go(5)
+    assert run.cadence.look(5, is_saving=False).next_step == 105
+    assert run.cadence.look(990, is_saving=False).next_step == 1000
+
+
+@pytest.mark.parametrize(
+    ("every", "max_stall", "pace"),
+    [
+        (1000, None, Pace(every_steps=1000)),
+        ("10min", "3%", Pace(every_s=600.0, max_stall=0.03)),
+        ("1.5 h", 0.2, Pace(every_s=5400.0, max_stall=0.2)),
+        (None, None, Pace()),
+    ],
+)
+def test_a_pace_is_read_as_people_write_it(every, max_stall, pace):
+    assert parse_pace(every, max_stall) == pace
+
+
+@pytest.mark.parametrize(
+    ("every", "max_stall", "said"),
+    [
+        (0, None, "every is 0"),
+        ("often", None, "'often' is no duration"),
+        ("0s", None, "'0s' is no duration"),
+        (None, "3", "'3' is no share"),
+        (None, "100%", "max_stall is '100%'"),
+        (None, 0.0, "max_stall is 0.0"),
+    ],
+)
+def test_a_pace_that_means_nothing_is_refused_with_what_would(every, max_stall, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_pace(every, max_stall)

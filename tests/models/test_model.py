@@ -1,0 +1,211 @@
+"""A model that a run saves in the background, in a world of one."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import datasvc
+from datasvc.errors import BusyError, ConfigError, NotFoundError, UnavailableError
+from datasvc.models import DataUse, codec, describe_model, model_log, restore
+from datasvc.models.model import Model
+from datasvc.models.records import read_table
+from datasvc.repository.objects import Objects
+
+
+@pytest.fixture
+def repo(repository):
+    return datasvc.open(repository.url)
+
+
+class Gate:
+    """Holds back what objects are written until it opens; may fail them instead."""
+
+    def __init__(self, monkeypatch):
+        self.is_open, self.has_begun, self.error = threading.Event(), threading.Event(), None
+        real = Objects.write
+
+        def write(objects, info, content):
+            self.has_begun.set()
+            assert self.is_open.wait(30)
+            if self.error is not None:
+                raise self.error
+            return real(objects, info, content)
+
+        monkeypatch.setattr(Objects, "write", write)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.is_open.set()
+
+
+def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
+    weight, array = torch.zeros(50_000), np.zeros(9)
+    rates, use = [0.1], DataUse("d@1", "train", {"epoch": 0, "position": 0})
+    config, metrics = {"betas": [0.9]}, {"loss": 1.0}
+    with repo.model("m") as model:
+        handle = model.save(
+            {"w": weight, "a": array, "rates": rates}, step=1, data=[use], config=config, metrics=metrics
+        )
+        assert gate.has_begun.wait(30)
+        weight += 1
+        array += 1
+        rates.append(0.2)
+        use.state["position"] = 99
+        config["betas"].append(0.5)
+        metrics["loss"] = 2.0
+        assert not handle.done()
+        gate.is_open.set()
+        assert str(handle.result()) == "m@1"
+    found = repo.restore("m@1")
+    assert not found.state["w"].any()
+    assert not found.state["a"].any()
+    assert found.state["rates"] == [0.1]
+    assert found.entry["data"][0]["state"]["position"] == 0
+    assert (found.entry["config"], found.entry["metrics"]) == ({"betas": [0.9]}, {"loss": 1.0})
+    assert 0 < handle.stall_s < found.entry["duration"]["total_s"]
+    assert found.entry["duration"]["stall_s"] == pytest.approx(handle.stall_s, abs=1e-5)
+
+
+def test_several_saves_queue_in_two_buffers_and_each_keeps_its_own_bytes(repo, gate):
+    """The third finds both buffers in use and waits for the first to be written."""
+    weight = torch.zeros(50_000)
+    model = repo.model("m")
+    for step in (1, 2):
+        model.save({"w": weight.fill_(step)}, step=step)
+    third = threading.Thread(target=lambda: model.save({"w": torch.full((50_000,), 3.0)}, step=3))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()
+    gate.is_open.set()
+    third.join()
+    model.close()
+    assert [(restore(repo.repository, f"m@{n}").state["w"] == n).all().item() for n in (1, 2, 3)] == [True] * 3
+    assert [version.entry["parent"] for version in model_log(repo.repository, "m")] == [None, "m@1", "m@2"]
+
+
+def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_same(repo, monkeypatch):
+    torch.manual_seed(0)
+    weight = torch.randn(300_000)
+    wanted, real = [], codec.choose_encoding
+    with repo.model("m") as model:
+
+        def choose_encoding(content, word, base=None):
+            for copied in model._writer._held.values():
+                copied.fill_(99.0)  # as the next save does, once this one has looked at them
+            return real(content, word, base)
+
+        monkeypatch.setattr(codec, "choose_encoding", choose_encoding)
+        for step in range(1, 7):
+            weight = weight * (1 + 1e-6)
+            wanted.append(weight.clone())
+            model.save({"w": weight}, step=step, wait=True)
+    (record,) = read_table(repo.repository.objects, repo.describe("m@3").tensors)
+    assert len(record.pieces[0].chain) == 3
+    for number, expected in enumerate(wanted, start=1):
+        assert torch.equal(repo.restore(f"m@{number}").state["w"], expected)
+
+
+def test_an_overlap_may_be_refused(repo, gate):
+    with repo.model("m", overlap="refuse") as model:
+        model.save({"w": torch.ones(50_000)}, step=1)
+        with pytest.raises(BusyError, match="the save of step 1 goes on"):
+            model.save({"w": torch.ones(50_000)}, step=2)
+        gate.is_open.set()
+        model.wait()
+        model.save({"w": torch.ones(3)}, step=3, wait=True)
+        assert str(model.version) == "m@2"
+
+
+def test_a_save_that_fails_in_the_background_is_said_by_the_next_and_leaves_nothing(repo, gate):
+    gate.error = UnavailableError("the disk is full")
+    gate.is_open.set()
+    model = repo.model("m")
+    model.save({"w": torch.ones(50_000)}, step=1)
+    model._saver._finish(None)
+    with pytest.raises(UnavailableError, match=r"the save of step 1 failed: .*the disk is full"):
+        model.save({"w": torch.ones(50_000)}, step=2)
+    with pytest.raises(NotFoundError):
+        repo.restore("m")
+    gate.error = None
+    model.save({"w": torch.ones(50_000)}, step=3, wait=True)
+    model.close()
+    assert repo.describe("m").entry["step"] == 3
+    gate.error = UnavailableError("the disk is full")
+    with pytest.raises(UnavailableError, match="the save of step 4 failed"), repo.model("m") as model:
+        model.save({"w": torch.zeros(50_000)}, step=4)
+
+
+def test_a_value_that_cannot_be_stored_is_refused_at_once_by_name(repo):
+    with repo.model("m") as model:
+        with pytest.raises(ConfigError, match="state value f is a function"):
+            model.save({"f": lambda: 0}, step=1)
+        with pytest.raises(ConfigError, match=r"'sparse' .*cannot be stored"):
+            model.save({"sparse": torch.eye(3).to_sparse()}, step=1)
+        with pytest.raises(ConfigError, match="as rank_state="):
+            model.save({"rank_state": 1}, step=1)
+    assert repo.models() == []
+
+
+def test_a_rank_s_own_state_comes_back_and_what_is_saved_next_continues_what_was_restored(repo):
+    with repo.model("m") as model:
+        model.save({"w": torch.ones(3)}, rank_state={"random": torch.arange(4), "n": (1, 2)}, step=1, wait=True)
+    with repo.model("branch") as model:
+        state = model.restore("m@1").state
+        assert state["rank_state"][0]["n"] == (1, 2)
+        assert state["rank_state"][0]["random"].tolist() == [0, 1, 2, 3]
+        model.save({"w": torch.zeros(3)}, step=2, wait=True)
+        with pytest.raises(NotFoundError, match="no version 7"):
+            model.restore("m@7")
+    assert repo.describe("branch").entry["parent"] == "m@1"
+
+
+def test_a_signal_makes_the_run_save_and_stop_and_its_handler_comes_back(repo):
+    before = signal.getsignal(signal.SIGTERM)
+    steps = []
+    with repo.model("m", every=100, grace="60s") as model:
+        for step in range(1, 10):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if model.should_save(step):
+                model.save({"w": torch.full((3,), float(step))}, step=step)
+                steps.append(step)
+            if model.stop_signal:
+                break
+    assert (steps, model.stop_signal) == ([4], signal.SIGTERM)
+    assert repo.describe("m").entry["step"] == 4
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_without_a_pace_a_run_saves_when_it_wants_to(repo):
+    with repo.model("m") as model:
+        assert not any(model.should_save(step) for step in range(1, 50))
+
+
+def test_settings_that_mean_nothing_are_refused_and_leave_no_handler(repo):
+    before = signal.getsignal(signal.SIGTERM)
+    for settings in ({"codec": "zip"}, {"every": 0}, {"overlap": "drop"}, {"grace": "soon"}, {"max_stall": "many"}):
+        with pytest.raises(ConfigError):
+            repo.model("m", **settings)
+    with pytest.raises(ConfigError):
+        Model(repo.repository, "no/name")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_two_jobs_that_save_to_one_name_both_land(repo):
+    with repo.model("m") as first, repo.model("m") as second:
+        for step in (1, 2, 3):
+            first.save({"w": torch.full((20_000,), float(step))}, step=step, message="first")
+            second.save({"w": torch.full((20_000,), -float(step))}, step=step, message="second")
+    landed = [(version.entry["message"], version.entry["step"]) for version in model_log(repo.repository, "m")]
+    assert sorted(landed) == [(job, step) for job in ("first", "second") for step in (1, 2, 3)]
+    for number, (job, step) in enumerate(landed, start=1):
+        expected = float(step) if job == "first" else -float(step)
+        assert (repo.restore(f"m@{number}").state["w"] == expected).all()
+    assert describe_model(repo.repository, "m").version == 6

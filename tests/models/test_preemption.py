@@ -1,0 +1,81 @@
+"""Signals, in processes of their own."""
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from datasvc.errors import ConfigError
+from datasvc.models.preemption import Preemption
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_signal_is_noted_and_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    preemption = Preemption(grace_s=100.0)
+    try:
+        assert (preemption.received, preemption.left_s) == (None, 100.0)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a terminal and a launcher pass on the same one
+        signal.raise_signal(signal.SIGTERM)
+        assert preemption.received == signal.SIGINT
+        assert 0 < preemption.left_s < 100.0
+    finally:
+        preemption.close()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_later_ctrl_c_interrupts(monkeypatch):
+    preemption = Preemption(grace_s=100.0)
+    try:
+        signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr("datasvc.models.preemption._SAME_CTRL_C_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        preemption.close()
+
+
+def test_a_handler_that_was_set_since_stays():
+    preemption = Preemption(grace_s=100.0)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    preemption.close()
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL if before == preemption._note else before) == signal.SIG_IGN
+
+
+def test_another_thread_than_the_main_one_is_told_that_it_cannot():
+    errors = []
+
+    def open_one():
+        try:
+            Preemption(1.0)
+        except ConfigError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=open_one)
+    thread.start()
+    thread.join()
+    assert "main thread only" in errors[0]
+
+
+OVERDUE = """
+import signal, threading
+from datasvc.models.preemption import Preemption
+preemption = Preemption(0.05)
+signal.raise_signal(signal.SIGTERM)
+lock = threading.Lock(); lock.acquire()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+lock.acquire()  # something that never comes
+"""
+
+
+def test_a_process_that_does_not_end_within_the_grace_is_ended():
+    done = subprocess.run(
+        [sys.executable, "-c", OVERDUE], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM came 0.05 s ago and the run goes on: what is not committed is lost" in done.stderr
