@@ -1,0 +1,136 @@
+"""A StorageReader of model versions."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
+from datasvc.models.dcp.failures import errors_that_travel
+from datasvc.models.dcp.loading import StoredVersion, load_items, read_version
+from datasvc.models.dcp.writer import DEFAULT_NAME
+from datasvc.models.load import ObjectSource
+from datasvc.repository import Repository, Resolved
+from datasvc.repository.references import parse_reference
+
+
+class Reader(StorageReader):
+    """Loads model versions through torch.distributed.checkpoint, however they were saved. Make one on every rank.
+
+    Each rank reads the pieces that its plan meets and no others, each byte verified.
+
+    Args:
+        path: a repository, local folder or any fsspec URL.
+        name: of the model; its newest version is read.
+        ref: which version, "NAME@3" or "NAME@tag", instead of `name`.
+        source: where tensors' bytes are read, default the repository.
+        trusted_keys: files of public keys, as of `datasvc.models.checkpoint.open_stored`.
+
+    Attributes:
+        load_id: of this load, on this rank.
+        version: which version the last load read.
+
+    Raises:
+        ConfigError: `ref` is no reference.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        name: str = DEFAULT_NAME,
+        ref: str | None = None,
+        source: ObjectSource | None = None,
+        trusted_keys: Sequence[str | Path] | None = None,
+    ) -> None:
+        parse_reference(ref or name, "model")
+        self.url = os.fspath(path)
+        self.ref = ref or name
+        self.load_id = str(uuid.uuid4())
+        self.version: Resolved | None = None
+        self._given_id: str | os.PathLike[str] = path
+        self._source = source
+        self._trusted_keys = trusted_keys
+        self._stored: StoredVersion | None = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where this reads from, as it was said last."""
+        return self._given_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether `reset` takes it."""
+        return is_checkpoint_id(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load. `checkpoint_id`: NAME, NAME@3, a repository's URL (anything with a slash), or URL#NAME@3.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        if checkpoint_id:
+            wanted = CheckpointId.parse(checkpoint_id)
+            self.url = wanted.url or self.url
+            self.ref = wanted.ref or self.ref
+            self._given_id = checkpoint_id
+        self._stored = None
+        self.load_id = str(uuid.uuid4())
+
+    def storage_meta(self) -> StorageMeta:
+        """Return which load this is."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id)
+
+    def read_metadata(self) -> Metadata:
+        """Return the metadata of the version that is meant now. Raises as `read_version`."""
+        self._stored = read_version(Repository.open(self.url), self.ref, trusted_keys=self._trusted_keys)
+        metadata = self._stored.sharding.metadata
+        saved = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta = replace(
+            saved, checkpoint_id=f"{self.url}#{self._stored.version}", load_id=self.load_id
+        )
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `read_metadata` has read what is needed."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Note in the plan which version this rank has seen."""
+        assert self._stored is not None, "torch reads the metadata before it plans"
+        return replace(plan, storage_data=self._stored.version.version)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Let all ranks read one version: a save may have landed while they looked for the newest."""
+        seen = [plan.storage_data for plan in plans]
+        if None in seen:  # a planner made plans of its own
+            return plans
+        return [replace(plan, storage_data=min(seen)) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan wants into the planner's tensors and values.
+
+        Raises:
+            CorruptDataError: no copy of a piece has the bytes that its digest says; names the tensor.
+            ConfigError: a value is for another planner.
+            NotFoundError, UnavailableError: as `load_tensors`.
+        """
+        assert self._stored is not None, "torch reads the metadata before the data"
+        with errors_that_travel():
+            agreed = plan.storage_data or self._stored.version.version
+            if agreed != self._stored.version.version:
+                ref = f"{self._stored.version.name}@{agreed}"
+                self._stored = read_version(self._stored.repository, ref, trusted_keys=self._trusted_keys)
+            self.version = self._stored.version
+            load_items(self._stored, self._source or self._stored.repository.objects, plan.items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future

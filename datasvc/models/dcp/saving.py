@@ -1,0 +1,166 @@
+"""What a rank stores of a sharded save, and how the coordinator joins the shares of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from datasvc.errors import ConfigError
+from datasvc.models.dcp.metadata import path_of
+from datasvc.models.dcp.values import encode_value, nest
+from datasvc.models.pieces import PIECE_BYTES, Box, Shape, plan_pieces, slices
+from datasvc.models.records import Piece, TensorRecord, join_pieces
+from datasvc.models.store import Codec, TensorPiece, store_pieces
+from datasvc.models.tensor_bytes import dtype_name
+from datasvc.repository import Repository
+
+_FINEST_PIECE_BYTES: Final = 512 << 10
+_PARTS_OF_TENSOR: Final = 16
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank stored. Every write result of the rank refers to the same one.
+
+    Attributes:
+        pieces: with the name of their tensor.
+        dtypes: of the tensors that this rank held something of, even nothing.
+        values: skeletons of what is no tensor, by key.
+        opaque: keys of values that only their planner understands.
+        shapes: of tensors that lie inside values, and so belong to this rank alone.
+        new_bytes: that were not in the repository before.
+        num_nonfinite: NaN and infinities by tensor.
+    """
+
+    pieces: Sequence[tuple[str, Piece]]
+    dtypes: Mapping[str, str]
+    values: Mapping[str, Any]
+    opaque: frozenset[str]
+    shapes: Mapping[str, Shape]
+    new_bytes: int
+    num_nonfinite: Mapping[str, int]
+
+
+def store_share(
+    repository: Repository, plan: SavePlan, planner: SavePlanner, base: Sequence[TensorRecord], codec: Codec
+) -> RankShare:
+    """Store what the final plan of a rank holds, differences to `base` where the codec is "delta".
+
+    Raises:
+        ConfigError: a tensor or value cannot be stored; names it.
+        UnavailableError: the store failed.
+    """
+    blocks: list[TensorPiece] = []
+    values: dict[str, Any] = {}
+    opaque: set[str] = set()
+    shapes: dict[str, Shape] = {}
+    for item in plan.items:
+        if item.type != WriteItemType.BYTE_IO:
+            blocks += _blocks(planner, item)
+            continue
+        encoded = encode_value(planner, item)
+        values[item.index.fqn] = encoded.skeleton
+        if encoded.is_opaque:
+            opaque.add(item.index.fqn)
+        for name, tensor in encoded.tensors.items():
+            shapes[name] = tuple(tensor.shape)
+            blocks.append(TensorPiece(name, (0,) * tensor.dim(), tensor))
+    stored = store_pieces(repository.objects, blocks, base=base, codec=codec)
+    dtypes = {block.name: dtype_name(block.tensor) for block in blocks}
+    return RankShare(stored.pieces, dtypes, values, frozenset(opaque), shapes, stored.new_bytes, stored.num_nonfinite)
+
+
+def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorPiece]:
+    """Return what a rank holds of a tensor, cut as it is to be stored."""
+    tensor = planner.resolve_data(item)
+    assert item.tensor_data is not None, "items that are no bytes describe a tensor"
+    chunk = item.tensor_data.chunk
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != chunk.sizes:
+        made = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ConfigError(
+            f"{type(planner).__name__} planned {item.index.fqn!r} as {tuple(chunk.sizes)} and gave {made}; a planner "
+            "that changes a tensor's shape must plan the new one"
+        )
+    name, start, tensor = item.index.fqn, tuple(chunk.offsets), tensor.detach()
+    whole = tuple(item.tensor_data.size)
+    boxes = plan_parts(start, tuple(chunk.sizes), whole, tensor.itemsize)
+    # A rank that holds nothing still says of which dtype.
+    return [
+        TensorPiece(name, box_start, tensor[slices((box_start, shape), origin=start)]) for box_start, shape in boxes
+    ] or [TensorPiece(name, start, tensor)]
+
+
+def plan_parts(start: Shape, shape: Shape, whole: Shape, item_bytes: int) -> list[Box]:
+    """Return the boxes in which a rank's block of a tensor of shape `whole` is stored; [] for an empty block.
+
+    A whole tensor is cut as any other save cuts it, so that equal ones are stored once. A part is cut finer: other
+    numbers of ranks will want parts of it, and a piece is always read in full.
+    """
+    if shape == whole:
+        finest = PIECE_BYTES
+    else:
+        finest = min(PIECE_BYTES, max(_FINEST_PIECE_BYTES, math.prod(whole) * item_bytes // _PARTS_OF_TENSOR))
+    return [
+        (tuple(a + b for a, b in zip(start, inner, strict=True)), size)
+        for inner, size in plan_pieces(shape, item_bytes, piece_bytes=finest)
+    ]
+
+
+def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> list[TensorRecord]:
+    """Return the table of all tensors. Raises ConfigError where the shares do not make them up."""
+    shapes: dict[str, Shape] = {
+        key: tuple(stored.size)
+        for key, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    dtypes: dict[str, str] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for share in shares:
+        for name, shape in share.shapes.items():
+            if name in shapes:
+                raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
+            shapes[name] = shape
+        for name, dtype in share.dtypes.items():
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise ConfigError(f"tensor {name!r} is {dtypes[name]} on one rank and {dtype} on another")
+        for name, piece in share.pieces:
+            pieces.setdefault(name, []).append(piece)
+    missing = shapes.keys() - dtypes.keys()
+    if missing:
+        raise ConfigError(f"no rank stored {min(missing)!r}, which the planner promised")
+    return [join_pieces(name, dtypes[name], shapes[name], pieces.get(name, ())) for name in sorted(shapes)]
+
+
+def join_state(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
+    """Return the skeleton of the state tree that the planner flattened."""
+    values = {key: skeleton for share in shares for key, skeleton in share.values.items()}
+    keys = metadata.state_dict_metadata
+    missing = [
+        key for key, stored in keys.items() if not isinstance(stored, TensorStorageMetadata) and key not in values
+    ]
+    if missing:
+        raise ConfigError(f"no rank stored {missing[0]!r}, which the planner promised")
+    return nest({path_of(metadata.planner_data, key): values.get(key, {"$tensor": key}) for key in keys})
+
+
+def sizes_by_name(share: RankShare) -> dict[str, int]:
+    """Return the bytes in memory of what a rank stored, by tensor."""
+    sizes: dict[str, int] = {}
+    for name, piece in share.pieces:
+        sizes[name] = sizes.get(name, 0) + math.prod(piece.shape) * getattr(torch, share.dtypes[name]).itemsize
+    return sizes
+
+
+def add_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums of counts of all ranks, by name."""
+    total: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            total[name] = total.get(name, 0) + count
+    return total
