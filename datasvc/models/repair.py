@@ -1,0 +1,139 @@
+"""Put good copies of objects, from other repositories, in the place of bad ones, which are kept aside, never lost."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import BinaryIO, Final, cast
+
+from datasvc import durable
+from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
+from datasvc.models.sources import find_damage
+from datasvc.models.survey import Problem
+from datasvc.repository import Digest, Objects, Repository
+from datasvc.repository.asking import translated
+
+QUARANTINE: Final = "quarantine"
+_OBJECTS_AT_ONCE: Final = 4
+_PART_BYTES: Final = 8 << 20
+_REPAIRABLE: Final = ("missing", "changed")
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What became of one bad object.
+
+    Attributes:
+        digest: its name.
+        kept_at: where the bad bytes lie now; None where there were none, or nothing was done.
+        failure: why it is still bad; None once it is good.
+    """
+
+    digest: Digest
+    kept_at: str | None = None
+    failure: str | None = None
+
+
+def repair(
+    repository: Repository,
+    problems: Iterable[Problem],
+    copies: Sequence[Repository],
+    report: Callable[[int], None] | None = None,
+) -> list[Repair]:
+    """Copy good objects over missing and changed ones; all are tried, whatever fails.
+
+    Only objects can be repaired: their name says what they have to be. An entry could be another commit's; bring it
+    back from a backup of this very repository.
+
+    Args:
+        repository: with the problems.
+        problems: what `verify` found in it.
+        copies: other repositories, in the order in which they are asked.
+        report: called with the bytes of each part copied, from several threads.
+
+    Returns:
+        What was done, by object.
+
+    Raises:
+        ConfigError: this repository may not be written to.
+    """
+    digests = dict.fromkeys(
+        problem.digest for problem in problems if problem.digest is not None and problem.kind in _REPAIRABLE
+    )
+    with ThreadPoolExecutor(_OBJECTS_AT_ONCE, thread_name_prefix="datasvc-repair") as pool:
+        return list(pool.map(lambda digest: _repair_one(repository, digest, copies, report), digests))
+
+
+def _repair_one(
+    repository: Repository, digest: Digest, copies: Sequence[Repository], report: Callable[[int], None] | None
+) -> Repair:
+    if find_damage(repository.objects, digest) is None:
+        return Repair(digest)  # somebody else was faster
+    failures = []
+    for copy in copies:
+        try:
+            kept_at = _replace(repository, digest, copy.objects, report)
+        except (NotFoundError, CorruptDataError, UnavailableError) as error:
+            failures.append(str(error))
+        else:
+            return Repair(digest, kept_at)
+    return Repair(digest, failure="; ".join(failures) or "there is no other repository to copy it from")
+
+
+def _replace(
+    repository: Repository, digest: Digest, source: Objects, report: Callable[[int], None] | None
+) -> str | None:
+    """Copy an object, verified, then put it in the bad one's place; returns where that is kept."""
+    size_bytes = source.size(digest)
+    if size_bytes is None:
+        raise NotFoundError(f"{source.location(digest)} is missing too")
+    objects, storage = repository.objects, repository.storage
+    writer = objects.begin()
+    try:
+        source.fetch(digest, size_bytes, cast("BinaryIO", writer), report=report)
+        with translated("write", str(writer.path)):
+            writer.sync()
+        # Kept before it is replaced: at every instant one of both names leads to the bad bytes.
+        kept_at = _keep(repository, digest)
+        storage.adopt(Objects.path(digest), writer.path)
+    finally:
+        objects.abandon(writer)
+    return kept_at
+
+
+def _keep(repository: Repository, digest: Digest) -> str | None:
+    """Give the bad bytes of an object a second name, in the quarantine; None where there are none."""
+    storage, path = repository.storage, Objects.path(digest)
+    size_bytes = storage.size(path)
+    if size_bytes is None:
+        return None
+    kept = f"{QUARANTINE}/{digest}.{secrets.token_hex(4)}"
+    local = storage.local_path(path)
+    if local is not None:
+        target = storage.local_path(kept)
+        assert target is not None
+        with translated("keep", str(target)):
+            durable.make_folder(target.parent)
+            os.link(local, target)
+            durable.fsync_folder(target.parent)
+        return str(target)
+    _copy_remote(repository, path, size_bytes, kept)
+    return storage.location(kept)
+
+
+def _copy_remote(repository: Repository, path: str, size_bytes: int, kept: str) -> None:
+    writer = repository.objects.begin()
+    try:
+        for offset in range(0, size_bytes, _PART_BYTES):
+            content = repository.storage.read_range(path, offset, min(_PART_BYTES, size_bytes - offset))
+            if not content:
+                raise UnavailableError(f"{repository.storage.location(path)} ends before its {size_bytes} bytes")
+            writer.write(content)
+        with translated("write", str(writer.path)):
+            writer.sync()
+        repository.storage.adopt(kept, writer.path)
+    finally:
+        repository.objects.abandon(writer)

@@ -1,0 +1,188 @@
+"""A program that reads checkpoints which somebody hostile wrote, with little memory left and every way out watched.
+
+Everything here has the digests and checksums that it should have: only what it says is wrong.
+"""
+
+import codecs
+import json
+import os
+import random
+import resource
+import sys
+import threading
+from dataclasses import replace
+
+from datasvc.errors import DatasvcError
+from datasvc.models import describe_model, restore
+from datasvc.models.checkpoint import encode_state
+from datasvc.models.records import Piece, TensorRecord, decode_table, encode_table
+from datasvc.models.verify import verify
+from datasvc.repository import Repository, Resolved
+from datasvc.repository.log import encode_entry
+from datasvc.repository.objects import digest_of
+from tests.models.every_kind import save_every_kind
+
+MOST_BYTES = 1 << 30
+WORDS = [
+    "$tensor",
+    "$tuple",
+    "$dict",
+    "$float",
+    "$bytes",
+    "$unknown",
+    "model.noise",
+    "nan",
+    "00",
+    "a",
+    "../../etc/passwd",
+]
+FORBIDDEN = {"exec", "compile", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect",
+             "pickle.find_class", "ctypes.dlopen", "import"}  # fmt: skip
+
+watching = threading.Event()
+root = sys.argv[1]
+
+
+def watch(event, arguments):
+    if not watching.is_set():
+        return
+    if event in FORBIDDEN:
+        os.write(2, f"forbidden: {event} {arguments}\n".encode())
+        os._exit(42)
+    if (
+        event == "open"
+        and isinstance(arguments[0], str)
+        and not arguments[0].startswith((root, "/dev/null", "/sys/fs/cgroup", "/proc/self"))
+    ):
+        os.write(2, f"it opened {arguments}\n".encode())
+        os._exit(43)
+
+
+def commit(repository, **changes):
+    """Write version 3 of the model, its entry that of version 2 with changes, whatever stood there before."""
+    content = {**describe_model(repository, "m@2").entry, **changes}
+    content.pop("format", None)
+    path = repository.storage.local_path("models/m/versions/00000003.json")
+    path.write_bytes(encode_entry({"format": 1, **content}))
+
+
+def put(repository, raw):
+    """Store an object under its right digest, with no care for power cuts."""
+    digest = digest_of(raw)
+    repository.storage.put_bytes(repository.objects.path(digest), raw, synced=False)
+    return digest
+
+
+def try_all(repository, seen):
+    """Restore and verify version 3; only our errors may come."""
+    watching.set()
+    try:
+        for use in (
+            lambda: restore(repository, "m@3"),
+            lambda: verify(repository, [Resolved("models", "m", 3)], deep=True),
+        ):
+            try:
+                use()
+                seen["fine"] = seen.get("fine", 0) + 1
+            except DatasvcError as error:
+                seen[type(error).__name__] = seen.get(type(error).__name__, 0) + 1
+    finally:
+        watching.clear()
+
+
+def random_value(rng, depth=0):
+    kind = rng.randrange(9 if depth < 5 else 6)
+    if kind == 0:
+        return rng.choice([None, True, 0, -1, 2**70, 1e300, 10**400])
+    if kind <= 2:
+        return rng.choice(WORDS)
+    if kind == 3:
+        return {rng.choice(WORDS[:6]): rng.choice(WORDS)}
+    if kind == 4:
+        return {"$tensor": rng.choice(["model.noise", "model.bias0", "gone"])}
+    if kind == 5:
+        return "x" * rng.randrange(100)
+    if kind == 6:
+        return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind == 7:
+        return {rng.choice(WORDS): random_value(rng, depth + 1) for _ in range(rng.randrange(4))}
+    return {rng.choice(WORDS[:5]): random_value(rng, depth + 1)}
+
+
+def hostile_states(rng):
+    """Yield the bytes of states."""
+    yield b"[" * 200_000
+    yield b'{"format": 1, "state": ' + b'{"a": ' * 3000 + b"1" + b"}" * 3001
+    yield b'{"format": 1, "state": ' + b"9" * 100_000 + b"}"
+    yield b'{"format": "\xff", "state": 1}'
+    yield encode_state({"$tuple": [{"$tensor": "model.noise"}] * 10_000})
+    for _ in range(70):
+        yield encode_state(random_value(rng))
+    whole = encode_state({"model": {"a": {"$tensor": "model.noise"}}, "t": {"$tuple": [1, {"$float": "nan"}]}})
+    for _ in range(40):
+        yield bytes(mutate(rng, whole))
+
+
+def hostile_tables(rng, whole):
+    """Yield the bytes of tables: some that claim more than any machine has, then mutated ones."""
+    largest = max(decode_table(whole, "here"), key=lambda record: record.nbytes)
+    (link, *_) = largest.pieces[0].chain
+    for size, count in ((1 << 40, 1), (1 << 50, 1), (60 << 20, 200)):
+        for encoding in ("raw", "planes"):
+            length = size if encoding == "raw" else link.length
+            claim = replace(link, object_bytes=length, offset=0, length=length, encoding=encoding)
+            piece = Piece((0,), (size,), largest.pieces[0].digest, (claim,))
+            yield encode_table(TensorRecord(f"t{number:03}", "uint8", (size,), (piece,)) for number in range(count))
+    for _ in range(100):
+        yield bytes(mutate(rng, whole))
+
+
+def mutate(rng, whole):
+    content = bytearray(whole)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        place = rng.randrange(len(content))
+        how = rng.randrange(4)
+        if how == 0:
+            content[place] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            content[place : place + 8] = rng.randbytes(8)
+        elif how == 2:
+            # Large numbers, where sizes, offsets and counts are.
+            content[place & ~7 : (place & ~7) + 8] = rng.choice([2**40, 2**62, -1, 2**31]).to_bytes(
+                8, "little", signed=True
+            )
+        else:
+            del content[place : place + rng.randrange(1, 64)]
+    return content
+
+
+def main():
+    rng = random.Random(5)
+    for name in ("utf-16", "utf-16-be", "utf-16-le", "utf-32", "utf-32-be", "utf-32-le"):
+        codecs.lookup(name)  # json guesses among these and loads them at their first use
+    repository = Repository.open(root)
+    save_every_kind(repository)
+    table = repository.objects.read(describe_model(repository, "m@2").entry["tensors"])
+    restore(repository, "m@2")
+    verify(repository, [Resolved("models", "m", 2)], deep=True)
+    in_use = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_BYTES,) * 2)
+    sys.addaudithook(watch)
+    seen = {"entries": {}, "states": {}, "tables": {}}
+    for raw in hostile_states(rng):
+        commit(repository, state=put(repository, raw))
+        try_all(repository, seen["states"])
+    for raw in hostile_tables(rng, table):
+        commit(repository, tensors=put(repository, raw))
+        try_all(repository, seen["tables"])
+    for _ in range(40):
+        name = rng.choice(["tensors", "state", "code", "data", "metrics", "bytes", "parent", "config"])
+        value = random_value(rng)
+        commit(repository, **{name: value if value != 10**400 else 0})
+        try_all(repository, seen["entries"])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    sys.stdout.write(json.dumps({"seen": seen, "peak_bytes": peak}))
+
+
+if __name__ == "__main__":
+    main()
