@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datasvc.repository import Digest, Repository
+from datasvc.errors import ConfigError
+from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.objects import parse_digest
-from datasvc.repository.references import is_name
+from datasvc.repository.references import Reference, parse_reference
 
 
 @dataclass(frozen=True)
@@ -20,40 +21,106 @@ class ModelVersion:
         version: its number.
         tags: that stand on it now.
         entry: step, data, code, config, metrics, parent, digests.
+        removed: whether only its entry is left.
     """
 
     name: str
     version: int
     tags: tuple[str, ...]
     entry: Mapping[str, Any]
+    removed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
 
     @property
     def tensors(self) -> Digest:
         """Digest of the tensor table: equal for two versions exactly when all their tensors are equal."""
         return parse_digest(self.entry["tensors"])
 
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """What it was made from, as it was written: the version that its run continued first, then merged ones."""
+        merged = self.entry.get("merged") or ()
+        given = (self.entry.get("parent"), *(merged if isinstance(merged, list) else ()))
+        return tuple(str(parent) for parent in given if parent)
+
 
 def list_models(repository: Repository) -> list[ModelVersion]:
-    """Return the newest version of every model, by name. Raises UnavailableError, CorruptDataError."""
-    return [describe_model(repository, name) for name in repository.names("models")]
+    """Return the newest version of every model, by name; models without a living one are left out.
+
+    Raises:
+        CorruptDataError, UnavailableError: see `Log.read`.
+    """
+    newest = {name: repository.living("models", name)[-1:] for name in repository.names("models")}
+    return [describe_model(repository, f"{name}@{number}") for name, numbers in newest.items() for number in numbers]
 
 
 def describe_model(repository: Repository, ref: str) -> ModelVersion:
-    """Return one version. Raises ConfigError, NotFoundError, CorruptDataError, UnavailableError."""
-    version = repository.resolve("models", ref)
-    entry = repository.entry(version).content
-    tags = _tags_on(repository.tags("models", version.name), version.version)
-    return ModelVersion(version.name, version.version, tags, entry)
+    """Return one version, a removed one too. Raises as `Repository.resolve` and `Log.read`."""
+    version = repository.resolve("models", ref, removed=True)
+    (found,) = describe_versions(repository, [version])
+    return found
+
+
+def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> list[ModelVersion]:
+    """Return versions in their order, asking for tags and removals of each model once. Raises as `Log.read`."""
+    numbers: dict[str, list[int]] = {}
+    for version in versions:
+        numbers.setdefault(version.name, []).append(version.version)
+    found = {
+        (name, each.version): each
+        for name, wanted in numbers.items()
+        for each in _versions(repository, name, repository.versions("models", name).entries(wanted))
+    }
+    return [found[version.name, version.version] for version in versions]
 
 
 def model_log(repository: Repository, name: str) -> list[ModelVersion]:
-    """Return every version of a model, oldest first. Raises as `Repository.entries`."""
-    tags = repository.tags("models", name) if is_name(name) else {}
+    """Return every version of a model, oldest first, removed ones too. Raises as `Repository.entries`."""
+    return _versions(repository, name, repository.entries("models", name))
+
+
+def model_ancestry(repository: Repository, name: str) -> list[ModelVersion]:
+    """Return every version of a model, and of others what it was made from, however far back; in no certain order.
+
+    Raises as `Repository.entries`. What a version says it was made from, but is not in this repository, is left out.
+    """
+    found = {(each.name, each.version): each for each in model_log(repository, name)}
+    wanted = _missing_parents(found.values(), found)
+    while wanted:
+        for other in sorted({place[0] for place in wanted}):
+            numbers = set(repository.versions("models", other).numbers())
+            here = sorted(number for name_of, number in wanted if name_of == other and number in numbers)
+            entries = repository.versions("models", other).entries(here)
+            found |= {(other, each.version): each for each in _versions(repository, other, entries)}
+        asked = wanted
+        wanted = _missing_parents((found[place] for place in asked if place in found), found)
+    return list(found.values())
+
+
+def version_named(text: str) -> tuple[str, int] | None:
+    """Return name and number of the version that a parent's text names, None where it names none for certain."""
+    try:
+        named: Reference = parse_reference(text, "model")
+    except ConfigError:
+        return None
+    return None if named.version is None else (named.name, named.version)
+
+
+def _missing_parents(
+    versions: Iterable[ModelVersion], found: Mapping[tuple[str, int], ModelVersion]
+) -> set[tuple[str, int]]:
+    named = {version_named(parent) for version in versions for parent in version.parents}
+    return {place for place in named if place is not None and place not in found}
+
+
+def _versions(repository: Repository, name: str, entries: list[Entry]) -> list[ModelVersion]:
+    tags: dict[int, list[str]] = {}
+    for tag, version in repository.tags("models", name).items():
+        tags.setdefault(version, []).append(tag)
+    removed = repository.removals("models", name).removed()
     return [
-        ModelVersion(name, entry.number, _tags_on(tags, entry.number), entry.content)
-        for entry in repository.entries("models", name)
+        ModelVersion(name, entry.number, tuple(tags.get(entry.number, ())), entry.content, entry.number in removed)
+        for entry in entries
     ]
-
-
-def _tags_on(tags: Mapping[str, int], version: int) -> tuple[str, ...]:
-    return tuple(tag for tag, number in tags.items() if number == version)

@@ -1,0 +1,159 @@
+"""What versions say of themselves as columns: a field, and the rows and values of the versions that have it.
+
+A version may have several values in a field (its data sets, its tags) or none. Of a few hundred fields a search reads
+the columns of those that it names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from datasvc.models.search.expression import Literal
+from datasvc.repository import Entry
+
+Mask = npt.NDArray[np.bool_]
+# A run's settings are flat or nearly so; deeper values are not searched, whoever wrote them.
+_MAX_DEPTH: Final = 8
+_PLAIN: Final = ("step", "created", "message", "bytes", "stored_bytes", "num_tensors")
+_TREES: Final = ("metrics", "config", "environment")
+_NONFINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True)
+class Column:
+    """The values of one field.
+
+    Attributes:
+        rows: `int32[n]`, ascending: which version each value is of.
+        numbers: `float64[n]`, NaN where the value is a text.
+        codes: `int32[n]`, where in `texts` a text is; -1 where the value is a number.
+        texts: `string[m]`.
+    """
+
+    rows: npt.NDArray[np.int32]
+    numbers: npt.NDArray[np.float64]
+    codes: npt.NDArray[np.int32]
+    texts: pa.Array
+
+    @classmethod
+    def build(cls, values: Iterable[tuple[int, Literal]]) -> Column:
+        """Return the column of rows, ascending, and their values."""
+        listed = list(values)
+        texts: dict[str, int] = {}
+        codes = [texts.setdefault(each, len(texts)) if isinstance(each, str) else -1 for _, each in listed]
+        return cls(
+            np.array([row for row, _ in listed], np.int32),
+            np.array([math.nan if isinstance(each, str) else each for _, each in listed], np.float64),
+            np.array(codes, np.int32),
+            pa.array(list(texts), pa.string()),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[int, Column]]) -> Column:
+        """Return one column of several, each with what its rows are counted from."""
+        if len(parts) == 1 and parts[0][0] == 0:
+            return parts[0][1]
+        places = np.cumsum([0, *(len(part.texts) for _, part in parts)])
+        codes = [
+            np.where(part.codes >= 0, part.codes + place, -1) for place, (_, part) in zip(places, parts, strict=False)
+        ]
+        return cls(
+            np.concatenate([part.rows + np.int32(start) for start, part in parts]),
+            np.concatenate([part.numbers for _, part in parts]),
+            np.concatenate(codes).astype(np.int32),
+            pa.concat_arrays([part.texts for _, part in parts]),
+        )
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether one of the values is a number."""
+        return bool((self.codes < 0).any())
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether one of the values is a text."""
+        return bool((self.codes >= 0).any())
+
+    def rows_of_numbers(self, test: Callable[[npt.NDArray[np.float64]], Mask]) -> npt.NDArray[np.int32]:
+        """Return the rows with a number that passes `test`."""
+        return self.rows[(self.codes < 0) & test(self.numbers)]
+
+    def rows_of_texts(self, test: Callable[[pa.Array], pa.Array]) -> npt.NDArray[np.int32]:
+        """Return the rows with a text that passes `test`, which sees each text once."""
+        if not len(self.texts):
+            return self.rows[:0]
+        passed = np.asarray(test(self.texts).to_numpy(zero_copy_only=False), bool)
+        found: npt.NDArray[np.int32] = self.rows[(self.codes >= 0) & passed[self.codes]]
+        return found
+
+
+def build_columns(versions: Iterable[tuple[str, Entry]]) -> dict[str, Column]:
+    """Return the columns of versions, given by their model's name; the first is row 0."""
+    values: dict[str, list[tuple[int, Literal]]] = {}
+    for row, (name, entry) in enumerate(versions):
+        for field, value in describe_version(name, entry):
+            values.setdefault(field, []).append((row, value))
+    return {field: Column.build(each) for field, each in values.items()}
+
+
+def describe_version(name: str, entry: Entry) -> Iterator[tuple[str, Literal]]:
+    """Yield the fields of a version and their values."""
+    content = entry.content
+    yield "name", name
+    yield "version", float(entry.number)
+    for field in _PLAIN:
+        yield from _leaves(content.get(field), field, 0)
+    for parent in (content.get("parent"), *_listed(content.get("merged"))):
+        yield from _with_name("parent", parent)
+    for use in _listed(content.get("data")):
+        if isinstance(use, Mapping):
+            field = "evaluation" if use.get("purpose") == "evaluation" else "data"
+            yield from _with_name(field, use.get("dataset"))
+    code = content.get("code")
+    for field, value in code.items() if isinstance(code, Mapping) else ():
+        yield from _leaves(value, "code" if field == "revision" else f"code.{field}", 0)
+    nonfinite = content.get("num_nonfinite")
+    yield "num_nonfinite", float(sum(nonfinite.values())) if isinstance(nonfinite, Mapping) else 0.0
+    for field in _TREES:
+        yield from _leaves(content.get(field), field, 0)
+
+
+def _with_name(field: str, ref: Any) -> Iterator[tuple[str, Literal]]:
+    """Yield a reference, and the name alone: who asks for 'imagenet' means every version of it."""
+    for each in ref.split(", ") if isinstance(ref, str) and ref else ():  # of a mixture there are several
+        yield field, each
+        if "@" in each:
+            yield field, each.partition("@")[0]
+
+
+def _leaves(value: Any, field: str, depth: int) -> Iterator[tuple[str, Literal]]:
+    if isinstance(value, str):
+        # Numbers that JSON lacks are stored as their text.
+        is_metric = field.startswith("metrics.")
+        yield field, _NONFINITE[value] if is_metric and value in _NONFINITE else value
+    elif isinstance(value, int | float):
+        yield field, _number(value)
+    elif depth < _MAX_DEPTH and isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _leaves(each, f"{field}.{key}", depth + 1)
+    elif depth < _MAX_DEPTH and isinstance(value, list):
+        for each in value:
+            yield from _leaves(each, field, depth + 1)
+
+
+def _number(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # JSON's integers have no bounds
+        return math.copysign(math.inf, value)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
