@@ -10,6 +10,7 @@
     |-- BadSampleError               one sample cannot be decoded: fix it, or ask for bad samples to be skipped
     |-- CacheFullError               the node's budget cannot hold what is asked: the message says how much it needs
     |-- StateMismatchError           a saved position belongs to other data or another order
+    |-- BusyError                    a save goes on, and overlap is refused: save less often, or let saves queue
     |-- LagError                     this job fell behind those it shares decoding with, and asked to be told so
     `-- UnavailableError             a store did not answer after retries: try again later
 
@@ -74,6 +75,10 @@ class CacheFullError(DatasvcError):
 
 class StateMismatchError(ConfigError):
     """A saved loader state belongs to another data-set version or order; the message names both."""
+
+
+class BusyError(DatasvcError):
+    """A save was refused because an earlier one goes on; the training may go on and save later."""
 
 
 class LagError(DatasvcError):

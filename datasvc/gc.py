@@ -14,7 +14,9 @@ from typing import Any, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
-from datasvc.models.tensors import read_records
+from datasvc.models.pointers import pointed_digest
+from datasvc.models.records import read_table
+from datasvc.models.removal import kept_of_removed, swept_versions
 from datasvc.repository import Digest, Entry, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.journal import JOURNALS
 from datasvc.repository.objects import parse_digest
@@ -34,12 +36,14 @@ class Garbage:
 
     Attributes:
         objects: size in bytes of each object.
+        pointers: paths of pointers, by the digest of the piece that they point to.
         temporary_files: paths of files that killed writers left.
         journals: folders of unfinished work that nobody came back to.
         num_young: objects that are kept for their age alone, or were not looked at for it.
     """
 
     objects: dict[Digest, int] = field(default_factory=dict)
+    pointers: dict[Digest, str] = field(default_factory=dict)
     temporary_files: list[str] = field(default_factory=list)
     journals: list[str] = field(default_factory=list)
     num_young: int = 0
@@ -132,6 +136,8 @@ def list_old(repository: Repository, before_s: float) -> Garbage:
             found.objects[Digest(path[2])] = file.size_bytes
         elif path:
             found.num_young += 1
+        elif is_old and (piece := pointed_digest(file.path)):
+            found.pointers[piece] = file.path
         elif is_old and file.path.rpartition("/")[2].startswith(durable.TEMPORARY_PREFIX):
             found.temporary_files.append(file.path)
     return found
@@ -141,10 +147,13 @@ def unmark(garbage: Garbage, named: Iterable[Digest]) -> None:
     """Take what is named off the garbage."""
     for digest in named:
         garbage.objects.pop(digest, None)
+        garbage.pointers.pop(digest, None)
 
 
 def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
     """Yield every object that an entry of any log names, some more than once, and those of unfinished work.
+
+    And the digest of every piece of a tensor, by which pointers are named.
 
     Args:
         repository: data sets and models.
@@ -162,7 +171,13 @@ def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
             yield from _digests_in(entry.content)
             yield from _named_by_dataset(repository.objects, f"{name}@{entry.number}", entry, tables)
     for name in repository.names("models"):
+        # A save may build on a version that is removed meanwhile: as long as a writer may run it counts as if it were
+        # there, so that what the save found in it stays until it has named it itself.
+        removed = swept_versions(repository, name, before_s)
         for entry in repository.versions("models", name).entries():
+            if entry.number in removed:
+                yield from _digests_in(kept_of_removed(entry.content))
+                continue
             yield from _digests_in(entry.content)
             yield from _named_by_model(repository.objects, f"{name}@{entry.number}", entry, tables)
 
@@ -190,6 +205,8 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
 
         removed.objects = {paths[path]: garbage.objects[paths[path]] for path in delete(paths)}
         removed.temporary_files = list(delete(garbage.temporary_files))
+        deleted = set(delete(garbage.pointers.values()))
+        removed.pointers = {piece: path for piece, path in garbage.pointers.items() if path in deleted}
     return removed
 
 
@@ -215,10 +232,12 @@ def _named_by_model(objects: Objects, version: str, entry: Entry, tables: set[Di
         tables.add(table)
         yield table
         try:
-            records = read_records(objects, table)
+            records = read_table(objects, table)
         except NotFoundError as error:
             raise NotFoundError(f"the tensor table of {version} is missing: {error}") from error
-        yield from (record.object for record in records)
+        for piece in (piece for record in records for piece in record.pieces):
+            yield piece.digest
+            yield from (link.object for link in piece.chain)
 
 
 def _read(objects: Objects, version: str, table: Digest) -> bytes:

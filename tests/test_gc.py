@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.gc import GRACE_S, gc, list_old, named_objects, sweep, unmark
-from datasvc.models import restore, save
+from datasvc.models import describe_model, restore, save
 from datasvc.repository import Repository
 from datasvc.repository.log import encode_entry
 from datasvc.shards import open_dataset
@@ -340,3 +340,49 @@ def test_an_error_of_the_store_stops_gc_as_what_it_is(full, monkeypatch):
         gc(full, dry_run=False)
     monkeypatch.undo()
     check_all(full)
+
+
+def drifting(repository, versions):
+    """Save weights that change little: each version's are stored as a difference to those of the one before."""
+    torch.manual_seed(0)
+    states = [torch.randn(60_000) * 0.02]
+    for step in range(versions):
+        save(repository, "cnn", {"w": states[-1]}, step=step)
+        states.append(states[-1] + torch.randn(60_000) * 1e-6)
+    return states[:-1]
+
+
+def pointers_of(repository):
+    return {file.path for file in repository.storage.walk("tensors")}
+
+
+def test_what_a_difference_follows_on_stays_when_the_version_that_stored_it_is_removed(repository):
+    states = drifting(repository, 3)
+    repository.removals("models", "cnn").add([1, 2])
+    make_old(repository)
+    before = objects_of(repository)
+    done = gc(repository, dry_run=False)
+    assert {info.digest for info in done.objects} < before
+    assert torch.equal(restore(repository, "cnn@3").state["w"], states[2])
+    assert {len(info.digest) for info in done.objects} == {64}  # tables and states went, links stayed
+
+
+def test_pointers_go_with_the_pieces_that_nothing_names_and_the_others_stay(repository):
+    drifting(repository, 2)
+    save(repository, "cnn", {"w": torch.randn(60_000)}, step=2)
+    assert len(pointers_of(repository)) == 3
+    repository.removals("models", "cnn").add([1, 2])
+    make_old(repository)
+    gc(repository, dry_run=False)
+    assert len(pointers_of(repository)) == 1
+    assert save(repository, "other", restore(repository, "cnn@3").state, step=0)
+    assert describe_model(repository, "other").entry["stored_bytes"] == 0
+
+
+def test_what_was_removed_just_now_counts_as_named_for_whoever_builds_on_it(repository):
+    drifting(repository, 1)
+    make_old(repository)
+    repository.removals("models", "cnn").add([1])
+    assert gc(repository, dry_run=False).objects == ()
+    make_old(repository)
+    assert len(gc(repository, dry_run=False).objects) >= 3

@@ -1,0 +1,150 @@
+import collections
+import errno
+import io
+import os
+import zipfile
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
+from datasvc.models import restore, save
+from datasvc.models.foreign import export_model, import_model
+from datasvc.models.foreign.torch_files import save_to
+
+STATE = {
+    "model": collections.OrderedDict(w=torch.randn(4, 3), b=torch.randn(3)),
+    "optimizer": {
+        "state": {0: {"exp_avg": torch.randn(4, 3), "step": torch.tensor(2.0)}},
+        "param_groups": [{"lr": 0.1}],
+    },
+    "epoch": 3,
+}
+
+
+class Runs:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def bytes_of(value, **how):
+    sink = io.BytesIO()
+    torch.save(value, sink, **how)
+    return sink.getvalue()
+
+
+def test_a_state_dict_becomes_the_model_of_a_version(repository, tmp_path):
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    torch.save(net.state_dict(), tmp_path / "net.pth")
+    assert import_model(repository, tmp_path / "net.pth", "net").format == "torch"
+    found = restore(repository, "net").state["model"]
+    assert found.keys() == net.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_whole_checkpoint_keeps_its_tree(repository, tmp_path, is_zip):
+    (tmp_path / "x").write_bytes(bytes_of(STATE, _use_new_zipfile_serialization=is_zip))
+    import_model(repository, tmp_path / "x", "m")
+    save(repository, "n", STATE, step=0)
+    a, b = (repository.entry(repository.resolve("models", name)).content for name in ("m", "n"))
+    assert (a["tensors"], a["state"]) == (b["tensors"], b["state"])
+
+
+def test_an_exported_file_is_loaded_by_torch_without_trust(repository, tmp_path):
+    save(repository, "m", STATE, step=0)
+    (file,) = export_model(repository, "m", tmp_path / "out", "torch").files
+    found = torch.load(file, weights_only=True)
+    assert found["optimizer"]["param_groups"] == [{"lr": 0.1}]
+    assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], STATE["optimizer"]["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_code_in_a_file_never_runs(repository, tmp_path, is_zip):
+    trap = tmp_path / "ran"
+    (tmp_path / "x.pt").write_bytes(
+        bytes_of({"w": torch.ones(1), "evil": Runs(trap)}, _use_new_zipfile_serialization=is_zip)
+    )
+    with pytest.raises(ConfigError, match=r"holds posix.mkdir, and making one would run code"):
+        import_model(repository, tmp_path / "x.pt", "m")
+    assert not trap.exists()
+
+
+def test_a_class_is_refused_by_its_name(repository, tmp_path):
+    torch.save({"model": nn.Linear(1, 1)}, tmp_path / "module.pt")
+    with pytest.raises(ConfigError, match=r"holds torch.nn.modules.linear.Linear.*state_dict\(\)"):
+        import_model(repository, tmp_path / "module.pt", "m")
+    torch.jit.script(nn.Linear(1, 1)).save(tmp_path / "script.pt")
+    with pytest.raises(ConfigError, match="is a TorchScript program"):
+        import_model(repository, tmp_path / "script.pt", "m")
+
+
+@pytest.mark.parametrize("kind", ["compressed", "flipped", "cut off", "claims more"])
+def test_a_damaged_archive_is_refused(repository, tmp_path, kind):
+    path = tmp_path / "x.pt"
+    content = bytearray(bytes_of({"w": torch.arange(1000.0)}))
+    if kind == "compressed":
+        with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+            for entry in old.infolist():
+                new.writestr(entry.filename, old.read(entry))
+        content = path.read_bytes()
+    elif kind == "flipped":
+        content[content.index(torch.arange(500.0, 510.0).numpy().tobytes())] ^= 1
+    elif kind == "cut off":
+        del content[-100:]
+    else:
+        # 1000 elements, as its pickle says, become 65512.
+        content = rezipped(content, lambda raw: raw.replace(b"M\xe8\x03", b"M\xe8\xff"))
+    path.write_bytes(content)
+    with pytest.raises(CorruptDataError):
+        import_model(repository, path, "m")
+    assert repository.names("models") == []
+
+
+def test_a_tensor_that_repeats_one_value_a_billion_times_is_refused(repository, tmp_path):
+    torch.save({"w": torch.zeros(1).expand(1 << 30)}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="'w' repeats few values"):
+        import_model(repository, tmp_path / "x.pt", "m")
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_hostile_bytes_are_refused_in_our_words_and_never_run(repository, tmp_path, data):
+    whole = bytes_of(
+        {"w": torch.arange(3.0), "n": {"a": (1, "x")}}, _use_new_zipfile_serialization=data.draw(st.booleans())
+    )
+    raw = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "x.pt").write_bytes(raw)
+    with suppress(DatasvcError):
+        import_model(repository, tmp_path / "x.pt", "m", codec="none")
+
+
+def test_a_full_disk_is_called_so():
+    class Full(io.BytesIO):
+        def write(self, content):
+            if self.tell() > 2000:
+                raise OSError(errno.ENOSPC, "no space")
+            return super().write(content)
+
+    with pytest.raises(OSError, match="no space"):
+        save_to(Full(), {"w": torch.ones(10_000)})
+
+
+def rezipped(content, change):
+    sink = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(sink, "w") as new:
+        for entry in old.infolist():
+            raw = old.read(entry)
+            new.writestr(entry.filename, change(raw) if entry.filename.endswith("data.pkl") else raw)
+    return sink.getvalue()
