@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from enum import StrEnum
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datasvc.cli.key_file import read_keys
 from datasvc.cli.output import JsonOption, RepoOption, print_facts, print_json
 from datasvc.cli.values import text_value
-from datasvc.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from datasvc.shards.diff import SplitDifference
@@ -53,7 +51,7 @@ def delete(
     done = run_delete(
         Repository.open(repo),
         ref,
-        keys=None if keys is None else _read_keys(keys),
+        keys=None if keys is None else read_keys(keys),
         where=where,
         split=split,
         ignore_missing=ignore_missing,
@@ -148,20 +146,6 @@ def merge(
         f"committed {done.version} from {', '.join(merged)}: {_counted(done.num_samples)} samples, "
         f"{sum(done.num_shards.values())} shards, {format_size(done.size_bytes)}"
     )
-
-
-def _read_keys(path: str) -> list[str]:
-    """Return the lines of a file that are not empty, or of standard input."""
-    try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        text = raw.decode("utf-8-sig")
-    except FileNotFoundError as error:
-        raise NotFoundError(f"there is no file {path} with keys") from error
-    except IsADirectoryError as error:
-        raise ConfigError(f"{path} is a folder; give a file with keys, one a line") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the keys in {path} are not UTF-8 ({error}); keys are text, one a line") from error
-    return [line.removesuffix("\r") for line in text.split("\n") if line.removesuffix("\r")]
 
 
 def _facts(split: SplitDifference, shown: int | None) -> dict[str, Any]:

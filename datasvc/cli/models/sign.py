@@ -1,0 +1,50 @@
+"""`datasvc models keygen | sign`: who answers for a version."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from datasvc.cli.models.arguments import RefArgument
+from datasvc.cli.output import JsonOption, RepoOption, print_json
+
+
+def keygen(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A new file for the private key.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key to sign with: FILE is private, FILE.pub is for everybody who checks.
+
+    Example: datasvc models keygen ~/.datasvc/signing.pem
+    """
+    from datasvc.models.signing_keys import make_key
+
+    key = make_key(path.expanduser())
+    if as_json:
+        print_json({"key": key.id, "private": str(path), "public": str(key.source)})
+    else:
+        typer.echo(f"made key {key.id}: {path} is private, {key.source} is for those who check")
+
+
+def sign(
+    ref: RefArgument,
+    key: Annotated[Path, typer.Option(help="File of a private key, see `datasvc models keygen`.")],
+    repo: RepoOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Sign a model version: its name, its number, and by way of its digests every byte of it.
+
+    Example: datasvc models sign digits-cnn@3 --key ~/.datasvc/signing.pem --repo s3://bucket/repo
+    """
+    from datasvc.models.signatures import sign as run_sign
+    from datasvc.models.signing_keys import load_private_key
+    from datasvc.repository import Repository
+
+    done = run_sign(Repository.open(repo), ref, load_private_key(key.expanduser()))
+    if as_json:
+        print_json(asdict(done))
+    else:
+        typer.echo(f"signed {done.version} by key {done.key_id}: {done.location}")

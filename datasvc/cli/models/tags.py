@@ -1,0 +1,137 @@
+"""`datasvc models tag`: tags and where they stood."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from datasvc.cli.maintain import parse_duration
+from datasvc.cli.models.arguments import RefArgument
+from datasvc.cli.output import JsonOption, RepoOption, print_json, print_table
+from datasvc.errors import ConfigError, NotFoundError
+
+if TYPE_CHECKING:
+    from datasvc.repository import Entry, Repository
+
+
+def tag(
+    ref: RefArgument,
+    repo: RepoOption,
+    name: Annotated[str | None, typer.Argument(metavar="TAG", help="Without it: list the tags.")] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help="Only if the tag stands there; none: if there is no such tag."),
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Take the tag away.")] = False,
+    history: Annotated[bool, typer.Option("--history", help="List every move of the tag.")] = False,
+    at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Where the tag stood: 2026-11-21, yesterday, 36h ago.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let TAG stand on a model version, if it still stands where you expect; its earlier places stay in its history.
+
+    Example: datasvc models tag digits-cnn@7 prod --expect 5 --repo ./repo
+
+    NAME@TAG~1 is where the tag stood one move ago, in every command. Times are the clocks' of those who moved it.
+    """
+    from datasvc.repository import Repository
+    from datasvc.repository.references import parse_reference
+
+    repository = Repository.open(repo)
+    model = parse_reference(ref, "model").name
+    if sum((remove, history, at is not None)) > 1 or (name is None and (remove or history or at or expect)):
+        raise ConfigError("give a tag, and one of --remove, --history and --at")
+    if name is None:
+        _print_tags(repository, str(repository.resolve("models", ref, removed=True).name), as_json=as_json)
+    elif history:
+        _print_moves(_moves(repository, model, name), as_json=as_json)
+    elif at is not None:
+        _print_place(model, name, _moves(repository, model, name), parse_time(at), as_json=as_json)
+    elif remove:
+        repository.untag("models", model, name, expect=_expected(expect, model))
+        _print_done(model, name, None, as_json=as_json)
+    else:
+        target = repository.tag("models", ref, name, expect=_expected(expect, model))
+        _print_done(model, name, str(target), as_json=as_json)
+
+
+def parse_time(text: str) -> datetime:
+    """Return the time that "2026-11-21", "2026-11-21T08:00+01:00", "yesterday" or "36h ago" means.
+
+    A day means its begin; without a zone it is UTC. Raises ConfigError.
+    """
+    wanted = text.strip().lower().removesuffix(" ago")
+    if wanted == "yesterday":
+        wanted = "24h"
+    try:
+        return datetime.now(UTC) - timedelta(seconds=parse_duration(wanted))
+    except (ConfigError, OverflowError):
+        pass
+    try:
+        found = datetime.fromisoformat(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no time; expected such as 2026-11-21, 2026-11-21T08:00, 36h ago") from error
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _expected(text: str | None, model: str) -> int | None:
+    if text is None:
+        return None
+    if text == "none":
+        return 0
+    match = re.fullmatch(rf"(?:{re.escape(model)}@)?([0-9]{{1,18}})", text)
+    if not match:
+        raise ConfigError(f"--expect {text!r} is no version of {model}; give its number, or none")
+    return int(match[1])
+
+
+def _moves(repository: Repository, model: str, tag: str) -> list[Entry]:
+    moves = repository.tag_history("models", model, tag)
+    if not moves:
+        tags = ", ".join(sorted(repository.tags("models", model))) or "none yet"
+        raise NotFoundError(f"{model} never had a tag {tag!r}; it has: {tags}")
+    return moves
+
+
+def _print_tags(repository: Repository, model: str, *, as_json: bool) -> None:
+    standing = repository.tags("models", model)
+    if as_json:
+        print_json(standing)
+    else:
+        print_table(("tag", "version"), [(tag, f"{model}@{version}") for tag, version in standing.items()])
+
+
+def _print_moves(moves: list[Entry], *, as_json: bool) -> None:
+    if as_json:
+        print_json([dict(move.content) for move in moves])
+        return
+    rows = [
+        (f"~{back}", move.content["version"] or "taken away", move.content["created"])
+        for back, move in enumerate(reversed(moves))
+    ]
+    print_table(("moves back", "version", "moved"), rows)
+
+
+def _print_place(model: str, tag: str, moves: list[Entry], when: datetime, *, as_json: bool) -> None:
+    from datasvc.repository.tags import choose_move, version_of
+
+    move = choose_move(moves, when)
+    version = version_of(move) if move is not None else 0
+    said = when.isoformat(timespec="seconds")
+    if as_json:
+        print_json({"tag": tag, "at": said, "version": f"{model}@{version}" if version else None})
+    elif version:
+        typer.echo(f"{model}@{tag} was {model}@{version} at {said}")
+    else:
+        raise NotFoundError(f"{model} had no tag {tag!r} at {said}; its first move was {moves[0].content['created']}")
+
+
+def _print_done(model: str, tag: str, version: str | None, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"tag": tag, "version": version})
+    else:
+        typer.echo(f"{model}@{tag} is {version}" if version else f"{model}@{tag} was taken away; its history stays")

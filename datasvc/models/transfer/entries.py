@@ -1,0 +1,167 @@
+"""Versions in the logs of another repository: which of them it has, and what their entries say there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.models.ancestry import HISTORY
+from datasvc.models.registry import version_named
+from datasvc.models.segments import history_of
+from datasvc.repository import Kind, Repository, Resolved, parse_reference
+from datasvc.repository.storage import redact_url
+
+# What a log writes itself.
+_OWN: Final = frozenset({"format", "commit", "created", "checksum"})
+
+
+class TargetLogs:
+    """The logs of a repository that versions move to, read once and followed from then on.
+
+    Args:
+        source: where versions come from.
+        target: where they go.
+        names: of models, those that are called otherwise at the target.
+    """
+
+    def __init__(self, source: Repository, target: Repository, names: Mapping[str, str]) -> None:
+        self.source = source
+        self._target = target
+        self._names = names
+        self._contents: dict[Resolved, Mapping[str, Any]] = {}
+        self._known: dict[tuple[Kind, str], _Known] = {}
+
+    def content(self, version: Resolved) -> Mapping[str, Any]:
+        """Return what the entry of a version says at the source. Raises as `Repository.entry`."""
+        if version not in self._contents:
+            self._contents[version] = self.source.entry(version).content
+        return self._contents[version]
+
+    def find(self, version: Resolved) -> Resolved | None:
+        """Return the same version at the target, None where it is not there, or was removed.
+
+        Raises:
+            CorruptDataError, UnavailableError: see `Log.read`.
+        """
+        log = self._log(version)
+        number = log.find(identity(self.content(version)))
+        return None if number is None else Resolved(version.kind, log.name, number)
+
+    def commit(self, version: Resolved) -> tuple[Resolved, bool]:
+        """Commit a version, all objects of which are there; returns it, and whether nobody else was faster.
+
+        Raises:
+            ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
+        """
+        log, content = self._log(version), self._moved(version)
+
+        def build(head: int) -> Mapping[str, Any]:
+            number = log.find(identity(content), head)
+            if number is not None:
+                raise _AlreadyThere(number)
+            return content
+
+        try:
+            number, is_new = self._target.versions(version.kind, log.name).append(build).number, True
+        except _AlreadyThere as there:
+            number, is_new = there.number, False
+        return Resolved(version.kind, log.name, number), is_new
+
+    def _log(self, version: Resolved) -> _Known:
+        name = self._names.get(version.name, version.name) if version.kind == "models" else version.name
+        return self._known.setdefault((version.kind, name), _Known(self._target, version.kind, name))
+
+    def _moved(self, version: Resolved) -> dict[str, Any]:
+        """Return what the version's entry says at the target."""
+        content = self.content(version)
+        moved = {field: value for field, value in content.items() if field not in _OWN}
+        moved["origin"] = content["origin"] if is_moved(content) else self._origin(version, content)
+        if isinstance(content.get("parent"), str):
+            moved["parent"] = self._place(version.kind, content["parent"])
+        if isinstance(content.get("merged"), list):
+            moved["merged"] = [place for each in content["merged"] if (place := self._place(version.kind, str(each)))]
+        if version.kind == "models" and _num_parents(moved) < _num_parents(content):
+            # What ancestors that stay behind consumed, this version did too: see `models.saw`.
+            moved.setdefault(HISTORY, history_of(self.source, str(version)))
+        if isinstance(content.get("data"), list):
+            moved["data"] = [self._moved_use(use) for use in content["data"]]
+        return moved
+
+    def _origin(self, version: Resolved, content: Mapping[str, Any]) -> dict[str, Any]:
+        merged = content.get("merged")
+        parents = [content.get("parent"), *(merged if isinstance(merged, list) else ())]
+        return {
+            "repository": redact_url(self.source.url),
+            "version": str(version),
+            "commit": content["commit"],
+            "created": content["created"],
+            "parents": [parent for parent in parents if parent],
+        }
+
+    def _moved_use(self, use: Any) -> Any:
+        if not isinstance(use, Mapping) or not isinstance(use.get("dataset"), str):
+            return use
+        return {**use, "dataset": self._place("datasets", use["dataset"]) or use["dataset"]}
+
+    def _place(self, kind: Kind, ref: str) -> str | None:
+        """Return what the target calls a version that an entry of the source names; None where it has no such one."""
+        try:
+            named = version_named(ref) if kind == "models" else _version_of(ref)
+            found = None if named is None else self.find(Resolved(kind, *named))
+        except (NotFoundError, ConfigError):
+            return None  # the source itself does not have it
+        return None if found is None else str(found)
+
+
+def _num_parents(content: Mapping[str, Any]) -> int:
+    merged = content.get("merged")
+    return (content.get("parent") is not None) + (len(merged) if isinstance(merged, list) else 0)
+
+
+class _Known:
+    """The versions of one name at the target, by identity."""
+
+    def __init__(self, target: Repository, kind: Kind, name: str) -> None:
+        self.name = name
+        self._log = target.versions(kind, name)
+        self._removals = target.removals(kind, name)
+        self._numbers: dict[str, list[int]] = {}
+        self._read: set[int] = set()
+
+    def find(self, identity_wanted: str, head: int | None = None) -> int | None:
+        """Return the number of a living version; `head` is the newest there is, where that is known."""
+        if head is None or head not in self._read:
+            new = [number for number in self._log.numbers() if number not in self._read]
+            for entry in self._log.entries(new):
+                self._read.add(entry.number)
+                self._numbers.setdefault(identity(entry.content), []).append(entry.number)
+        numbers = self._numbers.get(identity_wanted)
+        if not numbers:
+            return None
+        removed = self._removals.removed()
+        return next((number for number in numbers if number not in removed), None)
+
+
+class _AlreadyThere(Exception):  # noqa: N818 - no error: somebody else has done the work
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def identity(content: Mapping[str, Any]) -> str:
+    """Return the id of the commit that made a version first, in whichever repository. Raises CorruptDataError."""
+    commit = content["origin"]["commit"] if is_moved(content) else content.get("commit")
+    if not isinstance(commit, str):
+        raise CorruptDataError(f"an entry has no commit id: {content.get('commit')!r}")
+    return commit
+
+
+def is_moved(content: Mapping[str, Any]) -> bool:
+    """Return whether a version was made in another repository."""
+    origin = content.get("origin")
+    return isinstance(origin, Mapping) and isinstance(origin.get("commit"), str)
+
+
+def _version_of(ref: str) -> tuple[str, int] | None:
+    named = parse_reference(ref)
+    return None if named.version is None else (named.name, named.version)

@@ -1,0 +1,145 @@
+"""Model versions, with what they came from, in another repository. Each is visible there whole, or not at all.
+
+A version keeps the identity of the commit that made it, wherever it goes: moved twice, by whatever way, it is one
+version still. So work that was interrupted is done again by the same call, and only what is missing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasvc.errors import ConfigError
+from datasvc.models.signatures import check_signed
+from datasvc.models.signing_keys import trusted_keys as load_trusted_keys
+from datasvc.models.transfer.copying import Copied, copy_missing
+from datasvc.models.transfer.descent import order_by_descent, read_parents
+from datasvc.models.transfer.entries import TargetLogs
+from datasvc.models.transfer.named import named_objects
+from datasvc.repository import ObjectInfo, Repository, Resolved
+from datasvc.repository.references import check_name
+from datasvc.repository.storage import redact_url
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """A version that both repositories have.
+
+    Attributes:
+        source: its name here.
+        target: its name there.
+        is_new: whether it was not there before.
+    """
+
+    source: Resolved
+    target: Resolved
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What a transfer did.
+
+    Attributes:
+        versions: in the order of their commits: data sets and parents before what came from them.
+        num_objects: that were missing at the target.
+        bytes: of these.
+    """
+
+    versions: tuple[Transferred, ...]
+    num_objects: int
+    bytes: int
+
+
+def transfer(
+    source: Repository,
+    target: Repository,
+    refs: Sequence[str],
+    *,
+    name: str | None = None,
+    with_parents: bool = False,
+    with_data: bool = False,
+    trusted_keys: Sequence[str | Path] | None = None,
+    begin: Callable[[int], None] | None = None,
+    report: Callable[[int], None] | None = None,
+) -> TransferReport:
+    """Let another repository have model versions too.
+
+    A version's entry there has a field `origin`: the first repository, its version and commit there, and its parents.
+    `parent`, `merged` and the data's versions are those of the target where it has them; else there is no parent, and
+    the data keep the names that they have at the source.
+
+    Args:
+        source: where they are.
+        target: where they shall be.
+        refs: NAME, NAME@VERSION or NAME@TAG.
+        name: what the model is called at the target, default as here; then all `refs` must be of one model.
+        with_parents: all versions, too, that they were made from and that are here.
+        with_data: the data-set versions, too, that they consumed, with all shards.
+        trusted_keys: as of `stored_version.read_version`: nothing moves if a model is not signed at the source by one
+            of them. The target's entry is another one, and not signed.
+        begin: called once with the bytes of all objects, those that will not have to move included.
+        report: called with bytes of objects that are at the target, from any thread.
+
+    Returns:
+        The versions there, and what moved. Those that were there already are left alone.
+
+    Raises:
+        NotFoundError: a version or an object of it is not there.
+        CorruptDataError: an entry, table or object was changed at the source; its version is not committed.
+        ConfigError: both are one repository, or a bad name.
+        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
+            stay; the same call goes on.
+    """
+    if source.url == target.url:
+        raise ConfigError(f"{redact_url(source.url)} is source and target at once")
+    asked = [source.resolve("models", ref) for ref in refs]
+    logs = TargetLogs(source, target, _new_names(asked, name))
+    versions = order_by_descent(read_parents(source, asked, with_ancestors=with_parents))
+    _check_trust(source, versions, trusted_keys)
+    if with_data:
+        versions = [*_data_versions(logs, versions), *versions]
+    there = {version: logs.find(version) for version in versions}
+    objects = {
+        version: named_objects(source, version, logs.content(version)) for version in versions if not there[version]
+    }
+    if begin is not None:
+        begin(sum(info.size_bytes for info in {info for named in objects.values() for info in named}))
+    done: list[Transferred] = []
+    moved, known = Copied(0, 0), set[ObjectInfo]()
+    for version in versions:
+        found, is_new = there[version], False
+        if found is None:
+            wanted = [info for info in objects[version] if info not in known]
+            moved += copy_missing(source.objects, target.objects, wanted, report)
+            known.update(wanted)
+            # The commit point of this version: everything that it names is there.
+            found, is_new = logs.commit(version)
+        done.append(Transferred(version, found, is_new))
+    return TransferReport(tuple(done), moved.num_objects, moved.bytes)
+
+
+def _check_trust(
+    repository: Repository, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None
+) -> None:
+    keys = load_trusted_keys(trusted_keys)
+    for version in versions if keys else ():
+        check_signed(repository, version, repository.entry(version), keys)
+
+
+def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resolved]:
+    named = {use["dataset"] for version in versions for use in logs.content(version).get("data", [])}
+    found = {logs.source.resolve("datasets", ref) for ref in named}
+    return sorted(found, key=lambda each: (each.name, each.version))
+
+
+def _new_names(asked: Sequence[Resolved], name: str | None) -> dict[str, str]:
+    if name is None:
+        return {}
+    names = {version.name for version in asked}
+    if len(names) != 1:
+        raise ConfigError(
+            f"{len(names)} models cannot all be {check_name(name, 'model')!r}: {', '.join(sorted(names))}"
+        )
+    return {names.pop(): check_name(name, "model")}
