@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from datasvc.gc import GcReport, gc
-from datasvc.models.checkpoint import Checkpoint, restore, save
+from datasvc.models.checkpoint import Checkpoint, save
+from datasvc.models.difference import ModelDifference
+from datasvc.models.difference import diff as diff_models
+from datasvc.models.fit import LoadReport
+from datasvc.models.foreign import ImportReport, ModelExport, export_model, import_model
+from datasvc.models.lineage import Lineage, read_lineage
+from datasvc.models.loading import load_version_into
+from datasvc.models.model import Model
 from datasvc.models.registry import ModelVersion, describe_model
+from datasvc.models.removal import RemovalReport, remove, retain
+from datasvc.models.retention import RetentionPlan, RetentionPolicy
+from datasvc.models.saw import saw
+from datasvc.models.search.find import find_versions
+from datasvc.models.sightings import Saw
+from datasvc.models.transfer import TransferReport, transfer
 from datasvc.repository import Kind, Repository, Resolved
 from datasvc.repository.storage import redact_url
+from datasvc.restoring import restore
 from datasvc.shards.dataset import Dataset, open_dataset
 from datasvc.shards.delete import DeleteReport, delete
 from datasvc.shards.diff import Difference, diff
@@ -21,6 +35,9 @@ from datasvc.shards.merge import MergeReport, merge
 from datasvc.shards.query import query
 from datasvc.shards.sources import Source
 from datasvc.shards.verify import VerifyReport, verify
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DataRepository:
@@ -85,7 +102,22 @@ class DataRepository:
         """Remove what no log names; by default only say what that is. Arguments and errors are those of `gc.gc`."""
         return gc(self.repository, **options)
 
-    def model(self, ref: str) -> ModelVersion:
+    def model(self, name: str, **options: Any) -> Model:
+        """Open a model that a run saves in the background; arguments and errors are those of `models.Model`.
+
+        Of several ranks each calls this.
+        """
+        return Model(self.repository, name, restoring=self.restore, **options)
+
+    def saw(self, refs: Sequence[str] = (), **samples: Any) -> Saw:
+        """Return which model versions consumed some samples; arguments and errors are those of `models.saw`."""
+        return saw(self.repository, refs, **samples)
+
+    def lineage(self, ref: str) -> Lineage:
+        """Return where a model version came from, down to shards and sources. Raises as `models.read_lineage`."""
+        return read_lineage(self.repository, ref)
+
+    def describe(self, ref: str) -> ModelVersion:
         """Return what a model version says of itself. Raises as `describe_model`."""
         return describe_model(self.repository, ref)
 
@@ -93,10 +125,50 @@ class DataRepository:
         """Commit `state` as the next version of model `name`; arguments and errors are those of `models.save`."""
         return save(self.repository, name, state, **about)
 
-    def restore(self, ref: str) -> Checkpoint:
-        """Return a checkpoint, every byte verified. Raises as `models.restore`."""
-        return restore(self.repository, ref)
+    def restore(self, ref: str, **how: Any) -> Checkpoint:
+        """Return a checkpoint, every byte verified; arguments and errors are those of `restoring.restore`."""
+        return restore(self.repository, ref, **how)
 
-    def tag(self, kind: Kind, ref: str, tag: str) -> Resolved:
-        """Let `tag` stand on a version. Raises as `Repository.tag`."""
-        return self.repository.tag(kind, ref, tag)
+    def load_into(self, model: torch.nn.Module, ref: str, **how: Any) -> LoadReport:
+        """Fill a torch model from a version; arguments and errors are those of `loading.load_version_into`."""
+        return load_version_into(model, self.repository, ref, **how)
+
+    def import_model(self, source: str, name: str, **options: Any) -> ImportReport:
+        """Store a model of another format as the next version of `name`; as `models.foreign.import_model`."""
+        return import_model(self.repository, source, name, **options)
+
+    def export_model(self, ref: str, folder: str, format: str, **options: Any) -> ModelExport:  # noqa: A002
+        """Write a model version as files of another format; arguments and errors are those of `export_model`."""
+        return export_model(self.repository, ref, folder, format, **options)
+
+    def push(self, refs: Sequence[str], to: str, **options: Any) -> TransferReport:
+        """Let the repository at URL `to` have model versions too; arguments and errors are those of `transfer`."""
+        return transfer(self.repository, Repository.open(to), refs, **options)
+
+    def pull(self, refs: Sequence[str], origin: str, **options: Any) -> TransferReport:
+        """Get model versions from the repository at URL `origin`; arguments and errors are those of `transfer`."""
+        return transfer(Repository.open(origin), self.repository, refs, **options)
+
+    def find(self, condition: str, **how: Any) -> list[Resolved]:
+        """Return the model versions that meet a condition; arguments and errors are those of `find_versions`."""
+        return find_versions(self.repository, condition, **how)
+
+    def compare(self, a: str, b: str, **how: Any) -> ModelDifference:
+        """Return how two model versions differ; arguments and errors are those of `models.difference.diff`."""
+        return diff_models(self.repository, a, b, **how)
+
+    def remove(self, refs: Sequence[str], **how: Any) -> RemovalReport:
+        """Remove model versions; arguments and errors are those of `models.removal.remove`."""
+        return remove(self.repository, refs, **how)
+
+    def retain(self, name: str, policy: RetentionPolicy, **how: Any) -> tuple[list[ModelVersion], RetentionPlan]:
+        """Plan which versions of a model stay, and remove the others if told so; as `models.removal.retain`."""
+        return retain(self.repository, name, policy, **how)
+
+    def tag(self, kind: Kind, ref: str, tag: str, **how: Any) -> Resolved:
+        """Let `tag` stand on a version; arguments and errors are those of `Repository.tag`."""
+        return self.repository.tag(kind, ref, tag, **how)
+
+    def untag(self, kind: Kind, name: str, tag: str, **how: Any) -> None:
+        """Take a tag away, its history stays; arguments and errors are those of `Repository.untag`."""
+        self.repository.untag(kind, name, tag, **how)

@@ -19,6 +19,7 @@ ALLOWED = {
     "datasvc.sizes": {"datasvc.errors"},
     "datasvc.spans": {"datasvc.keyed"},
     "datasvc.order": {"datasvc.errors", "datasvc.keyed", "datasvc.spans"},
+    "datasvc.mix_order": {"datasvc.keyed", "datasvc.order"},
     "datasvc.repository": {"datasvc.errors", "datasvc.durable"},
 }
 ALLOWED["datasvc.shards"] = {
@@ -32,9 +33,11 @@ ALLOWED["datasvc.shards"] = {
 }
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
-ALLOWED["datasvc.models"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
+ALLOWED["datasvc.models"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.mix_order", "datasvc.sizes"}
 ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models"}
-ALLOWED["datasvc.api"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.models", "datasvc.gc"}
+ALLOWED["datasvc.cached_objects"] = ALLOWED["datasvc.cache"] | ALLOWED["datasvc.models"] | {"datasvc.cache", "datasvc.models"}
+ALLOWED["datasvc.restoring"] = ALLOWED["datasvc.cached_objects"] | {"datasvc.cached_objects"}
+ALLOWED["datasvc.api"] = ALLOWED["datasvc.restoring"] | {"datasvc.restoring", "datasvc.gc"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.node", "datasvc.ledger"}
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
@@ -46,6 +49,7 @@ ALLOWED["loaders"] = {
     "datasvc.repository",
     "datasvc.shards",
     "datasvc.order",
+    "datasvc.mix_order",
     "datasvc.keyed",
     "datasvc.cache",
     "datasvc.errors",

@@ -100,7 +100,7 @@ def test_a_model_version_shows_what_it_came_from(pets):
     ("arguments", "code", "message"),
     [
         (["show", "cats"], 1, "no data set 'cats'"),
-        (["show", "pets@7"], 1, "pets has no version 7; it has 1 to 1"),
+        (["show", "pets@7"], 1, "pets has no version 7; it has 1"),
         (["show", "pets@beta"], 1, "pets has no tag 'beta'; it has: none yet"),
         (["show", "Pets"], 2, "cannot name a data set"),
         (["log", "pets@1"], 2, "give the name alone: pets"),
@@ -181,7 +181,7 @@ def test_the_python_way_is_as_short_as_the_readme_says(pets, tmp_path):
             assert len(images) == len(labels) == 4
         assert loader.state_dict()["epoch"] == 1
     assert (repo.datasets(), repo.models()) == (["pets"], ["cnn"])
-    assert repo.restore("cnn").state["step"] == repo.model("cnn").entry["step"] == 7
+    assert repo.restore("cnn").state["step"] == repo.describe("cnn").entry["step"] == 7
 
 
 def test_opening_from_python_makes_a_repository_only_when_asked(tmp_path):

@@ -1,0 +1,165 @@
+"""`datasvc models` as a user runs it, but in this process, which spares starting Python every time."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from datasvc.cli.main import app
+from datasvc.cli.models.tags import parse_time
+from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
+from datasvc.models import CodeRevision, DataUse, save
+from tests.models.entries import commit_entry
+
+
+@pytest.fixture
+def run(repository, capsys, monkeypatch):
+    """Return a function that runs a command and gives what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run_command(*arguments):
+        capsys.readouterr()
+        app(["models", *map(str, arguments), "--repo", repository.url], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return run_command
+
+
+@pytest.fixture
+def run_json(run):
+    return lambda *arguments: json.loads(run(*arguments, "--json"))
+
+
+@pytest.fixture
+def cnn(repository):
+    """Five versions: a fork at 1 that is merged in 4."""
+    commit_entry(repository, "base", step=9)
+    commit_entry(repository, "cnn", step=100, parent="base@1", metrics={"acc": 0.5}, message="first")
+    commit_entry(repository, "cnn", step=200, parent="cnn@1", metrics={"acc": 0.75})
+    commit_entry(repository, "cnn", step=250, parent="cnn@1", metrics={"acc": 0.25})
+    commit_entry(repository, "cnn", step=300, parent="cnn@2", merged=["cnn@3"], num_nonfinite={"w": 3})
+    return repository
+
+
+@pytest.mark.parametrize("command", ["diff", "tag", "find", "rm", "retain", "gc"])
+def test_help_of_every_command_has_an_example_and_json(command):
+    shown = CliRunner().invoke(app, ["models", command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert f"Example: datasvc models {command}" in shown
+    assert "--json" in shown
+
+
+def test_the_log_is_a_graph_with_tags_and_removed_versions_marked(cnn, run):
+    cnn.tag("models", "cnn@4", "prod")
+    run("rm", "cnn@3", "-m", "worse")
+    lines = run("log", "cnn").splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "* cnn@4", "|-.", "| * cnn@3", "* | cnn@2", "|-'", "* cnn@1", "o base@1",
+    ]  # fmt: skip
+    assert "[prod]" in lines[0]
+    assert "NOT FINITE" in lines[0]
+    assert "(removed)" in lines[2]
+    assert lines[5].endswith("step 100  acc 0.5  first")
+    assert run("log", "cnn", "--last", 1).splitlines()[0] == lines[0]
+    assert "cnn@2" not in run("log", "cnn", "--last", 1)
+
+
+def test_a_version_shows_its_parents_tags_and_what_is_not_finite(cnn, run, run_json):
+    cnn.tag("models", "cnn@2", "prod"), cnn.tag("models", "cnn@4", "prod")
+    shown = run("show", "cnn@4")
+    assert "parent: cnn@2, cnn@3\n" in shown
+    assert "tags: prod since 20" in shown
+    assert ", before on 2\n" in shown
+    assert "NOT FINITE (NaN or infinite elements):\n  w: 3\n" in shown
+    run("rm", "cnn@1", "-m", "old")
+    assert "(old): only what is said here is left" in run("show", "cnn@1")
+    assert run_json("show", "cnn@1")["removal"]["message"] == "old"
+    with pytest.raises(NotFoundError, match=r"cnn@1 was removed on .* \(old\); cnn still has 2 to 4"):
+        run("restore", "cnn@1", "nowhere")
+
+
+def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_json):
+    assert run("tag", "cnn@1", "prod", "--expect", "none") == "cnn@prod is cnn@1\n"
+    assert run("tag", "cnn@2", "prod", "--expect", "cnn@1") == "cnn@prod is cnn@2\n"
+    with pytest.raises(ConflictError, match="stands on version 2"):
+        run("tag", "cnn@4", "prod", "--expect", 1)
+    assert run("tag", "cnn") == "prod\tcnn@2\n"
+    assert [move["version"] for move in run_json("tag", "cnn", "prod", "--history")] == [1, 2]
+    assert run("tag", "cnn", "prod", "--history").splitlines()[0].startswith("~0\t2\t")
+    assert run_json("tag", "cnn", "prod", "--at", "2100-01-01")["version"] == "cnn@2"
+    with pytest.raises(NotFoundError, match=r"had no tag 'prod' at .*; its first move was"):
+        run("tag", "cnn", "prod", "--at", "yesterday")
+    assert "history stays" in run("tag", "cnn", "prod", "--remove", "--expect", 2)
+    assert run("tag", "cnn", "prod", "--history").splitlines()[0].startswith("~0\ttaken away\t")
+    assert run_json("show", "cnn@prod~1")["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["tag", "cnn", "beta", "--history"], NotFoundError, "never had a tag 'beta'; it has: none yet"),
+        (["tag", "cnn@1", "x", "--expect", "base@1"], ConfigError, "is no version of cnn"),
+        (["tag", "cnn", "--remove"], ConfigError, "give a tag"),
+        (["tag", "cnn", "x", "--at", "noon"], ConfigError, "'noon' is no time"),
+        (["retain", "cnn"], ConfigError, "say what to keep"),
+        (["retain", "cnn", "--best", "2"], ConfigError, "by which metric"),
+        (["rm", "cnn"], ConfigError, "does not say which versions"),
+        (["show", "cnn@9"], NotFoundError, "cnn has no version 9; it has 1 to 4"),
+        (["find", "acc >"], ConfigError, "expected a number"),
+        (["gc", "--grace", "1h"], ConfigError, "--no-writers"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_errors_say_what_to_do(cnn, run, arguments, error, message):
+    if "--at" in arguments:
+        cnn.tag("models", "cnn@1", "x")
+    with pytest.raises(error, match=message):
+        run(*arguments)
+    assert issubclass(error, DatasvcError)
+
+
+@pytest.mark.parametrize("text", ["2026-11-21", "2026-11-21T00:00", "2026-11-21T02:00+02:00"])
+def test_times_without_a_zone_are_utc(text):
+    assert parse_time(text).timestamp() == 1795219200
+
+
+def test_versions_are_found_and_ordered(cnn, run, run_json):
+    found = run_json("find", "acc >= 0.5 and name = 'cnn'", "--by", "acc")
+    assert [(each["version"], each["metrics"]) for each in found] == [(2, {"acc": 0.75}), (1, {"acc": 0.5})]
+    assert len(run("find", "step > 0", "--limit", "2").splitlines()) == 2
+
+
+def test_retention_says_why_each_stays_and_removes_when_told_to(cnn, run, run_json):
+    rows = [line.split("\t") for line in run("retain", "cnn", "--last", 1, "--metric", "acc").splitlines()]
+    assert [(row[0], row[3]) for row in rows] == [
+        ("cnn@4", "newest, last 1"), ("cnn@3", "REMOVE"), ("cnn@2", "highest acc"), ("cnn@1", "REMOVE"),
+    ]  # fmt: skip
+    assert cnn.living("models", "cnn") == [1, 2, 3, 4]
+    assert run_json("retain", "cnn", "--last", 1, "--metric", "acc", "--apply")["removed"] == [1, 3]
+    assert cnn.living("models", "cnn") == [2, 4]
+    assert run_json("gc", "--no-writers", "--grace", "0s", "--yes")["dry_run"] is False
+
+
+def test_two_versions_are_compared(repository, run, run_json):
+    about = {"code": CodeRevision("abc", dirty=False), "environment": {}}
+    use = DataUse("pets@1", "train", {"epoch": 1})
+    save(repository, "m", {"w": torch.tensor([3.0, 4.0]), "old": torch.ones(1)}, step=1, config={"lr": 0.1}, **about)
+    save(
+        repository, "m", {"w": torch.tensor([3.0, 6.0]), "new": torch.ones(2, 3)}, step=5, config={"lr": 0.2},
+        metrics={"acc": 0.5}, data=[use], **about,
+    )  # fmt: skip
+    shown = run("diff", "m@1", "m@2")
+    for line in (
+        "step: 1 -> 5 (+4)",
+        "  + pets@1/train.epoch: 1",
+        "  ~ lr: 0.1 -> 0.2 (+0.1)",
+        "code: no difference",
+        "tensors: 0 equal, 1 changed, 1 added, 1 removed, 0 of another dtype or shape",
+        "  added new: float32[2, 3]",
+        "  removed old: float32[1]",
+        "  changed w: by 2, 0.4 of its norm, 1 of 2 elements",
+    ):
+        assert f"{line}\n" in shown
+    facts = run_json("diff", "m@1", "m@2")
+    assert facts["tensors"]["changes"][0]["norm"] == 2.0
+    assert run("diff", "m@1", "m@2", "--no-norms").endswith("  changed w\n")

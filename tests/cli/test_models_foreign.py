@@ -1,0 +1,82 @@
+"""`datasvc models import | export | push | pull`, in this process, which spares starting Python every time."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from datasvc.cli.main import app
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.models import restore, save
+from datasvc.repository import Repository
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Return a function that runs a command on a repository and gives what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run_command(repository, *arguments):
+        capsys.readouterr()
+        app(["models", *map(str, arguments), "--repo", repository.url], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return run_command
+
+
+def test_import_and_export_say_what_they_did(run, repository, tmp_path):
+    torch.save({"fc.weight": torch.ones(4, 3), "fc.bias": torch.zeros(4)}, tmp_path / "net.pth")
+    said = run(
+        repository, "import", tmp_path / "net.pth", "net", "--map", "fc=head", "--step", "7", "-m", "from a file"
+    )
+    assert "(torch) as net@1: 2 tensors, 64 bytes" in said
+    assert list(restore(repository, "net").state["model"]) == ["head.bias", "head.weight"]
+    out = tmp_path / "hub"
+    said = run(
+        repository, "export", "net", out, "--format", "huggingface", "--only", "*.weight", "--dtype", "float16"
+    )
+    assert said == f"exported net@1 as huggingface to {out}: 1 tensors, 24 bytes, 1 files\n"
+    assert load_file(out / "model.safetensors")["head.weight"].dtype == torch.float16
+    again = json.loads(run(repository, "import", out, "half", "--json"))
+    assert again == {
+        "version": "half@1",
+        "format": "huggingface",
+        "tensors": 1,
+        "bytes": 24,
+        "new_bytes": again["new_bytes"],
+        "ignored": [],
+    }
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch", "dcp"])
+def test_every_format_comes_back_through_the_command_line(run, repository, tmp_path, target):
+    save(repository, "net", {"model": {"w": torch.randn(3)}, "step": 5}, step=5)
+    files = json.loads(run(repository, "export", "net", tmp_path / "out", "--format", target, "--json"))["files"]
+    assert sorted(files) == sorted(str(path) for path in (tmp_path / "out").iterdir())
+    run(repository, "import", tmp_path / "out", "again")
+    a, b = restore(repository, "net").state, restore(repository, "again").state
+    assert a["step"] == b["step"]
+    assert torch.equal(a["model"]["w"], b["model"]["w"])
+
+
+def test_onnx_wants_to_know_the_module(run, repository, tmp_path):
+    save(repository, "net", {}, step=0)
+    with pytest.raises(ConfigError, match="name it by --model"):
+        run(repository, "export", "net", tmp_path / "out", "--format", "onnx")
+
+
+def test_push_and_pull_move_versions_once(run, repository, tmp_path):
+    save(repository, "net", {"model": torch.randn(30, 30)}, step=1)
+    save(repository, "net", {"model": torch.randn(30, 30)}, step=2, parent="net@1")
+    url = str(tmp_path / "other")
+    with pytest.raises(NotFoundError, match="no repository at"):
+        run(repository, "push", "net", "--to", url)
+    said = run(repository, "push", "net", "--to", url, "--create", "--with-parents")
+    assert said.splitlines()[:2] == ["net@1\tnet@1\tnew", "net@2\tnet@2\tnew"]
+    assert "moved" in said
+    assert "was there" in run(repository, "push", "net", "--to", url)
+    third = Repository.create(str(tmp_path / "third"))
+    done = json.loads(run(third, "pull", "net@1", "--from", url, "--name", "mine", "--json"))
+    assert done["versions"] == [{"source": "net@1", "target": "mine@1", "kind": "models", "new": True}]
+    assert done["objects"] > 0

@@ -1,0 +1,73 @@
+"""models verify, sign and restore by way of a cache, as a user runs them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from datasvc.cli.main import app
+from datasvc.errors import CorruptDataError
+from tests.models.every_kind import copy_of, flip, links_of, save_every_kind
+
+
+def run(*words):
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def said(done):
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def models(repository):
+    save_every_kind(repository)
+    return repository
+
+
+@pytest.mark.parametrize("command", ["verify", "sign", "keygen", "restore"])
+def test_every_command_has_help_with_an_example(command):
+    done = run("models", command, "--help")
+    assert f"Example: datasvc models {command}" in done.stdout
+    assert "--json" in done.stdout
+
+
+def test_verify_ends_with_3_and_names_the_tensor_until_it_is_repaired(models, tmp_path):
+    copy = copy_of(models, tmp_path / "copy")
+    done = run("models", "verify", "--all", "--repo", models.url)
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "all is well")
+    (link,) = [link for link in links_of(models, "m@2") if link.encoding == "raw" and link.length == 90_000]
+    flip(models.objects.local_path(link.object), 7)
+    done = run("models", "verify", "m@2", "--repo", models.url)
+    assert done.exit_code == 3
+    assert "tensors is changed" in done.stdout
+    assert "m@2 'model.noise'" in done.stdout
+    facts = said(run("models", "verify", "m", "--repair-from", copy.url, "--json", "--repo", models.url))
+    assert facts["num_left"] == 0
+    assert facts["repairs"][0]["digest"] == link.object
+    assert run("models", "verify", "m@2", "--deep", "--repo", models.url).exit_code == 0
+
+
+def test_verify_wants_to_know_what(models):
+    done = run("models", "verify", "--repo", models.url)
+    assert "or --all" in str(done.exception)
+
+
+def test_a_signed_version_is_restored_by_way_of_the_cache_and_an_unsigned_one_refused(models, tmp_path, monkeypatch):
+    key = said(run("models", "keygen", tmp_path / "key", "--json"))
+    signed = said(run("models", "sign", "m@2", "--key", tmp_path / "key", "--json", "--repo", models.url))
+    assert signed["key_id"] == key["key"]
+    monkeypatch.setenv("DATASVC_TRUSTED_KEYS", key["public"])
+    cache = ["--cache", tmp_path / "cache", "--budget", "50MB", "--repo", models.url]
+    facts = said(run("models", "restore", "m@2", tmp_path / "out", *cache, "--json"))
+    assert facts["came_bytes"].keys() == {"origin"}
+    assert facts["seconds"] > 0
+    assert facts["bytes_s"] == pytest.approx(facts["size_bytes"] / facts["seconds"])
+    done = run("models", "restore", "m@2", tmp_path / "again", *cache)
+    assert "stored bytes: resident" in done.stdout
+    done = run("models", "restore", "m@1", tmp_path / "refused", *cache)
+    assert isinstance(done.exception, CorruptDataError)
+    assert not (tmp_path / "refused").exists()
+    done = run("models", "verify", "m@1", "--repo", models.url)
+    assert done.exit_code == 3
+    assert "not trusted" in done.stdout
