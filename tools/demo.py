@@ -187,7 +187,7 @@ def main() -> None:
     undisturbed = demo.query("models", "show", whole.end["version"])
     final = demo.query("models", "show", resumed.end["version"])
     usage = demo.query("cache", "status")
-    same_bits = undisturbed["tensors"] == final["tensors"]
+    same_bits = undisturbed["content"] == final["content"]
     accuracy = resumed.end["val_accuracy"]
 
     console.rule("what was done and measured")
@@ -205,8 +205,8 @@ def main() -> None:
         f"{lost} steps since {last['version']} were done again",
         "resumed": f"from {last['version']} at step {resumed.steps[0]['step'] - 1}, "
         f"{resumed.seconds:.1f} s to the end",
-        "undisturbed weights": undisturbed["tensors"],
-        "resumed weights": final["tensors"] + ("  equal, bit for bit" if same_bits else "  DIFFERENT"),
+        "undisturbed weights": undisturbed["content"],
+        "resumed weights": final["content"] + ("  equal, bit for bit" if same_bits else "  DIFFERENT"),
         "restored": f"{demo.restored}/tensors.safetensors, every byte verified",
         "whole demo": f"{time.perf_counter() - started:.0f} s",
     }

@@ -2,6 +2,7 @@
 
 import copy
 import queue
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,6 +33,8 @@ class State:
         self._serial = 0
         self.num_commits = 0
         """Of this process."""
+        self.sync_s = 0.0
+        """Seconds that the last synchronization took: it brings a rank that joins the state of one that lives."""
 
     @property
     def serial(self) -> int:
@@ -85,7 +88,9 @@ class State:
 
     def synchronize(self) -> None:
         """Makes all ranks' states equal to rank 0's, and counts that; ``run`` calls it."""
+        began_s = time.perf_counter()
         self.sync()
+        self.sync_s = time.perf_counter() - began_s
         self._serial = 1 + self._bcast_object(self._serial)
 
     def save(self) -> None:

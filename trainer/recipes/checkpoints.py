@@ -1,56 +1,91 @@
 """Checkpoints of a run: they hold everything that the rest of it depends on.
 
 Weights, their average, optimizer, loss scale, loader position, step, the count of the early stop, and every rank's
-random states. So a run that was killed and resumed at the same world size ends with the same bits.
+random states and batch statistics. So a run that was killed and resumed at the same world size ends with the same
+bits, wherever its checkpoints were made.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 import trainer as hvd
-from datasvc.errors import ConfigError
-from datasvc.models import Checkpoint, DataUse
+from datasvc.api import DataRepository
+from datasvc.errors import BusyError, ConfigError
+from datasvc.models import Checkpoint, Model
 from trainer.recipes import random_state
-from trainer.recipes.batch_statistics import average_batch_statistics
+from trainer.recipes.batch_statistics import averaged_batch_statistics, batch_statistics
+from trainer.recipes.config import TrainConfig
 from trainer.recipes.precision import load_loss_scale
 from trainer.recipes.run import Run
 
 
-def commit(run: Run) -> str:
-    """Commit a checkpoint from rank 0, with the metrics of `run`; every rank calls this and gets the version."""
-    average_batch_statistics(run.model)
-    random = hvd.allgather_object(random_state.capture(), name="commit.random")
-    version = None
-    if hvd.rank() == 0:
-        state = {
-            "step": run.step,
-            "model_name": run.config.model,
-            "model": run.model.state_dict(),
-            "optimizer_name": run.config.optimizer,
-            "optimizer": run.optimizer.state_dict(),
-            "loss_scale": run.loss_scale.state_dict(),
-            "ema": None if run.average is None else run.average.state_dict(),
-            "early_stop": run.stop.state_dict(),
-            "loader": run.loader.state_dict(),
-            "random": random,
-        }
-        committed = run.repo.save(
-            run.config.name,
-            state,
+def open_checkpoints(repo: DataRepository, config: TrainConfig) -> Model:
+    """Return what the run saves to. Every rank calls this."""
+    # Only a main thread can take signals; a program that runs the recipe in another one has its own way to end it.
+    is_main = threading.current_thread() is threading.main_thread()
+    return repo.model(
+        config.name,
+        every=config.checkpoint_every,
+        max_stall=config.max_stall,
+        overlap=config.checkpoint_overlap,
+        grace=config.grace if is_main else None,
+    )
+
+
+def commit(run: Run, *, due: bool = False) -> None:
+    """Save the run, with its metrics, while it goes on. Every rank calls this.
+
+    Args:
+        run: of this rank.
+        due: the save may be refused while an earlier one goes on, if the run was told so; otherwise it waits.
+    """
+    if not due and run.config.checkpoint_overlap == "refuse":
+        run.checkpoints.wait()
+    weights = run.model.state_dict() | averaged_batch_statistics(run.model)
+    own = {"random": random_state.capture()}
+    if hvd.size() > 1:
+        own["batch_statistics"] = batch_statistics(run.model)
+    try:
+        handle = run.checkpoints.save(
+            {
+                "step": run.step,
+                "model_name": run.config.model,
+                "model": weights,
+                "optimizer_name": run.config.optimizer,
+                "optimizer": run.optimizer.state_dict(),
+                "loss_scale": run.loss_scale.state_dict(),
+                "ema": None if run.average is None else run.average.state_dict(),
+                "early_stop": run.stop.state_dict(),
+                "loader": run.loader.state_dict(),
+            },
+            rank_state=own,
             step=run.step,
-            data=[DataUse(str(run.dataset.resolved), "train", run.loader.state_dict())],
+            data=[run.reading.use()],
             config=run.config.to_dict(),
             metrics=run.metrics,
-            parent=run.version,
         )
-        version = str(committed)
-        run.events.report("checkpoint", version=version, step=run.step, epoch=run.loader.epoch)
-    run.version = str(hvd.broadcast_object(version, name="commit.version"))
-    return run.version
+    except BusyError:
+        if hvd.rank() == 0:
+            run.events.report("refused", step=run.step, epoch=run.loader.epoch)
+    else:
+        run.saves.append((handle, run.loader.epoch))
+
+
+def report_commits(run: Run) -> None:
+    """Take note of the saves that were committed since, and report them from rank 0."""
+    while run.saves and run.saves[0][0].done():
+        handle, epoch = run.saves.popleft()
+        if handle.version is None:
+            continue  # the next save says why, on all ranks
+        run.version = str(handle.version)
+        if hvd.rank() == 0:
+            facts = {"version": run.version, "step": handle.step, "epoch": epoch, "stall_s": handle.stall_s}
+            run.events.report("checkpoint", **facts)
 
 
 def resume(run: Run, checkpoint: Checkpoint) -> None:
@@ -87,8 +122,12 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         run.stop.load_state_dict(state["early_stop"])
     run.step = int(state["step"])
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
-    if len(state["random"]) == hvd.size():
-        random_state.reinstate(state["random"][hvd.rank()])
+    # Checkpoints of earlier releases have the random states alone.
+    ranks = state.get("rank_state") or [{"random": each} for each in state["random"]]
+    if len(ranks) == hvd.size():
+        own = ranks[hvd.rank()]
+        random_state.reinstate(own["random"])
+        run.model.load_state_dict(own.get("batch_statistics", {}), strict=False)
     else:
         # With the step: the draws since the beginning are not to come once more.
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))

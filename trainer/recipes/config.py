@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from datasvc.errors import ConfigError
+from datasvc.models.cadence import parse_duration, parse_pace
+from datasvc.models.saver import OVERLAPS
 from datasvc.repository.references import check_name
 from loaders.augment import AugmentConfig
 from trainer.recipes.metric_logs import check_log
@@ -53,6 +55,7 @@ _CHOICES: Final = {
     "precision": PRECISIONS,
     "shuffle": ("global", "windowed"),
     "device": ("cpu", "cuda"),
+    "checkpoint_overlap": OVERLAPS,
 }
 
 
@@ -115,6 +118,11 @@ class TrainConfig:
         patience: evaluations in a row without a new best of `stop_metric` that end the run; None: any number.
         stop_metric: metric of the evaluation; loss and perplexity are better when lower.
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
+        max_stall: share of the training's time that checkpoints may take, "3%": they are spaced out until it is kept.
+            None: any.
+        checkpoint_overlap: what a checkpoint does while earlier ones are being written: "queue" waits for room once
+            two are, "refuse" leaves it out.
+        grace: time in which the run ends after SIGTERM or Ctrl-C, a last checkpoint included.
         resume: "auto" continues the newest version of `name` where there is one; "never" starts anew; a model
             version, "digits-cnn@3", continues that.
         device: "cpu", or "cuda" for the GPU of this rank.
@@ -178,6 +186,9 @@ class TrainConfig:
     patience: int | None = None
     stop_metric: str = "val_loss"
     checkpoint_every: int = 1000
+    max_stall: str | None = None
+    checkpoint_overlap: str = "queue"
+    grace: str = "30s"
     resume: str = "auto"
     device: str = "cpu"
     log_to: tuple[str, ...] = ()
@@ -188,6 +199,8 @@ class TrainConfig:
         check_name(self.name, "model")
         self._check_ranges()
         self._check_together()
+        parse_pace(self.checkpoint_every, self.max_stall)
+        parse_duration(self.grace)
         AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
         self.parse_milestones()
         self.parse_model_options()

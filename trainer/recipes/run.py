@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from datasvc.api import DataRepository
+from datasvc.models import Model, Reading, SaveHandle
 from datasvc.node.ranks import RankNodes
 from datasvc.shards import Dataset
 from loaders.loader import Loader
@@ -44,8 +46,11 @@ class Run:
         events: where this rank reports to.
         logs: of rank 0, experiment trackers.
         nodes: servers that this rank started for its node.
+        checkpoints: where the run is saved.
+        reading: what the run consumed since it began, or since the version that it continues.
         step: optimizer steps so far.
         version: newest checkpoint, of this run or the one it continues; None: there is none yet.
+        saves: that were not reported yet, each with the epoch that it was made in.
         metrics: of the newest evaluation.
     """
 
@@ -66,8 +71,11 @@ class Run:
     events: Events
     logs: list[MetricLog] = field(default_factory=list)
     nodes: RankNodes | None = None
+    checkpoints: Model = field(init=False)
+    reading: Reading = field(init=False)
     step: int = 0
     version: str | None = None
+    saves: deque[tuple[SaveHandle, int]] = field(default_factory=deque)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import torch
@@ -11,6 +12,7 @@ import trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
+from datasvc.models import Reading
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
 from datasvc.processors import count_processors
@@ -19,7 +21,7 @@ from datasvc.shards.schema import IMAGE
 from datasvc.shards.sources.tokens import TOKENS
 from trainer.recipes import random_state
 from trainer.recipes.batch_plan import plan_batches
-from trainer.recipes.checkpoints import resume
+from trainer.recipes.checkpoints import open_checkpoints, resume
 from trainer.recipes.classification import Classification
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.early_stop import EarlyStop
@@ -91,12 +93,17 @@ def start(config: TrainConfig, events: Events) -> Run:
         nodes=nodes,
         version=begin["checkpoint"],
     )
-    if run.version is not None:
-        resume(run, repo.restore(run.version))
-    if config.compile is not None:
-        compile_model(model, config.compile)
-    if hvd.rank() == 0:
-        run.logs = open_logs(config.log_to, name=config.name, config=config.to_dict(), step=run.step)
+    with contextlib.ExitStack() as stack:
+        # It takes over signals: they are given back if the rest fails.
+        run.checkpoints = stack.enter_context(open_checkpoints(repo, config))
+        if run.version is not None:
+            resume(run, run.checkpoints.restore(run.version))
+        run.reading = Reading(run.loader, step=run.step)
+        if config.compile is not None:
+            compile_model(model, config.compile)
+        if hvd.rank() == 0:
+            run.logs = open_logs(config.log_to, name=config.name, config=config.to_dict(), step=run.step)
+        stack.pop_all()
     return run
 
 

@@ -17,7 +17,7 @@ from trainer.recipes.precision import make_loss_scale
 from trainer.recipes.run import Run
 from trainer.recipes.start import build_schedule
 from trainer.recipes.task import Examples, Place
-from trainer.recipes.train import update
+from trainer.recipes.update import update
 
 CONFIG = TrainConfig(data="d", repo="r", name="m", size=32, scale=(0.8, 1.0), flip=0.0)
 

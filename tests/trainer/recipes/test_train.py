@@ -1,6 +1,8 @@
 """The loop in a world of one, in this process: what survives a restore, when it ends, and what it says."""
 
 import json
+import signal
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +14,7 @@ import datasvc
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models import describe_model, model_log
 from datasvc.repository import Repository
+from datasvc.repository.objects import Objects
 from datasvc.shards import ingest
 from trainer.recipes import random_state
 from trainer.recipes.config import TrainConfig
@@ -61,7 +64,7 @@ def state_of(repository, ref):
 
 
 def equal_weights(repository, a, b):
-    return describe_model(repository, a).tensors == describe_model(repository, b).tensors
+    return describe_model(repository, a).entry["content"] == describe_model(repository, b).entry["content"]
 
 
 MIXED = {"precision": "fp16", "ema_decay": 0.9, "optimizer": "lamb", "learning_rate": 0.01, "clip_norm": 1.0}
@@ -103,7 +106,7 @@ def test_a_gradient_that_overflows_halves_the_loss_scale_and_skips_the_step(repo
 def test_a_run_resumed_at_another_number_of_ranks_draws_what_it_has_not_drawn_yet(repository):
     run(repository, "as-one", max_steps=2)
     state = state_of(repository, "as-one")
-    datasvc.open(repository.url).save("as-two", {**state, "random": state["random"] * 2}, step=2)
+    datasvc.open(repository.url).save("as-two", {**state, "rank_state": state["rank_state"] * 2}, step=2)
     run(repository, "as-two", max_steps=3)
     assert torch.initial_seed() == random_state.seed_of_rank(0, 0, step=2)
 
@@ -234,4 +237,53 @@ def test_numbers_go_to_the_logs_that_a_run_names(repository, tmp_path, monkeypat
         (2, ["data_stall", "images_per_s", "loss", "rate"]),
         (2, ["val_accuracy", "val_loss", "val_top5"]),
         "closed",
+    ]
+
+
+def test_a_signal_ends_the_run_with_a_last_checkpoint_and_the_rest_gives_the_same_bits(
+    repository, capsys, monkeypatch
+):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    options = ("layers=1", "heads=2", "width=32", "dropout=0.1", f"context={BLOCK}")
+    settings = {"data": "tokens", "vocabulary": VOCABULARY, "model_option": options, "batch_size": 16, "epochs": 2}
+    run(repository, "undisturbed", **settings)
+
+    def report_step(run, clock, **facts):
+        if run.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("trainer.recipes.train.report_step", report_step)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run(repository, "preempted", **settings)
+        assert ended.value.code == 128 + signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == {"event": "stopped", "version": "preempted@1", "step": 3, "signal": signal.SIGTERM}
+    monkeypatch.undo()
+    run(repository, "preempted", **settings)
+    assert equal_weights(repository, "preempted", "undisturbed")
+    assert describe_model(repository, "preempted").entry["parent"] == "preempted@1"
+
+
+def test_a_checkpoint_may_be_left_out_where_an_earlier_one_is_still_being_written(repository, capsys, monkeypatch):
+    real_write, gate = Objects.write, threading.Event()
+
+    def write(*arguments):
+        assert gate.wait(30)
+        return real_write(*arguments)
+
+    def report_step(run, clock, **facts):
+        if run.step == 5:
+            gate.set()
+
+    monkeypatch.setattr(Objects, "write", write)
+    monkeypatch.setattr("trainer.recipes.train.report_step", report_step)
+    events = run(repository, "refusing", capsys, max_steps=5, checkpoint_every=2, checkpoint_overlap="refuse")
+    assert [(event["event"], event["step"]) for event in events if event["event"] in {"checkpoint", "refused"}] == [
+        ("refused", 4),
+        ("checkpoint", 2),
+        ("checkpoint", 5),
     ]

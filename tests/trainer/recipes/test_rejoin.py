@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+import datasvc
+import trainer as hvd
+from trainer.recipes.rejoin import take_newest
+
+
+@pytest.fixture(autouse=True)
+def world():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_a_state_in_memory_is_taken_unless_the_repository_has_a_later_one(repository):
+    net = torch.nn.Linear(3, 2)
+    state = hvd.elastic.TorchState(net, step=0)
+
+    def load(checkpoint):
+        net.load_state_dict(checkpoint.state["net"])
+        state.step = checkpoint.state["step"]
+
+    @hvd.elastic.run
+    def begin(state):
+        with datasvc.open(repository.url).model("net") as model:
+            found = take_newest(state, model, load)
+            if not found.step:
+                saved = {"net": {name: value * 0 + 5 for name, value in net.state_dict().items()}, "step": 5}
+                model.save(saved, step=5)
+        return found
+
+    first, second = begin(state), begin(state)
+    with torch.no_grad():
+        net.weight += 1
+    state.restore()
+    assert (net.weight == 5).all(), "what was read is what a failure goes back to"
+    third = begin(state)
+    assert [(found.source, found.step) for found in (first, second, third)] == [
+        ("memory", 0),  # there is no version yet
+        ("repository", 5),
+        ("memory", 5),
+    ]
+    assert min(found.seconds for found in (first, second, third)) > 0
+    assert (net.weight == 5).all()
