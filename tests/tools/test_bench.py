@@ -95,3 +95,10 @@ def test_photos_differ_and_equal_seeds_give_equal_bytes(tmp_path):
     assert few.items() <= many.items()
     assert len(set(many.values())) == 62
     assert 60_000 < sum(map(len, many.values())) / 62 < 160_000
+
+
+@pytest.mark.slow
+def test_finding_model_versions_is_measured(tmp_path):
+    sizes = ("--versions", 200, "--behind", 3, "--folder", tmp_path)
+    check(run_json("models_find.py", "--repeats", 2, *sizes), repeats=2)
+    assert not list(tmp_path.iterdir())
