@@ -1,14 +1,16 @@
-"""Simulate training on up to thousands of ranks, from the profile of a step.
+r"""Simulate training on up to thousands of ranks, from the profile of a step.
 
 Stragglers (lognormal compute times), the buckets' all-reduces (rings, or hierarchical with `--inside-bandwidth`),
 and loaders behind caches and an origin that all nodes share. Prints how long steps take and how well it scales:
 efficiency is the step on one rank by the step there.
 
-    python -m trainer profile --data DATA --repo REPO --model resnet50 --json > profile.json
+    python -m trainer.launch -np 2 --no-prefix python -m trainer profile \
+        --data DATA --repo REPO --model resnet50 --json > profile.json
     python tools/simulate_training.py profile.json --ranks-per-node 8 --bandwidth 100Gbit/s --inside-bandwidth 200GB/s
 
 What it does not know: how the network between nodes is shared with others, how fetching slows all-reduces down, and
-ranks that are slow for longer than a step.
+ranks that are slow for longer than a step. A profile of one rank knows neither what a message costs nor how long
+ranks wait for each other: `--jitter` says the latter, and the former is left out.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ import numpy as np
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.sizes import parse_size
 from trainer.recipes.profiling.all_reduce import Cluster
+from trainer.recipes.profiling.cluster_options import add_cluster_options, parse_clusters
 from trainer.recipes.profiling.costs import StepCosts
 from trainer.recipes.profiling.input_system import UNLIMITED, InputSystem
-from trainer.recipes.profiling.links import Link, parse_bandwidth, parse_duration
+from trainer.recipes.profiling.links import parse_bandwidth
 from trainer.recipes.profiling.simulate import Training, jitter_of, simulate
 from trainer.recipes.profiling.step_time import Mode
 
 NODES = [2**power for power in range(13)]
+OF_ORIGIN = ("data_size", "sample_size", "cache_size", "peers", "first_epoch")
 
 
 def main() -> None:
@@ -49,37 +53,34 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row for each number of nodes; see `describe`."""
     profile = read_profile(arguments.profile)
     costs = StepCosts.from_dict(profile["costs"])
-    jitter = jitter_of(costs, profile["ranks"]) if arguments.jitter is None else arguments.jitter
+    jitter = choose_jitter(arguments.jitter, costs, profile["world_size"])
     samples_from = choose_input(arguments, costs.samples)
-    network = Link(parse_bandwidth(arguments.bandwidth), parse_duration(arguments.latency))
-    inside = None
-    if arguments.inside_bandwidth is not None:
-        inside = Link(parse_bandwidth(arguments.inside_bandwidth), parse_duration(arguments.inside_latency))
+    clusters = parse_clusters(arguments)
     training = Training(
         costs,
-        Cluster(1, network),
+        Cluster(1, clusters[0].network),
         mode=Mode(arguments.mode),
         jitter=jitter,
+        prefetch=profile["prefetch"],
         samples_from=samples_from,
         is_first_epoch=arguments.first_epoch,
     )
     alone_s = float(np.mean(simulate(training, steps=arguments.steps, seed=arguments.seed)))
     rows = []
-    for nodes in arguments.nodes:
-        cluster = Cluster(nodes, network, arguments.ranks_per_node, inside, profile["message_s"])
-        there = dataclasses.replace(training, cluster=cluster)
+    for cluster in clusters:
+        there = dataclasses.replace(training, cluster=dataclasses.replace(cluster, message_s=profile["message_s"]))
         steps_s = simulate(there, steps=arguments.steps, seed=arguments.seed)
         mean_s = float(steps_s.mean())
         p50_s, p95_s, p99_s = np.quantile(steps_s, (0.5, 0.95, 0.99)).tolist()
         rows.append(
             {
-                "nodes": nodes,
-                "ranks": cluster.ranks,
+                "num_nodes": cluster.num_nodes,
+                "world_size": cluster.world_size,
                 "mean_s": mean_s,
                 "p50_s": p50_s,
                 "p95_s": p95_s,
                 "p99_s": p99_s,
-                "samples_per_s": costs.samples * cluster.ranks / mean_s,
+                "samples_per_s": costs.samples * cluster.world_size / mean_s,
                 "efficiency": alone_s / mean_s,
                 "jitter": jitter,
             }
@@ -95,21 +96,37 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         times = "".join(f"{row[name] * 1e3:>10.2f}" for name in ("mean_s", "p50_s", "p95_s", "p99_s"))
         lines.append(
-            f"{row['nodes']:>6}{row['ranks']:>7}{times}{row['samples_per_s']:>14,.0f}{row['efficiency']:>12.1%}"
+            f"{row['num_nodes']:>6}{row['world_size']:>7}{times}{row['samples_per_s']:>14,.0f}{row['efficiency']:>12.1%}"
         )
     return "\n".join(lines)
+
+
+def choose_jitter(given: float | None, costs: StepCosts, world_size: int) -> float:
+    """Return the jitter of compute times: as given, or else as it explains a profile's wait for the slowest rank."""
+    if given is not None:
+        return given
+    if world_size == 1:
+        raise ConfigError(
+            "this profile is of one rank, which waits for nobody: profile two or more, or say --jitter, 0 for none; "
+            "without, all ranks would be equally fast, and scale better than any do"
+        )
+    return jitter_of(costs, world_size)
 
 
 def choose_input(arguments: argparse.Namespace, samples: int) -> InputSystem:
     """Return what feeds the loaders: the nodes' caches alone, unless there is an origin."""
     if arguments.origin is None:
+        given = [name for name in OF_ORIGIN if getattr(arguments, name) not in (None, False)]
+        if given:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigError(f"without --origin all data are taken to be cached, and {options} would do nothing")
         return UNLIMITED
     if arguments.data_size is None or arguments.sample_size is None:
         raise ConfigError("--origin needs --data-size and --sample-size: how much is to come through it")
     return InputSystem(
         batch_bytes=samples * parse_size(arguments.sample_size),
         data_bytes=parse_size(arguments.data_size),
-        cache_bytes=parse_size(arguments.cache_size),
+        cache_bytes=parse_size(arguments.cache_size or "0"),
         origin_bytes_per_s=parse_bandwidth(arguments.origin),
         shares_caches=arguments.peers,
     )
@@ -121,7 +138,7 @@ def read_profile(path: str) -> dict[str, Any]:
         profile = json.loads(sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no profile: {error}") from error
-    if not isinstance(profile, dict) or not {"costs", "ranks", "message_s"} <= profile.keys():
+    if not isinstance(profile, dict) or not {"costs", "world_size", "message_s", "prefetch"} <= profile.keys():
         raise ConfigError(f"{path} is no profile; write one with python -m trainer profile --json")
     return profile
 
@@ -130,18 +147,13 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", help="what python -m trainer profile --json printed; -: standard input")
-    parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="default: 1 2 4 ... 4096")
-    parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--bandwidth", default="10GbE", help="of a node's network; default: %(default)s")
-    parser.add_argument("--latency", default="50us", help="default: %(default)s")
-    parser.add_argument("--inside-bandwidth", help="between ranks of a node: all-reduce is then hierarchical")
-    parser.add_argument("--inside-latency", default="5us", help="default: %(default)s")
+    add_cluster_options(parser, num_nodes=NODES, said="1 2 4 ... 4096")
     parser.add_argument("--mode", choices=list(Mode), default=Mode.OVERLAPPED, help="default: %(default)s")
     parser.add_argument("--jitter", type=float, help="of compute times, 0.1 for 10 %%; default: as in the profile")
     parser.add_argument("--origin", help="bandwidth of the repository, shared by all nodes; default: all is cached")
     parser.add_argument("--data-size", help="of the split: 150GB")
     parser.add_argument("--sample-size", help="of a stored sample: 110kB")
-    parser.add_argument("--cache-size", default="0", help="of each node; default: none")
+    parser.add_argument("--cache-size", help="of each node; default: none")
     parser.add_argument("--peers", action="store_true", help="nodes take from each other's caches")
     parser.add_argument("--first-epoch", action="store_true", help="caches are empty")
     parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from datasvc.errors import DatasvcError
+from trainer import HorovodInternalError
 from trainer.recipes.options import parse_options
 
 
@@ -32,6 +33,11 @@ def main() -> None:
     except DatasvcError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
+    except HorovodInternalError as error:
+        # Of a rank that died its own error says why: tracebacks of all that are left would bury it. By the name the
+        # launcher knows who ended because of another.
+        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

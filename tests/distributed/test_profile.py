@@ -40,6 +40,7 @@ def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repos
     assert found["step_s"] == {mode: step_time(costs, mode) for mode in Mode}
     assert found["measured"].keys() == MODES
     assert [prediction["world_size"] for prediction in found["predictions"]] == [1, 64]
+    assert (found["world_size"], found["config"]["micro_batch"]) == (2, 4)
     assert found["predictions"][0]["efficiency"] == dict.fromkeys(MODES, 1.0)
     gradient_bytes = sum(layer["gradient_bytes"] for layer in found["layers"])
     assert sum(message.size_bytes for message in costs.messages) == gradient_bytes
@@ -59,12 +60,50 @@ def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repos
     assert [row["world_size"] for row in json.loads(simulated.stdout)] == [1, 4096]
 
 
-def test_one_rank_prints_tables_and_a_verdict(repository, capsys):
-    main([*words(repository), "--top", "2"])
+def test_one_rank_prints_tables_and_a_verdict_even_if_the_trace_cannot_be_written(repository, capsys, tmp_path):
+    with pytest.raises(ConfigError, match="cannot"):
+        main([*words(repository), "--top", "2", "--nodes", "2", "--trace", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "small-cnn, 1 ranks, 8 images each, median of 2 rounds"
     assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in MODES] == list(Mode)
+    assert [line.split()[1] for line in lines if line.split()[:1] == ["2"]] == list(Mode)
+    assert lines[-2].startswith("note: this profile is of one rank")
     assert "-bound: " in lines[-1]
+    assert not hvd.is_initialized()
+
+
+DIES_ON_RANK_1 = """
+import os, signal
+import trainer as hvd
+from trainer.__main__ import main
+from trainer.recipes.profiling import command
+
+measure = command.measure_traffic
+
+def die(*arguments):
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return measure(*arguments)
+
+command.measure_traffic = die
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_profile_and_is_named(launcher, repository):
+    done = launcher.run(
+        2, sys.executable, "-c", DIES_ON_RANK_1, "profile", *words(repository), options=("--no-prefix",)
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "rank 1 was the first to fail" in done.stderr
+
+
+def test_the_settings_are_shown_without_data_and_nothing_runs(capsys):
+    main(["--show-config", "--batch-size", "7"])
+    shown = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    assert (shown["data"], shown["batch_size"]) == ("?", "7")
     assert not hvd.is_initialized()
 
 
@@ -74,6 +113,7 @@ def test_one_rank_prints_tables_and_a_verdict(repository, capsys):
         (["--steps", "0"], "steps is 0"),
         (["--nodes", "8", "--bandwidth", "fast"], "'fast' is no bandwidth"),
         (["--trace", "/nowhere/trace.json"], "its folder does not exist"),
+        (["--profile", "trace.json"], "here --trace FILE writes a step"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_before_anything_runs(repository, options, says):

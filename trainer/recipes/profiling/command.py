@@ -19,15 +19,16 @@ from loaders.step_times import Span
 from loaders.trace import write_trace
 from trainer.recipes import random_state
 from trainer.recipes.config import TrainConfig
+from trainer.recipes.epoch_trace import trace_path
 from trainer.recipes.options import parse_options
 from trainer.recipes.profiling.all_reduce import Cluster
-from trainer.recipes.profiling.epoch_trace import trace_path
+from trainer.recipes.profiling.cluster_options import add_cluster_options, parse_clusters
 from trainer.recipes.profiling.layers import Layers, measure_layers
-from trainer.recipes.profiling.links import Link, parse_bandwidth, parse_duration
 from trainer.recipes.profiling.measure import Bench
-from trainer.recipes.profiling.parts import open_parts
+from trainer.recipes.profiling.messages import measure_traffic
 from trainer.recipes.profiling.predict import predict
-from trainer.recipes.profiling.profile import Profile, Round
+from trainer.recipes.profiling.profile import Profile
+from trainer.recipes.profiling.profiled_run import open_profiled_run
 from trainer.recipes.profiling.step_time import Mode
 
 PROG = "python -m trainer profile"
@@ -42,9 +43,13 @@ def main(arguments: Sequence[str]) -> None:
     """
     chosen, words = _make_parser().parse_known_args(arguments)
     # A run needs a name for its checkpoints. There are none here.
-    config = parse_options(["--name", "profile", *words], prog=PROG).config()
-    _check(chosen)
-    clusters = _clusters(chosen)
+    options = parse_options(["--name", "profile", *words], prog=PROG)
+    if options.show_config:
+        sys.stdout.write(f"{options.describe()}\n")
+        return
+    config = options.config()
+    _check(chosen, config)
+    clusters = parse_clusters(chosen)
     hvd.init()
     random_state.seed_all(config.seed)
     try:
@@ -52,11 +57,12 @@ def main(arguments: Sequence[str]) -> None:
         profile, spans = _measure(config, chosen, clusters)
     finally:
         hvd.shutdown()
-    if chosen.trace is not None:
-        path = trace_path(chosen.trace, rank=rank, num_ranks=profile.ranks)
-        write_trace(path, spans, process_name=f"{profile.model}, rank {rank}")
     if rank == 0:
-        print(json.dumps(profile.to_dict()) if chosen.json else profile.describe(chosen.top))
+        print(json.dumps(profile.to_dict()) if chosen.json else profile.describe(chosen.top), flush=True)
+    # After the result, which took minutes: a full disk must not take that too.
+    if chosen.trace is not None:
+        path = trace_path(chosen.trace, rank=rank, num_ranks=profile.world_size)
+        write_trace(path, spans, process_name=f"{profile.config.model}, rank {rank}")
 
 
 def _trace(layers: Layers, parts: Sequence[Span]) -> list[Span]:
@@ -81,28 +87,28 @@ def _trace(layers: Layers, parts: Sequence[Span]) -> list[Span]:
 def _measure(
     config: TrainConfig, chosen: argparse.Namespace, clusters: Sequence[Cluster]
 ) -> tuple[Profile, list[Span]]:
-    parts = open_parts(config)
-    bench = Bench(parts)
     modes = tuple(Mode) if chosen.check else ()
-    with _bar(1 + chosen.rounds * (1 + len(modes))) as advance:
-        layers = measure_layers(parts, bench.first_batch(), chosen.steps)
-        parts.compile()
+    with open_profiled_run(config) as run, _bar(2 + chosen.rounds * (1 + len(modes))) as advance:
+        bench = Bench(run)
+        batch = bench.first_batch()
+        layers = measure_layers(run, batch, chosen.steps)
+        advance()
+        run.compile()
+        traffic = measure_traffic(run, batch, chosen.steps)
         advance()
         rounds = []
         for number in range(chosen.rounds):
-            costs = bench.measure_costs(layers, chosen.steps)
+            this_round = bench.measure_round(traffic, chosen.steps)
             spans = _trace(layers, bench.spans)
             advance()
             measured_s = {}
             for mode in modes if number % 2 == 0 else reversed(modes):
                 measured_s[mode] = bench.run(mode, chosen.steps)
                 advance()
-            rounds.append(Round(costs, measured_s))
-    parts.close()
-    assert parts.config.model is not None
-    profile = Profile(hvd.size(), parts.config.model, parts.task.unit, rounds, layers)
+            rounds.append(dataclasses.replace(this_round, measured_s=measured_s))
+    profile = Profile(hvd.size(), run.config, run.task.unit, rounds, layers, traffic)
     # A message there costs what the engine was seen to add to each here.
-    there = [dataclasses.replace(cluster, message_s=layers.message_s) for cluster in clusters]
+    there = [dataclasses.replace(cluster, message_s=traffic.message_s) for cluster in clusters]
     predictions = [predict(profile.costs, cluster) for cluster in there]
     return dataclasses.replace(profile, predictions=predictions), spans
 
@@ -118,31 +124,20 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="blocks; medians over them are printed [%(default)s]")
     parser.add_argument("--check", action="store_true", help="run the three modes as well, and compare")
     parser.add_argument("--top", type=int, default=10, help="slowest layers that are printed [%(default)s]")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[], help="predict for so many nodes")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="of those [%(default)s]")
-    parser.add_argument("--bandwidth", default="10GbE", help="of each node: 10GbE, 100Gbit/s, 25GB/s [%(default)s]")
-    parser.add_argument("--latency", default="50us", help="of a message between nodes [%(default)s]")
-    parser.add_argument("--inside-bandwidth", help="between the ranks of a node: all-reduce is then hierarchical")
-    parser.add_argument("--inside-latency", default="5us", help="likewise [%(default)s]")
+    add_cluster_options(parser, num_nodes=(), said="none: nothing is predicted")
     parser.add_argument("--trace", metavar="FILE", help="write a step as a Chrome trace; of several ranks one each")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def _check(chosen: argparse.Namespace) -> None:
+def _check(chosen: argparse.Namespace, config: TrainConfig) -> None:
+    if config.profile is not None:
+        raise ConfigError("--profile writes the loader's steps of a training run; here --trace FILE writes a step")
     for name in ("steps", "rounds", "top"):
         if getattr(chosen, name) < 1:
             raise ConfigError(f"{name} is {getattr(chosen, name)}; expected at least 1")
     if chosen.trace is not None and not Path(chosen.trace).absolute().parent.is_dir():
         raise ConfigError(f"trace is {chosen.trace!r}, and its folder does not exist")
-
-
-def _clusters(chosen: argparse.Namespace) -> list[Cluster]:
-    network = Link(parse_bandwidth(chosen.bandwidth), parse_duration(chosen.latency))
-    inside = None
-    if chosen.inside_bandwidth is not None:
-        inside = Link(parse_bandwidth(chosen.inside_bandwidth), parse_duration(chosen.inside_latency))
-    return [Cluster(nodes, network, chosen.ranks_per_node, inside) for nodes in chosen.nodes]
 
 
 @contextlib.contextmanager

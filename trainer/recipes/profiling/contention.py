@@ -16,23 +16,39 @@ import trainer as hvd
 
 _SPIN_S: Final = 0.1
 _BLOCK: Final = bytes(64 << 10)  # hashing as much lets other threads run
+_LEAST_SHARE: Final = 1e-3
 
 
-def measure_contention(num_beside: int) -> float:
-    """Return the seconds that a thread loses for each second of processor time that others spend beside it.
+def measure_contention(num_training: int, num_beside: int) -> float:
+    """Return the seconds that the training loses for each second of processor time that others spend beside it.
 
-    Let all ranks compute in one thread each, which gets a share p of a processor, and then in 1 + m threads each, of
-    which every one gets a share q. Beside w seconds of work, which m threads do in w / (m q), the first thread does
-    what took it q / p of that time. So it loses w (1 - q / p) / (m q). Every rank calls this.
+    All ranks compute in as many threads as the training does, and then in some more. Every rank calls this.
 
     Args:
-        num_beside: m.
+        num_training: threads that compute forward and backward passes: torch's team, or the one that feeds a GPU.
+        num_beside: threads of the loader.
 
     Returns:
-        Between 0 and 1 / p, the same on all ranks.
+        See `contention_of`; the same on all ranks.
     """
-    alone = _mean(_share(1))
-    beside = min(alone, _mean(_share(1 + num_beside)))
+    alone = _mean(_share(num_training))
+    return contention_of(alone, _mean(_share(num_training + num_beside)), num_beside)
+
+
+def contention_of(alone: float, beside: float, num_beside: int) -> float:
+    """Return the seconds that a team of threads loses for each second of processor time spent beside it.
+
+    Let each thread of the team get a share p of a processor; and with m threads beside a share q, as each of those.
+    Beside w seconds of work, which they do in w / (m q), the team does what took it q / p of that time. So it loses
+    w (1 - q / p) / (m q): nothing with processors to spare, and one by the number of those it had where all are busy.
+
+    Args:
+        alone: p, above 0.
+        beside: q; what is more than p is noise.
+        num_beside: m.
+    """
+    alone = max(_LEAST_SHARE, alone)
+    beside = min(alone, max(_LEAST_SHARE, beside))
     return (1 - beside / alone) / (num_beside * beside)
 
 

@@ -48,6 +48,10 @@ class Message:
     ready_s: float
     reduce_s: float
 
+    def __post_init__(self) -> None:
+        if not all(0 <= value < math.inf for value in dataclasses.astuple(self)):
+            raise ConfigError(f"{self}; expected finite numbers, not below 0")
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -67,6 +71,7 @@ class StepCosts:
         io_beside_s: processor time of other threads for a batch.
         reduce_beside_s: processor time of other threads for all messages.
         contention: k: seconds that the training thread loses for each second of processor time beside it.
+        targets_s: t_n: adding up the targets of all ranks, before the forward pass; 0 where all have equally many.
         samples: of this rank.
     """
 
@@ -83,6 +88,7 @@ class StepCosts:
     io_beside_s: float = 0.0
     reduce_beside_s: float = 0.0
     contention: float = 0.0
+    targets_s: float = 0.0
     samples: int = 1
 
     def __post_init__(self) -> None:
@@ -93,7 +99,7 @@ class StepCosts:
         if not self.compute_s:
             raise ConfigError("a step that computes nothing trains nothing: forward_s and backward_s are 0")
         for message in self.messages:
-            if not 0 <= message.ready_s <= self.compute_s + _ROUNDING_S or message.reduce_s < 0:
+            if message.ready_s > self.compute_s + _ROUNDING_S:
                 raise ConfigError(f"{message} does not fit a backward pass that ends at {self.compute_s} s")
         if max(self.ahead_s, self.caller_s) > self.io_s:
             raise ConfigError(

@@ -43,10 +43,10 @@ class InputSystem:
         """
         node_bytes = self.batch_bytes * cluster.ranks_per_node
         kept = 0.0 if is_first_epoch else min(1.0, self.cache_bytes / self.data_bytes)
-        together = 0.0 if is_first_epoch else min(1.0, cluster.nodes * self.cache_bytes / self.data_bytes)
+        together = 0.0 if is_first_epoch else min(1.0, cluster.num_nodes * self.cache_bytes / self.data_bytes)
         missed_here = 1.0 - kept
         missed_everywhere = 1.0 - together if self.shares_caches else missed_here
-        from_origin_s = node_bytes * cluster.nodes * missed_everywhere / self.origin_bytes_per_s
+        from_origin_s = node_bytes * cluster.num_nodes * missed_everywhere / self.origin_bytes_per_s
         into_node_s = node_bytes * missed_here / cluster.network.bytes_per_s
         return max(from_origin_s, into_node_s)
 

@@ -2,14 +2,15 @@
 
 Modules without children are stamped before and after their forward pass. In the backward pass a stamp is taken when
 autograd reaches the node that made a module's output; the time until the next such stamp is the module's, with what
-runs in between outside of any module (an addition, a reshape). torch's own backward hooks of modules would not do:
-they forbid what changes an activation in place.
+runs in between outside of any module (an addition, a reshape). What returns its input (an identity, a dropout of 0)
+made no node, and has no backward pass. torch's own backward hooks of modules would not do: they forbid what changes
+an activation in place.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
@@ -77,20 +78,22 @@ class LayerTimer:
     """Hooks a model while it is entered; `begin_backward` and `end` stand in the step that is timed.
 
     Args:
-        model: is not compiled.
+        model: compiled ones have no layers, only gradients.
         clock: of its device.
+        sees_layers: whether modules are stamped too, and not only the gradients of parameters.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock) -> None:
+    def __init__(self, model: nn.Module, clock: Clock, *, sees_layers: bool = True) -> None:
         self._model = model
         self._clock = clock
+        self._sees_layers = sees_layers
         self._stamps = _Stamps()
         self._removers: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
-        for name, module in self._model.named_modules():
+        for name, module in self._model.named_modules() if self._sees_layers else ():
             if not list(module.children()):
-                self._hook(name or type(module).__name__, module)
+                self._hook(_name(name, module), module)
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 register = parameter.register_post_accumulate_grad_hook
@@ -100,8 +103,8 @@ class LayerTimer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for remove in self._removers:
-            remove()
+        while self._removers:
+            self._removers.pop()()
 
     def begin_forward(self) -> None:
         """Forget what was stamped, and begin."""
@@ -127,16 +130,22 @@ class LayerTimer:
         return LayerTimes(spans, turn_s, moments_s[-1] - turn_s, ready_s)
 
     def _hook(self, name: str, module: nn.Module) -> None:
-        def before(_module: nn.Module, _inputs: Any) -> None:
+        inputs_made_by: Collection[Any] = ()
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal inputs_made_by
+            # Now: a module that works in place is about to give its input another node.
+            inputs_made_by = list(_nodes((*args, *kwargs.values())))
             self._stamp(name, is_backward=False)
 
-        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            nonlocal inputs_made_by
             self._stamp(BETWEEN, is_backward=False)
-            node = output.grad_fn if isinstance(output, Tensor) else None
-            if node is not None:
+            for node in set(_nodes(output)).difference(inputs_made_by):
                 node.register_prehook(lambda _: self._stamp(name, is_backward=True))
+            inputs_made_by = ()  # a node keeps its whole graph
 
-        self._removers.append(module.register_forward_pre_hook(before).remove)
+        self._removers.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after).remove)
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -151,16 +160,33 @@ class LayerTimer:
 
 
 def gradient_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of the gradients of each module without children, by its name."""
-    return {
-        name or type(module).__name__: sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in module.parameters()
-            if parameter.requires_grad
-        )
-        for name, module in model.named_modules()
-        if not list(module.children())
-    }
+    """Return the bytes of the gradients of each module's own parameters, by its name.
+
+    Modules without children are all there; of the others those that have parameters themselves. What several share
+    counts for the first of them.
+    """
+    sizes_bytes: dict[str, int] = {}
+    seen: set[nn.Parameter] = set()
+    for name, module in model.named_modules():
+        own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad} - seen
+        seen |= own
+        if own or not list(module.children()):
+            sizes_bytes[_name(name, module)] = sum(each.numel() * each.element_size() for each in own)
+    return sizes_bytes
+
+
+def _name(name: str, module: nn.Module) -> str:
+    return name or type(module).__name__
+
+
+def _nodes(value: Any) -> Iterator[Any]:
+    """Yield the node of autograd that made each tensor in a value."""
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            yield value.grad_fn
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _nodes(each)
 
 
 def synchronize(device: torch.device) -> None:

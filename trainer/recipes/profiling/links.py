@@ -33,6 +33,9 @@ class Link:
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(f"a latency of {self.latency_s} s; expected a finite number, not below 0")
 
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:g} GB/s and {self.latency_s * 1e6:g} us"
+
 
 def parse_bandwidth(text: str) -> float:
     """Return bytes per second of "10GbE", "100Gbit/s", "200Gb/s" (bits) or "25GB/s" (bytes). Raises ConfigError."""

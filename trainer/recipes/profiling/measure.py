@@ -7,129 +7,162 @@ ranks afterwards: their steps take equally long, because each waits for the slow
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 import trainer as hvd
-from loaders.step_times import Span
+from loaders.step_times import Span, Stage, Totals
 from trainer.recipes.profiling.contention import measure_contention
 from trainer.recipes.profiling.costs import StepCosts
 from trainer.recipes.profiling.layer_times import synchronize
-from trainer.recipes.profiling.layers import Layers
-from trainer.recipes.profiling.messages import plan_messages
-from trainer.recipes.profiling.parts import Parts, for_ever
+from trainer.recipes.profiling.messages import Traffic, plan_messages
+from trainer.recipes.profiling.profile import Round
+from trainer.recipes.profiling.profiled_run import ProfiledRun
 from trainer.recipes.profiling.step_time import Mode
 from trainer.recipes.profiling.timed_step import BESIDE, OWN, PARTS, WALL, StepTimer
 
-_IO, _TRANSFER, _FORWARD, _BACKWARD, _REDUCE, _UPDATE = range(len(PARTS))
+_IO, _TRANSFER, _TARGETS, _FORWARD, _BACKWARD, _REDUCE, _UPDATE = range(len(PARTS))
+_FETCHING: Final = (Stage.ORIGIN, Stage.PEER)
+_CLOCK_S: Final = 1e-9  # what clocks of processor time tell apart
 
 
 class Bench:
     """Runs blocks of steps.
 
     Args:
-        parts: of this rank.
+        run: of this rank.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._ahead, self._at_call = for_ever(parts.ahead), for_ever(parts.at_call)
+    def __init__(self, run: ProfiledRun) -> None:
+        self._run = run
         # What was prefetched while nobody asked must be gone before the clock starts.
-        self._warm_up_steps = parts.config.prefetch + 1
+        self._warm_up_steps = run.config.prefetch + 1
         self.spans: list[Span] = []
 
     def first_batch(self) -> Any:
         """Return a batch, which is valid until steps are run."""
-        return next(self._at_call)
+        return next(self._run.loaders)
 
-    def measure_costs(self, layers: Layers, num_steps: int) -> StepCosts:
+    def measure_round(self, traffic: Traffic, num_steps: int) -> Round:
         """Return what the parts of a step cost: means over a serial run's steps, and over the ranks.
 
         Args:
-            layers: give the share that each message has in the all-reduces.
+            traffic: gives the share that each message has in the all-reduces.
             num_steps: of that run, and batches of a loader that works ahead.
         """
-        parts = self._parts
+        run = self._run
         ahead_s, caller_s = self._run_loader(num_steps)
         own = (self._run_serial(num_steps), ahead_s, caller_s)
         tables, ahead, caller = zip(*hvd.allgather_object(own, name="profile.costs"), strict=True)
         table = np.stack(tables)  # [rank, step, part, kind of time]
         means = table.mean(axis=(0, 1))
-        io_s = float(means[_IO, WALL])
-        launch_s, reduce_s, skew_s = _split_reduce(table, on_cpu=parts.device.type == "cpu")
-        forward_s, backward_s = means[_FORWARD, WALL], means[_BACKWARD, WALL]
-        return StepCosts(
+        io_s, ahead_s = float(means[_IO, WALL]), float(np.mean(ahead))
+        launch_s, reduce_s, skew_s = _split_reduce(table, on_cpu=run.device.type == "cpu")
+        targets_s, targets_skew_s = _least_and_rest(table[..., _TARGETS, WALL])
+        forward_s, backward_s = float(means[_FORWARD, WALL]), float(means[_BACKWARD, WALL])
+        costs = StepCosts(
             io_s=io_s,
-            # In a noisy moment it may look as if prefetching took longer.
-            ahead_s=min(io_s, float(np.mean(ahead))),
+            ahead_s=min(io_s, ahead_s),
             caller_s=min(io_s, float(np.mean(caller))),
             transfer_s=float(means[_TRANSFER, WALL]),
-            forward_s=float(forward_s),
-            backward_s=float(backward_s),
+            forward_s=forward_s,
+            backward_s=backward_s,
             launch_s=launch_s,
             messages=plan_messages(
-                layers.buckets,
-                forward_s=float(forward_s),
-                backward_s=float(backward_s),
-                num_passes=parts.batches.num_passes,
+                traffic.buckets,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                num_passes=run.batches.num_passes,
                 reduce_s=reduce_s,
             ),
-            skew_s=skew_s,
+            skew_s=skew_s + targets_skew_s,
             update_s=float(means[_UPDATE, WALL]),
             io_beside_s=float(means[_IO, BESIDE]),
             reduce_beside_s=float(means[_REDUCE, BESIDE]) if hvd.size() > 1 else 0.0,
-            contention=measure_contention(parts.num_threads),
-            samples=parts.batches.batch_size,
+            contention=self._contention(means),
+            targets_s=targets_s,
+            samples=run.batches.batch_size,
         )
+        return Round(costs, ahead_over_io=ahead_s / io_s)
 
     def run(self, mode: Mode, num_steps: int) -> float:
         """Return the seconds per step of a run in one of the modes, nothing timed inside; mean over the ranks."""
-        parts = self._parts
-        source = self._at_call if mode is Mode.SERIAL else self._ahead
-        parts.sends_beside(beside=mode is Mode.OVERLAPPED)
-        for _ in range(self._warm_up_steps):
-            parts.step(next(source))
-        synchronize(parts.device)
-        hvd.barrier()
+        run = self._run
+        run.loaders.turn_to(ahead=mode is not Mode.SERIAL)
+        run.sends_beside(beside=mode is Mode.OVERLAPPED)
+        self._warm_up()
         began = time.perf_counter()
-        for _ in range(num_steps):
-            parts.step(next(source))
-        synchronize(parts.device)
+        for number in range(1, num_steps + 1):
+            loss = run.step(next(run.loaders))
+            if number % run.config.report_every == 0:
+                float(loss)  # as training does: it waits for the device
+        synchronize(run.device)
         step_s = (time.perf_counter() - began) / num_steps
         return float(np.mean(hvd.allgather_object(step_s, name="profile.run")))
 
     def _run_loader(self, num_steps: int) -> tuple[float, float]:
         """Return the seconds per batch of the loader that works ahead, and of those the training thread's own."""
+        loaders = self._run.loaders
+        loaders.turn_to(ahead=True)
         for _ in range(self._warm_up_steps):
-            next(self._ahead)
-        loader = self._parts.ahead
+            next(loaders)
         hvd.barrier()
-        loader.restart_report()
+        loaders.current.restart_report()
         began = time.perf_counter()
         for _ in range(num_steps):
-            next(self._ahead)
+            next(loaders)
         ahead_s = (time.perf_counter() - began) / num_steps
-        totals = loader.report().totals
-        return ahead_s, max(0.0, totals.wait_s - sum(totals.waiting_s.values())) / num_steps
+        return ahead_s, _caller_s(loaders.current.report().totals) / num_steps
 
     def _run_serial(self, num_steps: int) -> npt.NDArray[np.float64]:
         """Return the table of each step, see `StepTimer`."""
-        parts = self._parts
-        parts.sends_beside(beside=False)
-        for _ in range(self._warm_up_steps):
-            parts.step(next(self._at_call))
-        hvd.barrier()
+        run = self._run
+        run.loaders.turn_to(ahead=False)
+        run.sends_beside(beside=False)
+        self._warm_up()
         tables = []
         for _ in range(num_steps):
-            timer = StepTimer(parts.device)
-            batch = next(self._at_call)
+            timer = StepTimer(run.device)
+            batch = next(run.loaders)
             timer.mark("io")
-            parts.step(batch, timer.mark)
+            run.step(batch, timer.mark)
             tables.append(timer.table)
             self.spans = timer.spans
         return np.stack(tables)
+
+    def _warm_up(self) -> None:
+        for _ in range(self._warm_up_steps):
+            self._run.step(next(self._run.loaders))
+        synchronize(self._run.device)
+        hvd.barrier()
+
+    def _contention(self, means: npt.NDArray[np.float64]) -> float:
+        """Return k: of a team of threads that computes, or of the one that tells a GPU what to do."""
+        if self._run.device.type == "cpu":
+            return measure_contention(torch.get_num_threads(), self._run.num_threads)
+        return _host_share(means) * measure_contention(1, self._run.num_threads)
+
+
+def _caller_s(totals: Totals) -> float:
+    """Return what stays in the calling thread of a loader's work: no waiting for threads, nothing fetched."""
+    return sum(
+        max(0.0, blocked_s - totals.waiting_s.get(stage, 0.0))
+        for stage, blocked_s in totals.blocked_s.items()
+        if stage not in _FETCHING
+    )
+
+
+def _host_share(means: npt.NDArray[np.float64]) -> float:
+    """Return the share of a step in which a GPU's host works: only there it costs anything to disturb it.
+
+    Args:
+        means: `[part, kind of time]`.
+    """
+    working = means[[_TRANSFER, _FORWARD, _BACKWARD, _UPDATE]].sum(axis=0)
+    return float(min(1.0, working[OWN] / working[WALL]))
 
 
 def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[float, float, float]:
@@ -139,11 +172,20 @@ def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[floa
         table: `[rank, step, part, kind of time]`.
         on_cpu: whether the training thread computes, so that its processor time tells how fast it gets on.
     """
+    least_s, skew_s = _least_and_rest(table[..., _REDUCE, WALL])
     if len(table) == 1:
-        return float(table[..., _REDUCE, WALL].mean()), 0.0, 0.0
-    waited = table[..., _REDUCE, WALL]
-    least_s = float(waited.min(axis=0).mean())  # who comes last to an all-reduce waits for nobody
+        return least_s, 0.0, 0.0
     passes = table[..., _FORWARD : _BACKWARD + 1, :].sum(axis=(0, 1, 2))
-    slowness = max(1.0, passes[WALL] / passes[OWN]) if on_cpu and passes[OWN] else 1.0
+    slowness = max(1.0, passes[WALL] / max(passes[OWN], _CLOCK_S)) if on_cpu else 1.0
     launch_s = min(least_s, float(table[..., _REDUCE, OWN].mean()) * slowness)
-    return launch_s, least_s - launch_s, float(waited.mean()) - least_s
+    return launch_s, least_s - launch_s, skew_s
+
+
+def _least_and_rest(waited: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean over steps of the rank that waits least, and how much longer ranks wait in the mean.
+
+    Args:
+        waited: `[rank, step]`, in something that begins when the last rank comes; that one waits for nobody.
+    """
+    least_s = float(waited.min(axis=0).mean())
+    return least_s, max(0.0, float(waited.mean()) - least_s)

@@ -6,19 +6,27 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import trainer as hvd
 from trainer import runtime
 from trainer.buckets import BUCKET_BYTES, plan_buckets
+from trainer.recipes.profiling.clocks import choose_clock
 from trainer.recipes.profiling.costs import Message
-from trainer.recipes.profiling.layer_times import synchronize
+from trainer.recipes.profiling.layer_times import LayerTimer, LayerTimes, synchronize
+from trainer.recipes.profiling.layers import time_pass
+from trainer.recipes.profiling.profiled_run import ProfiledRun
+
+_REPEATS: Final = 7
+_WARM_UP_PASSES: Final = 2
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TimedBucket:
     """Gradients that travel together.
 
     Attributes:
@@ -32,9 +40,39 @@ class Bucket:
     alone_s: float
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks of this job send in a step.
+
+    Attributes:
+        buckets: of gradients.
+        message_s: of an all-reduce of a single number: what each costs whatever its size.
+    """
+
+    buckets: tuple[TimedBucket, ...]
+    message_s: float
+
+
+def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> Traffic:
+    """Return what a step sends, and when, with the model as it is trained: compiled, if it is.
+
+    Args:
+        run: of this rank.
+        batch: that is passed through the model.
+        num_passes: over which the moments are averaged at which gradients are there.
+    """
+    timer = LayerTimer(run.model, choose_clock(run.device), sees_layers=False)
+    passes = [time_pass(run, batch, timer) for _ in range(_WARM_UP_PASSES + num_passes)]
+    trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return Traffic(
+        buckets=tuple(measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]), repeats=_REPEATS)),
+        message_s=measure_all_reduce(1, trained[0], repeats=_REPEATS),
+    )
+
+
 def measure_buckets(
     parameters: Sequence[Tensor], ready_share: Mapping[Tensor, float], *, repeats: int
-) -> list[Bucket]:
+) -> list[TimedBucket]:
     """Return the buckets of a distributed optimizer, in the order in which they are complete on rank 0.
 
     Args:
@@ -49,7 +87,7 @@ def measure_buckets(
         bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
     )
     buckets = [
-        Bucket(
+        TimedBucket(
             size_bytes=sum(sizes_bytes[position] for position in members),
             ready_share=max(ready_share.get(parameters[position], 1.0) for position in members),
             alone_s=measure_all_reduce(
@@ -85,7 +123,7 @@ def measure_all_reduce(num_elements: int, like: Tensor, *, repeats: int) -> floa
 
 
 def plan_messages(
-    buckets: Sequence[Bucket], *, forward_s: float, backward_s: float, num_passes: int, reduce_s: float
+    buckets: Sequence[TimedBucket], *, forward_s: float, backward_s: float, num_passes: int, reduce_s: float
 ) -> tuple[Message, ...]:
     """Return what a step sends, from what it takes in all.
 
@@ -106,3 +144,11 @@ def plan_messages(
         )
         for bucket in buckets
     )
+
+
+def _ready_shares(passes: Sequence[LayerTimes]) -> dict[Tensor, float]:
+    """Return when each parameter's gradient was there, as a share of the backward pass."""
+    return {
+        parameter: min(1.0, float(np.mean([times.ready_s[parameter] / times.backward_s for times in passes])))
+        for parameter in passes[-1].ready_s
+    }

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Final
 
 from trainer.recipes.profiling.all_reduce import Cluster, all_reduce_s
 from trainer.recipes.profiling.costs import StepCosts
 from trainer.recipes.profiling.step_time import Mode, step_time
+
+_TARGETS_BYTES: Final = 8  # an int64
 
 
 @dataclass(frozen=True)
@@ -15,13 +18,15 @@ class Prediction:
     """Steps on a cluster.
 
     Attributes:
-        ranks: of all nodes.
+        cluster: that they are for.
+        world_size: ranks of it.
         step_s: of each mode.
         samples_per_s: of each mode, over all ranks.
         efficiency: of each mode: its step on one rank by its step here.
     """
 
-    ranks: int
+    cluster: Cluster
+    world_size: int
     step_s: dict[Mode, float]
     samples_per_s: dict[Mode, float]
     efficiency: dict[Mode, float]
@@ -29,12 +34,13 @@ class Prediction:
 
 def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
     """Return what steps take if each rank has the batch, the processors and the loader that it has here."""
-    there, alone = costs_on(costs, cluster), dataclasses.replace(costs, messages=(), skew_s=0.0)
+    there, alone = costs_on(costs, cluster), costs_alone(costs)
     step_s = {mode: step_time(there, mode) for mode in Mode}
     return Prediction(
-        ranks=cluster.ranks,
+        cluster=cluster,
+        world_size=cluster.world_size,
         step_s=step_s,
-        samples_per_s={mode: costs.samples * cluster.ranks / seconds for mode, seconds in step_s.items()},
+        samples_per_s={mode: costs.samples * cluster.world_size / seconds for mode, seconds in step_s.items()},
         efficiency={mode: step_time(alone, mode) / seconds for mode, seconds in step_s.items()},
     )
 
@@ -45,9 +51,15 @@ def costs_on(costs: StepCosts, cluster: Cluster) -> StepCosts:
     The wait for the slowest rank stays as it was measured, which is too little for many more ranks; `simulate` knows
     better. So does the contention for processors.
     """
-    if cluster.ranks == 1:
-        return dataclasses.replace(costs, messages=(), skew_s=0.0)
+    if cluster.world_size == 1:
+        return costs_alone(costs)
     messages = tuple(
         dataclasses.replace(message, reduce_s=all_reduce_s(message.size_bytes, cluster)) for message in costs.messages
     )
-    return dataclasses.replace(costs, messages=messages)
+    targets_s = all_reduce_s(_TARGETS_BYTES, cluster) if costs.targets_s else 0.0
+    return dataclasses.replace(costs, messages=messages, targets_s=targets_s)
+
+
+def costs_alone(costs: StepCosts) -> StepCosts:
+    """Return the costs of a rank that has nobody to send to or to wait for."""
+    return dataclasses.replace(costs, messages=(), launch_s=0.0, reduce_beside_s=0.0, skew_s=0.0, targets_s=0.0)

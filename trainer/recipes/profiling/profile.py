@@ -6,13 +6,17 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from trainer.recipes.config import TrainConfig
 from trainer.recipes.profiling.costs import Message, StepCosts
 from trainer.recipes.profiling.layers import Layers
+from trainer.recipes.profiling.messages import Traffic
 from trainer.recipes.profiling.predict import Prediction
 from trainer.recipes.profiling.step_time import Mode, exposed_reduce_s, step_time
 from trainer.recipes.profiling.verdict import judge
+
+_NOISE: Final = 1.1
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,12 @@ class Round:
 
     Attributes:
         costs: measured in this round.
+        ahead_over_io: what a prefetched batch took, by one in the call, before t_a was cut off at t_io.
         measured_s: seconds per step of each mode that was run.
     """
 
     costs: StepCosts
+    ahead_over_io: float = 1.0
     measured_s: Mapping[Mode, float] = field(default_factory=dict)
 
     def ratio(self, mode: Mode) -> float:
@@ -42,25 +48,44 @@ class Profile:
     """See the module.
 
     Attributes:
-        ranks: of the job that was measured.
-        model: its name.
+        world_size: ranks of the job that was measured.
+        config: its effective settings.
         unit: what samples are called, in the plural.
         rounds: at least one.
         layers: of rank 0.
+        traffic: of the job.
         predictions: for other clusters.
     """
 
-    ranks: int
-    model: str
+    world_size: int
+    config: TrainConfig
     unit: str
     rounds: Sequence[Round]
     layers: Layers
+    traffic: Traffic
     predictions: Sequence[Prediction] = ()
 
     @property
     def costs(self) -> StepCosts:
         """The median over the rounds of each number."""
         return median_costs([each.costs for each in self.rounds])
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know to read the numbers right."""
+        notes = []
+        late = [each.ahead_over_io for each in self.rounds if each.ahead_over_io > _NOISE]
+        if 2 * len(late) > len(self.rounds):
+            notes.append(
+                f"note: a prefetched batch took {statistics.median(late):.2f} times as long as one in the call: "
+                "noise. t_a is cut off at t_io; measure longer, --steps, or on a quieter machine"
+            )
+        if self.predictions and self.world_size == 1:
+            notes.append(
+                "note: this profile is of one rank, which launches nothing and waits for nobody: the predictions "
+                "leave out negotiation, launching and the slowest rank; profile two ranks or more"
+            )
+        return notes
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -75,10 +100,11 @@ class Profile:
         }
         verdict = judge(costs)
         return {
-            "ranks": self.ranks,
-            "model": self.model,
+            "world_size": self.world_size,
+            "config": self.config.to_dict(),
+            "prefetch": max(1, self.config.prefetch),
             "costs": costs.to_dict(),
-            "message_s": self.layers.message_s,
+            "message_s": self.traffic.message_s,
             "hooks_overhead": self.layers.overhead,
             "layers": [dataclasses.asdict(layer) for layer in self.layers.costs],
             "step_s": {mode: step_time(costs, mode) for mode in Mode},
@@ -86,6 +112,7 @@ class Profile:
             "verdict": {"bound": verdict.bound, "inequality": verdict.inequality, "advice": verdict.advice},
             "rounds": [each.to_dict() for each in self.rounds],
             "predictions": [dataclasses.asdict(prediction) for prediction in self.predictions],
+            "notes": self.notes,
         }
 
     def describe(self, top: int) -> str:
@@ -100,13 +127,14 @@ class Profile:
                 *self._modes(),
                 *self._elsewhere(),
                 "",
+                *self.notes,
                 str(judge(self.costs)),
             ]
         )
 
     def _title(self) -> str:
         each = f"{self.costs.samples} {self.unit} each"
-        return f"{self.model}, {self.ranks} ranks, {each}, median of {len(self.rounds)} rounds"
+        return f"{self.config.model}, {self.world_size} ranks, {each}, median of {len(self.rounds)} rounds"
 
     def _parts(self) -> list[str]:
         costs = self.costs
@@ -115,6 +143,7 @@ class Profile:
             ("t_a", "the same, prefetched: per batch", costs.ahead_s),
             ("t_i", "of it, in the training thread", costs.caller_s),
             ("t_h2d", "host to device", costs.transfer_s),
+            ("t_n", "adding up targets", costs.targets_s),
             ("t_f", "forward", costs.forward_s),
             ("t_b", "backward", costs.backward_s),
             ("t_l", "launching all-reduces", costs.launch_s),
@@ -133,7 +162,8 @@ class Profile:
 
     def _slowest_layers(self, top: int) -> list[str]:
         layers = sorted(self.layers.costs, key=lambda layer: -layer.forward_s - layer.backward_s)
-        lines = [f"{'layer':<42}{'t_f ms':>10}{'t_b ms':>10}{'gradient':>12}"]
+        title = "layer" if self.config.compile is None else "layer, not compiled"
+        lines = [f"{title:<42}{'t_f ms':>10}{'t_b ms':>10}{'gradient':>12}"]
         lines += [
             f"{layer.name:<42}{layer.forward_s * 1e3:>10.3f}{layer.backward_s * 1e3:>10.3f}"
             f"{layer.gradient_bytes / 1e6:>9.2f} MB"
@@ -153,7 +183,7 @@ class Profile:
         lines = [f"{'mode':<14}{'predicted ms':>14}{self.unit + '/s':>12}{'measured ms':>14}{'ratio':>18}"]
         for mode in Mode:
             predicted_s = step_time(costs, mode)
-            line = f"{mode:<14}{predicted_s * 1e3:>14.2f}{costs.samples * self.ranks / predicted_s:>12,.0f}"
+            line = f"{mode:<14}{predicted_s * 1e3:>14.2f}{costs.samples * self.world_size / predicted_s:>12,.0f}"
             if mode in self.rounds[0].measured_s:
                 measured_s = statistics.median(each.measured_s[mode] for each in self.rounds)
                 ratios = sorted(each.ratio(mode) for each in self.rounds)
@@ -165,10 +195,11 @@ class Profile:
     def _elsewhere(self) -> list[str]:
         if not self.predictions:
             return []
-        lines = ["", f"{'ranks':>6}  {'mode':<14}{'ms/step':>10}{self.unit + '/s':>14}{'efficiency':>12}"]
+        lines = ["", f"for {self.predictions[0].cluster.describe()}, {self.costs.samples} {self.unit} a rank"]
+        lines.append(f"{'ranks':>6}  {'mode':<14}{'ms/step':>10}{self.unit + '/s':>14}{'efficiency':>12}")
         for prediction in self.predictions:
             lines += [
-                f"{prediction.ranks:>6}  {mode:<14}{prediction.step_s[mode] * 1e3:>10.2f}"
+                f"{prediction.world_size:>6}  {mode:<14}{prediction.step_s[mode] * 1e3:>10.2f}"
                 f"{prediction.samples_per_s[mode]:>14,.0f}{prediction.efficiency[mode]:>12.1%}"
                 for mode in Mode
             ]

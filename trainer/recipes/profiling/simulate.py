@@ -4,7 +4,8 @@ For rank i in step s, with x its compute time in that step by the mean one, logn
 
     D(i, s) = max(D(i, s-1), B(i, s-p)) + a              its batch is there; the loader works p batches ahead
     B(i, s) = max(E(i, s-1), D(i, s))                    it takes the batch
-    F(i, s) = B(i, s) + t_i + t_h2d + t_l + t_k          its forward pass begins
+    F(i, s) = B(i, s) + t_i + t_h2d + t_l + t_k          its forward pass begins; where targets are added up first:
+    F(i, s) = max over j of (B(j, s) + t_i + t_h2d) + t_n + t_l + t_k
     s_n = max(max over i of F(i, s) + r_n x, e_(n-1))    message n goes when the last rank has it
     e_n = s_n + t_c^(n)
     E(i, s) = max(F(i, s) + (t_f + t_b) x, e_N) + t_u    the step ends
@@ -38,8 +39,8 @@ class Training:
 
     Attributes:
         costs: of a step of one rank.
-        cluster: that runs it; None: the communication is as it was measured, at `ranks`.
-        ranks: only without a cluster.
+        cluster: that runs it; None: the communication is as it was measured, at `world_size`.
+        world_size: ranks; only without a cluster.
         mode: how a step is arranged.
         jitter: standard deviation of the logarithm of a rank's compute time in a step; its mean stays.
         prefetch: batches that a loader works ahead.
@@ -49,7 +50,7 @@ class Training:
 
     costs: StepCosts
     cluster: Cluster | None
-    ranks: int = 1
+    world_size: int = 1
     mode: Mode = Mode.OVERLAPPED
     jitter: float = 0.0
     prefetch: int = 2
@@ -59,8 +60,8 @@ class Training:
     def __post_init__(self) -> None:
         if not 0 <= self.jitter < 10:
             raise ConfigError(f"jitter is {self.jitter}; expected at least 0, and 0.1 for ten percent")
-        if self.prefetch < 1 or self.ranks < 1:
-            raise ConfigError(f"prefetch is {self.prefetch} and ranks {self.ranks}; expected at least 1")
+        if self.prefetch < 1 or self.world_size < 1:
+            raise ConfigError(f"prefetch is {self.prefetch} and world_size {self.world_size}; expected at least 1")
 
 
 def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
@@ -77,7 +78,7 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
     if steps < 1:
         raise ConfigError(f"steps is {steps}; expected at least 1")
     costs = training.costs if training.cluster is None else costs_on(training.costs, training.cluster)
-    num_ranks = training.ranks if training.cluster is None else training.cluster.ranks
+    num_ranks = training.world_size if training.cluster is None else training.cluster.world_size
     fetch_s = 0.0 if training.cluster is None else _fetch_s(training, training.cluster)
     is_serial = training.mode is Mode.SERIAL
     before_s = costs.transfer_s + costs.launch_s + contention_s(costs, training.mode)
@@ -97,20 +98,22 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
         begun = np.maximum(ended, batch_there)
         taken.append(begun)
         forward = begun + before_s
+        if costs.targets_s:
+            forward = np.full(num_ranks, forward.max() + costs.targets_s)
         last_s = _all_reduced(forward, slowness, ready_s, reduce_s)
         ended = np.maximum(forward + costs.compute_s * slowness, last_s) + costs.update_s
         ends.append(float(ended.max()))
     return np.diff(ends)[warm_up - 1 :]
 
 
-def jitter_of(costs: StepCosts, ranks: int) -> float:
+def jitter_of(costs: StepCosts, world_size: int) -> float:
     """Return the jitter that makes ranks wait for the slowest as long as was measured.
 
     The largest of N normal numbers is expected at the quantile (N - 3/8) / (N + 1/4) (Blom 1958).
     """
-    if ranks < 2 or not costs.compute_s:
+    if world_size < 2 or not costs.compute_s:
         return 0.0
-    expected = statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    expected = statistics.NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
     return costs.skew_s / costs.compute_s / expected
 
 

@@ -4,13 +4,14 @@ After Shi, Wang and Chu 2018 (arXiv:1711.05979). For one rank of synchronous dat
 
 serial: one thing after the other,
 
-    T = t_io + t_h2d + t_f + t_b + t_l + t_c + t_w + t_u
+    T = t_io + t_h2d + t_n + t_f + t_b + t_l + t_c + t_w + t_u
 
-where t_l, launching all-reduces, and t_w, waiting for the slowest rank, are ours.
+where t_n, adding up the targets of all ranks where they differ, t_l, launching all-reduces, and t_w, waiting for the
+slowest rank, are ours.
 
 prefetched: the loader works ahead. In the long run neither side can be faster than the other, so
 
-    T = max(t_a, t_i + t_h2d + t_f + t_b + t_l + t_c + t_w + t_u + t_k),  t_k = k w_io
+    T = max(t_a, t_i + t_h2d + t_n + t_f + t_b + t_l + t_c + t_w + t_u + t_k),  t_k = k w_io
 
 with t_a seconds per batch of the loader by itself, and t_i what of the loader's work stays in the training thread.
 The paper writes max(t_io + t_h2d, t_f + t_b + t_c): there the thread that reads copies to the device too, and does
@@ -22,7 +23,7 @@ the order in which their gradients are complete, at r_n seconds from the beginni
 
     s_n = max(r_n, e_(n-1)),  e_n = s_n + t_c^(n),  e_0 = 0
     t_c^no = max(0, e_N - t_f - t_b)
-    T = max(t_a, t_i + t_h2d + t_f + t_b + t_l + t_c^no + t_w + t_u + t_k)
+    T = max(t_a, t_i + t_h2d + t_n + t_f + t_b + t_l + t_c^no + t_w + t_u + t_k)
     t_k = k (w_io + w_c (t_c - t_c^no) / t_c)
 
 With one message per layer, l = L ... 1, and r of layer l being t_f + t_b^(L) + ... + t_b^(l), this is the paper's
@@ -74,13 +75,14 @@ def contention_s(costs: StepCosts, mode: Mode) -> float:
         case Mode.OVERLAPPED:
             reduce_s = costs.reduce_s
             hidden = 1 - exposed_reduce_s(costs) / reduce_s if reduce_s else 0.0
-            beside_s = costs.io_beside_s + costs.reduce_beside_s * max(0.0, hidden)
+            beside_s = costs.io_beside_s + costs.reduce_beside_s * hidden
     return costs.contention * beside_s
 
 
 def exposed_reduce_s(costs: StepCosts) -> float:
     """Return t_c^no: how much of the all-reduces the backward pass does not hide."""
-    return max(0.0, last_reduced_s(costs.messages) - costs.compute_s)
+    # The messages added up in another order may seem a little longer than they are.
+    return min(costs.reduce_s, max(0.0, last_reduced_s(costs.messages) - costs.compute_s))
 
 
 def last_reduced_s(messages: Iterable[Message]) -> float:
@@ -92,5 +94,6 @@ def last_reduced_s(messages: Iterable[Message]) -> float:
 
 
 def _passes_s(costs: StepCosts) -> float:
-    """Return what every arrangement takes in the training thread: t_h2d + t_f + t_b + t_l + t_w + t_u."""
-    return costs.transfer_s + costs.compute_s + costs.launch_s + costs.skew_s + costs.update_s
+    """Return what every arrangement takes in the training thread: t_h2d + t_n + t_f + t_b + t_l + t_w + t_u."""
+    passes_s = costs.transfer_s + costs.targets_s + costs.compute_s
+    return passes_s + costs.launch_s + costs.skew_s + costs.update_s

@@ -12,7 +12,7 @@ import torch
 from loaders.step_times import Span
 from trainer.recipes.profiling.layer_times import synchronize
 
-PARTS: Final = ("io", "transfer", "forward", "backward", "all-reduce", "update")
+PARTS: Final = ("io", "transfer", "targets", "forward", "backward", "all-reduce", "update")
 WALL, OWN, BESIDE = range(3)
 _THREAD: Final = 1
 
@@ -32,15 +32,21 @@ class StepTimer:
 
     @property
     def table(self) -> npt.NDArray[np.float64]:
-        """`float64[part, 3]`: seconds of each part; of these, processor time of this thread; and of all others."""
+        """`float64[part, 3]`: seconds of each part, and processor time of this thread and of all others in it.
+
+        That of this thread is without waiting for the device.
+        """
         return self._table
 
     def mark(self, part: str) -> None:
         """The part has ended, and the next one begins."""
+        # Before the device is waited for: CUDA spins meanwhile, and that is no work.
+        worked_until_s = time.thread_time()
         synchronize(self._device)
         now = self._now()
         passed_s, own_s, all_s = now - self._last
-        self._table[PARTS.index(part)] += (passed_s, own_s, max(0.0, all_s - own_s))
+        worked_s = worked_until_s - self._last[1]
+        self._table[PARTS.index(part)] += (passed_s, worked_s, max(0.0, all_s - own_s))
         self.spans.append(Span(part, _THREAD, "step", round(self._last[0] * 1e9), round(passed_s * 1e9), 1))
         self._last = now
 

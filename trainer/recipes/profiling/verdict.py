@@ -43,10 +43,10 @@ class Verdict:
 def judge(costs: StepCosts) -> Verdict:
     """Return what limits training.
 
-    The data do if t_a is more than all that the training thread does: t_i + t_h2d + t_f + t_b + t_l + t_c^no + t_w +
-    t_u + t_k, with t_k what it loses to work beside it. Communication does if t_c > t_i + t_h2d + t_f + t_b + t_l +
-    t_u: the links are busy for longer than the device, however well the two overlap. The processors do if t_k is more
-    than a fifth of a step: then what is hidden is not free. Otherwise computation does.
+    The data do if t_a is more than all that the training thread does: t_i + t_h2d + t_f + t_b + t_l + t_u + t_n +
+    t_c^no + t_w + t_k, with t_k what it loses to work beside it. Communication does if t_c > t_i + t_h2d + t_f +
+    t_b + t_l + t_u: the links are busy for longer than the device, however well the two overlap. The processors do if
+    t_k is more than a fifth of a step: then what is hidden is not free. Otherwise computation does.
     """
     side_s, beside_s = training_side_s(costs, Mode.OVERLAPPED), contention_s(costs, Mode.OVERLAPPED)
     device_s = costs.caller_s + costs.transfer_s + costs.compute_s + costs.launch_s + costs.update_s
@@ -60,7 +60,8 @@ def judge(costs: StepCosts) -> Verdict:
             "t_u": costs.update_s,
         }
     )
-    rest = _sum({"t_c^no": exposed_reduce_s(costs), "t_w": costs.skew_s, "t_k": beside_s})
+    targets = {"t_n": costs.targets_s} if costs.targets_s else {}
+    rest = _sum({**targets, "t_c^no": exposed_reduce_s(costs), "t_w": costs.skew_s, "t_k": beside_s})
     ahead, reduce, side = (_sum({"t_a": costs.ahead_s}), _sum({"t_c": costs.reduce_s}), f"{side_s * 1e3:.2f} ms")
     if costs.ahead_s > side_s:
         advice = "a training run with --profile says which stage of the loader it is"

@@ -28,6 +28,7 @@ def step_costs(draw, contention=seconds):
         io_beside_s=draw(seconds),
         reduce_beside_s=draw(seconds),
         contention=draw(contention),
+        targets_s=draw(st.sampled_from([0.0, 0.25])),
     )
 
 

@@ -78,6 +78,82 @@ def test_hooks_are_gone_afterwards():
     assert clock.now == before
 
 
+class Shortcut(nn.Module):
+    """A residual block whose shortcut is an identity."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.shortcut = nn.Identity()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.body(x) + self.shortcut(x)
+
+
+@pytest.mark.parametrize("idle", [nn.Identity(), nn.Dropout(0.0), nn.Flatten()])
+def test_what_returns_its_input_takes_no_backward_pass_from_the_layer_before(idle):
+    sums = run(nn.Sequential(nn.Linear(4, 4), idle), torch.randn(2, 4), CountingClock()).sums()
+    plain = run(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), CountingClock()).sums()
+    assert sums["1"][1] == 0
+    assert sums["0"][1] == plain["0"][1] > 0
+
+
+def test_a_shortcut_takes_no_backward_pass_either():
+    sums = run(Shortcut(), torch.randn(2, 4), CountingClock()).sums()
+    assert sums["shortcut"][1] == 0
+    assert min(sums["first"][1], sums["body"][1]) > 0
+
+
+def test_what_works_in_place_has_a_backward_pass_of_its_own():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    assert run(model, torch.randn(2, 4), CountingClock()).sums()["1"][1] > 0
+
+
+def test_layers_that_return_several_tensors_are_seen_backwards():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.memory = nn.LSTM(4, 4)
+
+        def forward(self, x):
+            return self.memory(x)[0]
+
+    assert run(Last(), torch.randn(3, 2, 4), CountingClock()).sums()["memory"][1] > 0
+
+
+def test_without_layers_there_are_the_two_passes_and_the_gradients():
+    model, clock = Shortcut(), CountingClock()
+    with LayerTimer(model, clock, sees_layers=False) as timer:
+        timer.begin_forward()
+        loss = model(torch.randn(2, 4)).sum()
+        timer.begin_backward()
+        loss.backward()
+        times = timer.end()
+    assert set(times.sums()) == {BETWEEN, LOSS}
+    assert times.ready_s.keys() == set(model.parameters())
+
+
+class Tied(nn.Module):
+    """Parameters of a module with children, of attention, and shared by two."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(7, 4))
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.read, self.say = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.say.weight = self.read.weight
+
+
+def test_each_parameter_is_counted_once_wherever_it_lives():
+    model = Tied()
+    sizes_bytes = gradient_bytes(model)
+    assert sum(sizes_bytes.values()) == sum(4 * parameter.numel() for parameter in model.parameters())
+    assert (sizes_bytes["Tied"], sizes_bytes["attention"]) == (4 * 28, 4 * (48 + 12))
+    assert (sizes_bytes["read"], sizes_bytes["say"]) == (4 * 16, 0)
+
+
 def test_gradients_weigh_what_their_parameters_do_where_they_are_trained():
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
     model[2].weight.requires_grad_(False)

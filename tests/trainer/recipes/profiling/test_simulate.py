@@ -29,7 +29,7 @@ def test_without_jitter_every_step_takes_what_the_closed_form_says(costs, mode, 
 def test_two_ranks_with_the_jitter_of_a_profile_take_what_was_profiled(mode):
     profiled = dataclasses.replace(EXAMPLE, skew_s=1.0)
     jitter = jitter_of(profiled, 2)
-    steps_s = simulate(Training(profiled, None, ranks=2, mode=mode, jitter=jitter), steps=4000, seed=1)
+    steps_s = simulate(Training(profiled, None, world_size=2, mode=mode, jitter=jitter), steps=4000, seed=1)
     assert steps_s.mean() == pytest.approx(step_time(profiled, mode), rel=0.015)
 
 
@@ -47,7 +47,8 @@ def test_equal_seeds_give_equal_steps():
 
 def test_stragglers_cost_more_the_more_ranks_there_are():
     means_s = [
-        simulate(Training(EXAMPLE, None, ranks=ranks, jitter=0.1), steps=200).mean() for ranks in (1, 2, 16, 4096)
+        simulate(Training(EXAMPLE, None, world_size=ranks, jitter=0.1), steps=200).mean()
+        for ranks in (1, 2, 16, 4096)
     ]
     assert means_s == sorted(means_s)
     assert means_s[0] == pytest.approx(step_time(EXAMPLE, Mode.OVERLAPPED), rel=0.02)

@@ -28,6 +28,13 @@ def test_a_loader_that_works_ahead_costs_its_part_in_the_training_thread_or_all_
     assert step_time(slow, PREFETCHED) == step_time(slow, OVERLAPPED) == 30.0
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_adding_up_targets_is_hidden_by_nothing_and_takes_as_long_as_the_links_there_do(mode):
+    counting = dataclasses.replace(EXAMPLE, targets_s=0.25)
+    assert step_time(counting, mode) == step_time(EXAMPLE, mode) + 0.25
+    assert costs_on(counting, Cluster(2, Link(8.0, 0.5))).targets_s == 1.0 + 2 * 0.5
+
+
 def test_all_reduces_beside_the_backward_pass_cost_what_it_does_not_hide():
     # Ready at 5, 8 and 9; the channel is busy from 5 to 7 and from 8 to 13: for 4 after the pass ends at 9.
     assert exposed_reduce_s(EXAMPLE) == 4.0
@@ -69,6 +76,14 @@ def test_the_recurrence_is_what_a_channel_does_event_by_event(costs):
     assert last_reduced_s(costs.messages) == pytest.approx(replay(costs.messages), abs=1e-12)
 
 
+@given(step_costs())
+def test_what_is_not_hidden_is_a_part_of_the_all_reduces(costs):
+    assert 0 <= exposed_reduce_s(costs) <= costs.reduce_s
+    assert 0.3 + 0.1 - 0.3 > 0.1  # as floats are
+    rounded = dataclasses.replace(costs, forward_s=0.0, backward_s=0.3, messages=(Message(1, 0.3, 0.1),))
+    assert exposed_reduce_s(rounded) == 0.1
+
+
 @given(step_costs(), st.sampled_from(Mode), st.integers(2, 5000), st.floats(1e6, 1e12), st.floats(1, 100))
 def test_a_faster_network_never_makes_steps_slower(costs, mode, nodes, bytes_per_s, factor):
     costs = dataclasses.replace(costs, contention=0.0)
@@ -84,7 +99,8 @@ def test_one_rank_has_no_communication_and_waits_for_nobody(costs, mode):
     alone = predict(costs, Cluster(1, Link(1.0, 1.0)))
     assert alone.efficiency[mode] == 1.0
     there = costs_on(costs, Cluster(1, Link(1.0, 1.0)))
-    assert (there.reduce_s, there.skew_s) == (0.0, 0.0)
+    assert (there.reduce_s, there.skew_s, there.targets_s) == (0.0, 0.0, 0.0)
+    assert (there.launch_s, there.reduce_beside_s) == (0.0, 0.0)
     assert step_time(there, PREFETCHED) == step_time(there, OVERLAPPED)
 
 
@@ -100,6 +116,9 @@ def test_what_cannot_be_a_step_is_refused():
         dataclasses.replace(EXAMPLE, ahead_s=5.0)
     with pytest.raises(ConfigError, match="does not fit a backward pass"):
         dataclasses.replace(EXAMPLE, messages=(Message(1, 9.5, 1.0),))
+    for sent in ({"reduce_s": float("nan")}, {"reduce_s": float("inf")}, {"ready_s": -1.0}, {"size_bytes": -1}):
+        with pytest.raises(ConfigError, match="expected finite numbers"):
+            Message(**{"size_bytes": 1, "ready_s": 1.0, "reduce_s": 1.0, **sent})
     with pytest.raises(ConfigError, match="trains nothing"):
         dataclasses.replace(EXAMPLE, forward_s=0.0, backward_s=0.0, messages=())
     with pytest.raises(ConfigError, match="no costs"):
@@ -113,6 +132,7 @@ def test_what_cannot_be_a_step_is_refused():
         ({"io_s": 40.0, "ahead_s": 30.0}, Bound.DATA, "t_a 30000.00 > t_i 500.00"),
         ({"messages": (Message(1, 9.0, 20.0),)}, Bound.COMMUNICATION, "t_c 20000.00 > "),
         ({"io_beside_s": 8.0, "contention": 1.0}, Bound.PROCESSORS, "t_k 8000.00"),
+        ({"targets_s": 0.5}, Bound.COMPUTE, "t_n 500.00"),
     ],
 )
 def test_the_verdict_names_what_limits_with_the_numbers(change, bound, says):

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from trainer.recipes.profiling.epoch_trace import trace_path
+from trainer.recipes.epoch_trace import trace_path
 
 
 def test_of_several_ranks_each_has_a_trace_of_its_own():

@@ -1,0 +1,27 @@
+"""`python -m trainer`: how it ends."""
+
+import pytest
+
+from datasvc.errors import ConfigError
+from trainer.__main__ import main
+from trainer.errors import HorovodInternalError
+from trainer.recipes.profiling import command
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (HorovodInternalError("rank 1 is gone"), 1, "error: HorovodInternalError: rank 1 is gone\n"),
+        (ConfigError("steps is 0"), 2, "error: steps is 0\n"),
+    ],
+)
+def test_what_ends_a_profile_is_said_in_a_line(monkeypatch, capsys, error, status, says):
+    def fail(_words):
+        raise error
+
+    monkeypatch.setattr(command, "main", fail)
+    monkeypatch.setattr("sys.argv", ["trainer", "profile"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == status
+    assert capsys.readouterr().err == says
