@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasvc.errors import ConfigError
+from datasvc.models.casting import cast as cast_tensor
 from datasvc.models.checkpoint import Checkpoint
 from datasvc.models.fit import LoadReport, TensorSpec, plan_load
 from datasvc.models.load import load_tensors
@@ -50,10 +52,14 @@ def load_into(
     state = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.state
     _, tensors = flatten(state)
     names = names_below(tensors, prefix, rename)
+    old_names = {new: old for old, new in names.items()}
     title = "the state" if isinstance(checkpoint, Mapping) else str(checkpoint.version)
     found = {new: spec_of(tensors[old]) for old, new in names.items()}
-    report = checked_plan(model, found, title, strict=strict, cast=cast)
-    old_names = {new: old for old, new in names.items()}
+
+    def are_equal(one: str, other: str) -> bool:
+        return _are_equal(tensors[old_names[one]], tensors[old_names[other]])
+
+    report = checked_plan(model, found, title, strict=strict, cast=cast, are_equal=are_equal)
     fill(model, {name: tensors[old_names[name]] for name in report.loaded if name in old_names})
     return report
 
@@ -79,16 +85,25 @@ def load_version_into(
     records = {record.name: record for record in stored.records}
     found = {new: replace(records[old], name=new) for old, new in names_below(records, prefix, rename).items()}
     specs = {name: TensorSpec(record.dtype, record.shape) for name, record in found.items()}
-    plan = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast)
+    objects = source or repository.objects
+
+    def are_equal(one: str, other: str) -> bool:
+        if found[one].content == found[other].content:
+            return True
+        # Equal tensors may be cut differently, where they were imported.
+        return _are_equal(*load_tensors(objects, [found[one], found[other]]).values())
+
+    plan = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast, are_equal=are_equal)
     wanted = [found[name] for name in plan.loaded if name in found]
-    fill(model, load_tensors(source or repository.objects, wanted, report=report))
+    fill(model, load_tensors(objects, wanted, report=report))
     return plan
 
 
 def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the names below `prefix`, each with what it becomes without it and mapped. Raises ConfigError."""
     every = list(names)
-    cut = len(f"{prefix.rstrip('.')}.") if prefix else 0
+    whole = prefix.rstrip(".")
+    cut = len(f"{whole}.") if whole else 0
     inner = {name: name[cut:] for name in every if is_below(name, prefix) and len(name) > cut}
     if not inner and every:
         tops = ", ".join(sorted({name.partition(".")[0] for name in every})[:10])
@@ -100,11 +115,20 @@ def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | N
 
 
 def checked_plan(
-    model: torch.nn.Module, found: Mapping[str, TensorSpec], title: str, *, strict: bool, cast: bool
+    model: torch.nn.Module,
+    found: Mapping[str, TensorSpec],
+    title: str,
+    *,
+    strict: bool,
+    cast: bool,
+    are_equal: Callable[[str, str], bool],
 ) -> LoadReport:
-    """Compare a model with what there is for it. Raises ConfigError where they differ and `strict`."""
+    """Compare a model with what there is for it. Raises ConfigError where they differ and `strict`.
+
+    Arguments are those of `load_into` and `plan_load`; `title` names the checkpoint.
+    """
     wanted, tied = _describe(model)
-    report = plan_load(wanted, found, tied, cast=cast)
+    report = plan_load(wanted, found, tied, cast=cast, are_equal=are_equal)
     if strict and not report.is_exact:
         raise ConfigError(
             f"{title} does not fit {type(model).__name__}, nothing was loaded: {report}\n"
@@ -114,11 +138,39 @@ def checked_plan(
 
 
 def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors that fit into a model. Raises ConfigError where the model's own hooks refuse."""
+    """Copy tensors that fit into a model; it is as it was where one of its own hooks refuses.
+
+    Meanwhile memory holds the tensors' old values, too. Raises ConfigError where the model refuses.
+    """
+    import torch
+
+    current = model.state_dict(keep_vars=True)
+    # Modules look up in it which version of their own format a state has: what fits them is of today's.
+    state = OrderedDict(tensors)
+    state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch's place
+    for name, tensor in tensors.items():
+        if name in current:
+            cast_tensor(name, tensor, current[name].dtype)  # refuses what would become infinite
+    old = {name: current[name].detach().to("cpu", copy=True) for name in tensors if name in current}
     try:
-        model.load_state_dict(dict(tensors), strict=False)
-    except RuntimeError as error:
-        raise ConfigError(f"{type(model).__name__} refuses its tensors: {error}") from error
+        model.load_state_dict(state, strict=False)
+    except BaseException as error:
+        with torch.no_grad():
+            for name, value in old.items():
+                current[name].copy_(value)
+        if isinstance(error, (RuntimeError, ValueError, TypeError, KeyError)):
+            raise ConfigError(f"{type(model).__name__} refuses its tensors: {error}") from error
+        raise
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bytes, NaN and all."""
+    import torch
+
+    if spec_of(one) != spec_of(other):
+        return False
+    a, b = (each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(a, b)
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

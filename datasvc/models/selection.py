@@ -95,10 +95,10 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
         exclude: patterns likewise, of names to leave out.
 
     Raises:
-        ConfigError: a pattern of `only` matches nothing, or nothing is left: says which names are near.
+        ConfigError: a pattern matches nothing, or nothing is left: says which names are near.
     """
     only, exclude = ((each,) if isinstance(each, str) else each for each in (only, exclude))
-    for pattern in only:
+    for pattern in (*only, *exclude):
         if not any(_matches(name, pattern) for name in names):
             raise ConfigError(f"no tensor matches {pattern!r}; {_nearest(pattern, names)}")
     chosen = [
@@ -144,6 +144,8 @@ def _check_distinct(mapped: Mapping[str, str]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
+    if name == pattern:  # which may have a bracket in it
+        return True
     if any(character in pattern for character in "*?["):
         return fnmatchcase(name, pattern)
     return is_below(name, pattern)

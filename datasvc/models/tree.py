@@ -18,17 +18,31 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_DEPTH = 100
+_MAX_PATH = 1 << 16
 
 
-def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+class _Found(dict[str, "torch.Tensor"]):
+    """The tensors of a tree, and how many more values it may have."""
+
+    nodes_left: float = math.inf
+
+
+def flatten(state: Any, *, most_nodes: int | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the JSON skeleton of `state` and its tensors by dotted path. Numpy arrays become tensors.
+
+    Args:
+        state: a tree.
+        most_nodes: values that it may have, one that hangs in several places counted in each: of a tree that comes
+            from elsewhere, which may hold one list very often.
 
     Raises:
         ConfigError: a leaf can be stored neither as JSON nor as a tensor; names it and says what to do. Or the tree
-            is nested absurdly deep.
+            is nested absurdly deep, or has too many values.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    return _flatten(state, "", tensors, 0), tensors
+    tensors = _Found()
+    if most_nodes is not None:
+        tensors.nodes_left = most_nodes
+    return _flatten(state, "", tensors, 0), dict(tensors)
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -36,11 +50,14 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return _unflatten(skeleton, tensors, 0)
 
 
-def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+def _flatten(value: Any, path: str, tensors: _Found, depth: int) -> Any:
     import torch
 
     if depth > _MAX_DEPTH:
         raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
+    tensors.nodes_left -= 1
+    if tensors.nodes_left < 0 or (tensors.nodes_left < math.inf and len(path) > _MAX_PATH):
+        raise ConfigError(f"the state has too many values, or too long names, at {path[:60]}...")
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
     if isinstance(value, torch.Tensor):
@@ -71,7 +88,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int
     )
 
 
-def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _Found, depth: int) -> Any:
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ConfigError(f"state key {key!r} at {path or '(root)'} is no string and no int")

@@ -109,3 +109,77 @@ def test_a_model_without_memory_or_shapes_is_refused():
         load_into(meta, {"model": network().state_dict()})
     with pytest.raises(ConfigError, match="has no shape yet"):
         load_into(nn.LazyLinear(3), {"model": network().state_dict()})
+
+
+class Refuses(nn.Module):
+    """Looks at its part of a state, after the modules before it were filled."""
+
+    _version = 3
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.seen = []
+        self.b._register_load_state_dict_pre_hook(self.look)
+        self.error = error
+
+    def look(self, _state, _prefix, metadata, *_):
+        self.seen.append(metadata.get("version"))
+        if self.error:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError])
+def test_a_model_that_refuses_in_the_middle_is_as_it_was(error):
+    model = Refuses(error("no thanks"))
+    before = values(model)
+    with pytest.raises(ConfigError, match="Refuses refuses its tensors: no thanks"):
+        load_into(model, {"model": Refuses().state_dict()})
+    assert equal(values(model), before)
+    model.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        load_into(model, {"model": Refuses().state_dict()})
+    assert equal(values(model), before)
+
+
+def test_modules_are_told_their_own_version(repository):
+    model = Refuses()
+    load_into(model, {"model": Refuses().state_dict()})
+    assert model.seen == [nn.Linear._version]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_two_values_for_one_tied_tensor_are_a_mismatch(repository, stored):
+    model, state = Tied(), {name: tensor.clone() for name, tensor in Tied().state_dict().items()}
+
+    def load(**how):
+        if not stored:
+            return load_into(model, {"model": state}, **how)
+        return load_version_into(model, repository, str(save(repository, "net", {"model": state}, step=0)), **how)
+
+    assert load().is_exact
+    state["head.weight"] += 1
+    with pytest.raises(ConfigError, match=r"head.weight .*float32 \[5, 3\], other values than embed.weight"):
+        load()
+    report = load(strict=False)
+    assert (report.loaded, report.mismatched[0].tied_to) == (("embed.weight",), "embed.weight")
+    assert torch.equal(model.head.weight, state["embed.weight"])
+
+
+def test_a_prefix_of_dots_is_none_and_names_cannot_command_a_terminal():
+    assert load_into(nn.Linear(2, 1), nn.Linear(2, 1).state_dict(), prefix=".").is_exact
+    with pytest.raises(ConfigError) as told:
+        load_into(nn.Linear(2, 1), {"\x1b[2Jx": torch.ones(1), **nn.Linear(2, 1).state_dict()}, prefix="")
+    assert "\x1b" not in str(told.value)
+    assert "x1b[2Jx" in str(told.value)
+
+
+def test_a_cast_that_would_make_infinities_is_refused():
+    model, state = nn.Linear(2, 1).half(), nn.Linear(2, 1).state_dict()
+    state["weight"][0, 0] = 1e6
+    before = values(model)
+    with pytest.raises(ConfigError, match="1 of 2 numbers of tensor 'weight' are too large for float16"):
+        load_into(model, state, prefix="", cast=True)
+    assert equal(values(model), before)
+    state["weight"][0, 0] = float("inf")
+    assert load_into(model, state, prefix="", cast=True).is_exact

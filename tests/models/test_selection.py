@@ -22,8 +22,14 @@ def test_a_star_crosses_dots_and_a_bare_pattern_means_whole_segments():
 def test_a_pattern_that_matches_nothing_is_refused_and_says_what_is_near():
     with pytest.raises(ConfigError, match=r"no tensor matches 'model.layer5.\*'; there are 5, such as 'model.layer4"):
         select_names(NAMES, ["model.layer1", "model.layer5.*"])
+    with pytest.raises(ConfigError, match=r"no tensor matches 'optimiser.\*'; there are 5"):
+        select_names(NAMES, ["model"], exclude=["optimiser.*"])
     with pytest.raises(ConfigError, match="nothing is left of 5 tensors"):
         select_names(NAMES, exclude=["*"])
+
+
+def test_a_name_with_brackets_is_a_pattern_of_itself():
+    assert select_names(["model.a[0].w", "model.b"], ["model.a[0].w"]) == ["model.a[0].w"]
 
 
 def test_names_are_mapped_by_prefixes_and_expressions_one_after_the_other():

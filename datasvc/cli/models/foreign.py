@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from datasvc.repository import Repository
 
 
+DEFAULT_SHARD_SIZE = "5GB"
+
+
 class CodecName(StrEnum):
     """How tensors are stored."""
 
@@ -121,7 +124,7 @@ def export_model(
     dtype: Annotated[
         str | None, typer.Option(help="What floating-point tensors become: float32, bfloat16, float16, float64.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of huggingface: the largest file.")] = "5GB",
+    max_shard_size: Annotated[str | None, typer.Option(help="Of huggingface: the largest file; default 5GB.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Of onnx: what makes the module, PACKAGE.MODULE:CALLABLE. It is run.")
     ] = None,
@@ -145,7 +148,9 @@ def export_model(
 
     repository, rules = Repository.open(repo), parse_name_map(rename or ())
     if export_format is Format.onnx:
-        _export_onnx(repository, ref, folder, model, inputs or [], rules, as_json=as_json)
+        given = {"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size}
+        _refuse_options([option for option, value in given.items() if value])
+        _export_onnx(repository, ref, folder, model, inputs or [], rules, trusted, as_json=as_json)
         return
     with byte_progress(f"exporting {ref}") as (set_total, advance):
         done = run_export(
@@ -157,7 +162,7 @@ def export_model(
             exclude=exclude or (),
             rename=rules,
             dtype=dtype,
-            max_shard_bytes=parse_size(max_shard_size),
+            max_shard_bytes=parse_size(max_shard_size or DEFAULT_SHARD_SIZE),
             trusted_keys=trusted or None,
             begin=set_total,
             report=advance,
@@ -187,6 +192,7 @@ def _export_onnx(
     model: str | None,
     inputs: list[str],
     rename: dict[str, str],
+    trusted: list[Path] | None,
     *,
     as_json: bool,
 ) -> None:
@@ -198,9 +204,21 @@ def _export_onnx(
             "an export to ONNX traces a module: name it by --model, and an example of each input by --input"
         )
     examples = [make_input(text) for text in inputs]
-    done = export_onnx(repository, ref, folder, make_model(model), examples, rename=rename)
-    files = [str(file) for file in done.files]
+    done = export_onnx(
+        repository, ref, folder, make_model(model), examples, rename=rename, trusted_keys=trusted or None
+    )
+    files, num_tensors = [str(file) for file in done.files], len(done.loaded.loaded)
     if as_json:
-        print_json({"format": "onnx", "files": files, "tensors": len(done.loaded.loaded)})
+        print_json({"version": str(done.version), "format": "onnx", "files": files, "tensors": num_tensors})
     else:
-        typer.echo(f"exported {ref} as onnx: {', '.join(files)}")
+        typer.echo(f"exported {done.version} as onnx: {', '.join(files)}")
+
+
+def _refuse_options(given: list[str]) -> None:
+    from datasvc.errors import ConfigError
+
+    if given:
+        raise ConfigError(
+            f"an export to ONNX has no use for {' and '.join(given)}: the module says which tensors there are, of "
+            "which dtype. Export without, or as safetensors"
+        )

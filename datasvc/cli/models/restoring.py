@@ -53,11 +53,13 @@ def restore(
     Example: datasvc models restore gpt@prod ./restored --repo s3://bucket/repo --cache /nvme/cache
     """
     from datasvc.models.export import export_checkpoint
+    from datasvc.models.foreign.whole_folder import check_target
     from datasvc.models.selection import parse_name_map
     from datasvc.repository import Repository
     from datasvc.restoring import restore as run_restore
 
     repository = Repository.open(repo)
+    check_target(folder)
     with (
         _opened(cache, budget, peers) as node,
         byte_progress(f"restoring {ref}") as (set_total, advance),

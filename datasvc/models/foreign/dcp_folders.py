@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +14,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.fit import TensorSpec
 from datasvc.models.foreign import dcp_pickle as stored
 from datasvc.models.foreign.state import ForeignState, ForeignTensor, check_tensor_name
-from datasvc.models.foreign.torch_files import load_plain, of_tensor
+from datasvc.models.foreign.torch_files import MAX_NODES, check_tensors, load_plain, of_tensor
 from datasvc.models.loading import spec_of
 from datasvc.models.pieces import Shape, is_tiling
 from datasvc.models.tree import flatten
@@ -55,12 +57,12 @@ def read_dcp_folder(folder: Path) -> ForeignState:
         OSError: something cannot be read.
     """
     location = str(folder / METADATA_FILE)
-    metadata = stored.read_metadata((folder / METADATA_FILE).read_bytes(), location)
+    metadata = stored.read_metadata(folder / METADATA_FILE)
     try:
         extents = _extents(folder, metadata.fields["storage_data"])
         items = _items(metadata.fields["state_dict_metadata"], extents, location)
         tree = build_tree(items, metadata.fields.get("planner_data") or {}, location)
-        skeleton, tensors = _flatten(tree)
+        skeleton, tensors = _flatten(tree, sum(extent.length for extent in extents.values()), location)
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
@@ -70,14 +72,40 @@ def read_dcp_folder(folder: Path) -> ForeignState:
 
 
 def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a state tree into an empty folder, by torch's own writer. Raises OSError."""
+    """Write a state tree into an empty folder, by torch's own writer.
+
+    Raises:
+        ConfigError: DCP cannot hold this tree, such as one with both "a.b" and "b" in "a".
+        OSError: it cannot be written.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves, as meant
-        save(dict(state), storage_writer=writer, no_dist=True)
+        try:
+            save(dict(state), storage_writer=writer, no_dist=True)
+        except CheckpointException as error:
+            raise _failure(error) from None
+        except ValueError as error:
+            raise ConfigError(f"this state cannot be written as DCP: {error}") from error
+
+
+def _failure(error: BaseException) -> BaseException:
+    """Return why a save failed: torch wraps it in an exception of its own, which is no Exception."""
+    causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+    for cause in causes:
+        why: BaseException | None = cause
+        while why is not None:
+            if isinstance(why, OSError) or not isinstance(why, Exception):
+                return why
+            why = why.__context__
+        if "inline_container" in str(cause):  # torch's archive, which does not say why a write failed
+            return OSError(errno.EIO, f"torch could not write, the disk may be full: {cause}")
+    said = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes) or str(error)
+    return ConfigError(f"this state cannot be written as DCP: {said}")
 
 
 def _items(described: Mapping[Any, Any], extents: Mapping[Place, Extent], location: str) -> dict[str, Any]:
@@ -94,23 +122,28 @@ def _items(described: Mapping[Any, Any], extents: Mapping[Place, Extent], locati
     return found
 
 
-def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
-    """Return the skeleton of a tree of foreign tensors, and these by the names that they have in it."""
+def _flatten(tree: Any, size_bytes: int, location: str) -> tuple[Any, list[ForeignTensor]]:
+    """Return the skeleton of a tree of foreign tensors, and these by the names that they have in it.
+
+    `size_bytes` is that of everything in the folder.
+    """
     import torch
 
     foreign: dict[int, ForeignTensor] = {}
     kept: list[torch.Tensor] = []
 
     def stand_in(value: Any) -> Any:
+        # Only the nodes that `build_tree` made hold foreign tensors; what was read may be a tree without end.
         if isinstance(value, ForeignTensor):
             kept.append(torch.empty(0))
             foreign[id(kept[-1])] = value
             return kept[-1]
-        if isinstance(value, list):
+        if isinstance(value, _List):
             return [stand_in(each) for each in value]
-        return {key: stand_in(each) for key, each in value.items()} if type(value) is dict else value
+        return {key: stand_in(each) for key, each in value.items()} if isinstance(value, _Node) else value
 
-    skeleton, leaves = flatten(stand_in(tree))
+    skeleton, leaves = flatten(stand_in(tree), most_nodes=MAX_NODES)
+    check_tensors({name: leaf for name, leaf in leaves.items() if id(leaf) not in foreign}, size_bytes, location)
     return skeleton, [
         replace(foreign[id(leaf)], name=name) if id(leaf) in foreign else of_tensor(name, leaf)
         for name, leaf in leaves.items()
@@ -132,7 +165,16 @@ def _extents(folder: Path, storage_data: Mapping[Any, Any]) -> dict[Place, Exten
         if not all(type(each) is int and each >= 0 for each in (start, length)):
             raise CorruptDataError(f"{folder / METADATA_FILE}: {name!r} lies nowhere")
         found[name, None if offset is None else _sizes(offset)] = Extent(path, start, length)
+    _check_apart(found.values())
     return found
+
+
+def _check_apart(extents: Iterable[Extent]) -> None:
+    """Raise CorruptDataError where two lie over each other: one that many names share would be read for each."""
+    ordered = sorted(extents, key=lambda each: (each.path, each.offset, each.length))
+    for one, next_one in itertools.pairwise(ordered):
+        if one.path == next_one.path and one.offset + one.length > next_one.offset:
+            raise CorruptDataError(f"{one.path}: two values lie over each other at byte {next_one.offset}")
 
 
 def _plain_file(folder: Path, name: object) -> Path:
@@ -164,7 +206,7 @@ def _reader(
 
         for start, spec, extent in placed:
             block = extent.load(f"a block of tensor {name!r}")
-            if not isinstance(block, torch.Tensor) or spec_of(block) != spec:
+            if not isinstance(block, torch.Tensor) or spec_of(block) != spec or block.nbytes > extent.length:
                 raise CorruptDataError(
                     f"{extent.path}: a block of tensor {name!r} is not the {spec} that it should be"
                 )
@@ -205,11 +247,15 @@ def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str
     return _settle(root)
 
 
+class _List(list[Any]):
+    """A list of the state, as the metadata say."""
+
+
 def _settle(value: Any) -> Any:
-    """Turn nodes whose keys are 0, 1, 2, ... into lists, the others into dicts."""
+    """Turn nodes whose keys are 0, 1, 2, ... into lists."""
     if not isinstance(value, _Node):
         return value
-    settled = {key: _settle(each) for key, each in value.items()}
+    settled = _Node((key, _settle(each)) for key, each in value.items())
     if all(type(key) is int for key in settled) and settled.keys() == set(range(len(settled))):
-        return [settled[index] for index in range(len(settled))] if settled else {}
+        return _List(settled[index] for index in range(len(settled))) if settled else {}
     return settled

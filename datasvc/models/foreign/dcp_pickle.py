@@ -1,22 +1,22 @@
 """The metadata of a torch DCP folder, which is a pickle, read so that nothing in it can run.
 
 Every class that torch writes there is replaced by a stand-in that only holds what it is given; any other name is
-refused. Python's own unpickler in Python is used, not the one in C: that one allocates what a file claims to need.
+refused.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Self
+from pathlib import Path
+from typing import Any, Final, Self
 
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.models.foreign.plain_pickle import MAX_PICKLE_BYTES, PlainUnpickler
 from datasvc.models.records import ITEM_BYTES
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_MAX_BYTES: Final = 256 << 20
 
 
 class Standin:
@@ -38,9 +38,10 @@ class Standin:
         made.arguments, made.fields, made.values = arguments, {}, ()
         return made
 
-    def __setstate__(self, state: object) -> None:
+    def set_state(self, state: object) -> None:
+        """Take what the object consists of, by reference: a copy for every few bytes of a file would be too much."""
         if isinstance(state, dict):
-            self.fields = {str(name): value for name, value in state.items()}
+            self.fields = state
         elif isinstance(state, tuple):
             self.values = state
 
@@ -87,6 +88,11 @@ class Dtype(str):
     __slots__ = ()
 
 
+def _ordered() -> dict[Any, Any]:
+    """Return an empty dict: pickling sets what is in one afterwards, so what it is made of need not be copied."""
+    return {}
+
+
 _CLASSES: Final[Mapping[tuple[str, str], Any]] = {
     (_METADATA, "Metadata"): Metadata,
     (_METADATA, "TensorStorageMetadata"): TensorMetadata,
@@ -102,54 +108,45 @@ _CLASSES: Final[Mapping[tuple[str, str], Any]] = {
     ("pathlib", "PosixPath"): Ignored,
     ("pathlib", "WindowsPath"): Ignored,
     ("pathlib", "Path"): Ignored,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _ordered,
 }
 
 
-# What pickling plain dataclasses, dicts, tuples, texts and numbers takes. Others may allocate what they like.
-_OPCODES: Final = (
-    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT,
-    pickle.BINGET, pickle.LONG_BINGET, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1,
-    pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE,
-    pickle.BINUNICODE8, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
-    pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS,
-    pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD,
-)  # fmt: skip
-
-
-class _Refusing(pickle._Unpickler):  # noqa: SLF001 - the one in Python, see above
-    dispatch: ClassVar = {opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES}  # noqa: SLF001
-
+class _Refusing(PlainUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in ITEM_BYTES:
             return Dtype(name)
         try:
             return _CLASSES[module, name]
         except (KeyError, TypeError):
-            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}") from None
+            raise ConfigError(
+                f"{self.location} names {module}.{name}, which no metadata of DCP needs. Making it could run code, "
+                "so the folder is refused"
+            ) from None
+
+    def is_key(self, key: object) -> bool:
+        return isinstance(key, Standin) or super().is_key(key)
+
+    def build(self, made: Any, state: Any) -> None:
+        if not isinstance(made, Standin):
+            raise TypeError(f"a {type(made).__name__} cannot have a state")
+        made.set_state(state)
 
 
-def read_metadata(raw: bytes, location: str) -> Metadata:
+def read_metadata(path: Path) -> Metadata:
     """Return the metadata in a pickle.
 
     Raises:
         ConfigError: it names a class or function that DCP's metadata has no need of; it was not called.
-        CorruptDataError: damaged, or no such metadata.
+        CorruptDataError: damaged, or no such metadata, or much larger than any.
+        OSError: it cannot be read.
     """
-    if len(raw) > _MAX_BYTES:
-        raise CorruptDataError(f"{location} has {len(raw)} bytes; at most {_MAX_BYTES} are believed")
-    try:
-        found = _Refusing(io.BytesIO(raw)).load()
-    except pickle.UnpicklingError as error:
-        refused = str(error).removeprefix("GLOBAL ")
-        if refused != str(error):
-            raise ConfigError(
-                f"{location} names {refused}, which no metadata of DCP needs. Making it could run code, so the "
-                "folder is refused"
-            ) from None
-        raise CorruptDataError(f"{location} is damaged: {error}") from None
-    except Exception as error:  # noqa: BLE001 - hostile bytes may raise anything; all of it means the same
-        raise CorruptDataError(f"{location} is damaged: {type(error).__name__}: {error}") from None
+    location = str(path)
+    with path.open("rb") as file:
+        raw = file.read(MAX_PICKLE_BYTES + 1)
+    if len(raw) > MAX_PICKLE_BYTES:
+        raise CorruptDataError(f"{location} has more than {MAX_PICKLE_BYTES} bytes, which is all that is believed")
+    found = _Refusing(io.BytesIO(raw), len(raw), location).read()
     if not isinstance(found, Metadata):
         raise CorruptDataError(f"{location} is no metadata of DCP: it holds a {type(found).__name__}")
     return found

@@ -9,11 +9,9 @@ from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.models.foreign.dcp_folders import METADATA_FILE, read_dcp_folder
 from datasvc.models.foreign.safetensors_files import SUFFIX, read_safetensors, read_safetensors_folder
 from datasvc.models.foreign.state import ForeignState
-from datasvc.models.foreign.torch_files import CHECKPOINT_FILE, ZIP, read_torch_file
+from datasvc.models.foreign.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
 
 _HEAD_BYTES: Final = 16
-# torch's magic number, pickled in protocol 2: how files began before torch 1.6.
-_LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 
 
 def read_foreign(source: Path) -> ForeignState:
@@ -50,7 +48,7 @@ def _read_folder(folder: Path) -> ForeignState:
 def _read_file(path: Path) -> ForeignState:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    if head.startswith((ZIP, _LEGACY)):
+    if head.startswith((ZIP, LEGACY)):
         return read_torch_file(path)
     if head[8:9] == b"{" or path.suffix == SUFFIX:
         return read_safetensors(path)

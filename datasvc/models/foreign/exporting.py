@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError
+from datasvc.models.casting import cast
 from datasvc.models.checkpoint import decode_state
 from datasvc.models.fit import TensorSpec
 from datasvc.models.foreign import safetensors_files as safetensors
 from datasvc.models.foreign.dcp_folders import write_dcp_folder
 from datasvc.models.foreign.torch_files import CHECKPOINT_FILE, write_torch_file
-from datasvc.models.foreign.whole_folder import filling
+from datasvc.models.foreign.whole_folder import check_target, filling
 from datasvc.models.load import load_tensors
 from datasvc.models.piece_reader import ObjectSource
 from datasvc.models.records import TensorRecord
 from datasvc.models.selection import is_below, map_names, select_names
 from datasvc.models.stored_version import read_version
 from datasvc.models.tree import unflatten
-from datasvc.repository import Repository, Resolved
+from datasvc.repository import Digest, Repository, Resolved
+from datasvc.repository.objects import parse_digest
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 FORMATS: Final = ("safetensors", "huggingface", "torch", "dcp")
 FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
 SHARD_BYTES: Final = 5_000_000_000
-GROUP_BYTES: Final = 256 << 20
 _MODEL: Final = "model"
 
 
@@ -55,9 +56,10 @@ class ModelExport:
 
 @dataclass(frozen=True)
 class _Part:
-    """The tensors of an export: `records` by the names that they get."""
+    """The tensors of an export: `records` by the names that they get; `read` gives whole objects of the version."""
 
     source: ObjectSource
+    read: Callable[[Digest], bytes]
     records: Mapping[str, TensorRecord]
     dtype: str | None
     report: Callable[[int], None] | None
@@ -72,7 +74,7 @@ class _Part:
 
         loaded = load_tensors(self.source, [self.records[name] for name in names], report=self.report)
         wanted = {name: getattr(torch, self._dtype_of(self.records[name])) for name in names}
-        return {name: tensor.to(wanted[name]) for name, tensor in loaded.items()}
+        return {name: cast(name, tensor, wanted[name]) for name, tensor in loaded.items()}
 
     def _dtype_of(self, record: TensorRecord) -> str:
         return self.dtype if self.dtype and record.dtype in FLOATS else record.dtype
@@ -133,13 +135,14 @@ def export_model(
         raise ConfigError(f"{dtype!r} is no floating-point dtype to export in; there are: {', '.join(FLOATS)}")
     if max_shard_bytes < 1:
         raise ConfigError(f"a file of {max_shard_bytes} bytes can hold nothing")
+    check_target(Path(folder))
     stored = read_version(repository, ref, trusted_keys=trusted_keys)
     records = stored.records
     if format == "huggingface":
         only, rename = weights_only(records, only, exclude, rename)
     mapped = map_names(select_names([record.name for record in records], only, exclude), rename)
     chosen = {mapped[each.name]: replace(each, name=mapped[each.name]) for each in records if each.name in mapped}
-    part = _Part(source or repository.objects, chosen, dtype, report)
+    part = _Part(source or repository.objects, repository.objects.read, chosen, dtype, report)
     skeleton = None
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state), str(stored.version))
@@ -177,22 +180,41 @@ def plan_files(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[st
 
 
 def _write_safetensors(folder: Path, part: _Part, skeleton: Any, entry: Mapping[str, Any], _shard: int) -> None:
-    _write_file(folder / safetensors.TENSORS_FILE, part, part.specs)
-    if skeleton is not None:
-        _write_json(folder / safetensors.STATE_FILE, skeleton)
-    _write_json(folder / safetensors.ENTRY_FILE, dict(entry))
+    safetensors.write_checkpoint(folder, part.specs, part.load, skeleton, entry)
 
 
 def _write_huggingface(folder: Path, part: _Part, _skeleton: Any, entry: Mapping[str, Any], shard: int) -> None:
     specs = part.specs
     files = plan_files(specs, shard)
     for name, names in files.items():
-        _write_file(folder / name, part, {each: specs[each] for each in names})
+        safetensors.write_safetensors(folder / name, {each: specs[each] for each in names}, part.load)
     if len(files) > 1:
         safetensors.write_index(folder, files, sum(spec.nbytes for spec in specs.values()))
-    config = entry.get("config", {}).get("huggingface")
-    if isinstance(config, dict):
-        _write_json(folder / safetensors.CONFIG_FILE, config)
+    config = _config(part, entry)
+    if config is not None:
+        durable.write_file(folder / safetensors.CONFIG_FILE, config)
+
+
+def _config(part: _Part, entry: Mapping[str, Any]) -> bytes | None:
+    """Return the `config.json` that came with an import, as it was but for the dtype that is asked for."""
+    imported = entry.get("imported")
+    files = imported.get("files") if isinstance(imported, Mapping) else None
+    digest = files.get(safetensors.CONFIG_FILE) if isinstance(files, Mapping) else None
+    if digest is not None:
+        raw = part.read(parse_digest(str(digest)))
+        if part.dtype is None:
+            return raw
+        try:
+            config = json.loads(raw)
+        except (ValueError, RecursionError):
+            return raw
+    else:
+        config = entry.get("config", {}).get("huggingface")
+    if not isinstance(config, dict):
+        return None if digest is None else raw
+    # Its name was torch_dtype before transformers 5.
+    told = {name: part.dtype for name in ("torch_dtype", "dtype") if name in config and part.dtype is not None}
+    return (json.dumps({**config, **told}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _write_torch(folder: Path, part: _Part, skeleton: Any, _entry: Mapping[str, Any], _shard: int) -> None:
@@ -209,14 +231,6 @@ _WRITERS: Final[Mapping[str, Callable[[Path, _Part, Any, Mapping[str, Any], int]
     "torch": _write_torch,
     "dcp": _write_dcp,
 }
-
-
-def _write_file(path: Path, part: _Part, specs: Mapping[str, TensorSpec]) -> None:
-    safetensors.write_safetensors(path, specs, part.load, group_bytes=GROUP_BYTES)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    durable.write_file(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _state(part: _Part, skeleton: Any) -> Any:

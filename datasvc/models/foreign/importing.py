@@ -13,7 +13,8 @@ from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.checkpoint import base_records, commit
 from datasvc.models.code import CodeRevision
 from datasvc.models.foreign.detect import read_foreign
-from datasvc.models.foreign.state import ForeignState, ForeignTensor, flat_skeleton
+from datasvc.models.foreign.skeleton import check_skeleton
+from datasvc.models.foreign.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton
 from datasvc.models.records import ITEM_BYTES, Piece, TensorRecord, join_pieces
 from datasvc.models.selection import map_names, select_names
 from datasvc.models.store import Codec, StoredTensors, TensorPiece, store_pieces
@@ -89,16 +90,21 @@ def import_model(
     """
     check_name(name, "model")
     path = Path(source)
-    # Nothing is read for an import whose parent is not there.
+    # Nothing is read for an import whose parent is not there, whatever its codec.
+    if parent is not None:
+        parent = str(repository.resolve("models", parent))
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
     foreign = read_foreign(path)
     tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)
+    check_arranged(tensors, skeleton, str(path))
     if begin is not None:
         begin(sum(map(num_bytes, tensors)))
     try:
         stored = store_blocks(repository, tensors, base=base, codec=codec, report=report)
     except OSError as error:
         raise UnavailableError(f"cannot read {path}: {error}") from error
+    kept = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
+    files = {"files": kept} if kept else {}
     version = commit(
         repository,
         name,
@@ -106,7 +112,7 @@ def import_model(
         skeleton=skeleton,
         new_bytes=stored.new_bytes,
         num_nonfinite=stored.num_nonfinite,
-        extra={"imported": {"format": foreign.format, "path": str(path)}},
+        extra={"imported": {"format": foreign.format, "path": str(path), **files}},
         step=step,
         parent=parent,
         message=message,
@@ -133,7 +139,19 @@ def arrange(
     full = {new: f"{inside}.{new}" if inside else new for new in mapped.values()}
     leaves = flat_skeleton(full)
     tensors = [replace(by_name[old], name=full[new]) for old, new in mapped.items()]
-    return tensors, {inside: leaves} if inside else leaves
+    return tensors, dict_skeleton({inside: leaves}) if inside else leaves
+
+
+def check_arranged(tensors: Sequence[ForeignTensor], skeleton: Any, location: str) -> None:
+    """Raise before anything is stored where a tensor or the state cannot be. Raises ConfigError, CorruptDataError."""
+    for tensor in tensors:
+        check_tensor_name(tensor.name, location)
+        if tensor.dtype not in ITEM_BYTES:
+            raise ConfigError(
+                f"{location}: tensor {tensor.name!r} is {tensor.dtype}, which cannot be stored; leave it out by "
+                "--exclude, or cast it"
+            )
+    check_skeleton(skeleton, [tensor.name for tensor in tensors], location)
 
 
 def store_blocks(
@@ -166,8 +184,6 @@ def _batches(tensors: Iterable[ForeignTensor]) -> Iterator[list[TensorPiece]]:
     batch: list[TensorPiece] = []
     batch_bytes = 0
     for tensor in tensors:
-        if tensor.dtype not in ITEM_BYTES:
-            raise ConfigError(f"tensor {tensor.name!r} is {tensor.dtype}, which cannot be stored")
         for start, block in tensor.blocks():
             batch.append(TensorPiece(tensor.name, start, block))
             batch_bytes += block.nbytes

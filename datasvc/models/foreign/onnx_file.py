@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
 from datasvc.models.fit import LoadReport
-from datasvc.models.foreign.whole_folder import filling
+from datasvc.models.foreign.whole_folder import check_target, filling
 from datasvc.models.loading import load_version_into
 from datasvc.models.piece_reader import ObjectSource
 from datasvc.models.records import ITEM_BYTES
-from datasvc.repository import Repository
+from datasvc.repository import Repository, Resolved
 
 if TYPE_CHECKING:
     import torch
@@ -33,10 +33,12 @@ class OnnxExport:
     """What an export wrote.
 
     Attributes:
+        version: that was exported.
         files: in the folder: the program, and its weights where they are too large for it.
         loaded: how the version's tensors fit the module.
     """
 
+    version: Resolved
     files: tuple[Path, ...]
     loaded: LoadReport
 
@@ -52,6 +54,7 @@ def export_onnx(
     rename: Mapping[str, str] | None = None,
     dynamic_batch: bool = True,
     source: ObjectSource | None = None,
+    trusted_keys: Sequence[str | Path] | None = None,
 ) -> OnnxExport:
     """Write a version as `model.onnx`.
 
@@ -65,9 +68,11 @@ def export_onnx(
         rename: likewise.
         dynamic_batch: the first dimension of every input may be of any size; then examples need 2 or more there.
         source: of the tensors' bytes, default the repository.
+        trusted_keys: as of `stored_version.read_version`.
 
     Raises:
-        ConfigError: onnx is not installed; the version does not fit the module; or torch cannot express it in ONNX.
+        ConfigError: onnx is not installed; nothing can be written to the folder; the version does not fit the module;
+            or torch cannot express it in ONNX.
         NotFoundError, CorruptDataError, UnavailableError: see `loading.load_version_into`.
     """
     import torch
@@ -75,7 +80,11 @@ def export_onnx(
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
         raise ConfigError(f"an export to ONNX needs {' and '.join(missing)}: pip install 'datasvc[onnx]'")
-    loaded = load_version_into(model, repository, ref, prefix=prefix, rename=rename, source=source)
+    check_target(Path(folder))
+    version = repository.resolve("models", ref)
+    loaded = load_version_into(
+        model, repository, str(version), prefix=prefix, rename=rename, source=source, trusted_keys=trusted_keys
+    )
     model.eval()
     batch = torch.export.Dim.DYNAMIC if dynamic_batch else None
     shapes = tuple({0: batch} if batch and each.dim() else None for each in inputs)
@@ -99,7 +108,7 @@ def export_onnx(
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         files = tuple(target / file.name for file in sorted(temporary.iterdir()))
-    return OnnxExport(files, loaded)
+    return OnnxExport(version, files, loaded)
 
 
 def make_model(text: str) -> torch.nn.Module:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -17,6 +19,7 @@ from datasvc.models.foreign.safetensors_header import Placed, encode_header, par
 from datasvc.models.foreign.state import ForeignState, ForeignTensor, flat_skeleton
 from datasvc.models.pieces import Shape, plan_pieces
 from datasvc.models.records import ITEM_BYTES
+from datasvc.repository.log import encode_entry
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +28,11 @@ SUFFIX: Final = ".safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 CONFIG_FILE: Final = "config.json"
 TENSORS_FILE, STATE_FILE, ENTRY_FILE = "tensors.safetensors", "state.json", "entry.json"
-_MAX_JSON_BYTES: Final = 64 << 20
-_MAX_CONFIG_BYTES: Final = 1 << 20
+_MAX_JSON_BYTES: Final = 32 << 20
+_MAX_CONFIG_BYTES: Final = 16 << 20
+# An entry is read by whoever lists versions.
+_MAX_ENTRY_CONFIG_BYTES: Final = 1 << 20
+GROUP_BYTES: Final = 256 << 20
 _METADATA: Final = {"format": "pt"}
 
 
@@ -60,7 +66,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
     if files[0].name == TENSORS_FILE:
         names = {each.name: each.name for each in tensors}
         return ForeignState("safetensors", tensors, _read_json(state) if state.exists() else flat_skeleton(names))
-    return ForeignState("huggingface", tensors, config=_read_config(folder))
+    return _with_config(ForeignState("huggingface", tensors), folder)
 
 
 def write_safetensors(
@@ -68,7 +74,7 @@ def write_safetensors(
     specs: Mapping[str, TensorSpec],
     load: Callable[[Sequence[str]], Mapping[str, torch.Tensor]],
     *,
-    group_bytes: int,
+    group_bytes: int = GROUP_BYTES,
 ) -> None:
     """Write tensors to a file that is there, whole, once this returns.
 
@@ -91,6 +97,28 @@ def write_safetensors(
             loaded = load(group)
             for name in group:
                 _write_tensor(file, loaded[name])
+
+
+def write_checkpoint(
+    folder: Path,
+    specs: Mapping[str, TensorSpec],
+    load: Callable[[Sequence[str]], Mapping[str, torch.Tensor]],
+    skeleton: Any | None,
+    entry: Mapping[str, Any],
+) -> None:
+    """Write tensors, the state around them and the entry of a version, as `read_safetensors_folder` reads them.
+
+    `specs` and `load` are those of `write_safetensors`; without a skeleton there is no state. Raises likewise.
+    """
+    write_safetensors(folder / TENSORS_FILE, specs, load)
+    if skeleton is not None:
+        write_json(folder / STATE_FILE, skeleton)
+    write_json(folder / ENTRY_FILE, dict(entry))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON for people and programs. Raises OSError."""
+    durable.write_file(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], total_bytes: int) -> Path:
@@ -133,7 +161,7 @@ def _read_indexed(folder: Path) -> ForeignState:
         raise CorruptDataError(
             f"{files[name]} lacks tensor {name!r}, which {INDEX_FILE} says it has; {len(lacking)} are missing in all"
         )
-    return ForeignState("huggingface", tensors, config=_read_config(folder), ignored=tuple(ignored))
+    return _with_config(ForeignState("huggingface", tensors, ignored=tuple(ignored)), folder)
 
 
 def _plain_file(folder: Path, name: object) -> Path:
@@ -156,11 +184,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     return parse_object(path.read_bytes(), str(path))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _with_config(state: ForeignState, folder: Path) -> ForeignState:
+    """Return a state with the `config.json` beside it: its bytes as they are, and what it says where an entry can."""
     path = folder / CONFIG_FILE
-    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
-        return {}
-    return {"huggingface": parse_object(path.read_bytes(), str(path))}
+    if not path.is_file():
+        return state
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ConfigError(
+            f"{path} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} are kept with a model: move it away"
+        )
+    raw = path.read_bytes()
+    config: Mapping[str, Any] = {}
+    if len(raw) <= _MAX_ENTRY_CONFIG_BYTES:
+        # Infinities, which Python writes and JSON lacks, among much else: the bytes are what counts.
+        with suppress(CorruptDataError, ConfigError):
+            said = parse_object(raw, str(path))
+            encode_entry(said)
+            config = {"huggingface": said}
+    return replace(state, config=config, files={CONFIG_FILE: raw})
 
 
 def _tensors(path: Path, placed: Iterable[Placed]) -> list[ForeignTensor]:

@@ -28,6 +28,7 @@ NAMES: Final[Mapping[str, str]] = {dtype: name for name, dtype in DTYPES.items()
 
 # Some 200,000 tensors. Parsed JSON takes many times its length in memory, so a hostile one must stay small.
 MAX_HEADER_BYTES: Final = 32 << 20
+_METADATA: Final = "__metadata__"
 _LENGTH_BYTES: Final = 8
 _ALIGNMENT: Final = 8
 _MAX_DIMENSIONS: Final = 64
@@ -74,7 +75,7 @@ def read_header(file: BinaryIO, file_bytes: int, location: str) -> list[Placed]:
     placed = [
         _placed(name, about, _LENGTH_BYTES + length, location)
         for name, about in parse_object(header, location).items()
-        if name != "__metadata__"
+        if name != _METADATA
     ]
     return check_places(placed, _LENGTH_BYTES + length, file_bytes, location)
 
@@ -104,12 +105,16 @@ def parse_object(raw: bytes, location: str) -> dict[str, Any]:
         return made
 
     try:
-        value = json.loads(raw, object_pairs_hook=pairs)
+        value = json.loads(raw, object_pairs_hook=pairs, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptDataError(f"{location}: this is no JSON that can be used: {error}") from error
     if not isinstance(value, dict):
         raise CorruptDataError(f"{location}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
 
 
 def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str]) -> bytes:
@@ -120,11 +125,13 @@ def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[s
         metadata: text by text.
 
     Raises:
-        ConfigError: safetensors has no such dtype; names the tensor.
+        ConfigError: safetensors has no such dtype, or no room for such a name; names the tensor.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
+        if name == _METADATA:
+            raise ConfigError(f"no tensor in a safetensors file can be called {name}; call it otherwise: --map")
         if dtype not in NAMES:
             raise ConfigError(
                 f"safetensors has no dtype for tensor {name!r}, which is {dtype}; leave it out or cast it"

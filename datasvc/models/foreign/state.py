@@ -43,6 +43,7 @@ class ForeignState:
         skeleton: the state tree as `tree.flatten` gives it, its tensors under the same names; None for a bare set of
             named tensors, as a state dict is.
         config: JSON values that came along.
+        files: that came along, their bytes as they are, by name.
         ignored: names of tensors that are there and do not belong to it.
     """
 
@@ -50,6 +51,7 @@ class ForeignState:
     tensors: Sequence[ForeignTensor]
     skeleton: Any = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
 
@@ -65,7 +67,11 @@ def check_tensor_name(name: object, location: str) -> str:
 
 def flat_skeleton(names: Mapping[str, str]) -> Any:
     """Return the skeleton of a dict whose keys hold the tensors of these names."""
-    flat = {key: {"$tensor": name} for key, name in names.items()}
-    if any(key.startswith("$") for key in flat):
-        return {"$dict": [[key, leaf] for key, leaf in flat.items()]}
-    return flat
+    return dict_skeleton({key: {"$tensor": name} for key, name in names.items()})
+
+
+def dict_skeleton(parts: Mapping[str, Any]) -> Any:
+    """Return the skeleton of a dict from those of its values. Keys that look like marks are written as such."""
+    if any(key.startswith("$") for key in parts):
+        return {"$dict": [[key, part] for key, part in parts.items()]}
+    return dict(parts)

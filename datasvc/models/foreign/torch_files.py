@@ -11,7 +11,9 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.models.foreign.plain_pickle import MAX_PICKLE_BYTES
 from datasvc.models.foreign.state import ForeignState, ForeignTensor, check_tensor_name
+from datasvc.models.foreign.torch_pickle import check_legacy_pickles, check_pickle, refusal
 from datasvc.models.loading import spec_of
 from datasvc.models.pieces import Shape, plan_pieces, slices
 from datasvc.models.tree import flatten
@@ -21,9 +23,17 @@ if TYPE_CHECKING:
 
 CHECKPOINT_FILE: Final = "checkpoint.pt"
 ZIP: Final = b"PK\x03\x04"
+# torch's magic number, pickled in protocol 2: how files began before torch 1.6.
+LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 # What torch says of a class that it will not make, in any of its ways.
 _REFUSED = re.compile(r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked")
+_SCRIPT: Final = "{} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
 _HASH_BYTES: Final = 1 << 20
+# Tied tensors have several names; nobody ties that many.
+_MOST_SHARED: Final = 16
+_MOST_REPEATED_BYTES: Final = 1 << 20
+MAX_NODES: Final = 1 << 20
+"""Values of a state that is not known to be honest: lists may hold one list very often."""
 
 
 def read_torch_file(path: Path) -> ForeignState:
@@ -37,72 +47,84 @@ def read_torch_file(path: Path) -> ForeignState:
         CorruptDataError: no such file, damaged, or it claims more than it has.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        is_zip = file.read(len(ZIP)) == ZIP
-    if is_zip:
-        check_archive(path)
-    value = load_plain(path, str(path), mapped=is_zip)
+    value = load_plain(path, str(path))
     import torch
 
     if isinstance(value, torch.Tensor):
         value = {"tensor": value}
-    skeleton, tensors = flatten(value)
-    _check_sizes(tensors, path)
+    skeleton, tensors = flatten(value, most_nodes=MAX_NODES)
+    check_tensors(tensors, path.stat().st_size, str(path))
     foreign = [of_tensor(check_tensor_name(name, str(path)), tensor) for name, tensor in tensors.items()]
     is_bare = isinstance(value, Mapping) and all(isinstance(each, torch.Tensor) for each in value.values())
     return ForeignState("torch", foreign, None if is_bare else skeleton)
 
 
-def load_plain(source: Path | bytes, location: str, *, mapped: bool = False) -> Any:
-    """Return what torch.save wrote, if it can be had without running any code.
+def load_plain(source: Path | bytes, location: str) -> Any:
+    """Return what torch.save wrote, if it can be had without running any code and is not damaged.
 
     Args:
-        source: a file, or its bytes.
+        source: a file, the tensors of which are left in it where the format allows: it must not change while they are
+            used. Or the bytes of one, of torch 1.6 or later.
         location: for messages.
-        mapped: leave tensors in the file; it must not change while they are used.
 
     Raises:
-        ConfigError: it holds what only code could make again; names the class.
-        CorruptDataError: it cannot be read.
+        ConfigError: it holds what only code could make again, or what cannot be stored; names it.
+        CorruptDataError: damaged, or it claims more than it has.
+        OSError: it cannot be read.
     """
     import torch
 
+    with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as opened:
+        head = opened.read(len(LEGACY))
+        size_bytes = opened.seek(0, io.SEEK_END)
+        opened.seek(0)
+        is_zip = head.startswith(ZIP)
+        if is_zip:
+            _check_archive(opened, size_bytes, location)
+        elif head == LEGACY and isinstance(source, Path):
+            check_legacy_pickles(opened.read(MAX_PICKLE_BYTES), size_bytes, location)
+        else:
+            raise CorruptDataError(
+                f"{location} is no file of torch.save, or damaged: it begins with {head[:8].hex()}"
+            )
     file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip and isinstance(source, Path))
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - damaged bytes may make torch raise anything
         raise _translated(error, location) from None
 
 
-def check_archive(path: Path) -> None:
-    """Look at the zip archive around a state: every checksum, and that nothing in it unpacks to more than it takes.
+def _check_archive(file: IO[bytes], size_bytes: int, location: str) -> None:
+    """Look at the archive around a state: checksums, that nothing unpacks to more than it takes, and its pickle.
 
-    Raises:
-        CorruptDataError: changed, cut off, or a bomb.
-        ConfigError: a TorchScript program.
-        OSError: it cannot be read.
+    torch itself does not look at the checksums of a file that it maps.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            if any(entry.filename.endswith("/constants.pkl") for entry in entries):
-                raise ConfigError(
-                    f"{path} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
-                )
+            names = [entry.filename for entry in entries]
+            if any(name.endswith("/constants.pkl") for name in names):
+                raise ConfigError(_SCRIPT.format(location))
+            if len(set(names)) != len(names) or sum(name.endswith("/data.pkl") for name in names) != 1:
+                raise CorruptDataError(f"{location} is no archive of torch.save: it has not one data.pkl")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise CorruptDataError(f"{path} is a compressed archive, which torch.save never writes")
-            if sum(entry.file_size for entry in entries) > path.stat().st_size:
-                raise CorruptDataError(f"{path} claims to hold more bytes than it has")
+                raise CorruptDataError(f"{location} is a compressed archive, which torch.save never writes")
+            if sum(entry.file_size for entry in entries) > size_bytes:
+                raise CorruptDataError(f"{location} claims to hold more bytes than it has")
             for entry in entries:
                 with archive.open(entry) as content:
                     while content.read(_HASH_BYTES):
                         pass
+            (pickled,) = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+            with archive.open(pickled) as content:
+                raw = content.read(MAX_PICKLE_BYTES + 1)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, UnicodeError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, (ConfigError, CorruptDataError)):
             raise
-        raise CorruptDataError(f"{path} is damaged: {error}; get another copy") from error
+        raise CorruptDataError(f"{location} is damaged: {error}; get another copy") from error
+    check_pickle(raw, size_bytes, location)
 
 
 def write_torch_file(path: Path, state: Any) -> None:
@@ -152,12 +174,9 @@ def _translated(error: Exception, location: str) -> Exception:
     found = _REFUSED.search(text)
     name = next(filter(None, found.groups()), None) if found else None
     if name is not None:
-        return ConfigError(
-            f"{location} holds {name.strip('`.,')}, and making one would run code from the file: that is never done. "
-            "Save plain values, such as model.state_dict(), and import that"
-        )
+        return refusal(name.strip("`.,"), location)
     if "TorchScript" in text:
-        return ConfigError(f"{location} is a TorchScript program; save its tensors: torch.save(model.state_dict())")
+        return ConfigError(_SCRIPT.format(location))
     first = text.strip().splitlines()[-1][:200] if text.strip() else type(error).__name__
     return CorruptDataError(f"{location} is no file of torch.save, or damaged: {first}")
 
@@ -177,20 +196,38 @@ def _reader(tensor: torch.Tensor) -> Callable[[], Iterator[tuple[Shape, torch.Te
     return blocks
 
 
-def _check_sizes(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise where tensors have more elements than their file has bytes for: a few bytes could claim all memory."""
+def check_tensors(tensors: Mapping[str, torch.Tensor], most_bytes: int, location: str) -> None:
+    """Raise where tensors have more elements than their file has bytes for: a few bytes could claim all memory.
+
+    Args:
+        tensors: by name.
+        most_bytes: of the file.
+        location: of it, for messages.
+
+    Raises:
+        ConfigError: a tensor is not dense, or repeats few values, or they all do.
+        CorruptDataError: they take more than the file has.
+    """
     import torch
 
     storages: dict[int, int] = {}
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "quantised" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
-            raise ConfigError(f"{path}: tensor {name!r} is {kind}; only dense tensors can be stored, save it as one")
+            raise ConfigError(
+                f"{location}: tensor {name!r} is {kind}; only dense tensors can be stored, save it as one"
+            )
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        if tensor.numel() * tensor.itemsize > max(storage.nbytes(), 1 << 20):
+        if tensor.numel() * tensor.itemsize > max(storage.nbytes(), _MOST_REPEATED_BYTES):
             raise ConfigError(
-                f"{path}: tensor {name!r} repeats few values over {list(tensor.shape)}; save it as .contiguous()"
+                f"{location}: tensor {name!r} repeats few values over {list(tensor.shape)}; save it as .contiguous()"
             )
-    if sum(storages.values()) > path.stat().st_size:
-        raise CorruptDataError(f"{path}: its tensors take {sum(storages.values())} bytes, more than the file has")
+    if sum(storages.values()) > most_bytes:
+        raise CorruptDataError(f"{location}: its tensors take {sum(storages.values())} bytes, more than the file has")
+    total_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    if total_bytes > _MOST_SHARED * max(most_bytes, _MOST_REPEATED_BYTES):
+        raise ConfigError(
+            f"{location}: its tensors share so much memory that {most_bytes} bytes would become {total_bytes}; save "
+            "each once"
+        )

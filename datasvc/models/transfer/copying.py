@@ -6,7 +6,8 @@ Objects never change, so a copy that was interrupted is simply begun again: what
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import BinaryIO, Final, cast
@@ -35,7 +36,13 @@ class Copied:
 
 
 def copy_missing(
-    source: Objects, target: Objects, wanted: Iterable[ObjectInfo], report: Callable[[int], None] | None = None
+    source: Objects,
+    target: Objects,
+    wanted: Iterable[ObjectInfo],
+    report: Callable[[int], None] | None = None,
+    *,
+    named: Callable[[], Container[ObjectInfo]] = frozenset,
+    keep: Callable[[], None] = lambda: None,
 ) -> Copied:
     """Copy the objects that `target` lacks; those that it has are made young, so that its gc leaves them alone.
 
@@ -44,6 +51,9 @@ def copy_missing(
         target: shall have them.
         wanted: each once.
         report: called with bytes of objects that are there by now, from any thread.
+        named: returns what living versions at the target name: there its gc leaves alone, however old it is. Called
+            only where an old object cannot be made young without sending it again.
+        keep: called after each object, from this thread.
 
     Raises:
         NotFoundError: the source lacks one.
@@ -51,22 +61,37 @@ def copy_missing(
         UnavailableError: a store did not answer. What was copied stays, and is not copied again.
     """
     count = report or (lambda _bytes: None)
+    lock, found = threading.Lock(), list[Container[ObjectInfo]]()
+
+    def is_named(info: ObjectInfo) -> bool:
+        with lock:
+            if not found:
+                found.append(named())
+        return info in found[0]
+
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="datasvc-transfer") as pool:
-        futures = [pool.submit(_copy, source, target, info, count) for info in wanted]
+        futures = [pool.submit(_copy, source, target, info, count, is_named) for info in wanted]
         moved = 0, 0
         try:
             for done in as_completed(futures):
                 size_bytes = done.result()
                 moved = (moved[0] + (size_bytes is not None), moved[1] + (size_bytes or 0))
+                keep()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return Copied(*moved)
 
 
-def _copy(source: Objects, target: Objects, info: ObjectInfo, report: Callable[[int], None]) -> int | None:
+def _copy(
+    source: Objects,
+    target: Objects,
+    info: ObjectInfo,
+    report: Callable[[int], None],
+    is_named: Callable[[ObjectInfo], bool],
+) -> int | None:
     """Return the bytes of an object that was copied, None for one that was there."""
-    is_there = target.reuse(info)
+    is_there = target.reuse(info) or (target.size(info.digest) == info.size_bytes and is_named(info))
     if not is_there:
         _check_size(source, info)
         # Twice from a remote store: a bit that flipped on the way does not do so again.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from datasvc.models.registry import ModelVersion, version_named
 from datasvc.repository import Repository, Resolved
@@ -31,13 +32,18 @@ def order_by_descent(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Res
 
 
 def read_parents(
-    repository: Repository, versions: Iterable[Resolved], *, with_ancestors: bool
+    repository: Repository,
+    versions: Iterable[Resolved],
+    content: Callable[[Resolved], Mapping[str, Any]],
+    *,
+    with_ancestors: bool,
 ) -> dict[Resolved, list[Resolved]]:
     """Return what versions were made from, as far as it is there still.
 
     Args:
         repository: where they are.
         versions: of models.
+        content: returns what the entry of a version says.
         with_ancestors: their parents, too, and so on.
 
     Raises:
@@ -47,14 +53,15 @@ def read_parents(
     parents: dict[Resolved, list[Resolved]] = {}
     wanted = list(versions)
     while wanted:
-        parents |= {version: _parents(repository, version, living) for version in wanted}
+        parents |= {version: _parents(repository, version, content(version), living) for version in wanted}
         further = {parent for version in wanted for parent in parents[version]} if with_ancestors else set()
         wanted = sorted(further - parents.keys(), key=_place)
     return parents
 
 
-def _parents(repository: Repository, version: Resolved, living: dict[str, frozenset[int]]) -> list[Resolved]:
-    entry = repository.entry(version).content
+def _parents(
+    repository: Repository, version: Resolved, entry: Mapping[str, Any], living: dict[str, frozenset[int]]
+) -> list[Resolved]:
     named = map(version_named, ModelVersion(version.name, version.version, (), entry).parents)
     found = []
     for name, number in filter(None, named):

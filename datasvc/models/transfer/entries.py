@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.ancestry import HISTORY
+from datasvc.models.entry_reader import EntryReader
 from datasvc.models.registry import version_named
 from datasvc.models.segments import history_of
-from datasvc.repository import Kind, Repository, Resolved, parse_reference
+from datasvc.models.transfer.named import named_objects
+from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
 from datasvc.repository.storage import redact_url
 
 # What a log writes itself.
@@ -31,6 +34,7 @@ class TargetLogs:
         self._names = names
         self._contents: dict[Resolved, Mapping[str, Any]] = {}
         self._known: dict[tuple[Kind, str], _Known] = {}
+        self._entries = EntryReader(source)
 
     def content(self, version: Resolved) -> Mapping[str, Any]:
         """Return what the entry of a version says at the source. Raises as `Repository.entry`."""
@@ -47,6 +51,18 @@ class TargetLogs:
         log = self._log(version)
         number = log.find(identity(self.content(version)))
         return None if number is None else Resolved(version.kind, log.name, number)
+
+    def named(self) -> set[ObjectInfo]:
+        """Return what the living versions of the names that were looked for name at the target.
+
+        Of a version that cannot be read nothing: what it names is sent again then. Raises UnavailableError.
+        """
+        found: set[ObjectInfo] = set()
+        for log in self._known.values():
+            for living in log.living():
+                with suppress(NotFoundError, CorruptDataError, ConfigError):
+                    found.update(named_objects(self._target, living, log.contents[living.version]))
+        return found
 
     def commit(self, version: Resolved) -> tuple[Resolved, bool]:
         """Commit a version, all objects of which are there; returns it, and whether nobody else was faster.
@@ -81,9 +97,12 @@ class TargetLogs:
             moved["parent"] = self._place(version.kind, content["parent"])
         if isinstance(content.get("merged"), list):
             moved["merged"] = [place for each in content["merged"] if (place := self._place(version.kind, str(each)))]
-        if version.kind == "models" and _num_parents(moved) < _num_parents(content):
+        leaves_parents = version.kind == "models" and _num_parents(moved) < _num_parents(content)
+        if leaves_parents and HISTORY not in moved:
             # What ancestors that stay behind consumed, this version did too: see `models.saw`.
-            moved.setdefault(HISTORY, history_of(self.source, str(version)))
+            moved[HISTORY] = history_of(self.source, str(version), entries=self._entries)
+        if isinstance(moved.get(HISTORY), list):
+            moved[HISTORY] = [self._moved_use(use) for use in moved[HISTORY]]
         if isinstance(content.get("data"), list):
             moved["data"] = [self._moved_use(use) for use in content["data"]]
         return moved
@@ -102,7 +121,21 @@ class TargetLogs:
     def _moved_use(self, use: Any) -> Any:
         if not isinstance(use, Mapping) or not isinstance(use.get("dataset"), str):
             return use
-        return {**use, "dataset": self._place("datasets", use["dataset"]) or use["dataset"]}
+        # A mixture names the versions of all its splits, and each of them again in its state.
+        named = [self._place("datasets", each) or each for each in use["dataset"].split(", ")]
+        moved = {**use, "dataset": ", ".join(named)}
+        state = use.get("state")
+        mixture = state.get("mixture") if isinstance(state, Mapping) else None
+        splits = mixture.get("splits") if isinstance(mixture, Mapping) else None
+        if isinstance(state, Mapping) and isinstance(mixture, Mapping) and isinstance(splits, list):
+            moved["state"] = {**state, "mixture": {**mixture, "splits": list(map(self._moved_split, splits))}}
+        return moved
+
+    def _moved_split(self, split: Any) -> Any:
+        if not isinstance(split, Mapping) or not isinstance(split.get("name"), str):
+            return split
+        version, slash, name = split["name"].rpartition("/")
+        return {**split, "name": f"{self._place('datasets', version) or version}{slash}{name}"}
 
     def _place(self, kind: Kind, ref: str) -> str | None:
         """Return what the target calls a version that an entry of the source names; None where it has no such one."""
@@ -124,22 +157,29 @@ class _Known:
 
     def __init__(self, target: Repository, kind: Kind, name: str) -> None:
         self.name = name
+        self.contents: dict[int, Mapping[str, Any]] = {}
+        self._kind = kind
         self._log = target.versions(kind, name)
         self._removals = target.removals(kind, name)
         self._numbers: dict[str, list[int]] = {}
-        self._read: set[int] = set()
+
+    def living(self) -> list[Resolved]:
+        """Return the versions that were read and are not removed."""
+        removed = self._removals.removed(self.contents)
+        return [Resolved(self._kind, self.name, number) for number in sorted(self.contents) if number not in removed]
 
     def find(self, identity_wanted: str, head: int | None = None) -> int | None:
         """Return the number of a living version; `head` is the newest there is, where that is known."""
-        if head is None or head not in self._read:
-            new = [number for number in self._log.numbers() if number not in self._read]
+        if head is None or head not in self.contents:
+            # Listed once; a log has no holes, so what came after is found by a few looks.
+            new = self._log.numbers_after(max(self.contents)) if self.contents else self._log.numbers()
             for entry in self._log.entries(new):
-                self._read.add(entry.number)
+                self.contents[entry.number] = entry.content
                 self._numbers.setdefault(identity(entry.content), []).append(entry.number)
         numbers = self._numbers.get(identity_wanted)
         if not numbers:
             return None
-        removed = self._removals.removed()
+        removed = self._removals.removed(numbers)
         return next((number for number in numbers if number not in removed), None)
 
 

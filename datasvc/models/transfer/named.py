@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.models.entry_objects import objects_of_entry
 from datasvc.models.records import read_table
 from datasvc.repository import Digest, ObjectInfo, Repository, Resolved
 from datasvc.repository.objects import parse_digest
@@ -31,7 +32,7 @@ def named_objects(repository: Repository, version: Resolved, content: Mapping[st
     """
     try:
         if version.kind == "models":
-            named = dict(_of_model(repository, content))
+            named = dict(_of_model(repository, version, content))
         else:
             named = dict(_of_dataset(repository, content))
     except (KeyError, TypeError, AttributeError) as error:
@@ -46,11 +47,10 @@ def named_objects(repository: Repository, version: Resolved, content: Mapping[st
     return [ObjectInfo(digest, size_bytes) for digest, size_bytes in sorted(named.items())]
 
 
-def _of_model(repository: Repository, content: Mapping[str, Any]) -> Iterator[tuple[Digest, int]]:
-    table = parse_digest(content["tensors"])
-    further = [content.get("sharding"), (content.get("code") or {}).get("diff")]
-    yield from _sized(repository, [table, *map(parse_digest, [content["state"], *filter(None, further)])])
-    for record in read_table(repository.objects, table):
+def _of_model(repository: Repository, version: Resolved, content: Mapping[str, Any]) -> Iterator[tuple[Digest, int]]:
+    named = objects_of_entry(content, version)
+    yield from _sized(repository, named.all)
+    for record in read_table(repository.objects, named.tensors):
         for piece in record.pieces:
             for link in piece.chain:
                 yield link.object, link.object_bytes

@@ -17,7 +17,8 @@ from datasvc.models.transfer.copying import Copied, copy_missing
 from datasvc.models.transfer.descent import order_by_descent, read_parents
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.transfer.named import named_objects
-from datasvc.repository import ObjectInfo, Repository, Resolved
+from datasvc.models.transfer.promise import promised
+from datasvc.repository import Entry, ObjectInfo, Repository, Resolved
 from datasvc.repository.references import check_name
 from datasvc.repository.storage import redact_url
 
@@ -96,8 +97,8 @@ def transfer(
         raise ConfigError(f"{redact_url(source.url)} is source and target at once")
     asked = [source.resolve("models", ref) for ref in refs]
     logs = TargetLogs(source, target, _new_names(asked, name))
-    versions = order_by_descent(read_parents(source, asked, with_ancestors=with_parents))
-    _check_trust(source, versions, trusted_keys)
+    versions = order_by_descent(read_parents(source, asked, logs.content, with_ancestors=with_parents))
+    _check_trust(logs, versions, trusted_keys)
     if with_data:
         versions = [*_data_versions(logs, versions), *versions]
     there = {version: logs.find(version) for version in versions}
@@ -108,24 +109,24 @@ def transfer(
         begin(sum(info.size_bytes for info in {info for named in objects.values() for info in named}))
     done: list[Transferred] = []
     moved, known = Copied(0, 0), set[ObjectInfo]()
-    for version in versions:
-        found, is_new = there[version], False
-        if found is None:
-            wanted = [info for info in objects[version] if info not in known]
-            moved += copy_missing(source.objects, target.objects, wanted, report)
-            known.update(wanted)
-            # The commit point of this version: everything that it names is there.
-            found, is_new = logs.commit(version)
-        done.append(Transferred(version, found, is_new))
+    with promised(target, objects) as keep:
+        for version in versions:
+            found, is_new = there[version], False
+            if found is None:
+                wanted = [info for info in objects[version] if info not in known]
+                moved += copy_missing(source.objects, target.objects, wanted, report, named=logs.named, keep=keep)
+                known.update(wanted)
+                # The commit point of this version: everything that it names is there.
+                found, is_new = logs.commit(version)
+            done.append(Transferred(version, found, is_new))
     return TransferReport(tuple(done), moved.num_objects, moved.bytes)
 
 
-def _check_trust(
-    repository: Repository, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None
-) -> None:
+def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None) -> None:
     keys = load_trusted_keys(trusted_keys)
     for version in versions if keys else ():
-        check_signed(repository, version, repository.entry(version), keys)
+        # The very content that moves: read again it could be another one.
+        check_signed(logs.source, version, Entry(version.version, logs.content(version)), keys)
 
 
 def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resolved]:

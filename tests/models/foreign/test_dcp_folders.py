@@ -1,5 +1,11 @@
+import io
 import os
 import pickle
+import resource
+import shutil
+import signal
+import tracemalloc
+import zipfile
 from contextlib import suppress
 
 import pytest
@@ -118,6 +124,53 @@ def test_hostile_metadata_is_refused_without_memory(repository, tmp_path, raw):
         import_model(repository, tmp_path, "m")
 
 
+def test_a_state_by_reference_costs_few_bytes_nothing(repository, tmp_path):
+    # One dict of 1000 keys, which 20,000 objects would each copy: an object and its state take six bytes here.
+    names = b"".join(b"X" + (8).to_bytes(4, "little") + b"%08d" % n + b"K\0" for n in range(1000))
+    made = b"h\0)\x81h\1b" * 20_000
+    head = b"\x80\2ctorch.distributed.checkpoint.metadata\nMetadata\nq\0}q\1(" + names + b"u"
+    (tmp_path / ".metadata").write_bytes(head + b"](" + made + b"e.")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptDataError, match=r"it holds a list"):
+            import_model(repository, tmp_path, "m")
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [b"ccollections\nOrderedDict\nq\2](" + b"h\2h\1\x85R" * 1000, b"]q\2(" + b"h\0h\3\x81" * 1000],
+)
+def test_metadata_that_multiply_what_they_hold_are_refused(repository, tmp_path, copies):
+    pairs = b"]q\1(" + b"K\1K\2\x86" * 1000 + b"e"
+    head = b"\x80\2ctorch.distributed.checkpoint.metadata\nMetadata\nq\0" + pairs + b"(" + b"K\1" * 1000 + b"tq\3"
+    (tmp_path / ".metadata").write_bytes(head + copies + b"e.")
+    with pytest.raises(CorruptDataError, match=r"copies more than it holds|positional argument"):
+        import_model(repository, tmp_path, "m")
+
+
+def test_metadata_larger_than_any_are_not_read(repository, tmp_path):
+    with (tmp_path / ".metadata").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptDataError, match="all that is believed"):
+        import_model(repository, tmp_path, "m")
+
+
+def test_a_compressed_value_is_refused(repository, tmp_path):
+    folder = written(tmp_path / "dcp", {"x": "y" * 5000})
+    (file,) = folder.glob("*.distcp")
+    sink = io.BytesIO()
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    file.write_bytes(sink.getvalue())
+    repickled(folder, lambda metadata: vars(info(metadata, "x")).update(offset=0, length=len(sink.getvalue())))
+    with pytest.raises(CorruptDataError, match="compressed archive"):
+        import_model(repository, folder, "m")
+
+
 def test_an_operation_that_torch_does_not_write_is_refused_before_it_is_done(repository, tmp_path):
     (tmp_path / ".metadata").write_bytes(b"\x80\x05\x96" + (3).to_bytes(8, "little") + b"abc.")  # a bytearray
     with pytest.raises(CorruptDataError, match="is damaged"):
@@ -141,7 +194,8 @@ def leave_out(metadata):
 
 
 def other_tensor(metadata):
-    vars(info(metadata, "model.w")).update(vars(info(metadata, "optimizer.state.0.m")))
+    a, b = vars(info(metadata, "model.w")), vars(info(metadata, "optimizer.state.0.m"))
+    a["offset"], a["length"], b["offset"], b["length"] = b["offset"], b["length"], a["offset"], a["length"]
 
 
 def nowhere(metadata):
@@ -149,7 +203,11 @@ def nowhere(metadata):
 
 
 def behind_the_end(metadata):
-    info(metadata, "model.w").length = 1 << 50
+    max(metadata.storage_data.values(), key=lambda each: each.offset).length = 1 << 50
+
+
+def shared(metadata):
+    vars(info(metadata, "model.w")).update(vars(info(metadata, "model.b")))
 
 
 def huge_list(metadata):
@@ -173,6 +231,7 @@ def nothing(metadata):
         (other_tensor, "is not the float32"),
         (nowhere, "lies nowhere"),
         (behind_the_end, "was cut off"),
+        (shared, "lie over each other"),
         (two_in_one_place, "one place"),
         (nothing, "does not say"),
     ],
@@ -193,6 +252,25 @@ def test_a_list_index_of_any_size_costs_nothing(repository, tmp_path):
     assert torch.equal(restore(repository, "m").state["model"][1 << 60]["w"], STATE["model"]["w"])
 
 
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_in_a_data_file_is_never_imported_as_other_data(repository, tmp_path, data):
+    state = {"model": {"w": torch.arange(40.0)}, "name": "abcdefgh"}
+    folder = tmp_path / "dcp"
+    if not folder.exists():
+        written(folder, state)
+        shutil.copy(folder / "__0_0.distcp", tmp_path / "whole")
+        import_model(repository, folder, "whole", codec="none")
+    raw = bytearray((tmp_path / "whole").read_bytes())
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    (folder / "__0_0.distcp").write_bytes(raw)
+    try:
+        import_model(repository, folder, "m", codec="none")
+    except CorruptDataError:
+        return
+    assert same(repository, "m", "whole")  # what fills the archive up
+
+
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_metadata_is_refused_in_our_words(repository, tmp_path, data):
@@ -206,3 +284,19 @@ def test_flipped_metadata_is_refused_in_our_words(repository, tmp_path, data):
     (folder / ".metadata").write_bytes(raw)
     with suppress(DatasvcError):
         import_model(repository, folder, "m", codec="none")
+
+
+def test_what_dcp_cannot_hold_and_a_full_disk_are_called_so(repository, tmp_path):
+    save(repository, "m", {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, step=0)
+    with pytest.raises(ConfigError, match=r"cannot be written as DCP: .*a\.b"):
+        export_model(repository, "m", tmp_path / "out", "dcp")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    (tmp_path / "full").mkdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"large|full"):
+            write_dcp_folder(tmp_path / "full", {"w": torch.ones(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

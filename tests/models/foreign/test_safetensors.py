@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.models import restore, save
 from datasvc.models.foreign import export_model, import_model
 from datasvc.models.foreign.safetensors_header import DTYPES, MAX_HEADER_BYTES, encode_header, read_header
@@ -75,13 +75,37 @@ def test_shards_with_an_index_go_out_and_in_again(repository, tmp_path):
     assert equal(restore(repository, "n").state["model"], WEIGHTS)
 
 
-def test_a_configuration_that_came_along_goes_along(repository, tmp_path):
+@pytest.mark.parametrize("more", ["1", "Infinity", '"' + "x" * (1 << 20) + '"'])
+def test_a_configuration_that_came_along_goes_along(repository, tmp_path, more):
     (tmp_path / "hub").mkdir()
     save_file(WEIGHTS, tmp_path / "hub" / "model.safetensors")
-    (tmp_path / "hub" / "config.json").write_text('{"model_type": "bert"}')
+    config = f'{{"model_type":   "bert", "torch_dtype": "float32", "more": {more}}}'
+    (tmp_path / "hub" / "config.json").write_text(config)
     import_model(repository, tmp_path / "hub", "m")
     export_model(repository, "m", tmp_path / "out", "huggingface")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "bert"}
+    assert (tmp_path / "out" / "config.json").read_text() == config
+    export_model(repository, "m", tmp_path / "half", "huggingface", dtype="bfloat16")
+    told = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert told == {**json.loads(config), "torch_dtype": "bfloat16"}
+    kept = repository.entry(repository.resolve("models", "m")).content["config"]
+    assert (kept.get("huggingface", {}).get("model_type") == "bert") == (more == "1")
+
+
+def test_a_configuration_too_large_to_keep_is_refused(repository, tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(17 << 20)
+    with pytest.raises(ConfigError, match="move it away"):
+        import_model(repository, tmp_path, "m")
+
+
+def test_a_cast_that_would_make_infinities_and_a_name_that_is_taken_are_refused(repository, tmp_path):
+    save(repository, "m", {"model": {"w": torch.tensor([1e6, 1.0]), "__metadata__": torch.ones(1)}}, step=0)
+    with pytest.raises(ConfigError, match=r"1 of 2 numbers of tensor 'model.w' are too large for float16"):
+        export_model(repository, "m", tmp_path / "out", dtype="float16")
+    with pytest.raises(ConfigError, match="can be called __metadata__"):
+        export_model(repository, "m", tmp_path / "out", "huggingface")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_whole_checkpoint_comes_back_as_it_was(repository, tmp_path):
@@ -91,6 +115,44 @@ def test_a_whole_checkpoint_comes_back_as_it_was(repository, tmp_path):
     import_model(repository, tmp_path / "out", "n")
     a, b = (repository.entry(repository.resolve("models", name)).content for name in ("m", "n"))
     assert (a["tensors"], a["state"]) == (b["tensors"], b["state"])
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ('{"x": {"$tensor": "zzz"}}', "tensor.* is damaged"),
+        ('{"x": ' + "[" * 200 + "]" * 200 + "}", "nested deeper"),
+        ("{}", "tensor 'a' 0 times"),
+        ('{"x": {"$tensor": "a"}, "y": {"$tensor": "a"}}', "tensor 'a' 2 times"),
+        ('{"$dict": [["x", {"$tensor": "a"}], ["x", 1]]}', "tensor 'a' 0 times"),
+        ('{"x": {"$tensor": "a"}, "y": NaN}', "NaN is no JSON"),
+        ('{"x": {"$tensor": "a"}, "y": 1e999}', "cannot be stored"),
+        ('{"x": {"$tensor": "a"}, "y": {"$float": ' + "9" * 400 + "}}", "too large"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_before_anything_is_stored(repository, tmp_path, state, message):
+    save_file({"a": torch.ones(2000)}, tmp_path / "tensors.safetensors")
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises((ConfigError, CorruptDataError), match=message):
+        import_model(repository, tmp_path, "m")
+    assert not (tmp_path / "repo" / "objects").exists()
+
+
+def test_a_prefix_may_look_like_a_mark(repository, tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    import_model(repository, tmp_path / "x.safetensors", "m", prefix="$m")
+    assert torch.equal(restore(repository, "m").state["$m"]["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("codec", ["none", "delta"])
+def test_a_parent_that_is_not_there_is_refused_before_anything_is_read(repository, tmp_path, codec):
+    for parent in ("nosuch@99", "nosuch"):
+        with pytest.raises(NotFoundError, match="nosuch"):
+            import_model(repository, tmp_path / "no file", "m", parent=parent, codec=codec)
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    import_model(repository, tmp_path / "x.safetensors", "m")
+    import_model(repository, tmp_path / "x.safetensors", "m", parent="m", codec=codec)
+    assert repository.entry(repository.resolve("models", "m@2")).content["parent"] == "m@1"
 
 
 def test_a_part_under_other_names_and_in_another_dtype_goes_out_and_in(repository, tmp_path):

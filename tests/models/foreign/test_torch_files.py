@@ -2,6 +2,8 @@ import collections
 import errno
 import io
 import os
+import subprocess
+import sys
 import zipfile
 from contextlib import suppress
 
@@ -13,7 +15,7 @@ from torch import nn
 
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
 from datasvc.models import restore, save
-from datasvc.models.foreign import export_model, import_model
+from datasvc.models.foreign import export_model, import_model, plain_pickle, torch_files
 from datasvc.models.foreign.torch_files import save_to
 
 STATE = {
@@ -24,6 +26,10 @@ STATE = {
     },
     "epoch": 3,
 }
+
+
+ONES = torch.ones(1 << 18)
+NUMBERS = {f"{number}": number for number in range(10_000)}
 
 
 class Runs:
@@ -114,6 +120,113 @@ def test_a_tensor_that_repeats_one_value_a_billion_times_is_refused(repository, 
     torch.save({"w": torch.zeros(1).expand(1 << 30)}, tmp_path / "x.pt")
     with pytest.raises(ConfigError, match="'w' repeats few values"):
         import_model(repository, tmp_path / "x.pt", "m")
+
+
+def doubled(levels):
+    value = []
+    for _ in range(levels):
+        value = [value, value]
+    return {"w": torch.ones(1), "x": value}
+
+
+class Reduced:
+    """Pickled as a call of anything."""
+
+    def __init__(self, *reduced):
+        self.reduced = reduced
+
+    def __reduce__(self):
+        return self.reduced[:2]
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (doubled(60), "too many values"),
+        ({"x": Reduced(bytearray, (1 << 40,))}, "holds a bytearray, which cannot be stored"),
+        ({"x": {1, 2}}, "holds a set, which cannot be stored"),
+        ({"x": Reduced(torch.Tensor, (1 << 40,))}, r"torch.Tensor|is damaged"),
+        ({"x": torch.eye(3).to_sparse()}, "not dense"),
+        ({"x": Reduced(torch.storage.UntypedStorage, (1 << 40,))}, "UntypedStorage|is damaged"),
+        ({(1, 2): torch.ones(1)}, "a key that is neither text nor a plain number"),
+        ({"x": [0] * 200_000}, "more than 100000 values"),
+        ({f"w{n}": ONES[:] for n in range(40)}, "share so much memory"),
+    ],
+)
+def test_what_would_take_more_memory_than_its_file_is_refused(
+    repository, tmp_path, monkeypatch, value, message, is_zip
+):
+    monkeypatch.setattr(plain_pickle, "MAX_OBJECTS", 100_000)
+    monkeypatch.setattr(torch_files, "MAX_NODES", 10_000)
+    (tmp_path / "x.pt").write_bytes(bytes_of(value, _use_new_zipfile_serialization=is_zip))
+    with pytest.raises((ConfigError, CorruptDataError), match=message):
+        import_model(repository, tmp_path / "x.pt", "m")
+
+
+def test_everything_plain_that_torch_saves_is_read(repository, tmp_path):
+    net = nn.Linear(2, 2)
+    net.weight.note = "an attribute"
+    plain = {
+        "param": net.weight,
+        "tied": [torch.ones(3)] * 2,
+        "small": torch.ones(2).to(torch.float8_e4m3fn),
+        "unsigned": torch.ones(2, dtype=torch.uint16),
+        "bytes": b"\xff\0",
+        "counter": collections.Counter("abca"),
+        "shape": torch.Size([2, 3]),
+        "numbers": [1 << 70, -0.5, True, None],
+        "shared": [(0.9, 0.999)] * 3,
+    }
+    torch.save(plain, tmp_path / "x.pt")
+    import_model(repository, tmp_path / "x.pt", "m")
+    found = restore(repository, "m").state
+    assert torch.equal(found["param"], net.weight)
+    assert found["bytes"] == plain["bytes"]
+    assert found["counter"] == {"a": 2, "b": 1, "c": 1}
+    assert found["shared"] == plain["shared"]
+    assert found["numbers"] == plain["numbers"]
+
+
+CHILD = """
+import resource, sys
+from datasvc.errors import DatasvcError
+from datasvc.models.foreign import import_model
+from datasvc.repository import Repository
+import torch
+repository = Repository.open(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[2:]:
+    try:
+        import_model(repository, path, "m")
+    except DatasvcError:
+        continue
+    raise SystemExit(f"{path} was imported")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_hostile_files_are_refused_with_little_memory(repository, tmp_path):
+    hostile = {
+        "lists": doubled(60),
+        "bytearray": {"x": Reduced(bytearray, (400 << 20,))},
+        "counters": {"x": [Reduced(collections.Counter, (NUMBERS,)) for _ in range(5000)]},
+        "repeated": {"w": torch.zeros(1).expand(1 << 30)},
+    }
+    for name, value in hostile.items():
+        torch.save(value, tmp_path / name)
+    words = [sys.executable, "-c", CHILD, repository.url, *(str(tmp_path / name) for name in hostile)]
+    grown_kb = int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    assert grown_kb < 300 << 10
+
+
+def test_a_dtype_that_cannot_be_stored_is_named_unless_it_is_left_out(repository, tmp_path):
+    torch.save({"w": torch.ones(2, dtype=torch.complex32), "v": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match=r"w' is complex32, which cannot be stored"):
+        import_model(repository, tmp_path / "x.pt", "m")
+    import_model(repository, tmp_path / "x.pt", "m", exclude=["w"])
+    assert list(restore(repository, "m").state["model"]) == ["v"]
 
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
