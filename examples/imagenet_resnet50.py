@@ -55,10 +55,10 @@ def main() -> None:
     )
 
     # Rank 0 looks, for all: another job may commit a version between two looks.
-    versions = repo.repository.versions("models", args.name)
-    newest = hvd.broadcast_object(versions.head() and f"{args.name}@{versions.head()}", name="newest")
+    versions = repo.repository.living("models", args.name)
+    newest = hvd.broadcast_object(versions and f"{args.name}@{versions[-1]}", name="newest")
     if newest:
-        state = repo.restore(newest).state
+        state = repo.restore(newest, cache=cache).state
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         loader.load_state_dict(state["loader"])

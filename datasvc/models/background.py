@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from datasvc.errors import NotFoundError
 from datasvc.models.checkpoint import base_records, commit
 from datasvc.models.content import Content
 from datasvc.models.data_use import DataUse
@@ -102,6 +103,7 @@ class Writer:
             self._repository.objects,
             prepare,
             lambda stored: self._commit(stored, about, handle, began_s),
+            step=about.step,
             base=lambda: self._base(about) if self._codec == "delta" else (),
             held=self._held,
             codec=self._codec,
@@ -120,9 +122,18 @@ class Writer:
     def _base(self, about: About) -> Sequence[TensorRecord]:
         """Return the tensors that those of the save are stored as differences to."""
         parent = self._parent(about)
-        if parent is not None and self._records[0] == parent:
+        # Remembered records may name objects that went with their version: as long as it is there, they are.
+        if parent is not None and self._records[0] == parent and self._is_there(parent):
             return self._records[1]
+        self._records = ("", ())
         return base_records(self._repository, self._name, parent)
+
+    def _is_there(self, version: str) -> bool:
+        try:
+            self._repository.resolve("models", version)
+        except NotFoundError:
+            return False
+        return True
 
     def _commit(self, stored: Stored, about: About, handle: SaveHandle, began_s: float) -> Resolved:
         duration = {"stall_s": handle.stall_s, "total_s": time.perf_counter() - began_s}

@@ -23,6 +23,7 @@ LOOK_EVERY_S: Final = 1.0
 """How long several ranks go on between two looks at the clock and at signals, about: a look is a message to all."""
 _MEASURED_STEPS: Final = 64
 _LEAST_MEASURED_STEPS: Final = 8
+_LATEST_STEPS: Final = 4
 # What takes longer is something else than a step, such as an evaluation, and no reason to save less often.
 _LONGEST_STEP: Final = 10.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
@@ -114,6 +115,7 @@ class Cadence:
         self._last_end = self._last_save = now()
         self._last_look: int | None = None
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)
+        self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)
         self._was_saving = False
         self._debt_s = 0.0
 
@@ -131,6 +133,7 @@ class Cadence:
         """A step has ended; `is_saving` says whether something is being written beside it."""
         ended = self._now()
         took_s, self._last_end = ended - self._last_end, ended
+        self._latest.append(took_s)
         is_disturbed, self._was_saving = is_saving or self._was_saving, is_saving
         if self._pace.max_stall is None:
             if not is_disturbed:
@@ -147,12 +150,17 @@ class Cadence:
         """A save has stopped the training for `stall_s` seconds, which are no part of a step."""
         self._last_end = self._last_save = self._now()
         self._debt_s += stall_s
+        self._was_saving = True  # though it may be written before the step has ended
+
+    def spent(self, spent_s: float) -> None:
+        """A save has kept a device from the training for `spent_s` seconds, within steps that have ended or will."""
+        self._debt_s += spent_s
 
     def look(self, step: int, *, is_saving: bool) -> Look:
         """Say whether to save after `step`, which has just ended, and when to look again."""
         before = step - 1 if self._last_look is None else self._last_look
         self._last_look = step
-        return Look(self._is_due(before, step, is_saving=is_saving), step + self._steps_to_next_look(step))
+        return Look(self._is_due(before, step, is_saving=is_saving), step + self._steps_to_next_look(before, step))
 
     def _is_due(self, before: int, step: int, *, is_saving: bool) -> bool:
         pace = self._pace
@@ -167,10 +175,11 @@ class Cadence:
         # Nothing but the share: not before it is known how long a step takes.
         return len(self._undisturbed) >= _LEAST_MEASURED_STEPS
 
-    def _steps_to_next_look(self, step: int) -> int:
-        usual_s = self.step_s
-        if not usual_s:
+    def _steps_to_next_look(self, before: int, step: int) -> int:
+        longest_s = max(self._latest, default=0.0)
+        if not longest_s:
             return 1
-        steps = max(1, math.floor(LOOK_EVERY_S / usual_s))
+        # A signal waits for the next look: steps that have become slow count at once, quick ones little by little.
+        steps = min(max(1, math.floor(LOOK_EVERY_S / longest_s)), 2 * max(1, step - before))
         every = self._pace.every_steps
         return steps if every is None else min(steps, every - step % every)

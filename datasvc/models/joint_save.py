@@ -83,6 +83,7 @@ def save_together(
     prepare: Callable[[], Content],
     commit: Callable[[Stored], Resolved],
     *,
+    step: int,
     base: Callable[[], Sequence[TensorRecord]],
     held: Mapping[str, torch.Tensor],
     codec: Codec,
@@ -95,30 +96,38 @@ def save_together(
         prepare: returns what this rank has to save; tensors of the common state have the same names, dtypes and
             shapes on all ranks.
         commit: called on rank 0, once everything is stored.
+        step: of the state.
         base: records of the version before.
         held: tensors that may be those of the base, see `store_tensors`.
         codec: see `store_tensors`.
 
     Raises:
+        ConfigError: the ranks are at different steps; nothing is visible.
         DatasvcError: a rank failed; nothing is visible.
         UnavailableError: a rank was lost before the commit; nothing is visible.
         UnknownOutcomeError: one was lost while rank 0 committed.
     """
     share, error, content = None, None, None
+    fingerprints: Mapping[str, int] = {}
     try:
         content = prepare()
+        if channel.size > 1:
+            fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(content.tensors.items())}
     except Exception as failure:  # noqa: BLE001 - told to all ranks, and raised on all
         error = failure
-    raise_together(channel.exchange(describe_error(error)), error)
+    answers = channel.exchange([describe_error(error), step])
+    raise_together([answer[0] for answer in answers], error)
+    if len({answer[1] for answer in answers}) > 1:
+        raise ConfigError(f"the ranks write different steps; by rank: {[answer[1] for answer in answers]}")
     assert content is not None
-    of_first = _find_unlike(channel, content.tensors)
+    of_first = _find_unlike(channel, fingerprints)
     try:
-        share = _store_share(channel, objects, content, of_first, base=base(), held=held, codec=codec)
+        share = _store_share(channel, objects, content, of_first, base=base(), held=held, codec=codec).encode()
     except Exception as failure:  # noqa: BLE001 - likewise
         error = failure
     raise_together(channel.exchange(describe_error(error)), error)
     assert share is not None
-    shares = channel.gather(share.encode())
+    shares = channel.gather(share)
     version = None
     if channel.rank == 0:
         try:
@@ -144,18 +153,22 @@ def _hear_of_commit(channel: Channel, version: Resolved | None, error: BaseExcep
     return Resolved("models", name, number)
 
 
-def _find_unlike(channel: Channel, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Return the tensors that are not the same bytes on all ranks, as those of a batch normalisation are not."""
+def _find_unlike(channel: Channel, fingerprints: Mapping[str, int]) -> frozenset[str]:
+    """Return the tensors that are not the same bytes on all ranks, as those of a batch normalisation are not.
+
+    Args:
+        channel: between the ranks.
+        fingerprints: of this rank's, by names in an order that is the same on all ranks.
+    """
     import torch
 
     if channel.size == 1:
         return frozenset()
-    names = sorted(tensors)
     # The largest of x and of -x are opposites where all ranks have the same x.
-    own = torch.tensor([_fingerprint(tensors[name]) for name in names], dtype=torch.int64)
+    own = torch.tensor(list(fingerprints.values()), dtype=torch.int64)
     found = channel.largest(torch.cat([own, -own]))
-    unlike = found[: len(names)] != -found[len(names) :]
-    return frozenset(name for name, differs in zip(names, unlike.tolist(), strict=True) if differs)
+    unlike = found[: len(own)] != -found[len(own) :]
+    return frozenset(name for name, differs in zip(fingerprints, unlike.tolist(), strict=True) if differs)
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:

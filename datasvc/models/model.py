@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
 
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError
 from datasvc.models.background import About, Writer
 from datasvc.models.cadence import Cadence, parse_duration, parse_pace
-from datasvc.models.checkpoint import Checkpoint, restore
+from datasvc.models.checkpoint import Checkpoint, exact_version, restore
+from datasvc.models.code import capture_code
 from datasvc.models.content import Content, describe_unlike, take_apart
 from datasvc.models.data_use import DataUse
 from datasvc.models.preemption import Preemption
@@ -28,6 +31,7 @@ from datasvc.repository.references import check_name
 logger = logging.getLogger(__name__)
 
 _NUM_BUFFERS: Final = 2
+FAILURES: Final = ("raise", "log")
 TIMEOUT_S: Final = 600.0
 
 
@@ -44,11 +48,14 @@ class Model:
         max_stall: share of the training's time that saves may take, "3%" or 0.03: they are spaced out until it is
             kept. Without `every`, `should_save` says yes as often as that allows. None: any share.
         overlap: what a save does while others are under way: "queue" waits for room once two are, "refuse" raises.
+        failures: what a save does where an earlier one failed and nobody was told: "raise" that, or "log" it and go
+            on, as it does in any case once the run is to end. `wait` and `close` raise it.
         grace: takes SIGTERM and Ctrl-C, and is the time in which the run may end after one, "30s"; see `stop_signal`.
             None: signals do what they did.
         group: of torch.distributed, whose ranks save together; None: all of them, where it is set up.
         timeout_s: how long a rank may be silent before the others give up a save.
-        restoring: reads a checkpoint by its reference; default from the repository alone.
+        restoring: reads a checkpoint by its reference, and takes the options of `Model.restore`; default from the
+            repository alone.
 
     Attributes:
         name: of the model.
@@ -68,21 +75,27 @@ class Model:
         every: int | str | None = None,
         max_stall: float | str | None = None,
         overlap: str = "queue",
+        failures: str = "raise",
         grace: str | None = None,
         group: Any = None,
         timeout_s: float = TIMEOUT_S,
-        restoring: Callable[[str], Checkpoint] | None = None,
+        restoring: Callable[..., Checkpoint] | None = None,
     ) -> None:
         self.name = check_name(name, "model")
         if codec not in CODECS:
             raise ConfigError(f"there is no codec {codec!r}; there are {', '.join(CODECS)}")
+        if failures not in FAILURES:
+            raise ConfigError(f"failures is {failures!r}; expected one of {', '.join(FAILURES)}")
+        self._failures = failures
         self._repository = repository
-        self._restore = restoring or (lambda ref: restore(repository, ref))
+        self._restore = restoring or partial(restore, repository)
         self._pace = parse_pace(every, max_stall)
         self._cadence = Cadence(self._pace)
         self._saver = Saver(limit=_NUM_BUFFERS, overlap=overlap)
         grace_s = None if grace is None else parse_duration(grace)
         self._front, self._back = open_channels(group, timeout_s)
+        if self._front.rank == 0:
+            capture_code()  # what runs, not what lies there when the first save is committed
         self._preemption = None if grace_s is None else Preemption(grace_s)
         self._writer = Writer(repository, name, codec, self._back)
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
@@ -121,7 +134,7 @@ class Model:
             UnavailableError: a rank is lost.
         """
         while self._device_stalls_s:
-            self._cadence.stalled(self._device_stalls_s.popleft())
+            self._cadence.spent(self._device_stalls_s.popleft())
         is_saving = self._saver.is_busy
         self._cadence.ended_step(is_saving=is_saving)
         if self._front.size > 1 and step < self._next_look:
@@ -174,47 +187,71 @@ class Model:
 
         Raises:
             ConfigError: a value cannot be stored, or ranks have different tensors; names it.
+            NotFoundError: `parent` is no version of its model.
             BusyError: an earlier save goes on, and overlap is refused.
-            DatasvcError: an earlier save failed, and nobody was told.
+            DatasvcError: an earlier save failed, and nobody was told; see `failures`.
             UnavailableError: a rank is lost.
         """
         began_s = time.perf_counter()
         handle = SaveHandle(step)
-        content = self._agree(step, lambda: take_apart(state, rank_state, self._front.rank))
-        about = copy.deepcopy(About(step, tuple(data), config, metrics, parent, message))
-        self._saver.wait_for_room()
-        copied = self._copy(content)
-        handle.stall_s = time.perf_counter() - began_s
-        self._saver.submit(
-            handle,
-            lambda: self._writer.write(content, copied, about, handle, self._device_stalls_s.append, began_s),
+        about, content = self._agree(
+            lambda: copy.deepcopy(
+                # What a tag means now: it may have moved by the time this is committed.
+                About(step, tuple(data), config, metrics, exact_version(self._repository, parent), message)
+            ),
+            lambda: take_apart(state, rank_state, self._front.rank),
+            step=step,
         )
+        try:
+            self._saver.wait_for_room()
+            copied = self._copy(content)
+        except BaseException as failure:
+            # The others are saving by now: their threads hear from this rank's that it does not.
+            copied = _failing(DatasvcError(f"the save of step {step} was interrupted: {failure!r}"))
+            handle.mark_told()
+            raise
+        finally:
+            handle.stall_s = time.perf_counter() - began_s
+            self._saver.submit(
+                handle,
+                lambda: self._writer.write(content, copied, about, handle, self._device_stalls_s.append, began_s),
+            )
         self._cadence.stalled(handle.stall_s)
         if wait:
             handle.result()
         return handle
 
-    def restore(self, ref: str | None = None) -> Checkpoint:
+    def restore(self, ref: str | None = None, **how: Any) -> Checkpoint:
         """Return a checkpoint, every byte verified, the same on every rank; what is saved next continues it.
+
+        Saves that are under way are waited for: they continue what was there when they were asked for.
 
         Args:
             ref: a version or tag of any model, "digits-cnn@3"; None: the newest of this one.
+            **how: options of the restore beside those that the model was opened with, such as `report`, which is told
+                of progress; see `restoring.restore`.
 
         Raises:
             ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
             CorruptDataError: an entry, the state or a tensor was changed; names it.
         """
-        error, version, checkpoint = None, None, None
+        self._saver.finish()
+        error: Exception | None = None
+        version, checkpoint = None, None
         try:
             if self._front.rank == 0:
                 version = str(self._repository.resolve("models", ref or self.name))
-        except DatasvcError as failure:
+        except Exception as failure:
+            if self._front.size == 1:
+                raise
             error = failure
         answers = self._front.exchange([describe_error(error), version])
         raise_together([answer[0] for answer in answers], error)
         try:
-            checkpoint = self._restore(answers[0][1])
-        except DatasvcError as failure:
+            checkpoint = self._restore(answers[0][1], **how)
+        except Exception as failure:
+            if self._front.size == 1:
+                raise
             error = failure
         raise_together(self._front.exchange(describe_error(error)), error)
         assert checkpoint is not None
@@ -240,6 +277,8 @@ class Model:
     def close(self) -> None:
         """Wait for all saves; let go of signals, memory and the other ranks. After a signal, within the grace.
 
+        A signal that no `should_save` has told of does then what it would have done.
+
         Raises:
             DatasvcError: a save failed, and nobody was told.
             UnavailableError: a save has not ended within the grace; it goes on until the process ends.
@@ -252,35 +291,53 @@ class Model:
                 self._let_go()
 
     def _let_go(self) -> None:
-        if self._preemption is not None:
-            self._preemption.close()
         self._front.close()
         self._back.close()
         self._writer.forget_copies()
         for buffer in self._buffers:
             buffer.release()
+        if self._preemption is not None:
+            self._preemption.close()
+            received, self._preemption = self._preemption.received, None
+            if received is not None and self.stop_signal is None:
+                signal.raise_signal(received)
 
-    def _agree(self, step: int, prepare: Callable[[], Content]) -> Content:
+    def _agree(
+        self, describe: Callable[[], About], take: Callable[[], Content], *, step: int
+    ) -> tuple[About, Content]:
         """Return what is to be saved, once it is certain that all ranks save, and the same. Raises as `save`."""
-        error, content = None, None
+        error, about, content = None, None, None
+        told: list[int] = []
         try:
             self._saver.check(step)
-            content = prepare()
+            self._tell(told)
+            about, content = describe(), take()
         except Exception as failure:
             if self._front.size == 1:
                 raise
             error = failure
         if self._front.size > 1:
             digest = None if content is None else content.form_digest
-            answers = self._front.exchange([describe_error(error), step, digest])
+            answers = self._front.exchange([describe_error(error), step, digest, told])
+            self._saver.mark_told({number for answer in answers for number in answer[3]})
             raise_together([answer[0] for answer in answers], error)
             if len({answer[1] for answer in answers}) > 1:
                 raise ConfigError(f"the ranks save different steps; by rank: {[answer[1] for answer in answers]}")
             assert content is not None
             if len({answer[2] for answer in answers}) > 1:
                 raise ConfigError(describe_unlike(self._front.exchange(content.form)))
+        assert about is not None
         assert content is not None
-        return content
+        return about, content
+
+    def _tell(self, told: list[int]) -> None:
+        """Raise why an earlier save failed, or log it where the run goes on; adds to `told` which saves these are."""
+        while (failure := self._saver.take_failure()) is not None:
+            number, error = failure
+            told.append(number)
+            if self._failures == "raise" and self.stop_signal is None:
+                raise error
+            logger.error("%s", error)
 
     def _copy(self, content: Content) -> Callable[[], Copies]:
         """Copy the tensors; returns what gives the copies, or raises in the background, where all ranks hear it."""
@@ -289,12 +346,7 @@ class Model:
         try:
             copies = buffer.copy(content.all_tensors)
         except Exception as failure:  # noqa: BLE001 - raised by the one that is returned
-            error = failure
-
-            def fail() -> Copies:
-                raise error
-
-            return fail
+            return _failing(failure)
 
         def give() -> Copies:
             # The next save is stopped for less if it finds memory that was touched; without, it says what is missing.
@@ -303,3 +355,10 @@ class Model:
             return copies
 
         return give
+
+
+def _failing(error: Exception) -> Callable[[], Copies]:
+    def fail() -> Copies:
+        raise error
+
+    return fail

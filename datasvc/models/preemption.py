@@ -21,11 +21,15 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 # A terminal and a launcher both pass the same Ctrl-C on.
 _SAME_CTRL_C_S: Final = 2.0
 
+_open: list[Preemption] = []
+"""Those that take signals, oldest first."""
+
 
 class Preemption:
     """Takes note of SIGTERM and Ctrl-C instead of ending at once. Close it to have them as they were.
 
-    A second Ctrl-C, some time after the first, interrupts as usual: somebody wants it now.
+    A second Ctrl-C, some time after the first, interrupts as usual: somebody wants it now. Of several at a time all
+    take note. A forked child has the signals as they were.
 
     Args:
         grace_s: seconds after the first signal in which the process may end by itself; then it is ended.
@@ -45,10 +49,15 @@ class Preemption:
         self.received: int | None = None
         self._grace_s = grace_s
         self._received_s = 0.0
+        self._pid, self._is_closed = os.getpid(), False
         # A handler must not start a thread: it may have interrupted the start of another.
         self._has_come, self._is_over = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="datasvc-grace", daemon=True).start()
-        self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in SIGNALS}
+        _open.append(self)
+        self._previous: dict[int, Any] = {}
+        for number in SIGNALS:
+            self._previous[number] = signal.getsignal(number)
+            signal.signal(number, self._note)
 
     @property
     def left_s(self) -> float:
@@ -59,17 +68,38 @@ class Preemption:
 
     def close(self) -> None:
         """Let the signals do again what they did before; whoever was to be ended is not any more."""
+        if self._is_closed:
+            return
         self._is_over.set()
         self._has_come.set()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._is_closed = True
+        _open.remove(self)
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, handler in self._previous.items():
+        for number in SIGNALS:
+            handler = self._before(number)
             # Another handler that was set since is not ours to take away; None was not set from Python.
             if signal.getsignal(number) == self._note and handler is not None:
                 signal.signal(number, handler)
-        self._previous = {}
+
+    def _before(self, number: int) -> Any:
+        """Return what took the signal before, of what still takes signals."""
+        handler = self._previous.get(number)
+        while (owner := _owner(handler)) is not None and owner._is_closed:  # noqa: SLF001
+            handler = owner._previous.get(number)  # noqa: SLF001
+        return handler
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        before = self._before(number)
+        if self._is_closed or self._pid != os.getpid():
+            # Whoever took the signals since has put this handler back, or a fork is just being made.
+            _handle(before, number, frame)
+            return
+        if _owner(before) is not None:
+            before(number, frame)
         now_s = time.monotonic()
         if self.received is None:
             self.received, self._received_s = number, now_s
@@ -86,3 +116,27 @@ class Preemption:
         sys.stderr.write(f"{name} came {self._grace_s:g} s ago and the run goes on: what is not committed is lost\n")
         sys.stderr.flush()
         os._exit(128 + self.received)
+
+
+def _owner(handler: Any) -> Preemption | None:
+    """Return whose handler it is, if it is one of ours."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, Preemption) else None
+
+
+def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
+    """Do with a signal what `handler` does, as `signal.getsignal` gave it."""
+    if callable(handler):
+        handler(number, frame)
+    elif handler == signal.SIG_DFL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def _forget_all() -> None:
+    """Have a forked child end by signals: it has neither the run that looks for them nor the watch over the grace."""
+    for preemption in reversed(list(_open)):
+        preemption._let_go()  # noqa: SLF001
+
+
+os.register_at_fork(after_in_child=_forget_all)

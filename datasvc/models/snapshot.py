@@ -36,13 +36,19 @@ class Copies:
 
     tensors: Mapping[str, torch.Tensor]
     nbytes: int
-    _events: tuple[tuple[Any, Any], ...]
+    _events: tuple[tuple[torch.device, Any, Any], ...]
 
     def wait(self) -> float:
         """Return once devices have copied, with the seconds for which the busiest of them did nothing else."""
-        for _, ended in self._events:
-            ended.synchronize()
-        return max((began.elapsed_time(ended) / 1000 for began, ended in self._events), default=0.0)
+        import torch
+
+        longest_s = 0.0
+        for device, began, ended in self._events:
+            # Another thread's current device is the first, which this process may have nothing to do with.
+            with torch.cuda.device(device):
+                ended.synchronize()
+                longest_s = max(longest_s, began.elapsed_time(ended) / 1000)
+        return longest_s
 
 
 class HostBuffer:
@@ -51,6 +57,8 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._is_pinned = False
+        # Whose driver was asked to pin the memory, which it may have refused; None: none was.
+        self._pinned_for: torch.device | None = None
         self._lock = threading.Lock()
 
     @property
@@ -74,7 +82,7 @@ class HostBuffer:
         filled: dict[int, torch.Tensor] = {}
         events = _Events()
         with self._lock, torch.no_grad():
-            self._grow(nbytes, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+            self._grow(nbytes, pinned_for=next((each.device for each in tensors.values() if each.is_cuda), None))
             for name, tensor in tensors.items():
                 place = places[name]
                 if not tensor.numel():
@@ -92,7 +100,7 @@ class HostBuffer:
         """
         with self._lock:
             if self._memory is None and other.capacity_bytes:
-                self._grow(other.capacity_bytes, pinned=other._is_pinned)
+                self._grow(other.capacity_bytes, pinned_for=other._pinned_for)
                 self._touch()
 
     def release(self) -> None:
@@ -107,14 +115,14 @@ class HostBuffer:
     def _release(self) -> None:
         if self._memory is not None and self._is_pinned:
             _unpin(self._memory)
-        self._memory, self._is_pinned = None, False
+        self._memory, self._is_pinned, self._pinned_for = None, False, None
 
-    def _grow(self, nbytes: int, *, pinned: bool) -> None:
-        if nbytes <= self.capacity_bytes and (self._is_pinned or not pinned):
+    def _grow(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
+        if nbytes <= self.capacity_bytes and (self._pinned_for is not None or pinned_for is None):
             return
         self._release()
-        memory = _map_memory(nbytes)
-        self._memory, self._is_pinned = memory, pinned and _pin(memory)
+        self._memory, self._pinned_for = _map_memory(nbytes), pinned_for
+        self._is_pinned = pinned_for is not None and _pin(self._memory, pinned_for)
 
     def _fill(self, place: int, tensor: torch.Tensor, events: _Events) -> torch.Tensor:
         assert self._memory is not None
@@ -122,7 +130,10 @@ class HostBuffer:
         copied = room.view(tensor.dtype).view(tensor.shape)
         if tensor.is_cuda:
             events.begin(tensor.device)
-            copied.copy_(tensor, non_blocking=True)
+            # It may be of another stream, on which its memory is given to something else once it is freed.
+            tensor.record_stream(events.stream(tensor.device))
+            # Resolved on the device: `copy_` would do it on the host, without waiting for the bytes.
+            copied.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         else:
             copied.copy_(tensor)
         return copied
@@ -138,15 +149,20 @@ class _Events:
         if device not in self._began:
             self._began[device] = self._record(device)
 
-    def end(self) -> tuple[tuple[Any, Any], ...]:
-        return tuple((began, self._record(device)) for device, began in self._began.items())
+    def end(self) -> tuple[tuple[torch.device, Any, Any], ...]:
+        return tuple((device, began, self._record(device)) for device, began in self._began.items())
 
     @staticmethod
-    def _record(device: torch.device) -> Any:
+    def stream(device: torch.device) -> torch.cuda.Stream:
+        import torch
+
+        return torch.cuda.current_stream(device)
+
+    def _record(self, device: torch.device) -> Any:
         import torch
 
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
+        event.record(self.stream(device))
         return event
 
 
@@ -187,12 +203,16 @@ def _map_memory(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _pin(memory: torch.Tensor) -> bool:
-    """Let devices write to the memory while the processor goes on; returns whether they can."""
+def _pin(memory: torch.Tensor, device: torch.device) -> bool:
+    """Let devices write to the memory while the processor goes on; returns whether they can.
+
+    `device` is one that the process uses: asking on behalf of another would take memory there.
+    """
     import torch
 
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    with torch.cuda.device(device):
+        result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:
         logger.warning(
             "%d bytes cannot be pinned (%s): saves from CUDA stop the training longer", memory.numel(), result

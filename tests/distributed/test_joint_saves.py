@@ -13,7 +13,7 @@ from datasvc.models import model_log, restore
 from datasvc.repository import Repository
 
 ROOT = Path(__file__).parents[2]
-SCENARIOS = ("share", "unlike", "refused", "fails", "dies", "stops", "overlaps", "in_groups")
+SCENARIOS = ("unlike", "refused", "fails", "dies", "stops", "overlaps", "in_groups")
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +23,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(folder):
-    """What the ranks saw in each scenario, by rank; None: the rank did not come to its end."""
-    words = [sys.executable, ROOT / "tests/distributed/programs/joint_saves.py", folder, *SCENARIOS]
+    """What the ranks saw in each of the `SCENARIOS`, by rank; None: the rank did not come to its end."""
+    return run(folder, *SCENARIOS)
+
+
+def run(folder, *scenarios):
+    words = [sys.executable, ROOT / "tests/distributed/programs/joint_saves.py", folder, *scenarios]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
     sys.stderr.write(done.stderr)
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-def test_the_ranks_share_the_work_and_each_finds_its_own_state_again(seen, folder):
-    ranks = seen["share"]
+def test_the_ranks_share_the_work_and_each_finds_its_own_state_again(folder):
+    ranks = run(folder, "share")["share"]
     assert [rank["versions"] for rank in ranks] == [["m@2", "m@3"]] * 3
     assert [rank["own"] for rank in ranks] == [[rank, [rank] * 3] for rank in range(3)]
     written = [rank["bytes"] for rank in ranks]
@@ -44,14 +48,16 @@ def test_the_ranks_share_the_work_and_each_finds_its_own_state_again(seen, folde
     assert all(0 < entry["duration"]["stall_s"] < entry["duration"]["total_s"] for entry in entries)
 
 
+@pytest.mark.slow
 def test_what_is_unlike_on_the_ranks_is_saved_as_rank_0_has_it(seen):
     assert seen["unlike"] == [[[0.0], 0, True]] * 3
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_save_all_ranks_hear_and_then_go_on(seen):
     ranks = seen["refused"]
     assert ranks[0] == ranks[1] == ranks[2]
-    (kind, text), (other_kind, other_text), (step_kind, step_text), (no_kind, no_text), version = ranks[0]
+    (kind, text), (other_kind, other_text), (step_kind, step_text), (no_kind, no_text), *others, version = ranks[0]
     assert (kind, other_kind, step_kind, no_kind) == ("ConfigError", "ConfigError", "ConfigError", "NotFoundError")
     assert text.startswith("rank 1: state value f is a builtin_function_or_method")
     assert (
@@ -59,23 +65,32 @@ def test_what_one_rank_cannot_save_all_ranks_hear_and_then_go_on(seen):
     )
     assert "[3, 4, 5]" in step_text
     assert "no model 'm'" in no_text
-    assert version == "m@1"
+    assert [(kind, text.partition(": ")[0]) for kind, text in others] == [("DatasvcError", "rank 1")] * 2
+    assert "TypeError" in others[0][1]
+    assert "OSError: no room for this rank" in others[1][1]
+    assert version == "m@2"
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_in_the_background_fails_on_all_and_the_next_save_works(seen):
     ranks = seen["fails"]
-    assert ranks[0] == ranks[1] == ranks[2]
-    (kind, text), (commit_kind, commit_text), version, small = ranks[0]
+    (kind, text), (commit_kind, commit_text), interrupted, version, small = ranks[0]
+    assert ranks[2] == ranks[0]
+    assert ranks[1] == [*ranks[0][:2], None, *ranks[0][3:]], "who was interrupted knows"
+    assert interrupted[0] == "DatasvcError"
+    assert interrupted[1] == "rank 1: the save of step 3 was interrupted: KeyboardInterrupt()"
     assert (kind, text) == ("UnavailableError", "rank 2: the disk of this rank is full")
     assert commit_kind == "UnavailableError"
     assert "the save of step 2 failed: rank 0: nothing can be committed" in commit_text
     assert (version, small) == ("m@1", [4.0] * 5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_an_error_on_the_others_and_nothing_is_visible(seen):
     assert seen["dies"] == [[*["UnavailableError"] * 2, None, []]] * 2 + [None]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_last_commit(seen):
     saved, step, number, committed = seen["stops"][0]
     assert seen["stops"] == [[saved, step, number, committed]] * 3
@@ -84,12 +99,14 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_last_commit(s
     assert committed == saved[-1] == step
 
 
+@pytest.mark.slow
 def test_a_save_is_refused_on_all_ranks_or_on_none(seen):
     errors = {json.dumps(error) for error, _ in seen["overlaps"]}
     assert len(errors) == 1
     assert len({version for _, version in seen["overlaps"]}) == 1
 
 
+@pytest.mark.slow
 def test_two_jobs_at_one_name_both_land(seen, folder):
     repository = Repository.open(str(folder / "in_groups.repo"))
     landed = [(restore(repository, f"m@{n}").state["job"], n) for n in range(1, 7)]

@@ -11,18 +11,22 @@ from datasvc.models.cadence import Cadence, Pace, parse_pace
 class Run:
     """Steps of a training that saves whenever it is told to; every save takes `writing` steps beside the training."""
 
-    def __init__(self, pace, *, step_s=1.0, stall_s=0.5, slowed_s=0.0, writing=0):
+    def __init__(self, pace, *, step_s=1.0, stall_s=0.5, slowed_s=0.0, writing=0, device_s=0.0):
         self.now_s = 0.0
         self.cadence = Cadence(pace, now=lambda: self.now_s)
         self.step_s, self.stall_s, self.slowed_s, self.writing = step_s, stall_s, slowed_s, writing
         self.step, self.left, self.lost_s, self.saves = 0, 0, 0.0, []
+        self.device_s, self.copying_s = device_s, 0.0
 
     def go(self, num_steps):
         for _ in range(num_steps):
             self.step += 1
             slowed_s = self.slowed_s if self.left else 0.0
-            self.now_s += self.step_s + slowed_s
-            self.lost_s += slowed_s
+            self.now_s += self.step_s + slowed_s + self.copying_s
+            self.lost_s += slowed_s + self.copying_s
+            if self.copying_s:
+                self.cadence.spent(self.copying_s)
+                self.copying_s = 0.0
             self.left = max(0, self.left - 1)
             self.cadence.ended_step(is_saving=self.left > 0)
             if self.cadence.look(self.step, is_saving=self.left > 0).is_due:
@@ -30,7 +34,7 @@ class Run:
                 self.lost_s += self.stall_s
                 self.cadence.stalled(self.stall_s)
                 self.saves.append(self.step)
-                self.left = self.writing
+                self.left, self.copying_s = self.writing, self.device_s
         return self
 
 
@@ -53,14 +57,22 @@ def test_a_pace_that_says_nothing_never_saves():
     stall_s=st.floats(0.001, 100),
     slowed=st.floats(0, 3),
     writing=st.integers(0, 30),
+    device=st.floats(0, 3),
     share=st.sampled_from([0.01, 0.03, 0.2]),
 )
 def test_saves_take_no_more_than_their_share_of_the_time_but_for_the_last_one(
-    step_s, stall_s, slowed, writing, share
+    step_s, stall_s, slowed, writing, device, share
 ):
-    run = Run(Pace(max_stall=share), step_s=step_s, stall_s=stall_s, slowed_s=slowed * step_s, writing=writing)
+    run = Run(
+        Pace(max_stall=share),
+        step_s=step_s,
+        stall_s=stall_s,
+        slowed_s=slowed * step_s,
+        writing=writing,
+        device_s=device * step_s,
+    )
     run.go(2000)
-    one_save_s = stall_s + writing * run.slowed_s
+    one_save_s = stall_s + writing * run.slowed_s + run.device_s
     assert run.saves[0] <= 10, "the first is not held back"
     assert run.lost_s <= share * run.now_s + one_save_s * 1.001 + step_s
 
@@ -92,10 +104,35 @@ def test_a_long_break_is_no_step_that_was_slowed_down():
     assert run.cadence.debt_s <= before
 
 
-def test_several_ranks_look_about_once_a_second_and_at_every_multiple():
-    run = Run(Pace(every_steps=1000), step_s=0.01).go(5)
-    assert run.cadence.look(5, is_saving=False).next_step == 105
-    assert run.cadence.look(990, is_saving=False).next_step == 1000
+def test_a_device_that_copies_does_not_put_off_a_save_by_time():
+    assert Run(Pace(every_s=10.0), step_s=3.0, stall_s=0.0, writing=1, device_s=0.001).go(14).saves == [4, 8, 12]
+
+
+def looks(run, num_steps):
+    """Return the steps at which one of several ranks looks."""
+    steps, upcoming = [], run.step
+    for step in range(run.step + 1, run.step + num_steps + 1):
+        run.now_s += run.step_s
+        run.cadence.ended_step(is_saving=False)
+        if step >= upcoming:
+            steps.append(step)
+            upcoming = run.cadence.look(step, is_saving=False).next_step
+    run.step += num_steps
+    return steps
+
+
+def test_several_ranks_come_to_look_about_once_a_second_and_at_every_multiple():
+    run = Run(Pace(every_steps=1000), step_s=1 / 64)
+    assert looks(run, 1200) == [1, 3, 7, 15, 31, *range(63, 1000, 64), 1000, 1064, 1128, 1192]
+
+
+def test_a_step_that_took_long_makes_several_ranks_look_more_often_at_once():
+    run = Run(Pace(every_s=1e9), step_s=0.01)
+    looks(run, 1000)
+    run.step_s = 0.5
+    (first, *others) = looks(run, 110)
+    assert first - 1000 <= 100
+    assert {b - a for a, b in zip([first, *others], others, strict=False)} == {2}
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_save_that_fails_in_the_background_is_said_by_the_next_and_leaves_noth
     gate.is_open.set()
     model = repo.model("m")
     model.save({"w": torch.ones(50_000)}, step=1)
-    model._saver._finish(None)
+    model._saver.finish()
     with pytest.raises(UnavailableError, match=r"the save of step 1 failed: .*the disk is full"):
         model.save({"w": torch.ones(50_000)}, step=2)
     with pytest.raises(NotFoundError):
@@ -188,9 +188,91 @@ def test_without_a_pace_a_run_saves_when_it_wants_to(repo):
         assert not any(model.should_save(step) for step in range(1, 50))
 
 
+def test_what_is_restored_while_a_save_goes_on_is_what_the_next_one_continues(repo, gate):
+    gate.is_open.set()
+    repo.save("other", {"w": torch.zeros(3)}, step=1)
+    gate.is_open.clear()
+    with repo.model("m") as model:
+        model.save({"w": torch.ones(50_000)}, step=1)
+        restoring = threading.Thread(target=lambda: model.restore("other"))
+        restoring.start()
+        restoring.join(0.3)  # enough for one that does not wait
+        gate.is_open.set()
+        restoring.join()
+        model.save({"w": torch.zeros(50_000)}, step=2)
+    assert [version.entry["parent"] for version in model_log(repo.repository, "m")] == [None, "other@1"]
+
+
+def test_after_a_signal_the_last_save_is_not_held_back_by_one_that_failed_before(repo, gate, caplog):
+    gate.error = UnavailableError("the disk is full")
+    gate.is_open.set()
+    with repo.model("m", grace="60s") as model:
+        model.save({"w": torch.ones(50_000)}, step=1)
+        model._saver.finish()
+        gate.error = None
+        signal.raise_signal(signal.SIGTERM)
+        assert model.should_save(2)
+        model.save({"w": torch.ones(50_000)}, step=2)
+    assert repo.describe("m").entry["step"] == 2
+    assert "the save of step 1 failed: the disk is full" in caplog.text
+
+
+def test_a_run_may_go_on_after_a_save_that_failed_and_hears_at_the_end_if_the_last_one_did(repo, gate, caplog):
+    gate.error = UnavailableError("the disk is full")
+    gate.is_open.set()
+    with repo.model("m", failures="log") as model:
+        failed = model.save({"w": torch.ones(50_000)}, step=1)
+        failed.wait()
+        assert "the disk is full" in str(failed.error)
+        gate.error = None
+        model.save({"w": torch.ones(50_000)}, step=2)
+    assert "the save of step 1 failed: the disk is full" in caplog.text
+    assert repo.describe("m").entry["step"] == 2
+    gate.error = UnavailableError("the disk is full")
+    with pytest.raises(UnavailableError, match="the save of step 3 failed"), repo.model("m", failures="log") as model:
+        model.save({"w": torch.zeros(50_000)}, step=3)
+
+
+def test_a_signal_that_came_after_the_last_step_does_what_it_would_have_done(repo, gate):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        model = repo.model("m", grace="60s")
+        model.save({"w": torch.ones(50_000)}, step=1)
+        signal.raise_signal(signal.SIGTERM)
+        gate.is_open.set()
+        model.close()
+        assert heard == [signal.SIGTERM]
+        assert repo.describe("m").entry["step"] == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_save_that_is_interrupted_before_its_turn_is_told_once_and_the_next_one_works(repo, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with repo.model("m") as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(model._saver, "wait_for_room", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.save({"w": torch.ones(3)}, step=1)
+        with pytest.raises(TypeError):
+            model.save({"w": torch.ones(3)}, step=2, config={"lock": threading.Lock()})
+        model.save({"w": torch.ones(3)}, step=3, wait=True)
+    assert repo.describe("m").version == 1
+
+
 def test_settings_that_mean_nothing_are_refused_and_leave_no_handler(repo):
     before = signal.getsignal(signal.SIGTERM)
-    for settings in ({"codec": "zip"}, {"every": 0}, {"overlap": "drop"}, {"grace": "soon"}, {"max_stall": "many"}):
+    for settings in (
+        {"codec": "zip"},
+        {"every": 0},
+        {"overlap": "drop"},
+        {"failures": "hide"},
+        {"grace": "soon"},
+        {"max_stall": "many"},
+    ):
         with pytest.raises(ConfigError):
             repo.model("m", **settings)
     with pytest.raises(ConfigError):

@@ -1,5 +1,6 @@
 """Signals, in processes of their own."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,49 @@ def test_a_handler_that_was_set_since_stays():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     preemption.close()
     assert signal.signal(signal.SIGTERM, signal.SIG_DFL if before == preemption._note else before) == signal.SIG_IGN
+
+
+def test_a_handler_that_is_put_back_after_the_end_does_what_was_done_before():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        preemption = Preemption(grace_s=100.0)
+        ours = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        preemption.close()
+        signal.signal(signal.SIGTERM, ours)
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_two_that_take_signals_both_hear_them_and_close_in_any_order():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    first, second = Preemption(grace_s=100.0), Preemption(grace_s=100.0)
+    signal.raise_signal(signal.SIGTERM)
+    assert (first.received, second.received) == (signal.SIGTERM, signal.SIGTERM)
+    first.close()
+    second.close()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 3)])
+def test_a_forked_child_ends_by_a_signal_as_it_would_have_otherwise(number, status):
+    outer, preemption = Preemption(grace_s=100.0), Preemption(grace_s=100.0)
+    try:
+        pid = os.fork()
+        if not pid:
+            try:
+                signal.raise_signal(number)
+            except KeyboardInterrupt:
+                os._exit(3)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
+        signal.raise_signal(number)
+        assert preemption.received == number, "the parent goes on as before"
+    finally:
+        preemption.close()
+        outer.close()
 
 
 def test_another_thread_than_the_main_one_is_told_that_it_cannot():

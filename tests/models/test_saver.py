@@ -100,6 +100,51 @@ def test_a_failure_that_the_handle_told_is_not_raised_again_and_a_foreign_one_is
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
+def test_a_failure_is_not_lost_on_who_asks_at_the_moment_it_happens():
+    saver = Saver(limit=2, overlap="queue")
+
+    class Asked(SaveHandle):
+        def settle(self, *ended):
+            assert saver.take_failure() is None
+            super().settle(*ended)
+
+    saver.submit(Asked(10), failing(UnavailableError("no answer")))
+    with pytest.raises(UnavailableError, match="the save of step 10 failed"):
+        saver.wait()
+
+
+def test_what_another_rank_has_told_of_a_save_is_not_told_here_again():
+    saver, gate = Saver(limit=2, overlap="queue"), threading.Event()
+
+    def work():
+        gate.wait()
+        raise UnavailableError("no answer")
+
+    submit(saver, 10, failing(UnavailableError("no answer")))
+    saver.finish()
+    submit(saver, 20, work)
+    submit(saver, 30, failing(UnavailableError("no answer")))
+    saver.mark_told({0, 1})
+    gate.set()
+    with pytest.raises(UnavailableError, match="the save of step 30 failed"):
+        saver.wait()
+
+
+def test_a_save_for_which_no_thread_can_be_started_is_done_all_the_same(monkeypatch, caplog):
+    saver = Saver(limit=2, overlap="queue")
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        handle = submit(saver, 10, lambda: version(1))
+    assert handle.result(timeout=10) == version(1)
+    assert "step 10 stops the training: can't start new thread" in caplog.text
+    assert submit(saver, 20, lambda: version(2)).result(timeout=10) == version(2)
+    saver.wait(10)
+
+
 def test_waiting_for_a_save_has_an_end():
     saver, gate = Saver(limit=2, overlap="queue"), threading.Event()
     handle = submit(saver, 10, lambda: gate.wait() and version(1))

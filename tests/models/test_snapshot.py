@@ -3,6 +3,7 @@ import os
 import pytest
 import torch
 
+from datasvc.models import snapshot
 from datasvc.models.snapshot import HostBuffer, plan_places
 
 
@@ -98,6 +99,17 @@ def test_a_forked_child_holds_no_copy_of_the_memory():
     assert copied.sum() == 1 << 20
 
 
+def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_not_asked_for_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(snapshot, "_pin", lambda memory, device: asked.append((memory.numel(), device)))
+    buffer, other, device = HostBuffer(), HostBuffer(), torch.device("cuda", 1)
+    for _ in range(3):
+        buffer._grow(5000, pinned_for=device)
+    other.reserve_like(buffer)
+    other._grow(5000, pinned_for=device)
+    assert asked == [(8192, device)] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_cuda_tensor_is_copied_as_it_was_when_asked_though_nobody_waited():
@@ -108,3 +120,34 @@ def test_a_cuda_tensor_is_copied_as_it_was_when_asked_though_nobody_waited():
         weights += 1
     assert copies.wait() > 0
     assert not copies.tensors["w"].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_tensors_that_are_conjugated_or_negated_when_read_are_copied_as_they_are_read():
+    real = torch.randn(16 << 20, device="cuda")
+    tensors = {"conjugate": torch.complex(real, real).conj(), "negated": torch.complex(real, real).conj().imag}
+    for _ in range(3):
+        copies = HostBuffer().copy(tensors)
+        copies.wait()
+        for name, tensor in tensors.items():
+            expected = tensor.resolve_conj().resolve_neg().cpu()
+            assert torch.equal(copies.tensors[name], expected), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_cuda_tensor_of_another_stream_may_be_freed_while_it_is_copied():
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        weights = torch.ones(64 << 20, device="cuda")
+    own.synchronize()
+    buffer = HostBuffer()
+    buffer.copy({"w": torch.zeros(64 << 20, device="cuda")}).wait()  # to pin its memory waits for the device
+    torch.cuda._sleep(200_000_000)  # the current stream comes to the copy late
+    copies = buffer.copy({"w": weights})
+    del weights
+    with torch.cuda.stream(own):
+        torch.zeros(64 << 20, device="cuda")  # in the same memory, if nobody said that it is read
+    copies.wait()
+    assert copies.tensors["w"].all()

@@ -15,6 +15,7 @@ import torch
 
 import trainer as hvd
 from datasvc.api import DataRepository
+from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError
 from datasvc.models import Checkpoint, Model
 from trainer.recipes import random_state
@@ -24,15 +25,19 @@ from trainer.recipes.precision import load_loss_scale
 from trainer.recipes.run import Run
 
 
-def open_checkpoints(repo: DataRepository, config: TrainConfig) -> Model:
-    """Return what the run saves to. Every rank calls this."""
+def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> Model:
+    """Return what the run saves to, and comes back from by way of the node's cache. Every rank calls this."""
     # Only a main thread can take signals; a program that runs the recipe in another one has its own way to end it.
     is_main = threading.current_thread() is threading.main_thread()
     return repo.model(
         config.name,
+        cache=cache,
+        codec=config.codec,
         every=config.checkpoint_every,
         max_stall=config.max_stall,
         overlap=config.checkpoint_overlap,
+        # The next checkpoint tries again; the last one is what the run must have.
+        failures="log",
         grace=config.grace if is_main else None,
     )
 
@@ -45,7 +50,8 @@ def commit(run: Run, *, due: bool = False) -> None:
         due: the save may be refused while an earlier one goes on, if the run was told so; otherwise it waits.
     """
     if not due and run.config.checkpoint_overlap == "refuse":
-        run.checkpoints.wait()
+        for handle, _ in run.saves:
+            handle.wait()
     weights = run.model.state_dict() | averaged_batch_statistics(run.model)
     own = {"random": random_state.capture()}
     if hvd.size() > 1:
@@ -77,15 +83,31 @@ def commit(run: Run, *, due: bool = False) -> None:
 
 
 def report_commits(run: Run) -> None:
-    """Take note of the saves that were committed since, and report them from rank 0."""
+    """Take note of the saves that were committed, or failed, since, and report them from rank 0."""
     while run.saves and run.saves[0][0].done():
         handle, epoch = run.saves.popleft()
+        facts = {"step": handle.step, "epoch": epoch}
         if handle.version is None:
-            continue  # the next save says why, on all ranks
-        run.version = str(handle.version)
+            report, said = "failed", {**facts, "error": str(handle.error)}
+        else:
+            run.version = str(handle.version)
+            report, said = "checkpoint", {"version": run.version, **facts, "stall_s": handle.stall_s}
         if hvd.rank() == 0:
-            facts = {"version": run.version, "step": handle.step, "epoch": epoch, "stall_s": handle.stall_s}
-            run.events.report("checkpoint", **facts)
+            run.events.report(report, **said)
+
+
+def restore(run: Run, ref: str) -> Checkpoint:
+    """Return the checkpoint to go on from, and report what it took this rank. Every rank calls this.
+
+    Raises: see `Model.restore`.
+    """
+    checkpoint = run.checkpoints.restore(ref)
+    took = checkpoint.report
+    assert took is not None
+    came = {f"{where}_bytes": num_bytes for where, num_bytes in took.came_bytes.items()}
+    facts = {"version": str(checkpoint.version), "seconds": took.seconds, "size_bytes": took.size_bytes, **came}
+    run.events.report("restored", rank=hvd.rank(), **facts)
+    return checkpoint
 
 
 def resume(run: Run, checkpoint: Checkpoint) -> None:

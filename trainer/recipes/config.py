@@ -12,6 +12,7 @@ from typing import Any, Final
 from datasvc.errors import ConfigError
 from datasvc.models.cadence import parse_duration, parse_pace
 from datasvc.models.saver import OVERLAPS
+from datasvc.models.store import CODECS
 from datasvc.repository.references import check_name
 from loaders.augment import AugmentConfig
 from trainer.recipes.metric_logs import check_log
@@ -56,6 +57,7 @@ _CHOICES: Final = {
     "shuffle": ("global", "windowed"),
     "device": ("cpu", "cuda"),
     "checkpoint_overlap": OVERLAPS,
+    "codec": CODECS,
 }
 
 
@@ -122,6 +124,8 @@ class TrainConfig:
             None: any.
         checkpoint_overlap: what a checkpoint does while earlier ones are being written: "queue" waits for room once
             two are, "refuse" leaves it out.
+        codec: how weights are stored: "none", as they are; "planes", compressed; "delta", as what changed since the
+            checkpoint before where that is smaller.
         grace: time in which the run ends after SIGTERM or Ctrl-C, a last checkpoint included.
         resume: "auto" continues the newest version of `name` where there is one; "never" starts anew; a model
             version, "digits-cnn@3", continues that.
@@ -188,6 +192,7 @@ class TrainConfig:
     checkpoint_every: int = 1000
     max_stall: str | None = None
     checkpoint_overlap: str = "queue"
+    codec: str = "delta"
     grace: str = "30s"
     resume: str = "auto"
     device: str = "cpu"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import trainer as hvd
 from datasvc.models import Checkpoint, Model
+from trainer.recipes.first_rank import ask_first_rank
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def take_newest(state: Any, model: Model, load: Callable[[Checkpoint], None]) ->
         CorruptDataError, NotFoundError, UnavailableError: see `Model.restore`.
     """
     began_s = time.perf_counter()
-    stored = hvd.broadcast_object(model.newest_step() if hvd.rank() == 0 else None, name="newest_step")
+    stored = ask_first_rank(model.newest_step, name="newest_step")
     if stored is None or stored <= state.step:
         return Newest("memory", state.step, state.sync_s)
     load(model.restore())

@@ -16,17 +16,19 @@ from datasvc.models import Reading
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
 from datasvc.processors import count_processors
+from datasvc.repository import Resolved
 from datasvc.shards import Split
 from datasvc.shards.schema import IMAGE
 from datasvc.shards.sources.tokens import TOKENS
 from trainer.recipes import random_state
 from trainer.recipes.batch_plan import plan_batches
-from trainer.recipes.checkpoints import open_checkpoints, resume
+from trainer.recipes.checkpoints import open_checkpoints, restore, resume
 from trainer.recipes.classification import Classification
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.early_stop import EarlyStop
 from trainer.recipes.ema import WeightAverage
 from trainer.recipes.events import Events
+from trainer.recipes.first_rank import ask_first_rank
 from trainer.recipes.language import LanguageModelling
 from trainer.recipes.metric_logs import open_logs
 from trainer.recipes.optimizers import build_optimizer
@@ -44,8 +46,8 @@ def start(config: TrainConfig, events: Events) -> Run:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
     """
     repo = datasvc.open(config.repo)
-    begin = hvd.broadcast_object(resolve_start(repo, config) if hvd.rank() == 0 else None, name="start")
-    dataset = repo.dataset(begin["data"])
+    data, version = ask_first_rank(lambda: resolve_start(repo, config), name="start")
+    dataset = repo.dataset(data)
     train_split = dataset["train"]
     task = choose_task(config, train_split)
     config = dataclasses.replace(config, model=config.model or task.default_model)
@@ -91,13 +93,13 @@ def start(config: TrainConfig, events: Events) -> Run:
         device=place.device,
         events=events,
         nodes=nodes,
-        version=begin["checkpoint"],
+        version=version,
     )
     with contextlib.ExitStack() as stack:
         # It takes over signals: they are given back if the rest fails.
-        run.checkpoints = stack.enter_context(open_checkpoints(repo, config))
+        run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
         if run.version is not None:
-            resume(run, run.checkpoints.restore(run.version))
+            resume(run, restore(run, run.version))
         run.reading = Reading(run.loader, step=run.step)
         if config.compile is not None:
             compile_model(model, config.compile)
@@ -107,15 +109,15 @@ def start(config: TrainConfig, events: Events) -> Run:
     return run
 
 
-def resolve_start(repo: DataRepository, config: TrainConfig) -> dict[str, str | None]:
+def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str | None]:
     """Decide, on one rank for all, which immutable versions this run reads: data and, to continue, checkpoint."""
     data = str(repo.dataset(config.data).resolved)
     checkpoint = None
     if config.resume not in ("auto", "never"):
         checkpoint = str(repo.repository.resolve("models", config.resume))
-    elif config.resume == "auto" and repo.repository.versions("models", config.name).head():
-        checkpoint = str(repo.repository.resolve("models", config.name))
-    return {"data": data, "checkpoint": checkpoint}
+    elif config.resume == "auto" and (living := repo.repository.living("models", config.name)):
+        checkpoint = str(Resolved("models", config.name, living[-1]))
+    return data, checkpoint
 
 
 def choose_task(config: TrainConfig, split: Split) -> Task:

@@ -1,35 +1,36 @@
-"""The training loop, from top to bottom. Every rank runs it; rank 0 commits checkpoints and reports."""
+"""The training loop, from top to bottom. Every rank runs it, and all save together; rank 0 reports."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from typing import Any
-
-import torch
 
 import trainer as hvd
+from datasvc.models.preemption import SIGNALS
 from trainer.recipes import random_state
 from trainer.recipes.batch_statistics import average_batch_statistics
-from trainer.recipes.checkpoints import commit
+from trainer.recipes.checkpoints import commit, report_commits
 from trainer.recipes.config import TrainConfig
+from trainer.recipes.epoch_trace import profile_epoch
 from trainer.recipes.evaluate import evaluate
 from trainer.recipes.events import choose_events
 from trainer.recipes.optimizers import set_rate
-from trainer.recipes.precision import autocast
-from trainer.recipes.profiling.epoch_trace import profile_epoch
 from trainer.recipes.run import Run
 from trainer.recipes.start import start
 from trainer.recipes.step_clock import StepClock
+from trainer.recipes.update import update
 
 
 def train(config: TrainConfig) -> str:
     """Run a training to its end; returns the last committed version, "digits-cnn@9".
 
-    Reports events, see `events`: `start` of every rank, then from rank 0 `step`, `evaluation`, `checkpoint`,
-    `profile` and `end`.
+    Reports events, see `events`: `start` and `restored` of every rank, then from rank 0 `step`, `evaluation`,
+    `checkpoint`, `refused` and `failed` (a checkpoint; the run goes on), `profile`, and `end`, or `stopped` where a
+    signal ends the run before.
 
     Raises:
+        SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed, with 128 and the signal's number.
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
         HorovodInternalError: a rank died or fell out of step.
     """
@@ -38,6 +39,17 @@ def train(config: TrainConfig) -> str:
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
     random_state.seed_all(config.seed)
     run = start(config, events)
+    with run.checkpoints:
+        go_through_epochs(run)
+        if run.checkpoints.stop_signal is not None:
+            # The first rank that is gone has the launcher end the others: it is what they are doing.
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+    return end(run)
+
+
+def go_through_epochs(run: Run) -> None:
+    """Take the steps that are left, until there are none or a signal says to stop; the last state is being saved."""
     clock = StepClock()
     while not run.is_over:
         progress = run.loader.progress  # before the batch: the loader's has it as soon as it is handed over
@@ -53,9 +65,12 @@ def train(config: TrainConfig) -> str:
             clock.ended_step()
             if seen_loss is not None:
                 report_step(run, clock, epoch=batch.epoch, loss=seen_loss, rate=rate)
-            if run.step % run.config.checkpoint_every == 0 and not run.is_over:
+            report_commits(run)
+            if run.checkpoints.should_save(run.step) and not run.is_over:
                 run.metrics = {}
-                commit(run)
+                commit(run, due=run.checkpoints.stop_signal is None)
+                if run.checkpoints.stop_signal is not None:
+                    return
             clock.restart()
             if run.is_cut_short:
                 break
@@ -66,37 +81,6 @@ def train(config: TrainConfig) -> str:
             run.stop.update(run.metrics)
             commit(run)
         clock.restart()
-    return end(run)
-
-
-def update(run: Run, batch: Any) -> torch.Tensor:
-    """Take one optimizer step with the batches of all ranks; returns the mean loss of this rank's part, detached."""
-    run.optimizer.zero_grad()
-    examples = run.task.unpack(batch, run.device)
-    num_targets = run.task.count_targets(examples)
-    num_in_all = num_targets * hvd.size()
-    if run.task.targets_vary:
-        num_in_all = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
-        num_in_all = max(num_in_all, 1)  # blocks of padding alone have no target, and no gradient
-    total = torch.zeros((), device=run.device)
-    for part in examples.split(run.batches.micro_batch):
-        with autocast(run.config.precision, run.device):
-            loss = run.task.sum_loss(run.model, part)
-        # Divided by the whole batch, not by this rank's or this pass's part of it (Goyal et al. 2017, remark 3).
-        run.loss_scale.scale(loss / num_in_all).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    run.optimizer.synchronize()
-    run.loss_scale.unscale_(run.optimizer)  # after the sum over the ranks: all see the same infinities
-    if run.config.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
-    with run.optimizer.skip_synchronize():
-        run.loss_scale.step(run.optimizer)
-    scale = run.loss_scale.get_scale()
-    run.loss_scale.update()
-    # It falls where a gradient overflowed and the step was skipped: then there are no new weights to take in.
-    if run.average is not None and run.loss_scale.get_scale() >= scale:
-        run.average.update()
-    return total / max(num_targets, 1)
 
 
 def is_due(epoch: int, every: int | None) -> bool:
@@ -155,7 +139,8 @@ def profile(run: Run, path: str) -> None:
 
 
 def end(run: Run) -> str:
-    """Let go of everything; returns the last version."""
+    """Let go of everything; returns the last version. Raises SystemExit: a signal ended the run early."""
+    report_commits(run)
     run.loader.close()
     if run.val_loader is not None:
         run.val_loader.close()
@@ -166,6 +151,12 @@ def end(run: Run) -> str:
     if hvd.rank() == 0:
         for log in run.logs:
             log.close()
-        run.events.report("end", version=run.version, step=run.step, **run.metrics)
+        if run.is_over:
+            run.events.report("end", version=run.version, step=run.step, **run.metrics)
+        else:
+            run.events.report("stopped", version=run.version, step=run.step, signal=run.checkpoints.stop_signal)
     hvd.shutdown()
+    if not run.is_over:
+        assert run.checkpoints.stop_signal is not None
+        sys.exit(128 + run.checkpoints.stop_signal)
     return run.version

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import datasvc
 from datasvc.errors import DatasvcError, UnavailableError
-from datasvc.models import cadence
+from datasvc.models import cadence, joint_save
 from datasvc.repository.objects import Objects
 
 RANKS = 3
@@ -33,6 +34,13 @@ def caught(action):
     except DatasvcError as error:
         return [type(error).__name__, str(error)]
     return None
+
+
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail
 
 
 def share(repo, rank):
@@ -71,31 +79,61 @@ def unlike(repo, rank):
 
 def refused(repo, rank):
     """One rank has what cannot be saved, then another shape, then another step: all hear the same, and go on."""
-    with repo.model("m") as model:
+    with repo.model("m", timeout_s=10.0) as model:
         bad = {"f": print} if rank == 1 else {"f": 1}
         errors = [caught(lambda: model.save(bad, step=1))]
         errors.append(caught(lambda: model.save({"w": torch.ones(3 + (rank == 2))}, step=2)))
         errors.append(caught(lambda: model.save({"w": torch.ones(3)}, step=3 + rank)))
         errors.append(caught(lambda: model.restore("m@5")))
+        odd = {"lock": threading.Lock()} if rank == 1 else {}
+        errors.append(caught(lambda: model.save({"w": torch.ones(3)}, step=6, config=odd)))
         model.save({"w": torch.ones(3)}, step=9, wait=True)
+        if rank == 1:
+            model._restore = raising(OSError("no room for this rank"))
+        errors.append(caught(lambda: model.restore("m")))
+        model.save({"w": torch.ones(3)}, step=10, wait=True)
     return [*errors, str(model.version)]
 
 
 def fails(repo, rank):
-    """The store fails on one rank, while it stores, then on rank 0, while it commits."""
+    """The store fails on one rank, while it stores, then on rank 0, while it commits; then one is interrupted.
+
+    A rank may come to the next save before it has heard how the last one ended.
+    """
     real = Objects.write
-    with repo.model("m") as model:
+    with repo.model("m", timeout_s=10.0) as model:
         if rank == 2:
-            Objects.write = lambda *_: (_ for _ in ()).throw(UnavailableError("the disk of this rank is full"))
+            Objects.write = raising(UnavailableError("the disk of this rank is full"))
         handle = model.save(weights(1), rank_state={"t": torch.rand(5)}, step=1)
         errors = [caught(handle.result)]
         Objects.write = real
         put = Objects.put
         if rank == 0:
-            Objects.put = lambda *_: (_ for _ in ()).throw(UnavailableError("nothing can be committed"))
-        model.save(weights(2), step=2)._ended.wait()
+            Objects.put = raising(UnavailableError("nothing can be committed"))
+        hears, hear = threading.Event(), joint_save._hear_of_commit
+
+        def hear_late(*arguments):
+            try:
+                return hear(*arguments)
+            finally:
+                hears.wait(30)
+
+        if rank == 2:
+            joint_save._hear_of_commit = hear_late
+        handle = model.save(weights(2), step=2)
+        if rank != 2:
+            handle.wait()
         errors.append(caught(lambda: model.save(weights(3), step=3)))
+        hears.set()
         Objects.put = put
+        wait_for_room = model._saver.wait_for_room
+        if rank == 1:
+            model._saver.wait_for_room = raising(KeyboardInterrupt())
+        try:
+            errors.append(caught(lambda: model.save(weights(3), step=3, wait=True)))
+        except KeyboardInterrupt:
+            errors.append(None)
+        model._saver.wait_for_room = wait_for_room
         model.save(weights(4), step=4, wait=True)
     return [*errors, str(model.version), repo.restore("m").state["small"].tolist()]
 

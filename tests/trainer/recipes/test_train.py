@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import datasvc
-from datasvc.errors import ConfigError, NotFoundError
+from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.models import describe_model, model_log
+from datasvc.models.removal import remove
+from datasvc.models.stored_version import read_version
 from datasvc.repository import Repository
 from datasvc.repository.objects import Objects
 from datasvc.shards import ingest
@@ -149,7 +151,7 @@ def test_a_run_that_learns_nothing_more_ends_early_and_stays_ended(repository, c
     assert [event["epoch"] for event in events if event["event"] == "evaluation"] == [1, 2, 3]
     assert len(model_log(repository, "stopped")) == 3
     again = run(repository, "stopped", capsys, **settings)
-    assert [event["event"] for event in again] == ["start", "end"]
+    assert [event["event"] for event in again] == ["start", "restored", "end"]
     assert again[-1]["val_loss"] == events[-1]["val_loss"]
 
 
@@ -162,6 +164,39 @@ def test_a_run_continues_the_version_that_it_is_told_to(repository):
     assert describe_model(repository, "trunk").entry["parent"] is None
     with pytest.raises(NotFoundError):
         run(repository, "branch", resume="trunk@99")
+
+
+def test_a_run_comes_back_through_its_cache_and_says_how_long_it_took_and_whence(repository, tmp_path, capsys):
+    settings = {"batch_size": 160, "cache": str(tmp_path / "cache"), "cache_budget": "50MB", "codec": "none"}
+    assert not restored(run(repository, "cached", capsys, max_steps=1, **settings))
+    (first,) = restored(run(repository, "cached", capsys, max_steps=2, **settings))
+    assert (first["version"], first["rank"], first.keys() - {"origin_bytes"}) == (
+        "cached@1",
+        0,
+        {"event", "rank", "version", "seconds", "size_bytes"},
+    )
+    # What is stored raw and not packed has the size of its tensors.
+    assert 0 < first["origin_bytes"] <= first["size_bytes"]
+    again = restored(run(repository, "branch-of-cached", capsys, max_steps=1, resume="cached@1", **settings))
+    assert again[0]["resident_bytes"] == first["origin_bytes"]
+    (record, *_) = read_version(repository, "cached@2").records
+    assert {link.encoding for piece in record.pieces for link in piece.chain} == {"raw"}
+
+
+def restored(events):
+    return [event for event in events if event["event"] == "restored"]
+
+
+def test_a_run_whose_versions_were_all_removed_starts_anew(repository, capsys):
+    run(repository, "removed", max_steps=1)
+    remove(repository, ["removed@1"])
+    capsys.readouterr()
+    events = run(repository, "removed", capsys, max_steps=1)
+    assert [(event["event"], event["version"]) for event in events[-2:]] == [
+        ("checkpoint", "removed@2"),
+        ("end", "removed@2"),
+    ]
+    assert describe_model(repository, "removed").entry["parent"] is None
 
 
 @pytest.mark.parametrize(
@@ -281,9 +316,35 @@ def test_a_checkpoint_may_be_left_out_where_an_earlier_one_is_still_being_writte
 
     monkeypatch.setattr(Objects, "write", write)
     monkeypatch.setattr("trainer.recipes.train.report_step", report_step)
-    events = run(repository, "refusing", capsys, max_steps=5, checkpoint_every=2, checkpoint_overlap="refuse")
+    # A seed of its own: what another test has stored already would not be written, and nothing held back.
+    settings = {"max_steps": 5, "checkpoint_every": 2, "checkpoint_overlap": "refuse", "seed": 5}
+    events = run(repository, "refusing", capsys, **settings)
     assert [(event["event"], event["step"]) for event in events if event["event"] in {"checkpoint", "refused"}] == [
         ("refused", 4),
         ("checkpoint", 2),
         ("checkpoint", 5),
     ]
+
+
+def test_a_run_goes_on_after_a_checkpoint_that_failed_and_says_so(repository, capsys, monkeypatch):
+    real_write = Objects.write
+
+    def write(*arguments):
+        if not is_full.is_set():
+            return real_write(*arguments)
+        raise UnavailableError("the disk is full")
+
+    def report_step(run, clock, **facts):
+        if run.step == 3:
+            run.saves[0][0].wait()
+            is_full.clear()
+
+    is_full = threading.Event()
+    is_full.set()
+    monkeypatch.setattr(Objects, "write", write)
+    monkeypatch.setattr("trainer.recipes.train.report_step", report_step)
+    # A seed of its own: what another test has stored already would not be written.
+    events = run(repository, "failing", capsys, max_steps=5, checkpoint_every=2, seed=6)
+    said = [(event["event"], event["step"]) for event in events if event["event"] in {"checkpoint", "failed"}]
+    assert said == [("failed", 2), ("checkpoint", 4), ("checkpoint", 5)]
+    assert [event["error"] for event in events if event["event"] == "failed"] == ["the disk is full"]
