@@ -18,7 +18,7 @@ from typing import Final, Self
 
 from datasvc.cache import Cache
 from datasvc.cache.fetch import Outcome
-from datasvc.errors import CacheFullError, CorruptDataError, NotFoundError, UnavailableError
+from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.records import Link, TensorRecord
 from datasvc.models.sources import CopiesInTurn
 from datasvc.repository import Digest, ObjectInfo, Repository
@@ -121,7 +121,7 @@ class CachedObjects:
                 acquired = self._cache.acquire(info, repository, self._report)
             except CacheFullError:
                 return None
-            except (CorruptDataError, NotFoundError, UnavailableError) as error:
+            except (CorruptDataError, NotFoundError, UnavailableError, ConfigError) as error:
                 self._behind.bad.add(info.digest, repository.objects.location(info.digest), str(error))
                 continue
             if acquired.outcome == "resident":

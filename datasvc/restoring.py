@@ -112,6 +112,6 @@ def _open_fallback(place: Repository | str) -> Repository:
         return place
     try:
         return Repository.open(place)
-    except UnavailableError:
-        # It may never be needed; where it is, whoever asks it for an object hears that it does not answer.
+    except (ConfigError, UnavailableError):
+        # It may never be needed; where it is, whoever asks it for an object hears why it gives none.
         return Repository(Storage(place))

@@ -7,8 +7,10 @@ import datasvc
 from datasvc.cache import Cache
 from datasvc.cache.peer_source import PeerSettings
 from datasvc.cache.peers import Peers
-from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import describe_model
+from datasvc.models.signatures import sign
+from datasvc.models.signing_keys import load_private_key, make_key
 from datasvc.restoring import restore
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.models.every_kind import copy_of, equal, flip, links_of, save_every_kind, state_of
@@ -132,6 +134,29 @@ def test_an_unreachable_repository_does_no_harm_while_nobody_needs_it(stored):
     assert equal(restore(stored, "m@2", fallback=fallback).state, state_of(1))
 
 
+def test_a_repository_that_refuses_does_no_harm_while_nobody_needs_it_and_is_passed_over_where_one_does(
+    stored, tmp_path, cache
+):
+    copy = copy_of(stored, tmp_path / "copy")
+    (tmp_path / "file").touch()
+    refusing = str(tmp_path / "file" / "repo")
+    assert equal(restore(stored, "m@2", fallback=[refusing]).state, state_of(1))
+    for digest in contents(stored):
+        # A part of the path is a file now: refused, as a folder is that may not be looked into.
+        folder = stored.objects.local_path(digest).parent
+        if folder.is_dir():
+            folder.rename(folder.with_suffix(".away"))
+            folder.touch()
+    for near in (None, cache):
+        done = restore(stored, "m@2", cache=near, fallback=[refusing, copy.url])
+        assert equal(done.state, state_of(1))
+        assert {bad.digest for bad in done.report.bad_copies} >= set(contents(copy))
+        if near is not None:
+            assert done.report.came_bytes.keys() == {"origin"}
+    with pytest.raises((ConfigError, NotFoundError), match=r"a part of the path is a file|is missing"):
+        restore(stored, "m@2", fallback=[refusing])
+
+
 def test_a_part_is_restored_by_way_of_the_cache_and_nothing_else_is_staged(stored, cache):
     done = restore(stored, "m@2", cache=cache, only=["model.noise"], rename={"model": ""})
     assert list(done.state) == ["noise"]
@@ -150,3 +175,29 @@ def test_peers_without_a_cache_are_refused(stored, cache):
         restore(stored, "m@2", peers=Peers(Strangers("http://a:1")))
     with pytest.raises(ConfigError, match="by way of a node's cache"):
         restore(stored, "m@2", cache=cache, peers=Peers(Strangers("http://a:1")))
+
+
+def test_a_model_that_was_opened_with_a_cache_and_second_copies_comes_back_through_them(stored, tmp_path):
+    copy = copy_of(stored, tmp_path / "copy")
+    objects = contents(stored)
+    for digest in objects:
+        stored.objects.local_path(digest).unlink()
+    Cache(tmp_path / "cache", budget="50MB").close()
+    repo, counted = datasvc.open(stored.url), []
+    with PeerServer({}) as peer:
+        peers = Peers(Strangers(peer.url), PeerSettings())
+        with repo.model("m", cache=tmp_path / "cache", peers=peers, fallback=[copy.url]) as model:
+            first, again = model.restore(report=counted.append), model.restore("m@2")
+        assert peer.requests, "a peer was asked first"
+    assert equal(first.state, state_of(1))
+    assert (first.report.came_bytes, sum(counted)) == ({"origin": size_of(objects)}, first.report.size_bytes)
+    assert again.report.came_bytes == {"resident": size_of(objects)}
+
+
+def test_a_model_believes_no_version_that_the_keys_it_was_opened_with_did_not_sign(stored, tmp_path):
+    key = make_key(tmp_path / "key.pem")
+    with datasvc.open(stored.url).model("m", trusted_keys=[key.source]) as model:
+        with pytest.raises(CorruptDataError, match="m@2 is not trusted"):
+            model.restore()
+        sign(stored, "m@2", load_private_key(tmp_path / "key.pem"))
+        assert str(model.restore().version) == "m@2"

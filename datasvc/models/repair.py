@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO, Final, cast
 
 from datasvc import durable
-from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
+from datasvc.models.signing_keys import PublicKey
 from datasvc.models.sources import find_damage
 from datasvc.models.survey import Problem
-from datasvc.repository import Digest, Objects, Repository
+from datasvc.models.threads import run_in_threads
+from datasvc.models.verify import ModelVerifyReport, verify
+from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.asking import translated
 
 QUARANTINE: Final = "quarantine"
 _OBJECTS_AT_ONCE: Final = 4
 _PART_BYTES: Final = 8 << 20
-_REPAIRABLE: Final = ("missing", "changed")
+_REPAIRABLE: Final = ("missing", "changed", "unreadable")
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,28 @@ class Repair:
     failure: str | None = None
 
 
+@dataclass(frozen=True)
+class RepairReport:
+    """What `verify_and_repair` found and did.
+
+    Attributes:
+        found: the first pass, with the problems of all passes.
+        repairs: what became of each object that could be repaired.
+        left: problems that are still there.
+    """
+
+    found: ModelVerifyReport
+    repairs: tuple[Repair, ...]
+    left: tuple[Problem, ...]
+
+
 def repair(
     repository: Repository,
     problems: Iterable[Problem],
     copies: Sequence[Repository],
     report: Callable[[int], None] | None = None,
 ) -> list[Repair]:
-    """Copy good objects over missing and changed ones; all are tried, whatever fails.
+    """Copy good objects over missing, changed and unreadable ones; all are tried, whatever fails.
 
     Only objects can be repaired: their name says what they have to be. An entry could be another commit's; bring it
     back from a backup of this very repository.
@@ -63,8 +80,54 @@ def repair(
     digests = dict.fromkeys(
         problem.digest for problem in problems if problem.digest is not None and problem.kind in _REPAIRABLE
     )
-    with ThreadPoolExecutor(_OBJECTS_AT_ONCE, thread_name_prefix="datasvc-repair") as pool:
-        return list(pool.map(lambda digest: _repair_one(repository, digest, copies, report), digests))
+    arguments = [(repository, digest, copies, report) for digest in digests]
+    return run_in_threads(_repair_one, arguments, _OBJECTS_AT_ONCE)
+
+
+def verify_and_repair(
+    repository: Repository,
+    versions: Iterable[Resolved],
+    copies: Sequence[Repository],
+    *,
+    deep: bool = False,
+    trusted: Sequence[PublicKey] = (),
+    begin: Callable[[int], None] | None = None,
+    report: Callable[[int], None] | None = None,
+) -> RepairReport:
+    """Verify versions and repair what is bad; then verify again what had been hidden, until nothing more is found.
+
+    Nobody can say of a table that is bad which objects it names: those are looked at once it is repaired.
+
+    Args:
+        repository: with the versions.
+        versions: which.
+        copies: as of `repair`; where there are none nothing is repaired.
+        deep: as of `verify`, like the rest.
+        trusted: see there.
+        begin: called anew for every pass.
+        report: called with the bytes read, decoded or copied.
+
+    Raises: as `verify` and `repair`.
+    """
+    by_name = {str(version): version for version in versions}
+    done = verify(repository, by_name.values(), deep=deep, trusted=trusted, begin=begin, report=report)
+    found, left, repairs = list(done.problems), list(done.problems), dict[Digest, Repair]()
+    while copies:
+        new = repair(repository, [each for each in left if each.digest not in repairs], copies, report)
+        repairs.update((each.digest, each) for each in new)
+        good = {each.digest for each in new if each.failure is None}
+        mended = [each for each in left if each.digest in good and each.kind in _REPAIRABLE]
+        left = [each for each in left if each not in mended]
+        hidden = {version for each in mended if deep or each.role != "tensors" for version in each.hit}
+        if not hidden:
+            break
+        again = [version for name, version in by_name.items() if name in hidden]
+        more = verify(repository, again, deep=deep, trusted=trusted, begin=begin, report=report).problems
+        known = {(each.role, each.kind, each.digest, each.detail) for each in left}
+        unknown = [each for each in more if (each.role, each.kind, each.digest, each.detail) not in known]
+        left += unknown
+        found += unknown
+    return RepairReport(replace(done, problems=tuple(found)), tuple(repairs.values()), tuple(left))
 
 
 def _repair_one(
@@ -87,13 +150,16 @@ def _replace(
     repository: Repository, digest: Digest, source: Objects, report: Callable[[int], None] | None
 ) -> str | None:
     """Copy an object, verified, then put it in the bad one's place; returns where that is kept."""
-    size_bytes = source.size(digest)
-    if size_bytes is None:
-        raise NotFoundError(f"{source.location(digest)} is missing too")
     objects, storage = repository.objects, repository.storage
     writer = objects.begin()
     try:
-        source.fetch(digest, size_bytes, cast("BinaryIO", writer), report=report)
+        try:
+            size_bytes = source.size(digest)
+            if size_bytes is None:
+                raise NotFoundError(f"{source.location(digest)} is missing too")
+            source.fetch(digest, size_bytes, cast("BinaryIO", writer), report=report)
+        except ConfigError as error:  # refused there; here it would mean that nothing at all can be repaired
+            raise UnavailableError(str(error)) from error
         with translated("write", str(writer.path)):
             writer.sync()
         # Kept before it is replaced: at every instant one of both names leads to the bad bytes.
@@ -117,7 +183,10 @@ def _keep(repository: Repository, digest: Digest) -> str | None:
         assert target is not None
         with translated("keep", str(target)):
             durable.make_folder(target.parent)
-            os.link(local, target)
+            try:
+                os.link(local, target)
+            except PermissionError:  # no second names on this file system, or none for what is no file
+                local.rename(target)
             durable.fsync_folder(target.parent)
         return str(target)
     _copy_remote(repository, path, size_bytes, kept)

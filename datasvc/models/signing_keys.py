@@ -88,10 +88,12 @@ def make_key(path: Path) -> PublicKey:
     public_path = path.with_name(path.name + PUBLIC_SUFFIX)
     try:
         durable.create_file(public_path, public)
-        _create_secret(path, private)
+        try:
+            _create_secret(path, private)
+        except BaseException:
+            public_path.unlink()  # it belongs to no key
+            raise
     except FileExistsError as error:
-        if error.filename == str(path):
-            public_path.unlink()
         raise ConfigError(f"{path} or {public_path} exists already; keys are never overwritten") from error
     except OSError as error:
         raise ConfigError(f"cannot write the key {path}: {error}") from error
@@ -102,7 +104,8 @@ def load_private_key(path: Path) -> PrivateKey:
     """Return the private key in a PEM file.
 
     Raises:
-        ConfigError: the file cannot be read, or others can; or it holds no Ed25519 key that needs no password.
+        ConfigError: the file cannot be read, or others than its owner can read or write it; or it holds no Ed25519
+            key that needs no password.
     """
     _need_cryptography()
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -115,9 +118,9 @@ def load_private_key(path: Path) -> PrivateKey:
             key = load_pem_private_key(file.read(_MOST_BYTES), password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"cannot read a private key from {path}: {error}") from error
-    if mode & stat.S_IROTH:
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(
-            f"everybody on this machine can read the private key {path}: make a new one and chmod 600 it"
+            f"others than its owner can use the private key {path}: chmod 600 it, or make a new one if they did"
         )
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} holds a key of another kind; expected Ed25519: `datasvc models keygen` makes one")
@@ -140,11 +143,15 @@ def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, 
         paths: files of public keys; None: those that `DATASVC_TRUSTED_KEYS` names, separated as PATH is.
 
     Raises:
-        ConfigError: as `load_public_keys`.
+        ConfigError: as `load_public_keys`; or the variable is set and names none: then keys were meant.
     """
     if paths is None:
-        configured = os.environ.get(TRUSTED_KEYS_VARIABLE, "")
-        paths = [part for part in configured.split(os.pathsep) if part]
+        configured = os.environ.get(TRUSTED_KEYS_VARIABLE)
+        paths = [part for part in (configured or "").split(os.pathsep) if part]
+        if configured is not None and not paths:
+            raise ConfigError(
+                f"{TRUSTED_KEYS_VARIABLE} names no file: give files of public keys, or unset it to trust all"
+            )
     return load_public_keys(Path(path).expanduser() for path in paths)
 
 

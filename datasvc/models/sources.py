@@ -7,15 +7,17 @@ spoilt, and left alone from then on.
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.restore_report import BadCopies
 from datasvc.repository import Digest, Objects
 from datasvc.repository.objects import digest_of
 
-_BAD = (NotFoundError, CorruptDataError, UnavailableError)
+# A place that refuses - by permissions, credentials - is no reason to leave the next one alone.
+_BAD = (NotFoundError, CorruptDataError, UnavailableError, ConfigError)
 
 
 class CopiesInTurn:
@@ -40,7 +42,7 @@ class CopiesInTurn:
         """Return a whole object, verified.
 
         Raises:
-            CorruptDataError, NotFoundError, UnavailableError: no place gave it; says what each of them did.
+            CorruptDataError, NotFoundError, UnavailableError, ConfigError: no place gave it; says what each did.
         """
         return self._first(digest, lambda place: place.read(digest))
 
@@ -101,6 +103,14 @@ class CopiesInTurn:
         raise join_errors(errors)
 
 
+class _Nowhere(io.BytesIO):
+    """A file that keeps nothing."""
+
+    def write(self, content: Any, /) -> int:
+        """Take `content` in, and forget it."""
+        return memoryview(content).nbytes
+
+
 def find_damage(
     objects: Objects, digest: Digest, size_bytes: int | None = None, report: Callable[[int], None] | None = None
 ) -> DatasvcError | None:
@@ -114,17 +124,16 @@ def find_damage(
 
     Returns:
         NotFoundError: it is not there. CorruptDataError: its bytes are not what its name says. UnavailableError: it
-        cannot be read now. None: it is as it was written.
+        cannot be read now. ConfigError: it may not be read. None: it is as it was written.
     """
     found: DatasvcError | None = None
     for _ in range(_tries(objects, digest)):
         try:
             stored_bytes = _size(objects, digest)
-            with open(os.devnull, "wb") as nowhere:
-                objects.fetch(digest, stored_bytes, nowhere, report=report)
+            objects.fetch(digest, stored_bytes, _Nowhere(), report=report)
         except CorruptDataError as error:
             found = error
-        except (NotFoundError, UnavailableError) as error:
+        except (NotFoundError, UnavailableError, ConfigError) as error:
             return error
         else:
             if size_bytes in {None, stored_bytes}:
@@ -135,10 +144,9 @@ def find_damage(
 
 
 def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
-    """Return one error for places that failed: damage counts most, then what may pass, then what is missing."""
-    first = next(
-        (error for kind in (CorruptDataError, UnavailableError) for error in errors if type(error) is kind), None
-    )
+    """Return one error for places that failed: damage counts most, then what may pass, a refusal, what is missing."""
+    kinds = (CorruptDataError, UnavailableError, ConfigError)
+    first = next((error for kind in kinds for error in errors if type(error) is kind), None)
     kind = type(first or errors[0])
     return kind("; ".join(dict.fromkeys(str(error) for error in errors)))
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasvc.errors import CorruptDataError
+from datasvc.models.entry_objects import objects_of_entry
 from datasvc.models.records import TensorRecord, decode_table
 from datasvc.models.signatures import check_signed
 from datasvc.models.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.repository import Digest, Repository, Resolved
-from datasvc.repository.objects import parse_digest
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,7 @@ def read_version(
     entry = repository.entry(version)
     if keys:
         check_signed(repository, version, entry, keys)
-    try:
-        table, state = parse_digest(entry.content["tensors"]), parse_digest(entry.content["state"])
-    except (KeyError, TypeError) as error:
-        raise CorruptDataError(f"the entry of {version} does not say what its tensors are: {error!r}") from error
-    content = (read or repository.objects.read)(table)
-    return StoredVersion(version, entry.content, decode_table(content, repository.objects.location(table)), state)
+    named = objects_of_entry(entry.content, version)
+    content = (read or repository.objects.read)(named.tensors)
+    records = decode_table(content, repository.objects.location(named.tensors))
+    return StoredVersion(version, entry.content, records, named.state)

@@ -1,4 +1,4 @@
-"""What model versions name, read and checked but for the bytes of their tensors: entries, tables, states, code.
+"""What model versions name, read and checked but for the bytes of their tensors: entries, tables, states, and so on.
 
 Keeps a name and a size per object, not a record per tensor: tables are read again by those who need the records.
 """
@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
-from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.checkpoint import decode_state
+from datasvc.models.entry_objects import objects_of_entry
 from datasvc.models.records import TensorRecord, decode_table
 from datasvc.models.restore_report import shorten
 from datasvc.models.signatures import check_signed
 from datasvc.models.signing_keys import PublicKey
 from datasvc.models.tree import unflatten
-from datasvc.repository import Digest, Entry, Repository, Resolved
+from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects import parse_digest
 
-Role = Literal["entry", "tensor table", "state", "code", "tensors"]
-Kind = Literal["missing", "changed", "contradictory", "not trusted"]
+Role = Literal["entry", "tensor table", "state", "sharding", "code", "tensors"]
+Kind = Literal["missing", "changed", "unreadable", "contradictory", "not trusted"]
+
+BAD: Final = (CorruptDataError, NotFoundError)
+# What a disk of this machine raises: it is asked directly, so its answer is about the data, not about the way to it.
+BAD_DISK: Final = (*BAD, UnavailableError, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,8 @@ class Problem:
     """One object or entry that is not what it should be.
 
     Attributes:
-        kind: "contradictory" is as it was written, but says what cannot be; "not trusted" lacks a signature.
+        kind: "unreadable" is what a disk of this machine does not give; "contradictory" is as it was written, but
+            says what cannot be; "not trusted" lacks a signature.
         role: what it is.
         digest: of the object; None for an entry.
         detail: what was expected and found, and where.
@@ -55,7 +61,9 @@ class Survey:
 
     Attributes:
         objects: that hold tensors, with the sizes that tables say.
-        documents: tables, states and code that were read well, with their sizes.
+        documents: tables, states, shardings and code that were read well, with their sizes.
+        tensor_bytes: of all tensors in memory, of each table once.
+        bad: what damage raises here, see `BAD_DISK`.
     """
 
     def __init__(self, repository: Repository, trusted: Sequence[PublicKey] = ()) -> None:
@@ -63,7 +71,9 @@ class Survey:
         self._trusted = trusted
         self.objects: dict[Digest, int] = {}
         self.documents: dict[Digest, int] = {}
-        self._tables: dict[Digest, list[str]] = {}
+        self.tensor_bytes = 0
+        self.bad: tuple[type[DatasvcError], ...] = BAD_DISK if repository.storage.is_local else BAD
+        self._tables: dict[Digest, list[Resolved]] = {}
         self._problems: dict[tuple[Role, Kind, Digest | str], tuple[str, dict[str, tuple[str, ...]]]] = {}
 
     @property
@@ -83,8 +93,10 @@ class Survey:
         """
         try:
             entry = self._repository.entry(version)
-            table, state, code = _digests_of(entry)
-        except (CorruptDataError, NotFoundError) as error:
+            named = objects_of_entry(entry.content, version)
+        except (*BAD, UnavailableError) as error:
+            if type(error) not in self.bad:
+                raise
             self._note("entry", kind_of(error), str(version), version, str(error))
             return
         if self._trusted:
@@ -92,22 +104,42 @@ class Survey:
                 check_signed(self._repository, version, entry, self._trusted)
             except CorruptDataError as error:
                 self._note("entry", "not trusted", str(version), version, str(error))
-        if code is not None:
-            self._read("code", code, version)
-        skeleton, records = self._read("state", state, version), self._read_table(table, version)
-        if skeleton is not None and records is not None:
-            try:
-                unflatten(
-                    decode_state(skeleton, str(version)),
-                    cast("Any", dict.fromkeys(record.name for record in records)),
-                )
-            except CorruptDataError as error:
-                self._note("state", "contradictory", state, version, f"{version}: {error}")
+        if named.code is not None:
+            self._read("code", named.code, version)
+        state, records = self._read("state", named.state, version), self._read_table(named.tensors, version)
+        sharding = None if named.sharding is None else self._read("sharding", named.sharding, version)
+        if state is None or records is None:
+            return
+        try:
+            skeleton = decode_state(state, str(version))
+            unflatten(skeleton, cast("Any", dict.fromkeys(record.name for record in records)))
+        except CorruptDataError as error:
+            self._note("state", "contradictory", named.state, version, f"{version}: {error}")
+            return
+        if named.sharding is not None and sharding is not None:
+            self._check_sharding(named.sharding, sharding, records, skeleton, version)
 
-    def records(self) -> Iterator[tuple[Sequence[str], TensorRecord]]:
+    def tables(self) -> Iterator[tuple[Sequence[str], Sequence[TensorRecord]]]:
         """Yield the records of every table that could be read, each with the versions that have it."""
         for table, versions in self._tables.items():
-            yield from ((versions, record) for record in self._decode(table, self._repository.objects.read(table)))
+            # It was read before; but its versions may have been removed since, or its disk fails now.
+            content = self._read("tensor table", table, versions[0])
+            if content is not None:
+                yield list(map(str, versions)), self._decode(table, content)
+                continue
+            for version in versions[1:]:
+                self._read("tensor table", table, version)
+
+    def _check_sharding(
+        self, digest: Digest, raw: bytes, records: Sequence[TensorRecord], skeleton: Any, version: Resolved
+    ) -> None:
+        # Loads all of torch.distributed, which few repositories need.
+        from datasvc.models.dcp.metadata import decode_sharding
+
+        try:
+            decode_sharding(raw, {record.name: record for record in records}, skeleton, str(version))
+        except CorruptDataError as error:
+            self._note("sharding", "contradictory", digest, version, str(error))
 
     def _read_table(self, table: Digest, version: Resolved) -> Sequence[TensorRecord] | None:
         content = self._read("tensor table", table, version)
@@ -121,7 +153,8 @@ class Survey:
         if table not in self._tables:
             links = (link for record in records for piece in record.pieces for link in piece.chain)
             self.objects.update((link.object, link.object_bytes) for link in links)
-        self._tables.setdefault(table, []).append(str(version))
+            self.tensor_bytes += sum(record.piece_bytes(piece) for record in records for piece in record.pieces)
+        self._tables.setdefault(table, []).append(version)
         return records
 
     def _decode(self, table: Digest, content: bytes) -> Sequence[TensorRecord]:
@@ -130,7 +163,7 @@ class Survey:
     def _read(self, role: Role, digest: Digest, version: Resolved) -> bytes | None:
         try:
             content = self._repository.objects.read(digest)
-        except (CorruptDataError, NotFoundError) as error:
+        except self.bad as error:
             self._note(role, kind_of(error), digest, version, str(error))
             return None
         self.documents[digest] = len(content)
@@ -142,14 +175,6 @@ class Survey:
 
 def kind_of(error: DatasvcError) -> Kind:
     """Return what an error says of an object."""
-    return "missing" if isinstance(error, NotFoundError) else "changed"
-
-
-def _digests_of(entry: Entry) -> tuple[Digest, Digest, Digest | None]:
-    """Return the table, the state and the code that an entry names. Raises CorruptDataError."""
-    content: Mapping[str, Any] = entry.content
-    try:
-        code = content.get("code", {}).get("diff")
-        return parse_digest(content["tensors"]), parse_digest(content["state"]), code and parse_digest(code)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"the entry does not say what its tensors and its state are: {error!r}") from error
+    if isinstance(error, NotFoundError):
+        return "missing"
+    return "changed" if isinstance(error, CorruptDataError) else "unreadable"

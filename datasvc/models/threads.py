@@ -15,14 +15,17 @@ def run_in_threads(
 ) -> list[_Result]:
     """Call `work` with each of `arguments`; returns what it gave, in their order.
 
-    After the first error no further call is begun, those under way are waited for, and the error is raised.
+    After the first error, or an interrupt, no further call is begun; those under way are awaited, then it is raised.
     """
     if len(arguments) <= 1:
         return [work(*each) for each in arguments]
-    with ThreadPoolExecutor(min(threads, len(arguments)), thread_name_prefix="datasvc-tensor") as pool:
+    pool = ThreadPoolExecutor(min(threads, len(arguments)), thread_name_prefix="datasvc-tensor")
+    try:
         futures = [pool.submit(work, *each) for each in arguments]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        pool.shutdown(wait=False, cancel_futures=True)
+    finally:
+        # As a context manager the pool would see every call through first, where Ctrl-C ends the wait.
+        pool.shutdown(wait=True, cancel_futures=True)
     for future in done:
         future.result()
     return [future.result() for future in futures]

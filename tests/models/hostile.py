@@ -12,9 +12,13 @@ import sys
 import threading
 from dataclasses import replace
 
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
 from datasvc.errors import DatasvcError
 from datasvc.models import describe_model, restore
-from datasvc.models.checkpoint import encode_state
+from datasvc.models.checkpoint import decode_state, encode_state
+from datasvc.models.dcp import Reader
+from datasvc.models.dcp.metadata import describe_unsharded, encode_sharding
 from datasvc.models.records import Piece, TensorRecord, decode_table, encode_table
 from datasvc.models.verify import verify
 from datasvc.repository import Repository, Resolved
@@ -90,6 +94,19 @@ def try_all(repository, seen):
         watching.clear()
 
 
+def try_to_plan(repository, seen):
+    """Have torch plan a load of version 3; it may refuse too, but build nothing that is not stored."""
+    watching.set()
+    try:
+        metadata = Reader(repository.url, ref="m@3").read_metadata()
+        _EmptyStateDictLoadPlanner().set_up_planner({}, metadata, is_coordinator=True)
+        seen["fine"] = seen.get("fine", 0) + 1
+    except (DatasvcError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        seen[type(error).__name__] = seen.get(type(error).__name__, 0) + 1
+    finally:
+        watching.clear()
+
+
 def random_value(rng, depth=0):
     kind = rng.randrange(9 if depth < 5 else 6)
     if kind == 0:
@@ -120,6 +137,19 @@ def hostile_states(rng):
         yield encode_state(random_value(rng))
     whole = encode_state({"model": {"a": {"$tensor": "model.noise"}}, "t": {"$tuple": [1, {"$float": "nan"}]}})
     for _ in range(40):
+        yield bytes(mutate(rng, whole))
+
+
+def hostile_shardings(rng, whole):
+    """Yield the bytes of shardings: places in lists that are nowhere, then mutated ones."""
+    described = json.loads(whole)
+    for path in (["a", 20_000_000], ["model", "weight", 20_000_000], [2**70], [-1], [True], [], "model", None):
+        key = rng.choice([*described["tensors"], "step"])
+        paths = {**described["planner_data"], key: {"$tuple": path} if isinstance(path, list) else path}
+        yield json.dumps({**described, "planner_data": paths}).encode()
+    for _ in range(60):
+        yield json.dumps({**described, rng.choice([*described]): random_value(rng)}).encode()
+    for _ in range(60):
         yield bytes(mutate(rng, whole))
 
 
@@ -162,13 +192,23 @@ def main():
         codecs.lookup(name)  # json guesses among these and loads them at their first use
     repository = Repository.open(root)
     save_every_kind(repository)
-    table = repository.objects.read(describe_model(repository, "m@2").entry["tensors"])
+    entry = describe_model(repository, "m@2").entry
+    table = repository.objects.read(entry["tensors"])
+    records = {record.name: record for record in decode_table(table, "here")}
+    skeleton = decode_state(repository.objects.read(entry["state"]), "m@2")
+    sharding = encode_sharding(describe_unsharded(skeleton, records, "m@2").metadata, (), "id")
+    commit(repository, sharding=put(repository, sharding))
+    try_to_plan(repository, {})
     restore(repository, "m@2")
-    verify(repository, [Resolved("models", "m", 2)], deep=True)
+    verify(repository, [Resolved("models", "m", number) for number in (2, 3)], deep=True)
     in_use = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")  # noqa: SIM115
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_BYTES,) * 2)
     sys.addaudithook(watch)
-    seen = {"entries": {}, "states": {}, "tables": {}}
+    seen = {"entries": {}, "states": {}, "tables": {}, "shardings": {}, "plans": {}}
+    for raw in hostile_shardings(rng, sharding):
+        commit(repository, sharding=put(repository, raw))
+        try_all(repository, seen["shardings"])
+        try_to_plan(repository, seen["plans"])
     for raw in hostile_states(rng):
         commit(repository, state=put(repository, raw))
         try_all(repository, seen["states"])
@@ -176,7 +216,7 @@ def main():
         commit(repository, tensors=put(repository, raw))
         try_all(repository, seen["tables"])
     for _ in range(40):
-        name = rng.choice(["tensors", "state", "code", "data", "metrics", "bytes", "parent", "config"])
+        name = rng.choice(["tensors", "state", "code", "data", "metrics", "bytes", "parent", "config", "sharding"])
         value = random_value(rng)
         commit(repository, **{name: value if value != 10**400 else 0})
         try_all(repository, seen["entries"])

@@ -17,13 +17,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.gc import gc
 from datasvc.models import describe_model, restore, save
+from datasvc.models.checkpoint import decode_state
+from datasvc.models.code import CodeRevision
 from datasvc.models.dcp import Reader, Writer
 from datasvc.models.dcp.checkpoint_id import CheckpointId
 from datasvc.models.dcp.metadata import decode_sharding
 from datasvc.models.records import read_table
+from datasvc.models.signatures import sign
+from datasvc.models.signing_keys import load_private_key, make_key
 from datasvc.repository import Repository
 from datasvc.repository.objects import parse_digest
 
@@ -325,17 +329,49 @@ def test_values_that_a_planner_changes_and_pickles_itself_are_stored_without_pic
     assert restore(Repository.open(url), "checkpoint").state == {"step": 2, "name": "x"}
 
 
-def test_a_planners_own_bytes_go_back_to_it_and_never_to_one_that_would_unpickle_them(url):
+def test_a_planners_own_bytes_go_back_to_it_where_they_are_asked_for_and_never_to_one_that_would_unpickle_them(url):
     dcp.save({"w": torch.ones(2), "own": {"a": [1]}["a"]}, storage_writer=Writer(url), planner=JsonSave())
     found = {"w": torch.zeros(2), "own": None}
-    dcp.load(found, storage_reader=Reader(url), planner=JsonLoad())
+    with pytest.raises(CheckpointException, match=r"'own' holds bytes.*planner_bytes=True"):
+        dcp.load(found, storage_reader=Reader(url), planner=JsonLoad())
+    dcp.load(found, storage_reader=Reader(url, planner_bytes=True), planner=JsonLoad())
     assert found["own"] == [1]
-    with pytest.raises(CheckpointException, match="'own' holds bytes that a planner of its own wrote"):
-        dcp.load(found, storage_reader=Reader(url))
+    with pytest.raises(CheckpointException, match=r"'own' holds bytes.*DefaultLoadPlanner would unpickle them"):
+        dcp.load(found, storage_reader=Reader(url, planner_bytes=True))
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path(self.path),))
+
+
+class Wrapping(JsonLoad):
+    """Hands values on to torch's planner, which unpickles them."""
+
+    def load_bytes(self, read_item, value):
+        self.inner.load_bytes(read_item, value)
+
+
+class PicklingSave(DefaultSavePlanner):
+    """Writes what runs a command where it is unpickled, as text, which looks like anything."""
+
+    def resolve_data(self, write_item):
+        bomb = Bomb()
+        bomb.path = self.lookup_object(write_item.index)
+        return io.BytesIO(pickle.dumps(bomb, protocol=0))
+
+
+def test_bytes_that_a_hostile_version_calls_a_planners_own_reach_no_planner(url, tmp_path):
+    target = tmp_path / "ran"
+    dcp.save({"own": str(target)}, storage_writer=Writer(url), planner=PicklingSave())
+    with pytest.raises(CheckpointException, match="'own' holds bytes"):
+        dcp.load({"own": None}, storage_reader=Reader(url), planner=Wrapping())
+    assert not target.exists()
 
 
 def test_no_stored_object_is_a_pickle(url):
-    dcp.save(every_kind(), storage_writer=Writer(url))
+    # What differs from the checked out revision is stored too, and may speak of pickles.
+    dcp.save(every_kind(), storage_writer=Writer(url, code=CodeRevision(None, dirty=False)))
     for path in Path(url).rglob("*"):
         if path.is_file():
             assert not path.read_bytes().startswith((b"\x80", b"PK")), path
@@ -361,11 +397,13 @@ def test_a_changed_byte_is_an_error_that_names_the_tensor(url):
 
 
 def sharding_of(url):
-    dcp.save({"w": torch.arange(12.0).reshape(4, 3), "step": 1}, storage_writer=Writer(url))
+    state = {"w": torch.arange(12.0).reshape(4, 3), "step": 1, "l": [{}, torch.ones(1)]}
+    dcp.save(state, storage_writer=Writer(url))
     repository = Repository.open(url)
     entry = describe_model(repository, "checkpoint").entry
     records = {r.name: r for r in read_table(repository.objects, parse_digest(entry["tensors"]))}
-    return json.loads(repository.objects.read(parse_digest(entry["sharding"]))), records
+    skeleton = decode_state(repository.objects.read(parse_digest(entry["state"])), "m@1")
+    return json.loads(repository.objects.read(parse_digest(entry["sharding"]))), records, skeleton
 
 
 @pytest.mark.parametrize(
@@ -384,21 +422,43 @@ def sharding_of(url):
         lambda it: it["tensors"]["w"].update(chunks=[[[-4, 0], [4, 3]], [[0, 0], [4, 3]]]),
         lambda it: it["tensors"]["w"].update(chunks=7),
         lambda it: it.update(values=None),
+        lambda it: it.update(planner_data=["w"]),
+        lambda it: it["planner_data"].update(w=["w"]),
+        lambda it: it["planner_data"].update(w={"$tuple": []}),
+        lambda it: it["planner_data"].update(w={"$tuple": ["a", 20_000_000]}),
+        lambda it: it["planner_data"].update(w={"$tuple": ["w", 20_000_000]}),
+        lambda it: it["planner_data"].update(w={"$tuple": ["l", -1]}),
+        lambda it: it["planner_data"].update(w={"$tuple": ["l", True]}),
+        lambda it: it["planner_data"].update(w={"$tuple": ["l", 2]}),
+        lambda it: it["planner_data"].update(w={"$tuple": ["l", 1.0]}),
     ],
 )
 def test_a_damaged_sharding_is_refused(url, damage):
-    described, records = sharding_of(url)
+    described, *known = sharding_of(url)
+    assert decode_sharding(json.dumps(described).encode(), *known, "m@1")
     damage(described)
     with pytest.raises(CorruptDataError):
-        decode_sharding(json.dumps(described).encode(), records, "m@1")
+        decode_sharding(json.dumps(described).encode(), *known, "m@1")
 
 
 def test_a_sharding_of_a_later_format_is_refused(url):
-    described, records = sharding_of(url)
+    described, *known = sharding_of(url)
     with pytest.raises(ConfigError, match="sharding format 2; this datasvc reads up to 1"):
-        decode_sharding(json.dumps({**described, "format": 2}).encode(), records, "m@1")
+        decode_sharding(json.dumps({**described, "format": 2}).encode(), *known, "m@1")
     with pytest.raises(CorruptDataError, match="is damaged"):
-        decode_sharding(b"\xff", records, "m@1")
+        decode_sharding(b"\xff", *known, "m@1")
+
+
+class Noting(DefaultSavePlanner):
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, replace(metadata, planner_data={"w": "a note"})
+
+
+def test_what_a_planner_notes_beside_paths_is_refused_when_it_is_saved(url):
+    with pytest.raises(CheckpointException, match=r"'w'.*no path") as caught:
+        dcp.save({"w": torch.ones(2)}, storage_writer=Writer(url), planner=Noting())
+    assert isinstance(only_failure(caught), ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -444,8 +504,29 @@ def test_a_missing_version_says_which_there_are(url):
     dcp.save({"w": torch.ones(2)}, storage_writer=Writer(url))
     with pytest.raises(CheckpointException, match="checkpoint has no version 5; it has 1"):
         dcp.load({"w": torch.zeros(2)}, storage_reader=Reader(url), checkpoint_id="checkpoint@5")
-    with pytest.raises(CheckpointException, match="no repository at"):
+    with pytest.raises(CheckpointException, match="no repository at") as caught:
         dcp.load({"w": torch.zeros(2)}, storage_reader=Reader(url + "2"))
+    assert isinstance(only_failure(caught), NotFoundError)
+    with pytest.raises(NotFoundError, match="no repository at"):
+        assert Reader(url + "2").read_metadata().state_dict_metadata
+
+
+def test_a_version_that_is_not_signed_is_refused_by_those_who_trust_keys(url, tmp_path):
+    key = make_key(tmp_path / "key")
+    for _ in range(2):
+        dcp.save({"w": torch.ones(2)}, storage_writer=Writer(url))
+    sign(Repository.open(url), "checkpoint@1", load_private_key(tmp_path / "key"))
+    for version in (1, 2):
+        found = {"w": torch.zeros(2)}
+        reader = Reader(url, ref=f"checkpoint@{version}", trusted_keys=[key.source])
+        if version == 1:
+            dcp.load(found, storage_reader=reader)
+            assert torch.equal(found["w"], torch.ones(2))
+            continue
+        with pytest.raises(CheckpointException, match=r"checkpoint@2 is not trusted") as caught:
+            dcp.load(found, storage_reader=reader)
+        assert isinstance(only_failure(caught), CorruptDataError)
+        assert not found["w"].any()
 
 
 class Untransportable(Exception):  # noqa: N818
@@ -514,8 +595,8 @@ def save_as_ranks(url, states, **options):
     return writers, results
 
 
-def load_as_ranks(readers, states):
-    planners = [DefaultLoadPlanner() for _ in states]
+def load_as_ranks(readers, states, make_planner=DefaultLoadPlanner):
+    planners = [make_planner() for _ in states]
     plans = []
     for rank, (reader, planner, state) in enumerate(zip(readers, planners, states, strict=True)):
         metadata = reader.read_metadata()
@@ -617,7 +698,13 @@ def test_a_piece_that_several_blocks_meet_is_read_once(url):
     assert source.num_bytes == whole.nbytes
 
 
-def test_ranks_that_saw_different_newest_versions_load_one(url):
+class OwnPlans(DefaultLoadPlanner):
+    def create_global_plan(self, global_plan):
+        return [LoadPlan(plan.items) for plan in global_plan]
+
+
+@pytest.mark.parametrize("planner", [DefaultLoadPlanner, OwnPlans])
+def test_ranks_that_saw_different_newest_versions_load_the_coordinators(url, planner):
     dcp.save({"w": torch.ones(4)}, storage_writer=Writer(url))
     states = [{"w": torch.zeros(4)} for _ in range(2)]
 
@@ -627,14 +714,9 @@ def test_ranks_that_saw_different_newest_versions_load_one(url):
             return super().read_metadata()
 
     readers = [Reader(url), Late(url)]
-    load_as_ranks(readers, states)
+    load_as_ranks(readers, states, planner)
     assert [str(reader.version) for reader in readers] == ["checkpoint@1"] * 2
     assert torch.equal(states[1]["w"], torch.ones(4))
-
-
-class OwnPlans(DefaultLoadPlanner):
-    def create_global_plan(self, global_plan):
-        return [LoadPlan(plan.items) for plan in global_plan]
 
 
 def test_a_planner_may_make_plans_of_its_own(url):

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_hostile_states_tables_and_entries_raise_our_errors_only_run_nothing_and_take_little_memory(repository):
+def test_whatever_a_hostile_version_says_raises_our_errors_only_runs_nothing_and_takes_little_memory(repository):
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.hostile", repository.url],
         capture_output=True,
@@ -21,5 +21,5 @@ def test_hostile_states_tables_and_entries_raise_our_errors_only_run_nothing_and
     )
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout)["seen"]
-    for kind in ("states", "tables", "entries"):
+    for kind in ("states", "tables", "entries", "plans"):
         assert seen[kind].get("CorruptDataError", 0) >= 5, seen

@@ -11,6 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError
 from datasvc.models import restore, save
+from datasvc.models.foreign.exporting import export_model
+from datasvc.models.loading import load_version_into
 from datasvc.models.signatures import sign, signed_message
 from datasvc.models.signing_keys import load_private_key, load_public_keys, make_key, trusted_keys
 from datasvc.repository import Resolved
@@ -61,6 +63,27 @@ def test_the_environment_names_the_keys_for_every_restore(signed, key, monkeypat
     monkeypatch.setenv("DATASVC_TRUSTED_KEYS", "/nowhere/key.pub")
     with pytest.raises(ConfigError, match=r"/nowhere/key\.pub"):
         restore(signed, "m@1")
+    for nothing in ("", ":"):
+        monkeypatch.setenv("DATASVC_TRUSTED_KEYS", nothing)
+        with pytest.raises(ConfigError, match="DATASVC_TRUSTED_KEYS names no file"):
+            restore(signed, "m@2")
+        assert restore(signed, "m@2", trusted_keys=()).version.version == 2
+
+
+def test_a_model_is_loaded_and_a_file_written_from_signed_versions_only(signed, key, tmp_path):
+    save(signed, "m", {"w": torch.zeros(4)}, step=2)
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.full((4,), 7.0))})
+    known = {"trusted_keys": [key.source]}
+    with pytest.raises(CorruptDataError, match="m@2 is not trusted"):
+        load_version_into(model, signed, "m@2", prefix="", **known)
+    assert model["w"].tolist() == [7] * 4
+    with pytest.raises(CorruptDataError, match="m@2 is not trusted"):
+        export_model(signed, "m@2", tmp_path / "out", format="safetensors", **known)
+    assert not (tmp_path / "out").exists()
+    load_version_into(model, signed, "m@1", prefix="", **known)
+    assert model["w"].tolist() == [0, 1, 2, 3]
+    export_model(signed, "m@1", tmp_path / "out", format="safetensors", **known)
+    assert (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -142,6 +165,20 @@ def test_a_new_key_is_the_owners_alone_and_never_overwrites(tmp_path):
     assert not made.source.exists()
 
 
+def test_a_private_key_that_cannot_be_written_leaves_no_public_one_behind(tmp_path):
+    # The file system takes a public key's 113 bytes and no private one's 119.
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from datasvc.models.signing_keys import make_key\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (116, 116))\n"
+        "make_key(Path(sys.argv[1]))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "key.pem")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert "cannot write the key" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def pem(key, *, password=None):
     secret = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret)
@@ -151,6 +188,8 @@ def pem(key, *, password=None):
     ("content", "mode", "message"),
     [
         (pem(Ed25519PrivateKey.generate()), 0o644, "chmod 600"),
+        (pem(Ed25519PrivateKey.generate()), 0o640, "chmod 600"),
+        (pem(Ed25519PrivateKey.generate()), 0o620, "chmod 600"),
         (pem(Ed25519PrivateKey.generate(), password=b"x"), 0o600, "cannot read a private key"),
         (pem(ed448.Ed448PrivateKey.generate()), 0o600, "another kind"),
         (b"no key", 0o600, "cannot read a private key"),

@@ -1,10 +1,13 @@
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from datasvc.models import describe_model, restore, save
+from datasvc.models.dcp import Writer
 from datasvc.models.records import encode_table
 from datasvc.models.repair import repair
 from datasvc.models.signatures import sign
@@ -13,6 +16,8 @@ from datasvc.models.verify import every_version, verify
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects import digest_of
 from tests.models.every_kind import copy_of, equal, flip, links_of, records_of, save_every_kind, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 V1, V2 = Resolved("models", "m", 1), Resolved("models", "m", 2)
 
@@ -33,7 +38,8 @@ def test_whole_versions_verify_and_every_object_is_read_once(twice):
     assert done.problems == ()
     assert done.versions == ("m@1", "m@2")
     tensors = {link.object: link.object_bytes for ref in ("m@1", "m@2") for link in links_of(twice, ref)}
-    assert totals == [sum(tensors.values())] == [sum(counted)]
+    decoded = sum(record.nbytes for ref in ("m@1", "m@2") for record in records_of(twice, ref))
+    assert totals == [sum(tensors.values()) + decoded] == [sum(counted)]
     documents = {describe_model(twice, ref).entry[role] for ref in ("m@1", "m@2") for role in ("tensors", "state")}
     assert documents | set(tensors) <= set(object_files(twice))
     assert done.num_objects >= len(documents) + len(tensors)
@@ -73,6 +79,72 @@ def test_a_bad_table_state_or_entry_and_a_missing_object_are_found_together(twic
     flip(object_files(twice)[entry["tensors"]], 50)
     found = {(each.role, each.kind): each for each in verify(twice, [V2]).problems}
     assert set(found) == {("tensor table", "changed"), ("state", "changed")}
+
+
+def test_what_cannot_be_read_is_one_problem_among_others_and_is_repaired(twice, tmp_path):
+    copy = copy_of(twice, tmp_path / "copy")
+    entry = describe_model(twice, "m@2").entry
+    unreadable = {entry["state"], links_of(twice, "m@2")[0].object}
+    for digest in unreadable:
+        # The kernel opens it and then refuses to read, as it does where a disk fails.
+        object_files(twice)[digest].unlink()
+        twice.objects.local_path(digest).mkdir()
+    (other,) = [link.object for link in links_of(twice, "m@2") if link.length == 90_000]
+    flip(object_files(twice)[other], 7)
+    problems = verify(twice, [V2], deep=True).problems
+    assert {each.digest: each.kind for each in problems} == {
+        **dict.fromkeys(unreadable, "unreadable"),
+        other: "changed",
+    }
+    assert all(each.hit for each in problems)
+    repairs = repair(twice, problems, [copy])
+    assert [each.failure for each in repairs] == [None] * 3
+    assert verify(twice, [V1, V2], deep=True).problems == ()
+
+
+def test_an_entry_that_cannot_be_read_hides_no_other_problem(twice):
+    entry = twice.storage.local_path("models/m/versions/00000001.json")
+    entry.unlink()
+    entry.mkdir()
+    (problem,) = verify(twice, [V1, V2]).problems
+    assert (problem.role, problem.kind, problem.hit) == ("entry", "unreadable", {"m@1": ()})
+
+
+def test_a_version_that_is_removed_meanwhile_is_no_problem(twice):
+    save(twice, "m", {"w": torch.randn(30_000)}, step=3)
+    last = describe_model(twice, "m@3")
+    objects = [link.object for link in links_of(twice, "m@3")]
+
+    def remove(_size_bytes):
+        twice.removals("models", "m").add([3])
+        for digest in (*objects, last.tensors):
+            object_files(twice)[digest].unlink()
+
+    flip(object_files(twice)[last.entry["state"]], 20)
+    assert verify(twice, [V1, V2, Resolved("models", "m", 3)], deep=True, begin=remove).problems == ()
+
+
+def test_a_sharding_and_the_code_of_a_version_are_read_too(twice):
+    dcp.save({"w": torch.ones(4, 2), "step": 1}, storage_writer=Writer(twice.url, name="s"))
+    version = Resolved("models", "s", 1)
+    entry = describe_model(twice, "s").entry
+    whole = {role: twice.objects.read(digest) for role, digest in named(entry).items()}
+    for role, digest in named(entry).items():
+        flip(object_files(twice)[digest], 9)
+        (problem,) = verify(twice, [version]).problems
+        assert (problem.role, problem.kind, problem.hit) == (role, "changed", {"s@1": ()})
+        object_files(twice)[digest].write_bytes(whole[role])
+    wrong = json.loads(whole["sharding"])
+    wrong["tensors"]["w"]["chunks"] = []
+    digest = twice.objects.put(json.dumps(wrong).encode()).digest
+    twice.versions("models", "s").append(lambda _head: {**entry, "sharding": digest})
+    (problem,) = verify(twice, [Resolved("models", "s", 2)]).problems
+    assert (problem.role, problem.kind) == ("sharding", "contradictory")
+
+
+def named(entry):
+    roles = {"sharding": entry["sharding"]}
+    return roles | ({"code": entry["code"]["diff"]} if entry["code"].get("diff") else {})
 
 
 def commit_table(repository, records, **changes):

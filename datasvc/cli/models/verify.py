@@ -14,7 +14,6 @@ from datasvc.errors import ConfigError, CorruptDataError
 
 if TYPE_CHECKING:
     from datasvc.models.repair import Repair
-    from datasvc.models.survey import Problem
     from datasvc.repository import Repository, Resolved
 
 
@@ -47,8 +46,8 @@ def verify(
 
     Ends with status 3 when a problem is left.
     """
+    from datasvc.models.repair import verify_and_repair
     from datasvc.models.signing_keys import trusted_keys
-    from datasvc.models.verify import verify as run_verify
     from datasvc.repository import Repository
     from datasvc.sizes import format_size
 
@@ -56,18 +55,18 @@ def verify(
     versions = _choose(repository, refs or [], every=every)
     copies = [Repository.open(url) for url in repair_from or []]
     with byte_progress(f"verifying {len(versions)} versions") as (set_total, advance):
-        done = run_verify(
-            repository, versions, deep=deep, trusted=trusted_keys(trusted or None), begin=set_total, report=advance
+        keys = trusted_keys(trusted or None)
+        all_done = verify_and_repair(
+            repository, versions, copies, deep=deep, trusted=keys, begin=set_total, report=advance
         )
-    repairs = _repair(repository, done.problems, copies)
-    left = _left(done.problems, repairs)
+    done, left = all_done.found, all_done.left
     if as_json:
-        print_json({**asdict(done), "repairs": [asdict(each) for each in repairs], "num_left": len(left)})
+        print_json({**asdict(done), "repairs": [asdict(each) for each in all_done.repairs], "num_left": len(left)})
     else:
         typer.echo(f"{len(done.versions)} versions: {done.num_objects} objects, {format_size(done.size_bytes)}, read")
         for problem in done.problems:
             typer.echo(text_value(str(problem)))
-        for each in repairs:
+        for each in all_done.repairs:
             typer.echo(text_value(_describe(each)))
         typer.echo(f"{len(left)} problems" if left else "all is well")
     if left:
@@ -82,20 +81,6 @@ def _choose(repository: Repository, refs: list[str], *, every: bool) -> list[Res
     if not refs:
         raise ConfigError("say which versions to verify, or --all")
     return list(dict.fromkeys(repository.resolve("models", ref) for ref in refs))
-
-
-def _repair(repository: Repository, problems: tuple[Problem, ...], copies: list[Repository]) -> list[Repair]:
-    from datasvc.models.repair import repair
-
-    if not copies or not problems:
-        return []
-    with byte_progress("repairing") as (_, advance):
-        return repair(repository, problems, copies, advance)
-
-
-def _left(problems: tuple[Problem, ...], repairs: list[Repair]) -> list[Problem]:
-    good = {each.digest for each in repairs if each.failure is None}
-    return [problem for problem in problems if problem.digest not in good]
 
 
 def _describe(repair: Repair) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,21 +14,21 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from datasvc.errors import ConfigError
 from datasvc.models.checkpoint import open_stored
 from datasvc.models.dcp.metadata import Sharding, decode_sharding, describe_unsharded
-from datasvc.models.dcp.values import decode_opaque, find, wrap_value
-from datasvc.models.load import load_tensors
+from datasvc.models.dcp.paths import find
+from datasvc.models.dcp.values import decode_opaque, wrap_value
+from datasvc.models.load import THREADS, load_tensors
 from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches
 from datasvc.models.pieces import Box, intersect, slices
 from datasvc.models.records import Piece, TensorRecord
 from datasvc.models.tensor_bytes import tensor_of
+from datasvc.models.threads import run_in_threads
 from datasvc.models.tree import unflatten
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects import parse_digest
 
-_READS_AT_ONCE: Final = 16
-
 
 @dataclass(frozen=True)
-class StoredVersion:
+class ShardedVersion:
     """A version, read but for its tensors.
 
     Attributes:
@@ -62,9 +61,9 @@ class PieceRead:
     copies: list[tuple[torch.Tensor, Box]] = field(default_factory=list)
 
 
-def read_version(
+def read_sharded(
     repository: Repository, ref: str, *, trusted_keys: Sequence[str | Path] | None = None
-) -> StoredVersion:
+) -> ShardedVersion:
     """Read what a version says of itself. One that was not saved sharded is described as if it was, in one part.
 
     Args:
@@ -84,12 +83,20 @@ def read_version(
     if named is None:
         sharding = describe_unsharded(stored.skeleton, records, str(stored.version))
     else:
-        sharding = decode_sharding(repository.objects.read(parse_digest(named)), records, str(stored.version))
-    return StoredVersion(repository, stored.version, sharding, records, stored.skeleton)
+        raw = repository.objects.read(parse_digest(named))
+        sharding = decode_sharding(raw, records, stored.skeleton, str(stored.version))
+    return ShardedVersion(repository, stored.version, sharding, records, stored.skeleton)
 
 
-def load_items(stored: StoredVersion, source: ObjectSource, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-    """Fill the planner's tensors and values. Raises as `Reader.read_data`."""
+def load_items(
+    stored: ShardedVersion,
+    source: ObjectSource,
+    items: Sequence[ReadItem],
+    planner: LoadPlanner,
+    *,
+    planner_bytes: bool = False,
+) -> None:
+    """Fill the planner's tensors and values. Arguments and errors are those of `Reader` and `Reader.read_data`."""
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
     blocks = [(*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True)]
@@ -105,15 +112,12 @@ def load_items(stored: StoredVersion, source: ObjectSource, items: Sequence[Read
         for target, box in each.copies:
             target.copy_(loaded[slices(box, origin=each.piece.start)])
 
-    with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-dcp") as pool:
-        # After the first error no further read is begun: `map` takes them back.
-        for _ in pool.map(read, reads):
-            pass
+    run_in_threads(read, [(each,) for each in reads], THREADS)
     for item, target in zip(tensor_items, targets, strict=True):
         planner.commit_tensor(item, target)
     for item in items:
         if item.type == LoadItemType.BYTE_IO:
-            _load_value(stored, source, item, planner)
+            _load_value(stored, source, item, planner, planner_bytes=planner_bytes)
 
 
 def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[PieceRead]:
@@ -132,7 +136,7 @@ def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list
     return list(reads.values())
 
 
-def _block(stored: StoredVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
+def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
     """Return which block of which tensor an item wants. Raises ConfigError when there is none such."""
     index = item.storage_index
     name = stored.sharding.names.get(index.fqn)
@@ -153,18 +157,23 @@ def _block(stored: StoredVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
     return record, (start, shape)
 
 
-def _load_value(stored: StoredVersion, source: ObjectSource, item: ReadItem, planner: LoadPlanner) -> None:
+def _load_value(
+    stored: ShardedVersion, source: ObjectSource, item: ReadItem, planner: LoadPlanner, *, planner_bytes: bool
+) -> None:
     key = item.storage_index.fqn
     path = stored.sharding.paths.get(key, (key,))
     value = unflatten(find(stored.skeleton, path), _TensorsOnDemand(stored, source))
     is_opaque = key in stored.sharding.opaque
-    planner.load_bytes(item, decode_opaque(value, key, planner) if is_opaque else wrap_value(value))
+    if is_opaque:
+        planner.load_bytes(item, decode_opaque(value, key, planner, is_wanted=planner_bytes))
+    else:
+        planner.load_bytes(item, wrap_value(value))
 
 
 class _TensorsOnDemand(dict[str, torch.Tensor]):
     """The tensors that lie inside values, read when they are met."""
 
-    def __init__(self, stored: StoredVersion, source: ObjectSource) -> None:
+    def __init__(self, stored: ShardedVersion, source: ObjectSource) -> None:
         super().__init__()
         self._stored = stored
         self._source = source

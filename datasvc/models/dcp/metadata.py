@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.models.dcp.paths import Path, check_paths, check_reach, path_of
 from datasvc.models.pieces import Box, is_tiling
 from datasvc.models.records import TensorRecord
 from datasvc.models.tree import flatten, unflatten
@@ -34,8 +35,6 @@ _MEMORY_FORMATS: Final = {
     "channels_last": torch.channels_last,
     "preserve_format": torch.preserve_format,
 }
-
-Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -59,18 +58,14 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
     """Return the bytes of a sharding object.
 
     Raises:
-        ConfigError: the planner noted something that JSON cannot say; names it.
+        ConfigError: the planner noted something else than the paths of keys; names it.
     """
-    notes, tensors = flatten({"planner_data": metadata.planner_data})
-    if tensors:
-        raise ConfigError(
-            f"the planner's data holds the tensor {next(iter(tensors))!r}; give it to the state instead"
-        )
+    paths, _ = flatten({"planner_data": planned_paths(metadata)})
     described = {
         "format": SHARDING_FORMAT,
         "version": metadata.version,
         "save_id": save_id,
-        "planner_data": notes["planner_data"],
+        "planner_data": paths["planner_data"],
         "tensors": {
             key: _encode_tensor(each)
             for key, each in metadata.state_dict_metadata.items()
@@ -82,22 +77,37 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
     return json.dumps(described, sort_keys=True, allow_nan=False).encode()
 
 
-def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], version: str) -> Sharding:
+def planned_paths(metadata: Metadata) -> Mapping[str, Path] | None:
+    """Return where the planner of a save took each key from; None where it did not flatten.
+
+    Raises:
+        ConfigError: it noted something else.
+    """
+    try:
+        return check_paths(metadata.planner_data)
+    except ValueError as error:
+        raise ConfigError(
+            f"the planner's data cannot be stored: {error}; give what is to be kept to the state instead"
+        ) from error
+
+
+def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: Any, version: str) -> Sharding:
     """Return what a sharding object of `version` says.
 
     Args:
         raw: its bytes.
         records: the version's tensor table, by name.
+        skeleton: of its state tree.
         version: for messages.
 
     Raises:
-        CorruptDataError: damaged, or it contradicts the table.
+        CorruptDataError: damaged, or it contradicts the table or the state.
         ConfigError: of a later format.
     """
     try:
         described = json.loads(raw)
         later = int(described["format"]) > SHARDING_FORMAT
-        sharding = None if later else _sharding(described, records)
+        sharding = None if later else _sharding(described, records, skeleton)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptDataError(f"the sharding of {version} is damaged: {error!r}") from error
     if sharding is None:
@@ -132,19 +142,14 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
     return Sharding(Metadata(stored, planner_data=paths, storage_meta=StorageMeta()), names, paths)
 
 
-def path_of(planner_data: Any, key: str) -> Path:
-    """Return where in the state tree the value of `key` lies: where a planner that flattened took it from."""
-    path = planner_data.get(key) if isinstance(planner_data, Mapping) else None
-    if isinstance(path, tuple) and path and all(isinstance(each, str | int) for each in path):
-        return path
-    return (key,)
-
-
-def _sharding(described: Mapping[str, Any], records: Mapping[str, TensorRecord]) -> Sharding:
+def _sharding(described: Mapping[str, Any], records: Mapping[str, TensorRecord], skeleton: Any) -> Sharding:
     stored: dict[str, Any] = {key: _decode_tensor(each, records[key]) for key, each in described["tensors"].items()}
     names = {key: key for key in stored}
     stored.update({str(key): BytesStorageMetadata() for key in described["values"]})
-    planner_data = unflatten(described["planner_data"], {})
+    planner_data = check_paths(unflatten(described["planner_data"], {}))
+    if planner_data is not None:
+        planner_data = {key: path for key, path in planner_data.items() if key in stored}
+        check_reach(skeleton, planner_data.values())
     metadata = Metadata(
         stored,
         planner_data=planner_data,

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from datasvc.errors import DatasvcError
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.failures import errors_that_travel
-from datasvc.models.dcp.loading import StoredVersion, load_items, read_version
+from datasvc.models.dcp.loading import ShardedVersion, load_items, read_sharded
 from datasvc.models.dcp.writer import DEFAULT_NAME
 from datasvc.models.load import ObjectSource
 from datasvc.repository import Repository, Resolved
@@ -34,6 +35,8 @@ class Reader(StorageReader):
         ref: which version, "NAME@3" or "NAME@tag", instead of `name`.
         source: where tensors' bytes are read, default the repository.
         trusted_keys: files of public keys, as of `datasvc.models.checkpoint.open_stored`.
+        planner_bytes: hand values that a planner saved in a format of its own to the planner that loads. Only for
+            versions of people you trust: what the bytes do there is up to that planner, which may unpickle them.
 
     Attributes:
         load_id: of this load, on this rank.
@@ -51,6 +54,7 @@ class Reader(StorageReader):
         ref: str | None = None,
         source: ObjectSource | None = None,
         trusted_keys: Sequence[str | Path] | None = None,
+        planner_bytes: bool = False,
     ) -> None:
         parse_reference(ref or name, "model")
         self.url = os.fspath(path)
@@ -60,7 +64,8 @@ class Reader(StorageReader):
         self._given_id: str | os.PathLike[str] = path
         self._source = source
         self._trusted_keys = trusted_keys
-        self._stored: StoredVersion | None = None
+        self._planner_bytes = planner_bytes
+        self._stored: ShardedVersion | None = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -91,8 +96,16 @@ class Reader(StorageReader):
         return StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id)
 
     def read_metadata(self) -> Metadata:
-        """Return the metadata of the version that is meant now. Raises as `read_version`."""
-        self._stored = read_version(Repository.open(self.url), self.ref, trusted_keys=self._trusted_keys)
+        """Return the metadata of the version that is meant now.
+
+        Where it cannot be read whoever looks into the metadata gets the error, one of `read_sharded`: of errors that
+        are raised here torch keeps only the words.
+        """
+        try:
+            with errors_that_travel():
+                self._stored = read_sharded(Repository.open(self.url), self.ref, trusted_keys=self._trusted_keys)
+        except DatasvcError as error:
+            return _UnreadMetadata(error)
         metadata = self._stored.sharding.metadata
         saved = metadata.storage_meta or StorageMeta()
         metadata.storage_meta = replace(
@@ -100,27 +113,26 @@ class Reader(StorageReader):
         )
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `read_metadata` has read what is needed."""
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Raise what kept `read_metadata` from reading; else it has read what is needed."""
+        if isinstance(metadata, _UnreadMetadata):
+            raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Note in the plan which version this rank has seen."""
-        assert self._stored is not None, "torch reads the metadata before it plans"
-        return replace(plan, storage_data=self._stored.version.version)
+        """Return the plan as it is: where pieces lie the version says."""
+        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Let all ranks read one version: a save may have landed while they looked for the newest."""
-        seen = [plan.storage_data for plan in plans]
-        if None in seen:  # a planner made plans of its own
-            return plans
-        return [replace(plan, storage_data=min(seen)) for plan in plans]
+        """Let all ranks read the coordinator's version: a save may have landed while they looked for the newest."""
+        assert self._stored is not None, "torch reads the metadata before it plans"
+        return [replace(plan, storage_data=self._stored.version.version) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan wants into the planner's tensors and values.
 
         Raises:
             CorruptDataError: no copy of a piece has the bytes that its digest says; names the tensor.
-            ConfigError: a value is for another planner.
+            ConfigError: a value is for another planner, or is a planner's own bytes that nobody asked for.
             NotFoundError, UnavailableError: as `load_tensors`.
         """
         assert self._stored is not None, "torch reads the metadata before the data"
@@ -128,9 +140,22 @@ class Reader(StorageReader):
             agreed = plan.storage_data or self._stored.version.version
             if agreed != self._stored.version.version:
                 ref = f"{self._stored.version.name}@{agreed}"
-                self._stored = read_version(self._stored.repository, ref, trusted_keys=self._trusted_keys)
+                self._stored = read_sharded(self._stored.repository, ref, trusted_keys=self._trusted_keys)
             self.version = self._stored.version
-            load_items(self._stored, self._source or self._stored.repository.objects, plan.items, planner)
+            source = self._source or self._stored.repository.objects
+            load_items(self._stored, source, plan.items, planner, planner_bytes=self._planner_bytes)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+class _UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read: planners and torch look into it before anything else."""
+
+    def __init__(self, error: DatasvcError) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "state_dict_metadata":
+            raise self.error
+        raise AttributeError(name)

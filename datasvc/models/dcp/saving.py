@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from datasvc.errors import ConfigError
-from datasvc.models.dcp.metadata import path_of
+from datasvc.models.dcp.metadata import planned_paths
+from datasvc.models.dcp.paths import path_of
 from datasvc.models.dcp.values import encode_value, nest
 from datasvc.models.pieces import PIECE_BYTES, Box, Shape, plan_pieces, slices
 from datasvc.models.records import Piece, TensorRecord, join_pieces
@@ -138,7 +139,7 @@ def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> list[TensorR
 
 
 def join_state(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
-    """Return the skeleton of the state tree that the planner flattened."""
+    """Return the skeleton of the state tree that the planner flattened. Raises ConfigError where that is unknown."""
     values = {key: skeleton for share in shares for key, skeleton in share.values.items()}
     keys = metadata.state_dict_metadata
     missing = [
@@ -146,7 +147,8 @@ def join_state(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
     ]
     if missing:
         raise ConfigError(f"no rank stored {missing[0]!r}, which the planner promised")
-    return nest({path_of(metadata.planner_data, key): values.get(key, {"$tensor": key}) for key in keys})
+    paths = planned_paths(metadata)
+    return nest({path_of(paths, key): values.get(key, {"$tensor": key}) for key in keys})
 
 
 def sizes_by_name(share: RankShare) -> dict[str, int]:

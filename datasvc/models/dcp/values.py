@@ -2,6 +2,8 @@
 
 A planner of torch makes a pickle of each such value and unpickles it on load. Here the value itself is stored, and on
 load the planner gets a pickle made just then, in memory, from what JSON said: no stored byte is ever unpickled.
+Bytes of a planner's own format are the exception. What they do in the planner that gets them nobody here can tell, so
+they are handed out only to a caller who says that the version is to be trusted with it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner, Write
 from torch.distributed.tensor import DTensor
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.dcp.metadata import Path
+from datasvc.models.dcp.paths import Path, find
 from datasvc.models.tree import flatten
 
 
@@ -55,19 +57,31 @@ def encode_value(planner: SavePlanner, item: WriteItem) -> EncodedValue:
     return EncodedValue(find(skeleton, (key,)), tensors, is_opaque=False)
 
 
-def decode_opaque(value: Any, key: str, planner: LoadPlanner) -> io.BytesIO:
+def decode_opaque(value: Any, key: str, planner: LoadPlanner, *, is_wanted: bool) -> io.BytesIO:
     """Return bytes that a planner made itself, for the planner that understands them.
 
+    Args:
+        value: what is stored.
+        key: of it.
+        planner: that will get them.
+        is_wanted: whether the caller asked for such bytes. No look at them tells what the planner would do with them:
+            pickles have text forms, and planners wrap others.
+
     Raises:
-        ConfigError: torch's own planner, which would unpickle them, is to read them.
-        CorruptDataError: they are a pickle, which is never written here.
+        ConfigError: nobody asked for them; or torch's own planner, which would unpickle them, is to read them.
+        CorruptDataError: they are no bytes.
     """
     if isinstance(planner, DefaultLoadPlanner):
         raise ConfigError(
             f"{key!r} holds bytes that a planner of its own wrote, and {type(planner).__name__} would unpickle them; "
-            "load with the planner that goes with it, or leave the key out"
+            "load with the planner that goes with it and Reader(planner_bytes=True), or leave the key out"
         )
-    if not isinstance(value, bytes) or _is_pickle(value):
+    if not is_wanted:
+        raise ConfigError(
+            f"{key!r} holds bytes that a planner of its own wrote, and {type(planner).__name__} may run what they "
+            "say; where you trust whoever wrote them, load with Reader(planner_bytes=True), else leave the key out"
+        )
+    if not isinstance(value, bytes):
         raise CorruptDataError(f"{key!r} is said to be a planner's own bytes, but is a {type(value).__name__}")
     return io.BytesIO(value)
 
@@ -97,19 +111,6 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
             raise ConfigError(f"the planner puts two values at {path}; give them different keys")
         node[path[-1]] = _Leaf(skeleton)
     return _encode_node(root)
-
-
-def find(skeleton: Any, path: Path) -> Any:
-    """Return the part of a state's skeleton that lies at `path`. Raises CorruptDataError when there is none."""
-    part = skeleton
-    for key in path:
-        try:
-            if isinstance(part, dict) and "$dict" in part:
-                part = {str(name): each for name, each in part["$dict"]}
-            part = part[key]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise CorruptDataError(f"the state has nothing at {'.'.join(map(str, path))}: {error!r}") from error
-    return part
 
 
 class _Leaf(NamedTuple):
