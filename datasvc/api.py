@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from datasvc.cache import Cache
+from datasvc.cache.peers import Peers
 from datasvc.gc import GcReport, gc
 from datasvc.models.checkpoint import Checkpoint, save
 from datasvc.models.difference import ModelDifference
@@ -102,12 +106,30 @@ class DataRepository:
         """Remove what no log names; by default only say what that is. Arguments and errors are those of `gc.gc`."""
         return gc(self.repository, **options)
 
-    def model(self, name: str, **options: Any) -> Model:
-        """Open a model that a run saves in the background; arguments and errors are those of `models.Model`.
+    def model(
+        self,
+        name: str,
+        *,
+        cache: Cache | str | Path | None = None,
+        peers: Peers | None = None,
+        fallback: Sequence[Repository | str] = (),
+        trusted_keys: Sequence[str | Path] | None = None,
+        **options: Any,
+    ) -> Model:
+        """Open a model that a run saves in the background. Of several ranks each calls this.
 
-        Of several ranks each calls this.
+        Args:
+            name: of the model, made when new.
+            cache: what the model restores through, as of `restoring.restore`, like what follows.
+            peers: see `restoring.restore`.
+            fallback: see `restoring.restore`.
+            trusted_keys: see `restoring.restore`.
+            **options: those of `models.Model`, whose errors these are too.
         """
-        return Model(self.repository, name, restoring=self.restore, **options)
+        restoring = partial(
+            restore, self.repository, cache=cache, peers=peers, fallback=fallback, trusted_keys=trusted_keys
+        )
+        return Model(self.repository, name, restoring=restoring, **options)
 
     def saw(self, refs: Sequence[str] = (), **samples: Any) -> Saw:
         """Return which model versions consumed some samples; arguments and errors are those of `models.saw`."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
+from datasvc.models.entry_objects import objects_of_entry
 from datasvc.models.pointers import pointed_digest
 from datasvc.models.records import read_table
 from datasvc.models.removal import kept_of_removed, swept_versions
@@ -56,13 +57,16 @@ class GcReport:
     Attributes:
         dry_run: whether nothing was removed.
         objects: names and sizes, by name.
-        temporary_files: paths below the repository's root.
+        pointers: paths below the repository's root, of files that said where pieces of tensors lay; see
+            `models.pointers`.
+        temporary_files: paths likewise.
         journals: paths likewise.
         num_kept: objects of the repository that stay.
     """
 
     dry_run: bool
     objects: tuple[ObjectInfo, ...]
+    pointers: tuple[str, ...]
     temporary_files: tuple[str, ...]
     journals: tuple[str, ...]
     num_kept: int
@@ -119,6 +123,7 @@ def gc(
     return GcReport(
         dry_run,
         objects,
+        tuple(sorted(garbage.pointers.values())),
         tuple(sorted(garbage.temporary_files)),
         tuple(sorted(garbage.journals)),
         num_listed - len(objects),
@@ -223,14 +228,11 @@ def _named_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[
 
 
 def _named_by_model(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
-    try:
-        table, state = parse_digest(entry.content["tensors"]), parse_digest(entry.content["state"])
-    except (KeyError, TypeError) as error:
-        raise CorruptDataError(f"the entry of {version} does not say what its tensors are: {error!r}") from error
-    yield state
+    named = objects_of_entry(entry.content, version)
+    table = named.tensors
+    yield from named.all
     if table not in tables:
         tables.add(table)
-        yield table
         try:
             records = read_table(objects, table)
         except NotFoundError as error:

@@ -373,8 +373,10 @@ def test_pointers_go_with_the_pieces_that_nothing_names_and_the_others_stay(repo
     assert len(pointers_of(repository)) == 3
     repository.removals("models", "cnn").add([1, 2])
     make_old(repository)
-    gc(repository, dry_run=False)
+    before = pointers_of(repository)
+    planned, done = gc(repository), gc(repository, dry_run=False)
     assert len(pointers_of(repository)) == 1
+    assert set(planned.pointers) == set(done.pointers) == before - pointers_of(repository)
     assert save(repository, "other", restore(repository, "cnn@3").state, step=0)
     assert describe_model(repository, "other").entry["stored_bytes"] == 0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.data_use import DataUse
+from datasvc.models.entry_reader import EntryReader
 from datasvc.repository import Repository
 from datasvc.repository.references import parse_reference
 
@@ -44,9 +45,9 @@ class Version:
 
     @property
     def history(self) -> Sequence[Mapping[str, Any]]:
-        """What ancestors that are not here consumed."""
+        """What ancestors that are not here consumed; what makes no sense of it is among the gaps."""
         history = self.entry.get(HISTORY, ())
-        return history if isinstance(history, list) else ()
+        return [each for each in history if isinstance(each, Mapping)] if isinstance(history, list) else ()
 
 
 @dataclass
@@ -75,35 +76,36 @@ class Ancestry:
             line = further
 
 
-def read_ancestry(repository: Repository, refs: Sequence[str] = ()) -> Ancestry:
+def read_ancestry(
+    repository: Repository, refs: Sequence[str] = (), *, entries: EntryReader | None = None
+) -> Ancestry:
     """Return versions with all their ancestors, of whatever models.
 
     Args:
         repository: where they are.
         refs: `NAME` for all versions of a model, removed ones too; `NAME@VERSION` or `NAME@TAG` for one; (): all.
+        entries: of the repository, for who asks several times.
 
     Raises:
         ConfigError, NotFoundError: a reference is none, or names nothing.
         CorruptDataError, UnavailableError: an entry cannot be read.
     """
-    reader = _Reader(repository)
+    reader = _Reader(repository, entries or EntryReader(repository))
     asked = [name for ref in (refs or repository.names("models")) for name in reader.names_of(ref)]
     asked = list(dict.fromkeys(asked))
     return Ancestry(_sorted(reader.read_all(asked)), asked)
 
 
 class _Reader:
-    """Reads each log once, whole: the versions of a run are asked for one after the other otherwise."""
-
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: Repository, entries: EntryReader) -> None:
         self._repository = repository
-        self._entries: dict[str, dict[int, Mapping[str, Any]]] = {}
+        self._entries = entries
 
     def names_of(self, ref: str) -> list[str]:
         wanted = parse_reference(ref, "model")
         if wanted.version is None and wanted.tag is None:
             self._repository.resolve("models", ref, removed=True)  # says what there is, where there is none
-            return [f"{wanted.name}@{number}" for number in self._log(wanted.name)]
+            return [f"{wanted.name}@{number}" for number in self._entries.numbers(wanted.name)]
         return [str(self._repository.resolve("models", ref, removed=True))]
 
     def read_all(self, names: Iterable[str]) -> dict[str, Version]:
@@ -118,8 +120,11 @@ class _Reader:
 
     def _read(self, name: str) -> Version:
         model, _, number = name.partition("@")
-        entry = self._log(model)[int(number)]
+        entry = self._entries.content(model, int(number))
         parents, gaps = self._parents(entry)
+        history = entry.get(HISTORY, [])
+        if not isinstance(history, list) or not all(isinstance(each, Mapping) for each in history):
+            gaps.append("what it says of the history of versions that are not here makes no sense")
         try:
             uses = tuple(map(DataUse.from_dict, entry.get("data", ())))
         except (CorruptDataError, TypeError) as error:
@@ -149,15 +154,9 @@ class _Reader:
         wanted = parse_reference(ref, "model")
         if wanted.version is None:
             raise ConfigError("a name or tag may have meant any version when it was saved")
-        if wanted.version not in self._log(wanted.name):
+        if wanted.version not in self._entries.numbers(wanted.name):
             raise NotFoundError(f"there is no version {wanted.version} of {wanted.name}")
         return [f"{wanted.name}@{wanted.version}"]
-
-    def _log(self, model: str) -> Mapping[int, Mapping[str, Any]]:
-        if model not in self._entries:
-            entries = self._repository.versions("models", model).entries()
-            self._entries[model] = {entry.number: entry.content for entry in entries}
-        return self._entries[model]
 
 
 def _sorted(versions: dict[str, Version]) -> dict[str, Version]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.code import CodeRevision, keep_code
@@ -21,7 +21,7 @@ from datasvc.models.stored_version import read_version
 from datasvc.models.tree import flatten, unflatten
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects import parse_digest
-from datasvc.repository.references import check_name
+from datasvc.repository.references import check_name, parse_reference
 
 if TYPE_CHECKING:
     from datasvc.models.restore_report import RestoreReport
@@ -92,8 +92,9 @@ def save(
         data: what was consumed so far.
         config: effective configuration of the run, JSON values.
         metrics: such as {"val_accuracy": 0.98}; NaN and infinities are stored as text.
-        parent: the version this run continues, "digits-cnn@3".
-        merged: further versions that went into this one, as in an average of weights.
+        parent: the version this run continues, "digits-cnn@3"; a name or tag means what it does now. Where there is
+            no such model here, the text is kept as it is: a version of another repository.
+        merged: further versions that went into this one, as in an average of weights; likewise.
         message: for people.
         code: default: the git checkout of the working folder, with what differs from its revision.
         environment: default: this process's.
@@ -105,9 +106,12 @@ def save(
 
     Raises:
         ConfigError: bad name, or a value that cannot be stored; names it.
+        NotFoundError: `parent` or one of `merged` is no version of its model; nothing was stored.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     check_name(name, "model")
+    # Before anything is stored: a tag may be moved meanwhile.
+    parent, merged = exact_version(repository, parent), [exact_version(repository, each) for each in merged]
     skeleton, tensors = flatten(state)
     base = base_records(repository, name, parent) if codec == "delta" else ()
     stored = store_tensors(repository.objects, tensors, base=base, codec=codec, report=report)
@@ -187,23 +191,40 @@ def commit(
         "environment": dict(describe_environment() if environment is None else environment),
         "config": dict(config or {}),
         "metrics": {key: _json_number(float(value)) for key, value in (metrics or {}).items()},
-        "parent": _exact(repository, parent),
+        "parent": exact_version(repository, parent),
         "message": message,
-        **({"merged": list(merged)} if merged else {}),
+        **({"merged": [exact_version(repository, each) for each in merged]} if merged else {}),
         **(extra or {}),
     }
     committed = repository.versions("models", name).append(lambda _head: entry)
     return Resolved("models", name, committed.number)
 
 
-def _exact(repository: Repository, parent: str | None) -> str | None:
-    """Return the version that a parent's reference means now: a name or tag will mean another one later."""
-    if parent is None:
+@overload
+def exact_version(repository: Repository, ref: str) -> str: ...
+@overload
+def exact_version(repository: Repository, ref: None) -> None: ...
+def exact_version(repository: Repository, ref: str | None) -> str | None:
+    """Return the version that a parent's reference means now: a name or tag will mean another one later.
+
+    One of a model that is not here, or that is no reference, is returned as it is: it may be of another repository.
+
+    Raises:
+        NotFoundError: the model is here, and has no such version or tag.
+        UnavailableError: see `Repository.resolve`.
+    """
+    if ref is None:
         return None
     try:
-        return str(repository.resolve("models", parent, removed=True))
-    except (ConfigError, NotFoundError):
-        return parent  # of another repository, or of none: kept as it was said
+        name = parse_reference(ref, "model").name
+    except ConfigError:
+        return ref
+    try:
+        return str(repository.resolve("models", ref, removed=True))
+    except NotFoundError:
+        if repository.versions("models", name).head():
+            raise
+        return ref
 
 
 def base_records(repository: Repository, name: str, parent: str | None = None) -> tuple[TensorRecord, ...]:

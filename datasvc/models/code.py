@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
 
 from datasvc.errors import CorruptDataError
 from datasvc.repository import Objects
@@ -21,6 +21,8 @@ _MOST_NAME_BYTES: Final = 64 << 10
 # A file system that does not answer must not hold up a save for long.
 _TIMEOUT_S: Final = 60
 # Of several places a patch must say the same, whatever their users set up; and no lock may disturb another git.
+# git hands such a URL to a program of its own: codecommit::https://...
+_HELPER: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9+.-]*::)(.*)", re.DOTALL)
 _PLAIN: Final = ("-c", "core.quotePath=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false")
 _DIFF: Final = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short")
 
@@ -91,10 +93,16 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
     )
 
 
+def capture_code(folder: Path | None = None) -> None:
+    """Read now what `keep_code` will store: a run calls this when it begins, however late it saves first."""
+    _capture(str(folder or Path.cwd()))
+
+
 def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:
     """Return the revision of a checkout, what differs from it stored as an object.
 
-    It is read once per process and folder: a run executes what it loaded when it began, whatever is edited later.
+    It is read once per process and folder, by `capture_code` or here: a run executes what it loaded when it began,
+    whatever is edited later.
 
     Args:
         objects: where the diff goes.
@@ -136,15 +144,25 @@ def _remote(folder: str) -> str | None:
     return None if url is None else without_credentials(url)
 
 
-def without_credentials(url: str) -> str:
-    """Return the URL of a git remote without user, password and query; the user `git` is no secret and stays."""
-    if "://" not in url:
-        user, _, rest = url.rpartition("@")
-        return url if user in {"", "git"} else rest
-    split = urlsplit(url)
-    host = split.netloc.rpartition("@")[2]
-    user = "git@" if split.netloc.startswith("git@") and split.scheme == "ssh" else ""
-    return urlunsplit((split.scheme, f"{user}{host}", split.path, "", ""))
+def without_credentials(url: str) -> str | None:
+    """Return the URL of a git remote without user, password and query; None where it may hold a secret all the same.
+
+    The user `git` is no secret and stays. A password may hold what else ends a host, so a path with an @ is cut too.
+    """
+    peeled = _HELPER.fullmatch(url)
+    if peeled:
+        helper, inner = peeled.groups()
+        bare = without_credentials(inner) if "://" in inner else None
+        return None if bare is None else f"{helper}{bare}"
+    scheme, is_url, rest = url.partition("://")
+    if not is_url:
+        user, _, place = url.rpartition("@")
+        return url if user in {"", "git"} or url.startswith(("/", ".")) else place
+    user, _, place = rest.rpartition("@")
+    if "?" in user:
+        return None  # what follows may be the end of a token
+    kept = "git@" if user == "git" and scheme == "ssh" else ""
+    return f"{scheme}://{kept}{re.split('[?#]', place)[0]}"
 
 
 def _submodules(folder: str) -> dict[str, str]:

@@ -100,6 +100,8 @@ class DataUse:
             spans = tuple(map(Span.from_dict, use.get("spans", ())))
             state = dict(use["state"])
             purpose, run = use.get("purpose", "training"), use.get("run")
+            if not isinstance(run, str | None):
+                raise TypeError(f"run is {run!r}")  # noqa: TRY301
             return cls(str(use["dataset"]), str(use["split"]), state, purpose, run, spans)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptDataError(f"this does not say which data was used: {error!r}; found {use!r}") from error
@@ -132,7 +134,8 @@ class Reading:
     """Keeps what a run consumes from a loader, for its versions: `save(..., data=[reading.use()])`.
 
     Make it when the loader stands where the run begins: after `load_state_dict` where it resumes. One rank is enough,
-    the one that saves.
+    the one that saves. Where weights come from a living process and not from a version, its `state_dict` comes with
+    them: what they consumed since their version would be lost otherwise.
 
     Args:
         loader: of the training data; one batch of it, over all ranks, is one optimizer step.
@@ -153,6 +156,36 @@ class Reading:
         """
         self._spans.append(self._span(cursor_of(loader.state_dict())))
         self._begin(loader, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was consumed up to now, as JSON values, for a process that takes over the weights as they are.
+
+        Raises ConfigError as `use`.
+        """
+        spans = (*self._spans, self._span(cursor_of(self._loader.state_dict())))
+        return {"run": self._run, "spans": [span.to_dict() for span in spans]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another process consumed; the next version has the parent that its next would have had.
+
+        Args:
+            state: its `state_dict`, of the moment in which the weights and the loader's state were taken.
+
+        Raises:
+            CorruptDataError: that is no such state.
+            ConfigError: the loader does not stand where that process did.
+        """
+        try:
+            run, spans = state["run"], [Span.from_dict(span) for span in state["spans"]]
+            stop = spans[-1].stop
+        except (KeyError, TypeError, IndexError) as error:
+            raise CorruptDataError(f"this is no state of a Reading: {error!r}; found {state!r}") from error
+        if stop != self._start:
+            raise ConfigError(
+                f"the loader stands at {self._start} (epoch, position), and what was consumed ends at {stop}: load "
+                "the loader's state of the same moment first, and make the Reading then"
+            )
+        self._run, self._spans = str(run), spans
 
     def use(self) -> DataUse:
         """Return what was consumed up to now. Raises ConfigError: the loader was put back to before the run began."""

@@ -180,7 +180,8 @@ class PieceWriter:
 
     def _is_there(self, chain: Sequence[Link]) -> bool:
         """Return whether what the base's table names can be named again."""
-        # Where the base lies here it is looked at: what was lost of it is stored again. A remote one is believed.
+        # Where the base lies here it is looked at: what was lost of it is stored again. A remote one is believed, so
+        # its version must not be removed when the save begins: `gc` leaves it alone for longer than a save takes.
         return not self._objects.storage.is_local or all(self._objects.reuse(link.info) for link in chain)
 
     def _write(self, digest: Digest, chain: tuple[Link, ...], encoding: str, stored: bytes | memoryview) -> None:

@@ -4,6 +4,10 @@ A raw piece is an object of its own digest, so whoever has equal bytes finds it.
 would store it again. So a small file `tensors/3f/DIGEST.json` says what chain it has. It is a hint and never more:
 nothing is read through it, a lost or damaged one costs a second copy, and every object that it names is looked at
 before a table names it again.
+
+The limit: in a remote store an object that is older than a day cannot be made young without writing it again (see
+`Objects.reuse`), so a chain that has one is not named again. A piece that was stored as a difference is then stored
+once more, in full, where another model has its bytes; raw pieces and planes get the object that they had.
 """
 
 from __future__ import annotations

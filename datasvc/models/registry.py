@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from datasvc.errors import ConfigError
+from datasvc.models.entry_reader import EntryReader
 from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.objects import parse_digest
 from datasvc.repository.references import Reference, parse_reference
+
+_NAMES_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,12 @@ def list_models(repository: Repository) -> list[ModelVersion]:
     Raises:
         CorruptDataError, UnavailableError: see `Log.read`.
     """
-    newest = {name: repository.living("models", name)[-1:] for name in repository.names("models")}
-    return [describe_model(repository, f"{name}@{number}") for name, numbers in newest.items() for number in numbers]
+
+    def newest(name: str) -> list[ModelVersion]:
+        numbers = repository.living("models", name)[-1:]
+        return _versions(repository, name, repository.versions("models", name).entries(numbers)) if numbers else []
+
+    return [each for found in _each_name(repository, newest, repository.names("models")) for each in found]
 
 
 def describe_model(repository: Repository, ref: str) -> ModelVersion:
@@ -68,11 +76,12 @@ def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> l
     numbers: dict[str, list[int]] = {}
     for version in versions:
         numbers.setdefault(version.name, []).append(version.version)
-    found = {
-        (name, each.version): each
-        for name, wanted in numbers.items()
-        for each in _versions(repository, name, repository.versions("models", name).entries(wanted))
-    }
+
+    def describe(name: str) -> list[ModelVersion]:
+        return _versions(repository, name, repository.versions("models", name).entries(numbers[name]))
+
+    described = _each_name(repository, describe, list(numbers))
+    found = {(each.name, each.version): each for own in described for each in own}
     return [found[version.name, version.version] for version in versions]
 
 
@@ -87,15 +96,15 @@ def model_ancestry(repository: Repository, name: str) -> list[ModelVersion]:
     Raises as `Repository.entries`. What a version says it was made from, but is not in this repository, is left out.
     """
     found = {(each.name, each.version): each for each in model_log(repository, name)}
+    reader, live = EntryReader(repository), dict[str, _Live]()
     wanted = _missing_parents(found.values(), found)
     while wanted:
-        for other in sorted({place[0] for place in wanted}):
-            numbers = set(repository.versions("models", other).numbers())
-            here = sorted(number for name_of, number in wanted if name_of == other and number in numbers)
-            entries = repository.versions("models", other).entries(here)
-            found |= {(other, each.version): each for each in _versions(repository, other, entries)}
-        asked = wanted
-        wanted = _missing_parents((found[place] for place in asked if place in found), found)
+        here = sorted(place for place in wanted if place[1] in reader.numbers(place[0]))
+        for other, number in here:
+            if other not in live:
+                live[other] = _read_live(repository, other)
+            found[other, number] = _version(other, reader.entry(other, number), live[other])
+        wanted = _missing_parents((found[place] for place in here), found)
     return list(found.values())
 
 
@@ -115,12 +124,34 @@ def _missing_parents(
     return {place for place in named if place is not None and place not in found}
 
 
-def _versions(repository: Repository, name: str, entries: list[Entry]) -> list[ModelVersion]:
+class _Live(NamedTuple):
+    """What changes of a model without a new version: tags by the version they stand on, and what is removed."""
+
+    tags: Mapping[int, Sequence[str]]
+    removed: frozenset[int]
+
+
+def _read_live(repository: Repository, name: str) -> _Live:
     tags: dict[int, list[str]] = {}
     for tag, version in repository.tags("models", name).items():
         tags.setdefault(version, []).append(tag)
-    removed = repository.removals("models", name).removed()
-    return [
-        ModelVersion(name, entry.number, tuple(tags.get(entry.number, ())), entry.content, entry.number in removed)
-        for entry in entries
-    ]
+    return _Live(tags, repository.removals("models", name).removed() - tags.keys())
+
+
+def _versions(repository: Repository, name: str, entries: list[Entry]) -> list[ModelVersion]:
+    live = _read_live(repository, name)
+    return [_version(name, entry, live) for entry in entries]
+
+
+def _version(name: str, entry: Entry, live: _Live) -> ModelVersion:
+    tags = tuple(live.tags.get(entry.number, ()))
+    return ModelVersion(name, entry.number, tags, entry.content, entry.number in live.removed)
+
+
+def _each_name(
+    repository: Repository, read: Callable[[str], list[ModelVersion]], names: Sequence[str]
+) -> list[list[ModelVersion]]:
+    if repository.storage.is_local or len(names) < 2:
+        return list(map(read, names))
+    with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-models") as pool:
+        return list(pool.map(read, names))

@@ -6,16 +6,17 @@ What stays of it: its number, which is never used again, and its entry, so that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from datasvc.errors import ConfigError, ConflictError
+from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
 from datasvc.models.registry import ModelVersion, model_log
 from datasvc.models.retention import RetentionPlan, RetentionPolicy, plan_retention
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.references import parse_reference
 
-_KEPT: Final = ("data", "code")
+_KEPT: Final = ("data", "code", "history")
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, 
     Raises:
         ConfigError: a name alone, or a tagged version without `force`; nothing was removed.
         NotFoundError: a version is not there, or removed already; nothing was removed.
-        ConflictError: a tag was moved onto or from one of them at this moment; says what was and what was not done.
-        UnknownOutcomeError, UnavailableError: see `Log.append`.
+        ConflictError: a tag was moved onto or from one of them at this moment; says what was removed. The tags that
+            were taken away are back on the versions that are not.
+        UnknownOutcomeError, UnavailableError: see `Log.append`; tags are put back as far as the store lets them.
     """
     wanted: dict[str, set[int]] = {}
     for ref in refs:
@@ -56,11 +58,14 @@ def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, 
     tags = {name: _tags_on(repository, name, versions) for name, versions in wanted.items()}
     if not force:
         _refuse_tagged(tags)
-    for name, standing in tags.items():
-        for tag, version_number in standing.items():
-            repository.untag("models", name, tag, expect=version_number)
+    done: list[str] = []
     for name, versions in wanted.items():
-        _remove_untagged(repository, name, versions, message)
+        try:
+            _remove_tagged(repository, name, versions, tags[name], message)
+        except ConflictError as error:
+            before = f"; removed before, with their tags: {', '.join(done)}" if done else ""
+            raise ConflictError(f"{error}{before}") from error
+        done += [f"{name}@{number}" for number in sorted(versions)]
     return RemovalReport(
         tuple(Resolved("models", name, number) for name in sorted(wanted) for number in sorted(wanted[name])),
         tuple(f"{name}@{tag}" for name, standing in tags.items() for tag in standing),
@@ -115,6 +120,26 @@ def swept_versions(repository: Repository, name: str, before_s: float) -> frozen
 def kept_of_removed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a removed version's entry still names objects to keep: which samples it saw, by which code."""
     return {field: entry[field] for field in _KEPT if field in entry}
+
+
+def _remove_tagged(
+    repository: Repository, name: str, versions: Iterable[int], tags: Mapping[str, int], message: str
+) -> None:
+    """Remove versions of one model after their tags; who fails puts the tags of those back that are still there."""
+    taken: dict[str, int] = {}
+    try:
+        for tag, number in tags.items():
+            try:
+                repository.untag("models", name, tag, expect=number)
+            except (ConflictError, NotFoundError) as error:
+                raise ConflictError(f"{name}@{tag} was moved meanwhile; no version of {name} was removed") from error
+            taken[tag] = number
+        _remove_untagged(repository, name, versions, message)
+    except DatasvcError:
+        for tag, number in taken.items():
+            with suppress(DatasvcError):  # the version is removed, or somebody else has set the tag by now
+                repository.tag("models", f"{name}@{number}", tag, expect=0)
+        raise
 
 
 def _remove_untagged(repository: Repository, name: str, versions: Iterable[int], message: str) -> None:

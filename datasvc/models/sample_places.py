@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from datasvc.errors import NotFoundError
 from datasvc.keyed import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects
-from datasvc.shards.deletions import load_deletions
+from datasvc.shards.deletions import Deletions, load_deletions
 from datasvc.shards.index import SampleIndex
 from datasvc.shards.reader import open_shard
 from datasvc.shards.schema import KEY
@@ -29,14 +30,23 @@ class KeyPlaces:
         keys: `int64[n]`, number of each key that is there, among those asked for.
         shards: `int64[n]`, number of its shard in the table.
         rows: `int64[n]`, its row there, deleted samples left out: what an access order means.
+        num_lost: shards whose keys, or what was deleted of them, are not here.
     """
 
     keys: Integers
     shards: Integers
     rows: Integers
+    num_lost: int = 0
 
-    def __getitem__(self, chosen: Integers) -> KeyPlaces:
-        return KeyPlaces(self.keys[chosen], self.shards[chosen], self.rows[chosen])
+    @classmethod
+    def join(cls, parts: Sequence[KeyPlaces]) -> KeyPlaces:
+        """Return the places of several sets of keys in one split."""
+        return cls(
+            _joined(each.keys for each in parts),
+            _joined(each.shards for each in parts),
+            _joined(each.rows for each in parts),
+            sum(each.num_lost for each in parts),
+        )
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,11 @@ class _Hits:
 
 
 def find_places(
-    objects: Objects, tables: Mapping[Digest, ShardTable], keys: Sequence[str]
+    objects: Objects,
+    tables: Mapping[Digest, ShardTable],
+    keys: Sequence[str],
+    *,
+    shards: frozenset[Digest] | None = None,
 ) -> dict[Digest, KeyPlaces]:
     """Return where keys lie in each of some splits; samples that a split has deleted are not there.
 
@@ -56,18 +70,24 @@ def find_places(
         objects: of the repository.
         tables: the splits, by the digests of their tables.
         keys: each once.
+        shards: look in these only; None: in all.
 
     Raises:
-        CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
+        CorruptDataError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
     wanted = pa.array(keys, pa.string())
     indexes: dict[ObjectInfo, Digest | None] = {}
     for table in tables.values():
         for number, shard in enumerate(table.shards()):
-            indexes.setdefault(shard, table.index(number))
+            if shards is None or shard.digest in shards:
+                indexes.setdefault(shard, table.index(number))
 
-    def scan(shard: ObjectInfo) -> _Hits:
-        found = pc.index_in(_stored_keys(objects, shard, indexes[shard]), value_set=wanted)
+    def scan(shard: ObjectInfo) -> _Hits | None:
+        try:
+            stored = _stored_keys(objects, shard, indexes[shard])
+        except NotFoundError:
+            return None
+        found = pc.index_in(stored, value_set=wanted)
         rows = np.flatnonzero(found.is_valid().to_numpy(zero_copy_only=False))
         return _Hits(found.drop_null().to_numpy().astype(np.int64), rows)
 
@@ -85,16 +105,22 @@ def _stored_keys(objects: Objects, shard: ObjectInfo, index: Digest | None) -> p
     return joined.cast(pa.string())
 
 
-def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits]) -> KeyPlaces:
-    deletions = load_deletions(objects, table)
+def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits | None]) -> KeyPlaces:
+    deletions = _deletions(objects, table)
     deleted = table.deleted_per_shard
     keys, shards, rows = [], [], []
+    num_lost = 0
     for number, shard in enumerate(table.shards()):
+        if shard not in hits:
+            continue
         found = hits[shard]
+        if found is None or (deletions is None and deleted[number] and len(found.keys)):
+            num_lost += 1
+            continue
         if not len(found.keys):
             continue
         live, places = found.keys, found.rows
-        if deleted[number]:
+        if deleted[number] and deletions is not None:
             kept = deletions.kept_rows(number)
             places = np.searchsorted(kept, found.rows)
             is_live = np.append(kept, -1)[places] == found.rows
@@ -102,7 +128,14 @@ def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits]
         keys.append(live)
         shards.append(np.full(len(live), number))
         rows.append(places)
-    return KeyPlaces(_joined(keys), _joined(shards), _joined(rows))
+    return KeyPlaces(_joined(keys), _joined(shards), _joined(rows), num_lost)
+
+
+def _deletions(objects: Objects, table: ShardTable) -> Deletions | None:
+    try:
+        return load_deletions(objects, table)
+    except NotFoundError:
+        return None
 
 
 def _joined(parts: Iterable[Integers]) -> Integers:

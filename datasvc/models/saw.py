@@ -9,11 +9,12 @@ ledger knows of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from datasvc.errors import ConfigError, NotFoundError
+from datasvc.errors import ConfigError
 from datasvc.keyed import Integers
 from datasvc.models.ancestry import Ancestry, read_ancestry
 from datasvc.models.consumption import Part, ReadOrder, find_in, parts_of
@@ -21,34 +22,9 @@ from datasvc.models.key_positions import KeyPositions
 from datasvc.models.sample_places import KeyPlaces, find_places
 from datasvc.models.segments import Consumed, plan_segments
 from datasvc.models.sightings import Bits, Chunk, Saw, VersionSaw
+from datasvc.models.wanted import Wanted, find_deleted, find_wanted, read_tables
 from datasvc.repository import Digest, Objects, Repository
-from datasvc.shards.diff import diff
 from datasvc.shards.table import ShardTable
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Samples that are asked for: keys, and where they count.
-
-    Attributes:
-        keys: each once.
-        data: only in this data set, "imagenet", or in this version of it, "imagenet@3"; None: in all.
-        before: only in versions of it below this number.
-        split: only in splits of this name; None: in all.
-    """
-
-    keys: tuple[str, ...]
-    data: str | None = None
-    before: int | None = None
-    split: str | None = None
-
-    def is_in(self, name: str) -> bool:
-        """Return whether these samples may be in a split, given as "imagenet@3/train"."""
-        version, _, split = name.rpartition("/")
-        data, _, number = version.partition("@")
-        if self.split not in {None, split} or self.data not in {None, data, version}:
-            return False
-        return self.before is None or not number.isdecimal() or int(number) < self.before
 
 
 def saw(
@@ -66,8 +42,9 @@ def saw(
         repository: with the versions and the data that they read.
         refs: `NAME` for all versions of a model, `NAME@VERSION` or `NAME@TAG` for one; (): all models.
         keys: of the samples. Either this or `deleted_in`.
-        deleted_in: a version of a data set: the samples that it deleted.
-        data: count the keys in this data set or version only.
+        deleted_in: a version of a data set: the samples that it deleted, in whatever shares the shards that had them.
+        data: count the keys in this data set or version only; with `deleted_in`, in this one too, though it shares no
+            shard.
         split: count them in splits of this name only.
 
     Raises:
@@ -80,34 +57,22 @@ def saw(
     if isinstance(keys, str):
         raise ConfigError(f"keys is the text {keys!r}; expected several keys, such as [{keys!r}]")
     if deleted_in is not None:
-        wanted = find_deleted(repository, deleted_in, split)
+        wanted = find_deleted(repository, deleted_in, data=data, split=split)
     else:
-        wanted = [Wanted(tuple(dict.fromkeys(keys or ())), data, None, split)]
+        wanted = [find_wanted(repository, keys or (), data=data, split=split)]
     ancestry = read_ancestry(repository, refs)
-    return _Search(repository.objects, ancestry, wanted).run()
+    return _Searching(repository.objects, ancestry, wanted).run()
 
 
-def find_deleted(repository: Repository, ref: str, split: str | None = None) -> list[Wanted]:
-    """Return the samples that a version of a data set deleted, split by split.
+class _Search(NamedTuple):
+    """Wanted samples, by their number, and a split that may have some: in any of its shards, or in shared ones."""
 
-    Raises:
-        NotFoundError: there is no such version, or none before it.
-        ConfigError, CorruptDataError, UnavailableError: see `shards.diff`.
-    """
-    version = repository.resolve("datasets", ref)
-    parent = repository.entry(version).content.get("parent")
-    if parent is None and version.version == 1:
-        raise NotFoundError(f"{version} is the first version of {version.name}: it deleted nothing")
-    parent = parent or f"{version.name}@{version.version - 1}"
-    splits = diff(repository, parent, str(version)).splits
-    return [
-        Wanted(tuple(each.deleted), version.name, version.version, name)
-        for name, each in splits.items()
-        if split in {None, name} and len(each.deleted)
-    ]
+    number: int
+    table: Digest
+    in_all: bool
 
 
-class _Search:
+class _Searching:
     def __init__(self, objects: Objects, ancestry: Ancestry, wanted: Sequence[Wanted]) -> None:
         self._objects = objects
         self._ancestry = ancestry
@@ -116,6 +81,7 @@ class _Search:
         self._planned = plan_segments(ancestry)
         self._gaps = {name: list(own.gaps) for name, own in self._planned.items()}
         self._tables: dict[Digest, ShardTable | None] = {}
+        self._readers: dict[ReadOrder, dict[str, None]] = {}
 
     def run(self) -> Saw:
         readers = self._open_readers()
@@ -159,70 +125,86 @@ class _Search:
     def _open_readers(self) -> dict[ReadOrder, KeyPositions]:
         """Return what finds the samples in each order that may hold some; of orders that cannot be read a gap."""
         named: dict[ReadOrder, list[set[str]]] = {}
-        for consumed in (each for own in self._planned.values() for each in own.consumed):
-            order = consumed.segment.order
-            names = named.setdefault(order, [set() for _ in order.tables])
-            for known, name in zip(names, order.names, strict=True):
-                known.add(name)
-        groups = {order: [self._group(names) for names in each] for order, each in named.items()}
-        relevant = [order for order, each in groups.items() if any(group is not None for group in each)]
-        usable = [order for order in relevant if self._read_tables(order)]
-        places = self._find_places(usable, groups)
+        for version, own in self._planned.items():
+            for order in (each.segment.order for each in own.consumed):
+                names = named.setdefault(order, [set() for _ in order.tables])
+                for known, name in zip(names, order.names, strict=True):
+                    known.add(name)
+                self._readers.setdefault(order, {})[version] = None
+        relevant = [order for order, names in named.items() if self._may_hold(order, names)]
+        self._tables = read_tables(self._objects, {digest for order in relevant for digest in order.tables})
+        searches = {order: self._searches(order, named[order]) for order in relevant}
+        usable = [order for order in relevant if any(searches[order]) and self._is_whole(order)]
+        places = self._find_places({search for order in usable for each in searches[order] for search in each})
         tables = {digest: table for digest, table in self._tables.items() if table is not None}
-        return {
-            order: KeyPositions(
-                order,
-                tables,
-                {
-                    source: places[group, digest]
-                    for source, (group, digest) in enumerate(zip(groups[order], order.tables, strict=True))
-                    if group is not None
-                },
-            )
-            for order in usable
-        }
-
-    def _group(self, names: Iterable[str]) -> int | None:
-        """Return the number of the wanted samples that may be in a split, by the names that versions give it."""
-        return next((number for number, each in enumerate(self._wanted) if any(map(each.is_in, names))), None)
-
-    def _find_places(
-        self, orders: Sequence[ReadOrder], groups: Mapping[ReadOrder, Sequence[int | None]]
-    ) -> dict[tuple[int, Digest], KeyPlaces]:
-        found: dict[tuple[int, Digest], KeyPlaces] = {}
-        first = 0
-        for number, wanted in enumerate(self._wanted):
-            used = {
-                digest: self._tables[digest]
-                for order in orders
-                for group, digest in zip(groups[order], order.tables, strict=True)
-                if group == number
+        readers = {}
+        for order in usable:
+            by_source = {
+                source: KeyPlaces.join([places[search] for search in each])
+                for source, each in enumerate(searches[order])
             }
-            tables = {digest: table for digest, table in used.items() if table is not None}
-            for digest, places in find_places(self._objects, tables, wanted.keys).items():
-                found[number, digest] = KeyPlaces(places.keys + first, places.shards, places.rows)
-            first += len(wanted.keys)
+            for source, found in by_source.items():
+                if found.num_lost:
+                    self._say(order, f"of {order.names[source]}, which it read, {found.num_lost} shards are not here")
+            readers[order] = KeyPositions(order, tables, by_source)
+        return readers
+
+    def _may_hold(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
+        return any(
+            wanted.deletion is not None or any(map(wanted.counts_in, names, order.tables)) for wanted in self._wanted
+        )
+
+    def _searches(self, order: ReadOrder, names: Sequence[set[str]]) -> list[list[_Search]]:
+        """Return where to look in each split of an order; says which of them nobody can tell."""
+        found: list[list[_Search]] = [[] for _ in order.tables]
+        for number, wanted in enumerate(self._wanted):
+            for own, known, digest, name in zip(found, names, order.tables, order.names, strict=True):
+                table, deletion = self._tables[digest], wanted.deletion
+                if wanted.counts_in(known, digest):
+                    own.append(_Search(number, digest, in_all=True))
+                elif deletion is None:
+                    continue
+                elif table is not None and any(shard.digest in deletion.shards for shard in table.shards()):
+                    own.append(_Search(number, digest, in_all=False))
+                elif wanted.may_be_older(known) and table is None:
+                    self._say_missing(order, digest, name)
+                elif wanted.may_be_older(known) and digest not in deletion.known:
+                    self._say(
+                        order,
+                        f"it read {name} of shard table {digest[:12]}..., which is of no version of {deletion.name} "
+                        f"here: whether it has what {deletion.version} deleted is not known",
+                    )
         return found
 
-    def _read_tables(self, order: ReadOrder) -> bool:
-        """Read the shard tables of an order; returns whether all are here, and says for whom they are not."""
-        for digest, name in zip(order.tables, order.names, strict=True):
-            if digest not in self._tables:
-                self._tables[digest] = self._read_table(digest)
-            if self._tables[digest] is None:
-                for version, own in self._planned.items():
-                    if any(each.segment.order == order for each in own.consumed):
-                        self._gaps[version].append(
-                            f"it read {name} of shard table {digest[:12]}..., which this repository does not have"
-                        )
-                return False
-        return True
+    def _find_places(self, searches: Iterable[_Search]) -> dict[_Search, KeyPlaces]:
+        """Return where the samples lie, keys numbered over all that are wanted."""
+        wanted_in: dict[tuple[int, bool], dict[Digest, ShardTable]] = {}
+        for search in searches:
+            table = self._tables[search.table]
+            assert table is not None
+            wanted_in.setdefault((search.number, search.in_all), {})[search.table] = table
+        firsts = np.cumsum([0, *(len(wanted.keys) for wanted in self._wanted)]).tolist()
+        found: dict[_Search, KeyPlaces] = {}
+        for (number, in_all), tables in wanted_in.items():
+            wanted = self._wanted[number]
+            shards = None if in_all or wanted.deletion is None else wanted.deletion.shards
+            for digest, places in find_places(self._objects, tables, wanted.keys, shards=shards).items():
+                found[_Search(number, digest, in_all)] = replace(places, keys=places.keys + firsts[number])
+        return found
 
-    def _read_table(self, digest: Digest) -> ShardTable | None:
-        try:
-            return ShardTable.decode(self._objects.read(digest), self._objects.location(digest))
-        except NotFoundError:
-            return None
+    def _is_whole(self, order: ReadOrder) -> bool:
+        """Return whether all shard tables of an order are here; says for whom they are not."""
+        missing = [each for each in zip(order.tables, order.names, strict=True) if self._tables[each[0]] is None]
+        for digest, name in missing:
+            self._say_missing(order, digest, name)
+        return not missing
+
+    def _say_missing(self, order: ReadOrder, digest: Digest, name: str) -> None:
+        self._say(order, f"it read {name} of shard table {digest[:12]}..., which this repository does not have")
+
+    def _say(self, order: ReadOrder, gap: str) -> None:
+        for version in self._readers[order]:
+            self._gaps[version].append(gap)
 
     def _parts(self, name: str, consumed: Consumed, reader: KeyPositions) -> list[Part]:
         try:

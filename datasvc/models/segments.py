@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.ancestry import Ancestry, Version, read_ancestry
+from datasvc.models.ancestry import HISTORY, Ancestry, Version, read_ancestry
 from datasvc.models.consumption import ReadOrder, Segment, own_segments, parse_use, trainings
 from datasvc.models.data_use import Cursor, DataUse, Span, cursor_of
+from datasvc.models.entry_reader import EntryReader
 from datasvc.repository import Repository
 
 _ELSEWHERE: Final = " elsewhere"
@@ -55,17 +56,17 @@ def plan_segments(ancestry: Ancestry) -> dict[str, Own]:
     return planned
 
 
-def history_of(repository: Repository, ref: str) -> list[dict[str, Any]]:
+def history_of(repository: Repository, ref: str, *, entries: EntryReader | None = None) -> list[dict[str, Any]]:
     """Return what the ancestors of a version consumed, as JSON values: the field `history` of its entry elsewhere.
 
     Whoever copies a version to a repository without its ancestors keeps it there: the names of its parents mean
-    something else in that one.
+    something else in that one. `entries` is for who asks several times.
 
     Raises:
         ConfigError, NotFoundError, CorruptDataError, UnavailableError: see `read_ancestry`.
     """
     version = str(repository.resolve("models", ref, removed=True))
-    ancestry = read_ancestry(repository, [version])
+    ancestry = read_ancestry(repository, [version], entries=entries)
     planned = plan_segments(ancestry)
     own = ancestry.versions[version]
     kept: list[Consumed] = [each for each in planned[version].consumed if each.version != version]
@@ -73,7 +74,7 @@ def history_of(repository: Repository, ref: str) -> list[dict[str, Any]]:
     for above in reversed(list(ancestry.above(version))):
         kept += planned[above.name].consumed
         gaps += [(above.name, gap) for gap in planned[above.name].gaps]
-    gaps += [(each["version"], each["gap"]) for each in own.history if "gap" in each]
+    gaps += [(str(each.get("version")), str(each["gap"])) for each in own.history if "gap" in each]
     return [
         *map(_history_dict, _joined(kept)),
         *({"version": name, "gap": gap} for name, gap in dict.fromkeys(gaps)),
@@ -95,6 +96,11 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_Line, DataUse]
         try:
             # Of the run that made it where it says so; what others read in that order is no part of it.
             before = earlier.get((use.run if use.spans else None, parse_use(use)[0]))
+            if not _is_joined(ancestry, version, use, earlier):
+                gaps.append(
+                    f"its run began at step {use.spans[0].step}, at which no version that it continues stands: what "
+                    "its weights consumed before is not known"
+                )
             segments = own_segments(use, before, step=version.step)
             consumed += [Consumed(version.name, segment, use) for segment in segments]
             if before is not None and use.run is not None and cursor_of(use.state) < cursor_of(before.state):
@@ -104,6 +110,17 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_Line, DataUse]
     if not uses and not consumed and _has_moved(ancestry, version):
         gaps.append("it does not say which data its steps consumed")
     return Own(tuple(consumed), tuple(gaps))
+
+
+def _is_joined(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapping[_Line, DataUse]) -> bool:
+    """Return whether what a run says of itself begins where a version that this one continues ends."""
+    step = use.spans[0].step if use.spans else None
+    if not step or HISTORY in version.entry or (version.gaps and not version.parents):
+        return True  # anew; or nobody can tell, and that is said elsewhere
+    if any(run == use.run for run, _ in earlier if run is not None):
+        return True
+    steps = {ancestry.versions[parent].step for parent in version.parents}
+    return step in steps or None in steps
 
 
 def _has_moved(ancestry: Ancestry, version: Version) -> bool:
@@ -188,7 +205,7 @@ def _history_dict(consumed: Consumed) -> dict[str, Any]:
 
 
 def _read_history(item: Mapping[str, Any]) -> Iterator[Consumed]:
-    if not isinstance(item, Mapping) or "gap" in item:
+    if "gap" in item:
         return
     use = DataUse.from_dict(item)
     try:

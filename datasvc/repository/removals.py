@@ -40,11 +40,16 @@ class Removals:
         return self._read(self._log.head(), numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
-        """Return the versions that were removed before, by the store's clock, and are still. Raises as `removed`."""
+        """Return the versions that were removed before, by the store's clock, and ever since. Raises as `removed`."""
         old = {file.path for file in self._storage.walk(self._log.path) if file.modified_s < before_s}
-        now = self.removed()
-        numbers = [number for number in self._log.numbers() if self._log.path_of(number) in old]
-        return now & self._read(max(numbers, default=0))
+        numbers = self._log.numbers()
+        newest = max((number for number in numbers if self._log.path_of(number) in old), default=0)
+        if not newest:
+            return frozenset()
+        # What was given back in between was removed anew, and its grace begins anew.
+        since = self._log.entries(number for number in numbers if number >= newest)
+        listed = self._versions.numbers()
+        return frozenset.intersection(*(self._removed_in(entry, listed) for entry in since))
 
     def find(self, version: int) -> Entry | None:
         """Return the entry that removed a version, None where none did. Raises as `removed`."""
@@ -78,9 +83,10 @@ class Removals:
     def _read(self, entry: int, numbers: Iterable[int] | None = None) -> frozenset[int]:
         if not entry:
             return frozenset()
-        content = self._log.read(entry).content
-        listed = self._versions.numbers() if numbers is None else numbers
+        return self._removed_in(self._log.read(entry), self._versions.numbers() if numbers is None else numbers)
+
+    def _removed_in(self, entry: Entry, listed: Iterable[int]) -> frozenset[int]:
         try:
-            return decode_numbers(content["removed"], among=listed)
+            return decode_numbers(entry.content["removed"], among=listed)
         except KeyError as error:
-            raise CorruptDataError(f"{self._log.path}, entry {entry}, does not say what is removed") from error
+            raise CorruptDataError(f"{self._log.path}, entry {entry.number}, does not say what is removed") from error

@@ -138,14 +138,31 @@ class Repository:
         target = self.resolve(kind, ref)
         tags = self._tags(kind, target.name)
         before = tags.head(tag)
+        if self._gone(kind, target.name, [target.version]) and target.version in tags.heads().values():
+            # Whoever removed it has not looked at its tags again yet, and may never.
+            self.removals(kind, target.name).give_back([target.version], "tagged")
         if before == target.version and expect in {None, before}:
             return target
         tags.move(tag, target.version, expect=expect)
         # Whoever removes a version looks at its tags before and after: of the two at least one sees the other.
         if self._gone(kind, target.name, [target.version]):
-            tags.move(tag, before or None, expect=target.version)
-            raise ConflictError(f"{target} was removed while {tag!r} was moved there; the tag is where it was before")
+            where = self._move_back(target, tag, before)
+            raise ConflictError(f"{target} was removed while {tag!r} was moved there; the tag is {where}")
         return target
+
+    def _move_back(self, target: Resolved, tag: str, before: int) -> str:
+        """Put a tag back to where it stood, unless that was removed; returns where it is, in words."""
+        kind, name = target.kind, target.name
+        tags = self._tags(kind, name)
+        place = before if before and not self._gone(kind, name, [before]) else None
+        tags.move(tag, place, expect=target.version)
+        # As above: this one may be removed at this moment, too.
+        if place is not None and self._gone(kind, name, [place]):
+            tags.move(tag, None, expect=place)
+            place = None
+        if before and place is None:
+            return f"taken away, as version {before}, where it was before, was removed too"
+        return "where it was before"
 
     def untag(self, kind: Kind, name: str, tag: str, *, expect: int | None = None) -> None:
         """Take a tag of `name` away; where it stood stays in its history. `expect` and errors as of `tag`."""
@@ -169,7 +186,8 @@ class Repository:
         gone = self._gone(kind, wanted.name, numbers)
         version = self._choose(kind, wanted, numbers, gone)
         resolved = Resolved(kind, wanted.name, version)
-        if version in gone and not removed:
+        # A tag holds a version, whatever became of the one that removed it before it had looked at the tags again.
+        if version in gone and not removed and version not in self.tags(kind, wanted.name).values():
             raise NotFoundError(self._say_removed(resolved, set(numbers) - gone))
         if version not in numbers:
             raise NotFoundError(

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from datasvc.cli.main import app
-from datasvc.errors import ConfigError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import restore, save
+from datasvc.models.signing_keys import make_key
 from datasvc.repository import Repository
 
 
@@ -64,6 +65,65 @@ def test_onnx_wants_to_know_the_module(run, repository, tmp_path):
     save(repository, "net", {}, step=0)
     with pytest.raises(ConfigError, match="name it by --model"):
         run(repository, "export", "net", tmp_path / "out", "--format", "onnx")
+
+
+def test_onnx_refuses_what_it_has_no_use_for(run, repository, tmp_path):
+    save(repository, "net", {}, step=0)
+    for option in (["--only", "x"], ["--exclude", "x"], ["--dtype", "float16"], ["--max-shard-size", "1GB"]):
+        with pytest.raises(ConfigError, match=f"no use for {option[0]}"):
+            run(repository, "export", "net", tmp_path / "out", "--format", "onnx", *option)
+
+
+def make_linear():
+    return torch.nn.Linear(2, 1)
+
+
+def test_an_unsigned_version_is_not_exported_as_any_format(run, repository, tmp_path):
+    for needed in ("cryptography", "onnx", "onnxscript"):
+        pytest.importorskip(needed)
+    save(repository, "net", {"model": make_linear().state_dict()}, step=0)
+    key = make_key(tmp_path / "key").source
+    more = ["--model", f"{__name__}:make_linear", "--input", "2x2", "--trusted-keys", key]
+    for target in ("onnx", "safetensors"):
+        with pytest.raises(CorruptDataError, match="net@1 is not trusted"):
+            run(repository, "export", "net", tmp_path / "out", "--format", target, *more)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(run, repository, tmp_path, monkeypatch):
+    save(repository, "net", {"model": torch.ones(2)}, step=0)
+    for path in repository.storage.local_path("objects").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    (tmp_path / "file").touch()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "link").symlink_to(tmp_path)
+    cases = {
+        ".": "is the working folder",
+        tmp_path / "file": "it is a file",
+        tmp_path / "file" / "out": "is a file",
+        tmp_path / "link": "is not empty",
+    }
+    for folder, message in cases.items():
+        for command in (["restore"], ["export"]):
+            with pytest.raises(ConfigError, match=message):
+                run(repository, *command, "net", folder)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="nothing may be written to"):
+        run(repository, "restore", "net", tmp_path / "a" / "b")
+    monkeypatch.setattr("os.path.ismount", lambda _path: True)
+    with pytest.raises(ConfigError, match="is mounted"):
+        run(repository, "restore", "net", tmp_path / "mounted")
+
+
+def test_an_empty_folder_behind_a_link_is_filled(run, repository, tmp_path):
+    save(repository, "net", {"model": torch.ones(2)}, step=0)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    run(repository, "restore", "net", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "tensors.safetensors").exists()
 
 
 def test_push_and_pull_move_versions_once(run, repository, tmp_path):

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from datasvc.cli.main import app
 from datasvc.errors import CorruptDataError
+from datasvc.models import describe_model
 from tests.models.every_kind import copy_of, flip, links_of, save_every_kind
 
 
@@ -46,6 +47,26 @@ def test_verify_ends_with_3_and_names_the_tensor_until_it_is_repaired(models, tm
     assert facts["num_left"] == 0
     assert facts["repairs"][0]["digest"] == link.object
     assert run("models", "verify", "m@2", "--deep", "--repo", models.url).exit_code == 0
+
+
+def test_what_a_bad_table_hid_is_found_once_it_is_repaired_and_is_left_where_no_copy_is_good(models, tmp_path):
+    copy = copy_of(models, tmp_path / "copy")
+    (link,) = [link for link in links_of(models, "m@2") if link.encoding == "raw" and link.length == 90_000]
+    for repository in (models, copy):
+        flip(repository.objects.local_path(link.object), 7)
+    table = models.objects.local_path(describe_model(models, "m@2").tensors)
+    flip(table, 50)
+    flip(models.objects.local_path(describe_model(models, "m@2").entry["state"]), 20)
+    done = run("models", "verify", "m@2", "--repair-from", copy.url, "--json", "--repo", models.url)
+    assert done.exit_code == 3
+    facts = json.loads(done.stdout)
+    assert {each["role"] for each in facts["problems"]} == {"tensor table", "state", "tensors"}
+    assert facts["num_left"] == 1
+    assert {each["digest"]: each["failure"] is None for each in facts["repairs"]}[link.object] is False
+    done = run(
+        "models", "verify", "m@2", "--repair-from", copy_of(models, tmp_path / "again").url, "--repo", models.url
+    )
+    assert done.stdout.splitlines()[-1] == "1 problems"
 
 
 def test_verify_wants_to_know_what(models):

@@ -5,7 +5,18 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.models import CodeRevision, DataUse, describe_code, describe_model, list_models, model_log, restore, save
+from datasvc.models import (
+    CodeRevision,
+    DataUse,
+    Model,
+    checkpoint,
+    describe_code,
+    describe_model,
+    list_models,
+    model_log,
+    restore,
+    save,
+)
 from datasvc.models.checkpoint import base_records
 from datasvc.models.piece_writer import OWN_OBJECT_BYTES
 from datasvc.models.records import read_table
@@ -248,6 +259,27 @@ def test_differences_are_to_the_parent_that_is_named_else_to_the_newest_version(
         repository.objects, describe_model(repository, "m@2").tensors
     )
     assert base_records(repository, "new", "nobody@7") == ()
+
+
+def test_parents_are_what_they_meant_when_the_save_began_and_are_there(repository, monkeypatch):
+    save(repository, "m", {}, step=1), save(repository, "m", {}, step=2)
+    repository.tag("models", "m@1", "best")
+    store = checkpoint.store_tensors
+
+    def moved_meanwhile(*args, **options):
+        repository.tag("models", "m@2", "best")
+        return store(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "store_tensors", moved_meanwhile)
+    save(repository, "mean", {}, step=1, parent="m@best", merged=["m@best", "m", "nobody@7", "hf://bert"])
+    entry = describe_model(repository, "mean").entry
+    assert (entry["parent"], entry["merged"]) == ("m@1", ["m@1", "m@2", "nobody@7", "hf://bert"])
+    for wrong in ({"parent": "m@9"}, {"parent": "m@bets"}, {"merged": ["m@1", "m@9"]}):
+        with pytest.raises(NotFoundError, match=r"no version 9|no tag 'bets'"):
+            save(repository, "mean", {}, step=2, **wrong)
+        assert repository.living("models", "mean") == [1]
+    with Model(repository, "mean") as model, pytest.raises(NotFoundError, match="no version 9"):
+        model.save({}, step=3, parent="m@9")
 
 
 def test_a_model_whose_newest_table_is_damaged_can_be_saved_to(repository):

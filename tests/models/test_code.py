@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from datasvc.models import CodeRevision, describe_code
+from datasvc.models import CodeRevision, Model, describe_code, describe_model
 from datasvc.models import code as code_module
 from datasvc.models.code import keep_code, without_credentials
 
@@ -46,6 +46,16 @@ def test_what_differs_from_the_revision_is_kept_as_a_patch_that_makes_it_again(r
     assert keep_code(repository.objects, checkout) == kept  # the process runs what it loaded
 
 
+def test_a_run_says_which_code_lay_there_when_it_opened_its_model(repository, tmp_path, monkeypatch):
+    checkout = make_checkout(tmp_path / "a", {"train.py": b"1\n"})
+    monkeypatch.chdir(checkout)
+    with Model(repository, "cnn") as model:
+        (checkout / "train.py").write_bytes(b"2\n")
+        model.save({}, step=1, wait=True)
+    code = describe_model(repository, "cnn").entry["code"]
+    assert (code["revision"], code["dirty"]) == (git(checkout, "rev-parse", "HEAD"), False)
+
+
 def test_of_a_patch_that_is_too_long_the_files_are_named(repository, tmp_path, monkeypatch):
     checkout = make_checkout(tmp_path / "a", {"train.py": b"1\n"})
     (checkout / "train.py").write_bytes(b"2\n" * 500)
@@ -76,6 +86,14 @@ def test_a_clean_checkout_keeps_nothing_and_says_where_it_is_from(repository, tm
         ("git@example.com:team/a.git", "git@example.com:team/a.git"),
         ("me:secret@example.com:team/a.git", "example.com:team/a.git"),
         ("/srv/a.git", "/srv/a.git"),
+        ("/srv/a@b.git", "/srv/a@b.git"),
+        ("codecommit::https://me:secret@example.com/a", "codecommit::https://example.com/a"),
+        ("a::b::https://me:secret@example.com/a", "a::b::https://example.com/a"),
+        ("https://me:sec/ret@example.com/a", "https://example.com/a"),
+        ("https://me:sec#ret@example.com/a#x", "https://example.com/a"),
+        ("https://me:s@cret@example.com/a?t=1", "https://example.com/a"),
+        ("https://example.com/a?token=sec@ret", None),
+        ("ext::ssh -i key me:secret@example.com %S a", None),
     ],
 )
 def test_a_remote_is_named_without_credentials(url, said):

@@ -61,7 +61,7 @@ def test_a_tiling_that_no_straight_cut_takes_apart_is_one():
     assert not is_tiling((3, 3), [*boxes[:-1], ((1, 0), (1, 1))])
 
 
-@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize("along", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_hundred_thousand_pieces_are_checked_at_once(along):
     boxes = [((number, 0), (1, 4)) if along == 0 else ((0, number), (4, 1)) for number in range(100_000)]
     shape = (100_000, 4) if along == 0 else (4, 100_000)

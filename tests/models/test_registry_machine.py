@@ -16,6 +16,7 @@ from datasvc.models import CodeRevision, model_log, restore, save
 from datasvc.models.removal import remove, retain
 from datasvc.models.retention import RetentionPolicy
 from datasvc.models.search import find_versions
+from datasvc.models.transfer import transfer
 from datasvc.repository import Repository
 
 NO_CODE = CodeRevision(None, dirty=False)
@@ -29,7 +30,8 @@ class Registry(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.folder = tempfile.mkdtemp()
-        self.repository = Repository.create(self.folder)
+        self.repository = Repository.create(f"{self.folder}/here")
+        self.other, self.pushed = Repository.create(f"{self.folder}/there"), {}
         self.values = {"a": [], "b": []}
         self.removed = {"a": set(), "b": set()}
         self.moves = {"a": {}, "b": {}}
@@ -53,10 +55,18 @@ class Registry(RuleBasedStateMachine):
         # 64 KiB and a scalar: an object of its own, mostly a difference to the parent's, and one in a pack.
         tensor = torch.arange(16_384.0)
         tensor[:100] += value
-        made = save(
-            self.repository, name, {"w": tensor, "v": torch.tensor(value)}, step=value, code=NO_CODE, environment={},
-            metrics={"score": value}, parent=parent and f"{parent[0]}@{parent[1]}",
-        )  # fmt: skip
+
+        def store():
+            return save(
+                self.repository, name, {"w": tensor, "v": torch.tensor(value)}, step=value, code=NO_CODE,
+                environment={}, metrics={"score": value}, parent=parent and f"{parent[0]}@{parent[1]}",
+            )  # fmt: skip
+
+        if parent and 0 < len(self.values[parent[0]]) < parent[1]:
+            with pytest.raises(NotFoundError):
+                store()
+            return
+        made = store()
         self.values[name].append(value)
         assert made.version == len(self.values[name])
 
@@ -128,6 +138,17 @@ class Registry(RuleBasedStateMachine):
         value = self.values[name][number - 1]
         assert state["v"].item() == value
         assert state["w"][:100].tolist() == [float(place + value) for place in range(100)]
+
+    @rule(name=names, number=st.integers(1, 5))
+    def push(self, name, number):
+        if number not in self.living(name):
+            with pytest.raises(NotFoundError):
+                transfer(self.repository, self.other, [f"{name}@{number}"])
+            return
+        (there,) = transfer(self.repository, self.other, [f"{name}@{number}"]).versions
+        assert there.is_new == ((name, number) not in self.pushed)
+        assert self.pushed.setdefault((name, number), there.target) == there.target
+        assert restore(self.other, str(there.target)).state["v"].item() == self.values[name][number - 1]
 
     @rule(name=names, tag=tags, back=st.integers(0, 2))
     def follow(self, name, tag, back):

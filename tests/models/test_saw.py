@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasvc.errors import ConfigError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import CodeRevision, DataUse, Reading, Span, save, saw
 from datasvc.models.segments import history_of
 from datasvc.models.transfer import transfer
@@ -180,14 +180,20 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
         "circle": ([use], {"parent": "circle@1"}, "which continues it"),
         "copied": ([use], {"origin": {"parents": ["base@4"]}}, "continues base@4 of another repository, and says"),
         "odd": ([], {"data": "data"}, "does not say which data"),
+        "cut": ([Span((0, 0), (0, 4), 7, 4, "drop")], {}, "began at step 7, at which no version"),
+        "torn": ([use], {"history": "all"}, "history of versions that are not here makes no sense"),
+        "worn": ([use], {"history": [3, None, {"gap": 1}, {"run": [1]}]}, "history of versions that are not here"),
+        "unnamed": ([{**use, "run": ["a"]}], {}, "does not say which data was used"),
     }  # fmt: skip
     for name, (uses, fields, message) in cases.items():
-        commit(repository, name, 1, uses, **fields)
+        said = [{**use, "spans": [each.to_dict()]} if isinstance(each, Span) else each for each in uses]
+        commit(repository, name, 1, said, **fields)
         commit(repository, name, 1, [], parent=f"{name}@1")
         found = saw(repository, [name], keys=["100"])
         assert message in " ".join(found.gaps[f"{name}@1"]), name
         assert [each.is_complete for each in found.versions] == [False, False], name
         assert f"{name}@2" not in found.gaps
+        assert history_of(repository, f"{name}@2"), name
 
 
 def test_data_that_weights_were_evaluated_on_was_not_consumed(data):
@@ -209,6 +215,33 @@ def test_steps_of_several_batches_are_not_told_wrong(data):
     found = saw(repository, ["accumulated"], keys=keys_of(data))
     assert sorted(int(each.key) for each in found.all_sightings()) == sorted(chain.from_iterable(served))
     assert {each.step for each in found.all_sightings()} == {None}
+
+
+def test_what_a_living_process_consumed_goes_with_its_weights(data):
+    repository, truth = data["big"].repository, Truth()
+    run = Run(repository, truth, "elastic", data["big"])
+    run.train(3), run.save(), run.train(18)  # an epoch has 20 steps
+    state = run.reading.state_dict()
+    taken, where = Run(repository, truth, "elastic", data["big"]), run.loaders[0].state_dict()
+    with pytest.raises(ConfigError, match="load the loader's state of the same moment first"):
+        taken.reading.load_state_dict(state)
+    with pytest.raises(CorruptDataError, match="no state of a Reading"):
+        taken.reading.load_state_dict({"run": "a", "spans": []})
+    taken.version, taken.step, taken.served = run.version, run.step, Counter(run.served)
+    taken._open(Batches(3, 2), where)
+    taken.reading = Reading(taken.loaders[0], step=run.step)
+    taken.train(1), taken.save()
+    assert "began at step 21" in saw(repository, ["elastic"], keys=["1"]).gaps["elastic@2"][0]
+    taken = Run(repository, truth, "elastic", data["big"])
+    taken.version, taken.step, taken.served = "elastic@1", run.step, Counter(run.served)
+    taken._open(Batches(3, 2), where)
+    taken.reading = Reading(taken.loaders[0], step=run.step)
+    taken.reading.load_state_dict(state)
+    taken.train(1), taken.save()
+    truth.own.pop("elastic@2")
+    found = saw(repository, ["elastic@1", "elastic@3"], keys=keys_of(data))
+    assert found.gaps == {}
+    assert own_of(found) == truth.own
 
 
 def test_a_loader_that_was_put_back_needs_a_new_reading(data):

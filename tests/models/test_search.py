@@ -1,5 +1,6 @@
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -194,16 +195,16 @@ def grow(repository, num_versions, name="m"):
         commit_entry(repository, name, step=step)
 
 
-def test_a_second_search_reads_no_entry_and_a_third_only_what_is_new(repository, monkeypatch):
+def test_a_second_search_reads_the_newest_entry_and_a_third_only_what_is_new(repository, monkeypatch):
     grow(repository, 40)
     assert len(found(repository, "step >= 0")) == 40
     reads = count_reads(monkeypatch)
     assert len(found(repository, "step >= 20")) == 20
-    assert reads == []
+    assert reads == [("models/m/versions", 40)]  # whether that is what the index knows
     commit_entry(repository, "m", step=99), commit_entry(repository, "other", step=98)
     reads.clear()
     assert found(repository, "step > 90") == ["m@41", "other@1"]
-    assert sorted(reads) == [("models/m/versions", 41), ("models/other/versions", 1)]
+    assert sorted(reads) == [("models/m/versions", 40), ("models/m/versions", 41), ("models/other/versions", 1)]
 
 
 def test_tags_that_moved_and_versions_removed_since_are_seen(repository):
@@ -225,7 +226,7 @@ def test_the_index_is_written_anew_when_many_versions_are_behind_it(repository):
     assert path.read_bytes() == first
     grow(repository, 1)
     read_index(repository)
-    assert decode_index(path.read_bytes()).heads == {"m": 40 + search_index._MOST_BEHIND}
+    assert decode_index(path.read_bytes()).heads["m"].number == 40 + search_index._MOST_BEHIND
 
 
 @pytest.mark.parametrize("damage", ["lost", "flipped", "cut", "other models"])
@@ -246,6 +247,20 @@ def test_an_index_that_is_damaged_or_of_other_models_is_made_again(repository, d
     assert found(repository, "step = 7") == ["n@8" if damage == "other models" else "m@8"]
     assert decode_index(path.read_bytes()).num_rows == 40
     assert (path.read_bytes() == raw) == (damage != "other models")
+
+
+@pytest.mark.parametrize("num_since", [0, 2, 20])
+def test_an_index_that_knows_what_a_backup_does_not_have_is_made_again(repository, tmp_path, num_since):
+    grow(repository, 30)
+    backup = shutil.copytree(Path(repository.url, "models/m"), tmp_path / "backup")
+    grow(repository, 10)
+    assert found(repository, "step = 9") == ["m@40", "m@10"]
+    shutil.rmtree(Path(repository.url, "models/m"))
+    backup.rename(Path(repository.url, "models/m"))
+    for _ in range(num_since):
+        commit_entry(repository, "m", step=77)
+    assert found(repository, "step = 9") == ["m@10"]
+    assert len(found(repository, "step = 77")) == num_since
 
 
 def test_a_search_does_without_an_index_where_it_cannot_be_written(repository, monkeypatch):

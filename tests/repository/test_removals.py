@@ -78,6 +78,8 @@ def test_what_was_removed_lately_is_told_from_what_was_removed_long_ago(tmp_path
     assert removals(repository).removed_before(time.time() - 250) == {1}
     removals(repository).give_back([1], "tagged")
     assert removals(repository).removed_before(time.time() - 100) == {2}
+    removals(repository).add([1])
+    assert removals(repository).removed_before(time.time() - 100) == {2}  # removed anew, a moment ago
 
 
 def test_a_removal_that_does_not_say_what_it_took_is_corrupt(tmp_path):

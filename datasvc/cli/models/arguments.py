@@ -13,8 +13,8 @@ TrustedOption = Annotated[
     list[Path] | None,
     typer.Option(
         "--trusted-keys",
-        help="A file of public keys, by one of which versions must be signed; may be given several times. Default: the "
-        "files that DATASVC_TRUSTED_KEYS names.",
+        help="A file of public keys, by one of which versions must be signed; may be given several times. Default: "
+        "the files that DATASVC_TRUSTED_KEYS names.",
     ),
 ]
 OnlyOption = Annotated[

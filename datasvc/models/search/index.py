@@ -2,7 +2,8 @@
 
 It is derived from the entries and may be lost or be old at any time: it says how far it knows each model, and whoever
 finds entries behind that reads them, and now and then writes the whole index anew. Of several writers the last one
-wins, which loses nothing. Tags and removals change without a new version and are never in it.
+wins, which loses nothing. Tags and removals change without a new version and are never in it. An index that knows
+other commits than the logs have, as after one of the two came back from a backup, is made anew.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +24,7 @@ from datasvc.repository import Entry, Repository
 from datasvc.repository.objects import digest_of
 from datasvc.repository.references import is_name
 
-INDEX_FORMAT: Final = 1
+INDEX_FORMAT: Final = 2
 # No model can have that name.
 INDEX_PATH: Final = "models/.index"
 _DIGEST_BYTES: Final = 64
@@ -43,18 +44,25 @@ _SCHEMA = pa.schema(
 )
 
 
+class Head(NamedTuple):
+    """The newest version of a model that is known."""
+
+    number: int
+    commit: str
+
+
 @dataclass(frozen=True)
 class Part:
     """The versions that were indexed at one time.
 
     Attributes:
         num_rows: number of versions.
-        heads: the newest version of each model that is known.
+        heads: the newest version of each model that is known, and its commit.
         columns: by field.
     """
 
     num_rows: int
-    heads: Mapping[str, int]
+    heads: Mapping[str, Head]
     columns: Mapping[str, Column]
 
 
@@ -74,8 +82,8 @@ class Index:
         return sum(part.num_rows for part in self.parts)
 
     @property
-    def heads(self) -> dict[str, int]:
-        """The newest version of each model."""
+    def heads(self) -> dict[str, Head]:
+        """The newest version of each model, and its commit."""
         return {name: head for part in self.parts for name, head in part.heads.items()}
 
     @property
@@ -106,12 +114,18 @@ def read_index(repository: Repository, *, report: Callable[[int, int], None] | N
     """
     stored = _load(repository)
     names = [name for name in repository.storage.list("models") if is_name(name)]
-    if stored is None or not set(stored.heads) <= set(names):
+    behind = None
+    if stored is not None and set(stored.heads) <= set(names):
+        behind = _numbers_behind(repository, names, stored.heads)
+    if stored is None or behind is None:
         stored = Part(0, {}, {})
-    entries = _entries_behind(repository, names, stored.heads, report or _ignore)
+        behind = _numbers_behind(repository, names, {})
+        assert behind is not None
+    entries = _read_entries(repository, behind, report or _ignore)
     if not entries:
         return Index((stored,))
-    heads = {name: entry.number for name, entry in entries}  # ascending, so that the last one of each stays
+    # Ascending, so that the last one of each stays.
+    heads = {name: Head(entry.number, str(entry.content.get("commit"))) for name, entry in entries}
     index = Index((stored, Part(len(entries), heads, build_columns(entries))))
     if len(entries) >= max(_MOST_BEHIND, stored.num_rows // _PART_BEHIND):
         _publish(repository, index)
@@ -150,7 +164,10 @@ def decode_index(raw: bytes) -> Part:
         about = json.loads(table.schema.metadata[_METADATA_KEY])
         if about["format"] != INDEX_FORMAT or not table.schema.equals(_SCHEMA):
             raise CorruptDataError(f"an index of format {about['format']}")
-        num_rows, heads = int(about["rows"]), {str(name): int(head) for name, head in about["heads"].items()}
+        num_rows, heads = (
+            int(about["rows"]),
+            {str(name): Head(int(number), str(commit)) for name, (number, commit) in about["heads"].items()},
+        )
         columns = dict(zip(table["field"].to_pylist(), map(_column, *_slices(table)), strict=True))
     except (pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptDataError(f"the index is damaged: {error!r}") from error
@@ -174,23 +191,38 @@ def _publish(repository: Repository, index: Index) -> None:
         return
 
 
-def _entries_behind(
-    repository: Repository, names: Sequence[str], heads: Mapping[str, int], report: Callable[[int, int], None]
-) -> list[tuple[str, Entry]]:
-    """Return what the index does not know: by name, oldest first."""
+def _numbers_behind(
+    repository: Repository, names: Sequence[str], heads: Mapping[str, Head]
+) -> dict[str, Sequence[int]] | None:
+    """Return by name what the index does not know, ascending; None where it knows what the logs do not have."""
 
-    def numbers_behind(name: str) -> Sequence[int]:
+    def numbers_behind(name: str) -> Sequence[int] | None:
         log = repository.versions("models", name)
-        return log.numbers_after(heads[name]) if name in heads else log.numbers()
+        if name not in heads:
+            return log.numbers()
+        number, commit = heads[name]
+        try:
+            is_known = str(log.read(number).content.get("commit")) == commit
+        except NotFoundError:
+            is_known = False
+        return log.numbers_after(number) if is_known else None
 
     if repository.storage.is_local:
-        behind = list(map(numbers_behind, names))
+        found = list(map(numbers_behind, names))
     else:
         with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-index") as pool:
-            behind = list(pool.map(numbers_behind, names))
-    num_behind = sum(map(len, behind))
+            found = list(pool.map(numbers_behind, names))
+    behind = {name: numbers for name, numbers in zip(names, found, strict=True) if numbers is not None}
+    return behind if len(behind) == len(names) else None
+
+
+def _read_entries(
+    repository: Repository, behind: Mapping[str, Sequence[int]], report: Callable[[int, int], None]
+) -> list[tuple[str, Entry]]:
+    """Return what the index does not know: by name, oldest first."""
+    num_behind = sum(map(len, behind.values()))
     found: list[tuple[str, Entry]] = []
-    for name, numbers in zip(names, behind, strict=True):
+    for name, numbers in behind.items():
         for start in range(0, len(numbers), _MOST_BEHIND):
             some = repository.versions("models", name).entries(numbers[start : start + _MOST_BEHIND])
             found.extend((name, entry) for entry in some)
