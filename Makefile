@@ -25,7 +25,7 @@ test: setup  ## all tests but the long ones
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
 
 test-all: test  ## all tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 check: setup  ## ruff, mypy and the import directions
 	$(BIN)/ruff format --check .

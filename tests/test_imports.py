@@ -35,7 +35,9 @@ ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.mix_order", "datasvc.sizes"}
 ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models"}
-ALLOWED["datasvc.cached_objects"] = ALLOWED["datasvc.cache"] | ALLOWED["datasvc.models"] | {"datasvc.cache", "datasvc.models"}
+ALLOWED["datasvc.cached_objects"] = (
+    ALLOWED["datasvc.cache"] | ALLOWED["datasvc.models"] | {"datasvc.cache", "datasvc.models"}
+)
 ALLOWED["datasvc.restoring"] = ALLOWED["datasvc.cached_objects"] | {"datasvc.cached_objects"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.restoring"] | {"datasvc.restoring", "datasvc.gc"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
@@ -55,7 +57,7 @@ ALLOWED["loaders"] = {
     "datasvc.errors",
 }
 ALLOWED["trainer.recipes"] = {"trainer", "loaders", "datasvc"} | ALLOWED["datasvc.cli"]
-ALLOWED["trainer.__main__"] = {"trainer.recipes", "datasvc.errors"}
+ALLOWED["trainer.__main__"] = {"trainer", "trainer.recipes", "datasvc.errors"}
 ALLOWED["trainer"] = set()
 OURS = ("datasvc", "loaders", "trainer", "tools")
 

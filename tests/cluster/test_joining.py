@@ -70,6 +70,7 @@ def write_members(path, serving, nodes):
     new.rename(path)
 
 
+@pytest.mark.slow
 def test_nodes_that_join_and_leave_in_mid_epoch_cost_no_sample(network, origin, tmp_path):
     members = tmp_path / "members"
     serving = Serving(network, f"{origin.url}/repo", members=f"file:{members}")

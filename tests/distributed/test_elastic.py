@@ -108,6 +108,7 @@ def test_ranks_killed_one_after_the_other_are_replaced_and_nothing_differs(elast
     assert "rank 0, worker localhost:0:0 was killed by SIGKILL" in result["errors"]
 
 
+@pytest.mark.slow
 def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_process(elastic, undisturbed):
     result = elastic.result(2, SHRINKING, faults={"0": ["saved", 8]})
     check_alike(result, undisturbed)
@@ -117,6 +118,7 @@ def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_pr
     assert result["pid"] == int(pid)
 
 
+@pytest.mark.slow
 def test_a_programs_own_error_ends_the_job_and_is_named(elastic):
     elastic.launcher.environ["FAULT"] = "error"
     done = elastic.run(2, SHRINKING, faults={"1": ["step", 3]})

@@ -61,6 +61,7 @@ def test_one_rank_is_the_default_and_its_output_has_no_prefix(capfd):
     assert capfd.readouterr().out == "hello\n"
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_script_come_back_as_its_own(launcher, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -131,6 +132,7 @@ def test_it_works_from_a_thread_and_where_output_has_no_bytes_below_it():
     assert (results, output.getvalue()) == ([None], "hello\n")
 
 
+@pytest.mark.slow
 def test_an_interrupt_reaches_the_ranks_and_ends_the_call(launcher, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -134,6 +134,7 @@ def test_no_rank_elsewhere_outlives_a_launcher_that_is_killed(launcher, ssh, has
     assert all(has_ended(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_signal_is_passed_on_to_ranks_elsewhere(launcher, ssh):
     program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); print(1, flush=True)\n"
     process = launcher.start(1, sys.executable, "-c", program + "while True: signal.pause()", options=("-H", "node7"))

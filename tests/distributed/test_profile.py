@@ -60,6 +60,7 @@ def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repos
     assert [row["world_size"] for row in json.loads(simulated.stdout)] == [1, 4096]
 
 
+@pytest.mark.slow
 def test_one_rank_prints_tables_and_a_verdict_even_if_the_trace_cannot_be_written(repository, capsys, tmp_path):
     with pytest.raises(ConfigError, match="cannot"):
         main([*words(repository), "--top", "2", "--nodes", "2", "--trace", str(tmp_path)])

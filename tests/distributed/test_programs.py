@@ -35,7 +35,8 @@ def test_training_equals_one_process_and_itself_bit_by_bit(launcher, num_ranks, 
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_gradients_are_combined_however_they_are_grouped_compressed_or_shared_out(launcher, num_ranks):
     launcher.run_program(num_ranks, "combining.py")
 
@@ -45,7 +46,9 @@ def test_batch_norm_over_ranks_equals_batch_norm_over_all_batches(launcher, num_
     launcher.run_program(num_ranks, "normalizing.py")
 
 
-@pytest.mark.parametrize(("num_ranks", "num_numbers"), [(2, 1000), (4, 5_000_000)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_numbers"), [(2, 1000), pytest.param(4, 5_000_000, marks=pytest.mark.slow)]
+)
 def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launcher, num_ranks, num_numbers):
     program = launcher.program("victim.py")
     done = launcher.run(num_ranks, sys.executable, "-X", "faulthandler", program, str(num_numbers))

@@ -1,5 +1,6 @@
 """Sharded checkpoints over real gloo ranks: one program makes many checks, because loading torch takes longer."""
 
+import pytest
 import torch
 
 import datasvc
@@ -13,6 +14,7 @@ def assert_one_process_restores(url, ref):
     assert checkpoint.state["values"] == VALUES
 
 
+@pytest.mark.slow
 def test_four_ranks_save_and_any_number_restores(launcher, tmp_path):
     url = str(tmp_path / "repo")
     launcher.run_program(1, "sharded.py", url)

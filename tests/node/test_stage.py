@@ -53,7 +53,7 @@ def test_one_split_may_be_staged_alone(node):
     ("body", "status", "message"),
     [
         ({"ref": "nothing"}, 404, "pets"),
-        ({"ref": "pets@7"}, 404, "1 to 1"),
+        ({"ref": "pets@7"}, 404, "no version 7; it has 1"),
         ({"ref": "pets", "split": "test"}, 404, "train"),
         ({"ref": "pets", "repo": "s3://elsewhere/x"}, 404, "--repo"),
         ({"ref": "../x"}, 400, "cannot name"),

@@ -145,7 +145,7 @@ def stored(repository):
     return {path.name: path.stat().st_ino for path in Path(repository.url, "objects").rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("after", [1, 3, 5])
+@pytest.mark.parametrize("after", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5))])
 def test_an_interrupted_ingest_goes_on_and_makes_no_recorded_shard_again(tmp_path, source, after):
     where, options = source
     reference, repository = (Repository.create(str(tmp_path / name)) for name in ("reference", "killed"))

@@ -139,7 +139,7 @@ def test_a_split_without_samples_is_no_trouble(repository, tmp_path, export_form
 
 
 @pytest.mark.parametrize("export_format", REMOTE_FORMATS)
-@pytest.mark.parametrize("store", ["memory", "s3"])
+@pytest.mark.parametrize("store", ["memory", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_url_gets_the_same_files_as_a_folder(request, repository, tmp_path, store, export_format):
     base = "memory://" if store == "memory" else f"{request.getfixturevalue('s3_bucket')}/"
     url = f"{base}{secrets.token_hex(8)}/out"
@@ -271,7 +271,7 @@ def test_two_exports_at_once_do_not_meet_in_one_folder(repository, tmp_path):
     test_webdataset.check(dataset, tmp_path / "out")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("export_format", FORMATS)
 def test_a_corrupt_shard_stops_the_export(repository, tmp_path, export_format, workers):
     dataset = write_photos(repository, [f"{number}" for number in range(9)], shards=3)
