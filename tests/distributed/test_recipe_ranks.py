@@ -144,6 +144,18 @@ def test_ranks_skip_a_step_together_when_one_overflows_and_share_their_batch_sta
     assert held[0]["digest"] == held[1]["digest"]
 
 
+def test_gradients_that_travel_in_16_bits_are_rounded_and_alike_on_all_ranks(repository):
+    weights = {}
+    for compression in ("none", "bf16"):
+        held = run(repository, f"sent-{compression}", 2, compression=compression, max_steps=4, learning_rate=0.02)
+        assert held[0]["digest"] == held[1]["digest"]
+        weights[compression] = datasvc.open(repository.url).restore(f"sent-{compression}").state["model"]
+    pairs = [(value, weights["bf16"][name]) for name, value in weights["none"].items()]
+    assert any(not torch.equal(exact, rounded) for exact, rounded in pairs)
+    for exact, rounded in pairs:
+        torch.testing.assert_close(rounded, exact, atol=0.02, rtol=0.05)
+
+
 def test_tokens_count_alike_on_ranks_with_different_numbers_of_them(repository):
     """Goyal et al. 2017, remark 3, over ranks: blocks are cut short, so no two ranks have equally many targets."""
     options = {"data": "tokens", "vocabulary": VOCABULARY, "optimizer": "adamw", "learning_rate": 0.001, "epochs": 2}

@@ -54,6 +54,7 @@ _CHOICES: Final = {
     "optimizer": ("sgd", "lars", "lamb", "adamw", "rmsprop-sgd"),
     "decayed": DECAYED,
     "precision": PRECISIONS,
+    "compression": ("none", "fp16", "bf16"),
     "shuffle": ("global", "windowed"),
     "device": ("cpu", "cuda"),
     "checkpoint_overlap": OVERLAPS,
@@ -104,6 +105,7 @@ class TrainConfig:
         clip_norm: largest norm of the whole gradient; None: any.
         ema_decay: share kept by the moving average of the weights, evaluated beside them; None: no average.
         precision: "fp32"; "bf16" or "fp16" computes in 16 bits where that is safe, fp16 with a loss scale.
+        compression: how gradients travel between the ranks: "none", as they are, "fp16" or "bf16".
         channels_last: images and activations with the channels innermost in memory.
         compile: backend of torch.compile, such as "inductor"; None: not compiled.
         size: side of the images in pixels.
@@ -174,6 +176,7 @@ class TrainConfig:
     clip_norm: float | None = None
     ema_decay: float | None = None
     precision: str = "fp32"
+    compression: str = "none"
     channels_last: bool = False
     compile: str | None = None
     size: int = 224

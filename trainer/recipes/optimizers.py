@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import torch
 from torch import nn
 
+import trainer as hvd
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.lamb import LAMB
 from trainer.recipes.lars import LARS
 from trainer.recipes.parameter_groups import group_parameters
 from trainer.recipes.rmsprop_sgd import RMSpropSGD
 from trainer.recipes.schedules import sgd_share
+
+_COMPRESSORS: Final = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16}
+
+
+def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_passes: int) -> Any:
+    """Return the run's optimizer, which adds up gradients over the ranks and `num_passes` backward passes.
+
+    Every rank calls this in the same order.
+    """
+    return hvd.DistributedOptimizer(
+        build_optimizer(config, model),
+        named_parameters=model.named_parameters(),
+        compression=_COMPRESSORS[config.compression],
+        backward_passes_per_step=num_passes,
+        # The loss of each rank is divided by the targets of all: their gradients add up to that of the whole batch.
+        op=hvd.Sum,
+    )
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -31,7 +31,7 @@ from trainer.recipes.events import Events
 from trainer.recipes.first_rank import ask_first_rank
 from trainer.recipes.language import LanguageModelling
 from trainer.recipes.metric_logs import open_logs
-from trainer.recipes.optimizers import build_optimizer
+from trainer.recipes.optimizers import build_distributed_optimizer
 from trainer.recipes.precision import make_loss_scale
 from trainer.recipes.run import Run
 from trainer.recipes.scaling import scale_rate
@@ -69,13 +69,7 @@ def start(config: TrainConfig, events: Events) -> Run:
     # Before anything is made of the weights, such as their average.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
-    optimizer = hvd.DistributedOptimizer(
-        build_optimizer(config, model),
-        named_parameters=model.named_parameters(),
-        backward_passes_per_step=batches.num_passes,
-        # The loss of each rank is divided by the targets of all: their gradients add up to that of the whole batch.
-        op=hvd.Sum,
-    )
+    optimizer = build_distributed_optimizer(config, model, num_passes=batches.num_passes)
     run = Run(
         config=config,
         repo=repo,

@@ -17,7 +17,7 @@ from loaders.loader import Loader
 from trainer.recipes.batch_plan import BatchPlan, plan_batches
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.ema import WeightAverage
-from trainer.recipes.optimizers import build_optimizer
+from trainer.recipes.optimizers import build_distributed_optimizer
 from trainer.recipes.precision import make_loss_scale
 from trainer.recipes.profiling.loaders_in_turn import LoadersInTurn
 from trainer.recipes.start import choose_place, choose_task, compile_model, open_cache
@@ -116,12 +116,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
 
 
 def _build_optimizer(config: TrainConfig, model: nn.Module, batches: BatchPlan) -> Any:
-    plain = build_optimizer(config, model)
-    for group in plain.param_groups:
+    optimizer = build_distributed_optimizer(config, model, num_passes=batches.num_passes)
+    for group in optimizer.param_groups:
         group["lr"] = 0.0
-    return hvd.DistributedOptimizer(
-        plain,
-        named_parameters=model.named_parameters(),
-        backward_passes_per_step=batches.num_passes,
-        op=hvd.Sum,
-    )
+    return optimizer
