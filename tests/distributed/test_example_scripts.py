@@ -29,10 +29,8 @@ def run_example(launcher):
     return run
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[], *(pytest.param([each], marks=pytest.mark.slow) for each in ("--fp16-allreduce", "--use-adasum"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--fp16-allreduce"], ["--use-adasum"]])
 def test_a_script_written_for_horovod_learns_digits(run_example, options):
     output = run_example("horovod_mnist.py", "--epochs", "3", *options)
     first, _, last = losses(output)

@@ -41,7 +41,8 @@ def test_gradients_are_combined_however_they_are_grouped_compressed_or_shared_ou
     launcher.run_program(num_ranks, "combining.py")
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_batch_norm_over_ranks_equals_batch_norm_over_all_batches(launcher, num_ranks):
     launcher.run_program(num_ranks, "normalizing.py")
 
