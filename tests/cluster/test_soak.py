@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from datasvc.cache import Cache
+from datasvc.cache.quotas import Quota
 from datasvc.repository import Repository
 from datasvc.repository.http_connections import Patience
 from tests.cluster.chaos import Chaos
@@ -125,6 +126,8 @@ def check_disk(node, budget, flipped):
     with Cache(folder, budget=budget) as cache:
         found = cache.scrub()
         assert set(found.corrupt) <= flipped
+        # What a killed fetch left waits for whoever wants the object next. Now it goes, unless somebody is at it.
+        cache.set_quota("soak", Quota(maximum_bytes=budget))
         status = cache.status()
         assert status.jobs[1:] == ()
         assert (status.reserved_bytes, list((folder / "incoming").iterdir())) == (0, [])
