@@ -17,6 +17,11 @@ RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERS
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
+YesOption = Annotated[bool, typer.Option("--yes", help="Remove; without it only say what would be removed.")]
+NoWritersOption = Annotated[
+    bool, typer.Option("--no-writers", help="Nobody writes to the repository now: allow any grace.")
+]
+
 
 def verify(
     ref: RefArgument,
@@ -54,10 +59,8 @@ def verify(
 def gc(
     repo: RepoOption,
     grace: Annotated[str, typer.Option(help="Keep what is younger: 7d, 48h, 30m.")] = "7d",
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it only say what would be removed.")] = False,
-    no_writers: Annotated[
-        bool, typer.Option("--no-writers", help="Nobody writes to the repository now: allow any grace.")
-    ] = False,
+    yes: YesOption = False,
+    no_writers: NoWritersOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove objects that no version of any data set or model names, and what killed writers left.

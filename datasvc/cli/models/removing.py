@@ -91,10 +91,8 @@ def retain(
 def gc(
     repo: RepoOption,
     grace: Annotated[str, typer.Option(help="Keep what is younger, or was removed since: 7d, 48h, 30m.")] = "7d",
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it only say what would be removed.")] = False,
-    no_writers: Annotated[
-        bool, typer.Option("--no-writers", help="Nobody writes to the repository now: allow any grace.")
-    ] = False,
+    yes: maintain.YesOption = False,
+    no_writers: maintain.NoWritersOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Free the bytes of removed versions, and all else in the repository that no version names; as `datasvc gc`.
