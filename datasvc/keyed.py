@@ -67,10 +67,26 @@ def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.f
     Returns:
         `float64[n]`, multiples of 2**-53.
     """
+    numbers: npt.NDArray[np.float64] = uniforms(key, counters, 1, stream)[0]
+    return numbers
+
+
+def uniforms(key: np.uint64, counters: Integers, count: int, first: int = 0) -> npt.NDArray[np.float64]:
+    """Return what `uniform` does for several streams, in a fraction of the time.
+
+    Args:
+        key: from `derive_keys`.
+        counters: `int64[n]`.
+        count: number of streams.
+        first: the first of them.
+
+    Returns:
+        `float64[count, n]`.
+    """
     with np.errstate(over="ignore"):
-        state = counters.astype(np.uint64) * _GOLDEN + key
-        state = _finalise(state) + np.uint64(stream + 1) * _GOLDEN
-        bits = _finalise(state)
+        state = _finalise(counters.astype(np.uint64) * _GOLDEN + key)
+        streams = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * _GOLDEN
+        bits = _finalise(state + streams[:, None])
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

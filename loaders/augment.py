@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError
-from datasvc.keyed import Integers, derive_keys, uniform
+from datasvc.keyed import Integers, derive_keys, uniform, uniforms
 
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
@@ -139,24 +139,18 @@ def plan_random_windows(
     """
     key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
     image_w, image_h = widths.astype(np.float64), heights.astype(np.float64)
-    window = _fallback(image_w, image_h, config)
-    undecided = np.ones(len(positions), bool)
-    log_low, log_high = np.log(config.ratio)
-    for attempt in range(_TRIES):
-        draw = [uniform(key, positions, attempt * _STREAMS_PER_TRY + stream) for stream in range(4)]
-        area = image_w * image_h * _between(draw[_AREA], *config.scale)
-        ratio = np.exp(_between(draw[_RATIO], log_low, log_high))
-        width, height = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-        fits = undecided & (width >= 1) & (height >= 1) & (width <= image_w) & (height <= image_h)
-        left = np.floor(draw[_LEFT] * (image_w - width + 1))
-        top = np.floor(draw[_TOP] * (image_h - height + 1))
-        for row, value in zip(window, (top, left, height, width), strict=True):
-            row[fits] = value[fits]
-        undecided &= ~fits
-        if not undecided.any():
-            break
-    flips = (uniform(key, positions, _FLIP) < config.flip).astype(np.int32)
-    return _windows(window, flips)
+    drawn = uniforms(key, positions, _FLIP + 1)
+    draw = drawn[:_FLIP].reshape(_TRIES, _STREAMS_PER_TRY, len(positions))
+    area = image_w * image_h * _between(draw[:, _AREA], *config.scale)
+    ratio = np.exp(_between(draw[:, _RATIO], *np.log(config.ratio)))
+    width, height = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+    fits = (width >= 1) & (height >= 1) & (width <= image_w) & (height <= image_h)
+    left = np.floor(draw[:, _LEFT] * (image_w - width + 1))
+    top = np.floor(draw[:, _TOP] * (image_h - height + 1))
+    first = np.argmax(fits, axis=0)  # 0 where no try fits
+    tried = np.stack([top, left, height, width])[:, first, np.arange(len(positions))]
+    window = np.where(fits.any(axis=0), tried, _fallback(image_w, image_h, config))
+    return _windows(window, (drawn[_FLIP] < config.flip).astype(np.int32))
 
 
 def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> ColourFactors:

@@ -16,11 +16,10 @@ from datasvc.errors import ConfigError
 from datasvc.keyed import Integers
 from datasvc.mix_order import MixOrder
 from datasvc.order import OrderConfig, Step, Tail
-from datasvc.shards import ShardStore, Split
-from datasvc.shards.reader import Bytes
+from datasvc.shards import Shard, ShardStore, Split
+from datasvc.shards.mapped_file import Bytes
 from datasvc.shards.schema import LABEL
 from loaders.located import Located, LocatedStep, locate_epoch
-from loaders.mapped_pages import MappedPages
 from loaders.mixture import Mixture, label_maps, name_of, own_orders, splits_of, weighted_splits
 from loaders.split_reader import Cursor, ShardPart, SplitReader
 
@@ -61,6 +60,12 @@ class SampleBatch(NamedTuple):
     def pads(self) -> bool:
         """Whether the step fills a batch with samples that only pad; this rank's part may have none."""
         return self.step.stop > self.step.num_samples
+
+    @property
+    def holders(self) -> list[Shard]:
+        """The shard of each sample, `n` of them."""
+        by_index = {index: part.shard for part in self.parts for index in part.indices.tolist()}
+        return [by_index[index] for index in range(len(self.positions))]
 
     @property
     def before(self) -> Cursor:
@@ -122,7 +127,6 @@ class SampleBatches:
         self._rank, self._world_size, self._tail = rank, world_size, tail
         self._blob = blob
         self._types = _common_types(list(self._readers.values()), columns)
-        self._mapped = MappedPages()
         self._needs_values = blob is not None or bool(columns)
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
@@ -149,15 +153,13 @@ class SampleBatches:
 
     def close(self) -> None:
         """Release every shard; a new `stream` opens them again."""
-        self._mapped.clear()
         for reader in self._readers.values():
             reader.close()
 
     def describe(self, batch: SampleBatch, index: int) -> str:
         """Name one sample for a message: split, shard and key."""
         reader = self._readers[int(batch.sources[index])]
-        opened = next(part.shard for part in batch.parts if index in part.indices)
-        return reader.describe(int(batch.shards[index]), int(batch.rows[index]), opened)
+        return reader.describe(int(batch.shards[index]), int(batch.rows[index]), batch.holders[index])
 
     def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
         step, positions, mask, found, by_split = located
@@ -178,8 +180,6 @@ class SampleBatches:
                         blobs[index] = view
                 for name, values in columns.items():
                     values[part.indices] = reader.values(part, name)
-        if self._blob is not None:  # columns of tokens are read again and again
-            self._mapped.read([part.shard for part in parts], len(positions))
         return SampleBatch(
             epoch, step, positions, mask, found.shards, found.rows, blobs, columns, parts, found.sources
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from datasvc.errors import BadSampleError
+from datasvc.shards import Shard
+from datasvc.shards.mapped_file import Bytes
 from datasvc.shards.schema import LABEL
 from loaders.batches import SampleBatch
 from loaders.decode.backend import DecodedImages, Framework, ImageBackend
@@ -61,7 +64,8 @@ class ImageDecoder:
 
     def feed(self, batch: SampleBatch) -> None:
         """See `Decoder`."""
-        self._backend.feed(batch.blobs, self._plan.windows(batch), self._plan.edit(batch))
+        read = partial(_read, batch.blobs, batch.holders)
+        self._backend.feed(batch.blobs, self._plan.windows(batch), self._plan.edit(batch), read)
         self._under_way.append(batch)
 
     def take(self) -> ImageBatch[Any]:
@@ -112,3 +116,8 @@ class ImageDecoder:
         import torch
 
         return torch.from_numpy(values)
+
+
+def _read(blobs: Sequence[Bytes], holders: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
+    """A `Read` of the images of a batch."""
+    return holders[index].read(blobs[index], buffer)

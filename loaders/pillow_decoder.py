@@ -18,7 +18,7 @@ from datasvc.shards.images import open_image
 from datasvc.shards.orientation import read_orientation, swaps_sides, turn_upright
 
 if TYPE_CHECKING:
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError
 from datasvc.keyed import Integers
-from datasvc.shards.reader import Bytes, blob_part
+from datasvc.shards.mapped_file import Bytes
+from datasvc.shards.reader import blob_part
 from datasvc.shards.schema import is_blob
 
 _NO_BUFFER: Final = pa.py_buffer(b"")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from datasvc.keyed import KeyedPermutation, derive_keys, uniform
+from datasvc.keyed import KeyedPermutation, derive_keys, uniform, uniforms
 
 sizes = st.integers(1, 3000)
 words = st.integers(0, 2**64 - 1)
@@ -70,6 +70,14 @@ def test_uniform_numbers_fill_the_interval_and_streams_differ():
         assert np.abs(np.histogram(draw, 20, (0, 1))[0] - 2500).max() < 5 * np.sqrt(2500)
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.02
+
+
+def test_several_streams_at_once_are_those_of_one_after_another():
+    key, counters = derive_keys(1, 2, 3, 1)[0], np.array([7, 0, 2**40])
+    assert uniforms(key, counters, 4, 3).tolist() == [
+        uniform(key, counters, stream).tolist() for stream in range(3, 7)
+    ]
+    assert uniforms(key, counters[:0], 2).shape == (2, 0)
 
 
 def test_permutations_of_different_tweaks_differ():

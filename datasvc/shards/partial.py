@@ -20,8 +20,9 @@ from datasvc.keyed import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards.index import SampleIndex
 from datasvc.shards.layout import Span
+from datasvc.shards.mapped_file import Bytes
 from datasvc.shards.partial_batches import Content, FramedBatch, PartialBatch, WholeBatch, reserve_memory
-from datasvc.shards.reader import Bytes, Shard
+from datasvc.shards.reader import Shard
 
 # About what a connection carries in a third of the time that a request waits: closer samples are read as one.
 GAP_BYTES: Final = 256 << 10

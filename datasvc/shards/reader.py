@@ -5,8 +5,6 @@ Views are slices of Arrow's own buffers, some thirty times faster than going thr
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +18,9 @@ import pyarrow.compute as pc
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.repository import ObjectInfo, Objects
 from datasvc.repository.objects import digest_of_file
+from datasvc.shards.mapped_file import Bytes, MappedFile
 from datasvc.shards.schema import check_shard_format, is_blob
 
-Bytes = npt.NDArray[np.uint8]
 BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
@@ -46,7 +44,7 @@ class Shard:
         self._batches = list(batches)
         self._starts = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
         self.num_samples = int(self._starts[-1])
-        self._mapping: mmap.mmap | None = None
+        self._file: MappedFile | None = None
 
     @staticmethod
     def map(path: Path | str) -> Shard:
@@ -54,9 +52,9 @@ class Shard:
 
         The mapping outlives the file's name. Raises NotFoundError, CorruptDataError, ConfigError.
         """
-        mapping = map_file(path)
-        shard = _open_file(pa.py_buffer(mapping), str(path))
-        shard._mapping = mapping  # noqa: SLF001 - its own
+        file = MappedFile(path)
+        shard = _open_file(pa.py_buffer(file.mapping), str(path))
+        shard._file = file  # noqa: SLF001 - its own
         return shard
 
     @staticmethod
@@ -64,13 +62,25 @@ class Shard:
         """Open a file held in memory. Raises CorruptDataError, ConfigError."""
         return _open_file(pa.py_buffer(content), name)
 
-    def unmap_pages(self) -> None:
-        """Let go of the pages of a mapped file that this process has touched.
+    def read(self, view: Bytes, buffer: Bytes) -> Bytes:
+        """Return the bytes of a view of this shard without touching the pages that it maps.
 
-        They stay in the page cache, and views stay valid: what is read again is mapped again.
+        To touch a page maps up to 2 MiB around it, and a process that reads here and there soon has all of its shards
+        mapped: they count as its own wherever its memory is limited. An unreadable disk is an error here, where it
+        ends a process that touches the page.
+
+        Args:
+            view: from `blobs`.
+            buffer: at least as long; left alone by a shard that is held in memory.
+
+        Returns:
+            The start of `buffer`, filled; or `view` itself.
+
+        Raises:
+            CorruptDataError: the file has become shorter.
+            UnavailableError: the disk cannot be read.
         """
-        if self._mapping is not None:
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+        return view if self._file is None else self._file.read(view, buffer[: len(view)])
 
     @property
     def batches(self) -> Sequence[pa.RecordBatch]:
@@ -113,7 +123,8 @@ class Shard:
         if column not in self._arrays:
             values = self.column(column)
             filled = pc.fill_null(values, pa.scalar(0).cast(values.type)) if values.null_count else values
-            self._arrays[column] = filled.to_numpy() if filled.num_chunks else np.empty(0)
+            self._arrays[column] = self._kept(filled.to_numpy() if filled.num_chunks else np.empty(0))
+            self._let_go()
         return self._arrays[column]
 
     def is_valid(self, column: str, rows: npt.NDArray[np.int64]) -> bool:
@@ -123,6 +134,7 @@ class Shard:
         if column not in self._valid:
             values = self.column(column)
             self._valid[column] = values.is_valid().to_numpy() if values.null_count else None
+            self._let_go()
         valid = self._valid[column]
         return valid is None or bool(valid[rows].all())
 
@@ -149,23 +161,21 @@ class Shard:
 
     @cached_property
     def _blob_parts(self) -> dict[str, list[BlobPart]]:
-        names = [field.name for field in self.schema if is_blob(field.type)]
-        return {name: [blob_part(batch.column(name)) for batch in self._batches] for name in names}
+        parts: dict[str, list[BlobPart]] = {}
+        for name in (field.name for field in self.schema if is_blob(field.type)):
+            parts[name] = []
+            for content, starts, stops in (blob_part(batch.column(name)) for batch in self._batches):
+                parts[name].append((content, self._kept(starts), self._kept(stops)))
+        self._let_go()
+        return parts
 
+    def _kept(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a small array that is asked for again and again as one that touches no page of a file."""
+        return array if self._file is None else array.copy()
 
-def map_file(path: Path | str) -> mmap.mmap:
-    """Return a local file, mapped for reading. Raises NotFoundError; CorruptDataError: it is empty."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path} does not exist") from error
-    try:
-        # Mapped by Python: Arrow's own way to make a mapping takes ten times as long.
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    except ValueError as error:
-        raise CorruptDataError(f"{path} is no Arrow IPC file: it is empty") from error
-    finally:
-        os.close(descriptor)
+    def _let_go(self) -> None:
+        if self._file is not None:
+            self._file.let_go()
 
 
 def open_shard(objects: Objects, info: ObjectInfo) -> Shard:

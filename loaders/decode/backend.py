@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy.typing as npt
 
+from datasvc.shards.mapped_file import Bytes
 from loaders.augment import Windows
 from loaders.decode.pixels import PixelFormat, Pixels
 
 if TYPE_CHECKING:
     import torch
 
-    from datasvc.shards.reader import Bytes
-
 Backend = Literal["cpu", "gpu", "pillow"]
 Framework = Literal["torch", "numpy"]
 # Changes an image of a batch in place: its index there, and `uint8[size, size, 3]`, upright and mirrored already.
 Edit = Callable[[int, Pixels], None]
+# Returns the bytes of an image of a batch: its index there, and a buffer to put them in, or not, `uint8[size]`.
+Read = Callable[[int, Bytes], Bytes]
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,16 @@ class DecodedImages:
 class ImageBackend(Protocol):
     """Decodes several batches at a time, first in, first out."""
 
-    def feed(self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None) -> None:
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
         """Start on a batch.
 
         Args:
             images: 0 to `batch_size` encoded images, which stay alive and unchanged until `take`.
             windows: one for each.
             edit: called for each from any thread, after scaling and before normalising.
+            read: called for each from any thread before it is decoded, where it is cheaper than to touch `images`.
         """
 
     def take(self) -> DecodedImages:

@@ -13,7 +13,7 @@ from loaders.decode.backend import Backend, ImageBackend
 from loaders.decode.crop import import_codec
 
 if TYPE_CHECKING:
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 Decode = Literal["auto", "cpu", "gpu", "pillow"]
 _RUNS_MEASURED: Final = 3  # at least, however slow

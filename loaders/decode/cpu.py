@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from loaders.augment import Windows
 from loaders.buffer_ring import BufferRing
-from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Framework
+from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Framework, Read
 from loaders.decode.crop import import_codec
 from loaders.decode.worker import ImageWorker
 from loaders.step_times import Stage
@@ -24,7 +24,7 @@ from loaders.stopwatch import Stopwatch
 if TYPE_CHECKING:
     import torch
 
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 # Images that a thread takes at once: few, so that threads finish a batch together.
 _MOST_AT_ONCE = 8
@@ -42,6 +42,7 @@ class _Work:
     shapes: list[list[int]]
     flips: list[bool]
     edit: Edit | None
+    read: Read | None
     out: npt.NDArray[Any]
 
 
@@ -93,7 +94,9 @@ class CpuBackend:
         _WORKING.add(self._stopped)
         self._under_way: deque[_Run] = deque()
 
-    def feed(self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None) -> None:
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
         """See `ImageBackend`."""
         count = len(images)
         work = _Work(
@@ -102,6 +105,7 @@ class CpuBackend:
             windows.shapes.tolist(),
             windows.flips.astype(bool).tolist(),
             edit,
+            read,
             self._ring.take()[:count],
         )
         step = max(1, min(_MOST_AT_ONCE, count // (_SHARES_OF_A_THREAD * self._config.num_threads)))
@@ -136,8 +140,11 @@ class CpuBackend:
         for index in indices:
             if self._stopped.is_set():
                 raise CancelledError
+            image = work.images[index]
+            if work.read is not None:
+                image = work.read(index, worker.buffer(len(image)))
             reason = worker.decode(
-                work.images[index],
+                image,
                 work.starts[index],
                 work.shapes[index],
                 work.out[index],

@@ -16,7 +16,7 @@ from datasvc.errors import ConfigError
 from loaders.decode.pixels import Pixels
 
 if TYPE_CHECKING:
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 # How JPEG 2000 files start. Damaged ones crash the process in this decoder, and even in its parser; not in Pillow.
 _JPEG_2000 = (b"\0\0\0\x0cjP", b"\xff\x4f\xff")

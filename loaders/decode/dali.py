@@ -17,7 +17,7 @@ from loaders.decode.pixels import PixelFormat
 if TYPE_CHECKING:
     import torch
 
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 
 def decoder_arguments(config: DecodeConfig) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from loaders.augment import Windows
-from loaders.decode.backend import Backend, DecodedImages, Edit, ImageBackend
+from loaders.decode.backend import Backend, DecodedImages, Edit, ImageBackend, Read
 from loaders.decode.choose import choose_fastest, measure_rate
 from loaders.step_times import Stage
 from loaders.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 _MEASURED_S: Final = 0.5  # for each
 
@@ -44,12 +44,14 @@ class FastestBackend:
         self._stopwatch = stopwatch or Stopwatch()
         self._chosen: ImageBackend | None = None
 
-    def feed(self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None) -> None:
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
         """See `ImageBackend`; the first batch decides."""
         if self._chosen is None:
             with self._stopwatch.stage(Stage.START):
                 self._chosen = self._choose(images, windows)
-        self._chosen.feed(images, windows, edit)
+        self._chosen.feed(images, windows, edit, read)
 
     def take(self) -> DecodedImages:
         """See `ImageBackend`."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loaders.augment import Windows
-from loaders.decode.backend import DecodeConfig, DecodedImages, Edit
+from loaders.decode.backend import DecodeConfig, DecodedImages, Edit, Read
 from loaders.decode.crop import is_jpeg_2000
 from loaders.decode.dali import DaliPipeline
 from loaders.decode.worker import ImageWorker
@@ -19,7 +19,7 @@ from loaders.decode.worker import ImageWorker
 if TYPE_CHECKING:
     import torch
 
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 _LOG = logging.getLogger(__name__)
 _HARMLESS = np.frombuffer(b"P6 1 1 255\n\0\0\0", np.uint8)  # a PPM of one black pixel
@@ -40,8 +40,11 @@ class GpuBackend:
         self._pipeline = DaliPipeline(config)
         self._under_way: deque[tuple[Sequence[Bytes], Windows]] = deque()
 
-    def feed(self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None) -> None:
-        """See `ImageBackend`; `edit` is not for GPUs."""
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
+        """See `ImageBackend`; `edit` is not for GPUs, and `read` of no use: DALI reads the mapping."""
+        del read
         assert edit is None, "colours and transforms are planned for the CPU"
         self._under_way.append((images, windows))
         self._feed(images, windows)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from loaders.augment import Windows
-from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit
+from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Read
 from loaders.decode.cpu import CpuBackend
 from loaders.decode.pixels import PixelFormat
 from loaders.step_times import Stage
@@ -18,7 +18,7 @@ from loaders.stopwatch import Stopwatch
 if TYPE_CHECKING:
     import torch
 
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 
 class UploadBackend:
@@ -39,9 +39,11 @@ class UploadBackend:
             dataclasses.replace(config, pixels=levels), backend=backend, framework="torch", stopwatch=stopwatch
         )
 
-    def feed(self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None) -> None:
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
         """See `ImageBackend`."""
-        self._inner.feed(images, windows, edit)
+        self._inner.feed(images, windows, edit, read)
 
     def take(self) -> DecodedImages:
         """See `ImageBackend`."""

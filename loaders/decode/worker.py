@@ -16,7 +16,7 @@ from loaders.decode.resize import make_resizer
 from loaders.pillow_decoder import decode_window
 
 if TYPE_CHECKING:
-    from datasvc.shards.reader import Bytes
+    from datasvc.shards.mapped_file import Bytes
 
 
 class ImageWorker:
@@ -33,7 +33,14 @@ class ImageWorker:
         self._crops = CropDecoder() if backend == "cpu" else None
         self._resizer = make_resizer(framework, pixels.size)
         self._writer = PixelWriter(pixels)
+        self._encoded = np.empty(0, np.uint8)
         self._window, self._edited = np.empty((2, pixels.size, pixels.size, 3), np.uint8)
+
+    def buffer(self, size: int) -> Bytes:
+        """Return a buffer to read an encoded image into, `uint8[size]`, which the next call gives away again."""
+        if size > len(self._encoded):
+            self._encoded = np.empty(max(size, 2 * len(self._encoded)), np.uint8)
+        return self._encoded[:size]
 
     def decode(
         self,

@@ -36,6 +36,17 @@ def test_a_window_depends_on_seed_epoch_and_position_alone():
     assert rows(draw(sizes, range(50), 3, 5)) != whole != rows(draw(sizes, range(50), 4, 4))
 
 
+def test_every_release_draws_the_same_windows():
+    """Resumed runs rest on these: another value here is a new format. The third is narrower than any ratio allows."""
+    sizes = [(500, 375), (64, 900), (3, 700), (333, 500)]
+    assert rows(draw(sizes, [0, 1, 2, 10**9], 3, 4, scale=(0.5, 1.0))) == [
+        [2, 83, 373, 314, 1],
+        [407, 0, 85, 64, 0],
+        [348, 0, 4, 3, 1],
+        [70, 24, 363, 295, 0],
+    ]
+
+
 def test_areas_ratios_and_flips_are_distributed_as_asked():
     windows = draw([(1000, 1000)] * 20_000, range(20_000), scale=(0.2, 0.6), ratio=(0.8, 1.25), flip=0.3)
     heights, widths = windows.shapes.T.astype(float)

@@ -20,7 +20,7 @@ from datasvc.cache.quotas import DEFAULT_TENANT
 from datasvc.cache.recovery import boot_id
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import Split
-from datasvc.shards.reader import map_file
+from datasvc.shards.mapped_file import MappedFile
 
 ROUNDS = 50
 WRITERS = 4
@@ -79,11 +79,11 @@ def _hits(cache: Cache, split: Split, infos: Sequence[ObjectInfo]) -> dict[str, 
     def acquire_and_map(info: ObjectInfo) -> None:
         # As loaders do; what is mapped is let go of when it is released.
         opened.acquire(info, split.repository, fetcher)
-        mapped.append(map_file(opened.files.object_name(info.digest)))
+        mapped.append(MappedFile(opened.files.object_name(info.digest)))
 
     def unmap(info: ObjectInfo) -> None:
         opened.release(info.digest)
-        mapped.pop().close()
+        mapped.pop()
 
     def release(info: ObjectInfo) -> None:
         cache.release(info.digest)

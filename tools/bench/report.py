@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
+_WIDTH_OF_A_FILE = 160
 
 Contestants = Mapping[str, Callable[[], float]]
 
@@ -86,7 +88,8 @@ class Report:
             }
             print(json.dumps({"machine": machine, "commit": commit} | figures))
             return
-        console = Console(highlight=False)
+        # Into a file or a pipe nothing is cut short.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
         console.print(f"[bold]{self.title}[/bold]")
         console.print(
             f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
