@@ -6,11 +6,18 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+
+from datasvc.repository import Repository
+from datasvc.shards.schema import shard_schema
+from tests.distributed.elastic_jobs import NUM_STEPS, SAME_SIZE, TWO_HOSTS, ElasticJobs
+from tests.shards.versions import write_table
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 90.0
+BLOCK = 8
 
 
 @dataclass(frozen=True)
@@ -95,3 +102,30 @@ def has_ended():
         return True
 
     return check
+
+
+@pytest.fixture(scope="session")
+def blocks(tmp_path_factory):
+    """A repository with a split of 120 blocks: its URL and the digest of the split's table."""
+    repository = Repository.create(str(tmp_path_factory.mktemp("tokens") / "repo"))
+    fields = [pa.field("key", pa.string(), nullable=False), pa.field("tokens", pa.list_(pa.uint16(), BLOCK))]
+    samples = [{"key": str(n), "tokens": list(range(n * BLOCK, (n + 1) * BLOCK))} for n in range(120)]
+    table = write_table(repository.objects, [samples[:50], samples[50:]], shard_schema(fields))
+    return repository.url, repository.objects.put(table.encode()).digest
+
+
+@pytest.fixture
+def elastic(launcher, blocks, tmp_path):
+    return ElasticJobs(launcher, blocks, tmp_path)
+
+
+_undisturbed = {}
+
+
+@pytest.fixture
+def undisturbed(elastic):
+    """The result of two ranks on this machine whom nothing happens."""
+    if not _undisturbed:
+        _undisturbed.update(elastic.result(2, (*SAME_SIZE, *TWO_HOSTS)))
+    assert len(_undisturbed["losses"]) == NUM_STEPS
+    return _undisturbed

@@ -1,102 +1,17 @@
 """Elastic jobs with real ranks, which kill themselves at chosen points."""
 
-import json
 import random
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
-from datasvc.repository import Repository
-from datasvc.shards.schema import shard_schema
-from tests.shards.versions import write_table
+from tests.distributed.elastic_jobs import SAME_SIZE, TWO_HOSTS, ListedHosts, check_alike, check_equal
 
-TWO_HOSTS = ("-H", "localhost:1,127.0.0.1:1")
-# A dead rank is replaced at once, so that sizes and with them all bits stay as they were.
-REPLACING = ("--min-num-proc", "2", "--blacklist-cooldown-range", "0.01", "0.01", *TWO_HOSTS)
+REPLACING = (*SAME_SIZE, *TWO_HOSTS)
 SHRINKING = ("--min-num-proc", "1", *TWO_HOSTS)
-NUM_STEPS = 20
-# Each rank that replaces another loads torch anew.
-JOB_TIMEOUT_S = 240.0
-BLOCK = 8
-
-
-@pytest.fixture(scope="session")
-def blocks(tmp_path_factory):
-    """A repository with a split of 120 blocks: its URL and the digest of the split's table."""
-    repository = Repository.create(str(tmp_path_factory.mktemp("tokens") / "repo"))
-    fields = [pa.field("key", pa.string(), nullable=False), pa.field("tokens", pa.list_(pa.uint16(), BLOCK))]
-    samples = [{"key": str(n), "tokens": list(range(n * BLOCK, (n + 1) * BLOCK))} for n in range(120)]
-    table = write_table(repository.objects, [samples[:50], samples[50:]], shard_schema(fields))
-    return repository.url, repository.objects.put(table.encode()).digest
-
-
-class Elastic:
-    """Runs the program under the launcher."""
-
-    def __init__(self, launcher, blocks, folder):
-        self.launcher, self.blocks, self.folder = launcher, blocks, folder
-        self.num_runs = 0
-
-    def arguments(self, **told):
-        self.num_runs += 1
-        self.result_path = self.folder / f"result.{self.num_runs}.json"
-        program = self.launcher.program("elastic_training.py")
-        return [sys.executable, program, *self.blocks, self.result_path, json.dumps(told)]
-
-    def run(self, num_ranks, options, **told):
-        process = self.launcher.start(num_ranks, *self.arguments(**told), options=options)
-        try:
-            output, errors = process.communicate(timeout=JOB_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            pytest.fail("hung; printed so far:\n{}\n{}".format(*process.communicate()))
-        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-    def result(self, num_ranks, options, **told):
-        done = self.run(num_ranks, options, **told)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return {**json.loads(self.result_path.read_text()), "output": done.stdout, "errors": done.stderr}
-
-
-@pytest.fixture
-def elastic(launcher, blocks, tmp_path):
-    return Elastic(launcher, blocks, tmp_path)
-
-
-_undisturbed = {}
-
-
-@pytest.fixture
-def undisturbed(elastic):
-    if not _undisturbed:
-        _undisturbed.update(elastic.result(2, REPLACING))
-    assert len(_undisturbed["losses"]) == NUM_STEPS
-    return _undisturbed
-
-
-def check_each_sample_once(result):
-    for epoch in (0, 1):
-        positions = sorted(p for number, batch in result["served"] for p in batch if number == epoch)
-        assert positions == list(range(120))
-
-
-def check_equal(result, undisturbed, names=("losses", "served", "sizes", "weights")):
-    check_each_sample_once(result)
-    for name in names:
-        assert result[name] == undisturbed[name], name
-
-
-def check_alike(result, undisturbed):
-    """Sums in another order differ in their last bits."""
-    check_equal(result, undisturbed, ["served"])
-    assert result["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
-    for mine, wanted in zip(result["weights"], undisturbed["weights"], strict=True):
-        assert mine == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -193,34 +108,18 @@ def test_when_all_ranks_have_died_the_first_is_named(elastic):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_host_comes_in_the_middle_of_an_epoch_and_another_goes(elastic, undisturbed):
-    hosts = elastic.folder / "hosts"
-
-    def set_hosts(text):
-        (elastic.folder / "new").write_text(text)
-        (elastic.folder / "new").replace(hosts)
-
-    set_hosts("localhost:1\n127.0.0.1:1\n")
+    hosts = ListedHosts(elastic.folder, "localhost:1", "127.0.0.1:1")
     elastic.launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
-    options = ("--min-num-proc", "1", "--host-discovery-script", f"cat {hosts}")
-    process = elastic.launcher.start(2, *elastic.arguments(sizes={"5": 3, "12": 2}), options=options)
-    output = []
-
-    def read_until(words):
-        while words not in (line := process.stdout.readline()):
-            assert line, f"{''.join(output)}\n{process.stderr.read()}"
-            output.append(line)
-
-    read_until("committed 5 of 2")
-    set_hosts("localhost:2\n127.0.0.1:1\n")
-    read_until("committed 12 of 3")
-    set_hosts("localhost:2\n")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    result = json.loads(elastic.result_path.read_text())
+    job = elastic.start(2, ("--min-num-proc", "1", *hosts.options), sizes={"5": 3, "12": 2})
+    job.read_until("committed 5 of 2")
+    hosts.set("localhost:2", "127.0.0.1:1")
+    job.read_until("committed 12 of 3")
+    hosts.set("localhost:2")
+    result = job.result()
     check_alike(result, undisturbed)
     assert result["sizes"] == [2] * 5 + [3] * 7 + [2] * 8
-    assert "this worker leaves the job: its slot on 127.0.0.1 is gone" in errors
-    assert "was killed" not in errors
+    assert "this worker leaves the job: its slot on 127.0.0.1 is gone" in result["errors"]
+    assert "was killed" not in result["errors"]
 
 
 @pytest.mark.slow

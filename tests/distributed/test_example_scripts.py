@@ -65,13 +65,62 @@ def test_a_gpt_learns_from_packed_blocks(run_example, tmp_path):
     assert last < 0.7 * first
 
 
-def test_elastic_training_runs_on_two_hosts(run_example, digits, tmp_path):
+@pytest.fixture
+def small_url(digits_folder, tmp_path):
+    """A repository with 96 digits to train on."""
+    url = str(tmp_path / "repo")
+    ingest(Repository.create(url), str(digits_folder), "digits", limit=96)
+    return url
+
+
+def test_elastic_training_runs_on_two_hosts_and_goes_on_from_its_newest_version(run_example, small_url, tmp_path):
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)
-    output = run_example(
-        "elastic_training.py",
-        *("--repo", digits["train"].repository.url, "--data", "digits@1", "--epochs", "2"),
-        options=["--host-discovery-script", str(hosts), "--min-num-proc", "2"],
+    words = ["--repo", small_url, "--data", "digits@1", "--global-batch-size", "16"]
+    options = ["--host-discovery-script", str(hosts), "--min-num-proc", "2"]
+    first = run_example("elastic_training.py", *words, "--epochs", "2", options=options)
+    assert "step 0 from memory, 2 ranks" in first
+    assert re.search(r"epoch 2: step 12, 2 ranks", first)
+    second = run_example("elastic_training.py", *words, "--epochs", "3", options=options)
+    assert "step 12 from repository, 2 ranks" in second
+    assert re.search(r"epoch 3: step 18, 2 ranks", second)
+    assert "epoch 2" not in second
+
+
+@pytest.mark.slow
+def test_a_rank_that_joins_an_elastic_training_gets_the_state_from_memory_and_the_history_is_one_run(
+    launcher, small_url, tmp_path
+):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n")
+    launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
+    words = ["--repo", small_url, "--data", "digits@1", "--global-batch-size", "16", "--epochs", "1000"]
+    process = launcher.start(
+        1,
+        *(sys.executable, EXAMPLES / "elastic_training.py", *words, "--save-every", "6"),
+        options=["--min-num-proc", "1", "--host-discovery-script", f"cat {hosts}"],
     )
-    assert re.search(r"epoch 2: step \d+, 2 ranks", output)
+    output = []
+
+    def read_until(pattern):
+        while not re.search(pattern, line := process.stdout.readline()):
+            assert line, f"{''.join(output)}\n{process.stderr.read()}"
+            output.append(line)
+        return line
+
+    # At the third save there is room for one of the two before: it is committed.
+    read_until(r"epoch 3: step 18, 1 ranks")
+    (tmp_path / "new").write_text("localhost:2\n")
+    (tmp_path / "new").replace(hosts)
+    joined = int(re.search(r"step (\d+) from memory, 2 ranks", read_until(r"from \w+, 2 ranks"))[1])
+    read_until(rf"step {joined + 18}, 2 ranks")
+    process.kill()
+    process.communicate()
+    entries = [entry.content for entry in Repository.open(small_url).entries("models", "elastic")]
+    assert entries[-1]["step"] > joined
+    assert [entry["parent"] for entry in entries] == [None, *(f"elastic@{n}" for n in range(1, len(entries)))]
+    assert len({entry["data"][0]["run"] for entry in entries}) == 1
+    spans = [span for span in entries[-1]["data"][0]["spans"] if span["start"] != span["stop"]]
+    assert [(span["step"], span["global_batch"]) for span in spans] == [(0, 16), (joined, 16)]
+    assert spans[0]["stop"] == spans[1]["start"]

@@ -95,7 +95,7 @@ def test_a_launcher_that_dies_while_it_speaks_leaves_no_rank_elsewhere(has_ended
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", remote_guard.__file__], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    guard.stdin.write(json.dumps({**order, "master_addresses": []}).encode() + b"\n")
+    guard.stdin.write(json.dumps({**order, "master_addresses": [], "num_neighbours": 1}).encode() + b"\n")
     guard.stdin.flush()
     pid = int(guard.stderr.readline().split()[-1])
     guard.stdin.write(last_words)

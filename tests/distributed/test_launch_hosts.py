@@ -151,12 +151,13 @@ def test_signals_have_their_usual_effect_on_ranks_elsewhere(launch):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
-def test_ranks_elsewhere_share_the_processors_that_they_may_use(launch, monkeypatch):
+@pytest.mark.parametrize("elastic", [(), ("--min-num-proc", "1")])
+def test_ranks_elsewhere_share_the_processors_that_they_may_use(launch, monkeypatch, elastic):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})
     try:
-        done = launch(1, *sh("echo $OMP_NUM_THREADS"), options=("-H", "node7:1", "--no-prefix"))
+        done = launch(1, *sh("echo $OMP_NUM_THREADS"), options=("-H", "node7:1", "--no-prefix", *elastic))
     finally:
         os.sched_setaffinity(0, processors)
     assert done.stdout == "1\n"

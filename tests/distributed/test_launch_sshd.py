@@ -1,61 +1,29 @@
 """Ranks behind a real ssh and a real sshd, which ssh starts for each connection: no port, no daemon."""
 
 import os
-import shutil
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
-SSH = shutil.which("ssh")
-SERVER = """
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/user_key.pub
-PidFile none
-StrictModes no
-UsePAM no
-PermitRootLogin yes
-PasswordAuthentication no
-"""
-CLIENT = """
+from tests.distributed.ssh_hosts import SSHD, install_client, needs_ssh, skip_without_login, write_identity
+
+ONE_SSHD_EACH = """
 Host *
     HostName 127.0.0.1
     ProxyCommand {sshd} -i -f {folder}/server
-    UserKnownHostsFile {folder}/known_hosts
-    StrictHostKeyChecking accept-new
-    IdentitiesOnly yes
-    LogLevel ERROR
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(SSHD is None or SSH is None, reason="needs ssh and sshd"),
-]
+pytestmark = [pytest.mark.slow, needs_ssh]
 
 
 @pytest.fixture
 def identity(launcher, tmp_path):
     """A key that lets the launcher in on any host, all of which are this machine."""
-    if os.geteuid() == 0:
-        # Where sshd locks itself in.
-        Path("/run/sshd").mkdir(exist_ok=True)
-    for name in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True, timeout=60)
-    (tmp_path / "server").write_text(SERVER.format(folder=tmp_path))
-    (tmp_path / "client").write_text(CLIENT.format(folder=tmp_path, sshd=SSHD))
-    (tmp_path / "bin").mkdir()
-    wrapper = tmp_path / "bin" / "ssh"
-    wrapper.write_text(f'#!/bin/sh\necho $$ >>{tmp_path}/clients\nexec {SSH} -F {tmp_path}/client "$@"\n')
-    wrapper.chmod(0o755)
-    launcher.environ["PATH"] = f"{tmp_path}/bin:{launcher.environ['PATH']}"
-    probe = [wrapper, "-i", tmp_path / "user_key", "-o", "BatchMode=yes", "node7", "true"]
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"cannot log in here: {done.stderr}")
-    return ("-i", str(tmp_path / "user_key"))
+    options = write_identity(tmp_path)
+    install_client(tmp_path, launcher.environ, ONE_SSHD_EACH.format(folder=tmp_path, sshd=SSHD))
+    skip_without_login(tmp_path, "node7")
+    return options
 
 
 def test_ranks_on_two_hosts_meet_and_reduce(launcher, identity, tmp_path):

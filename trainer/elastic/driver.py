@@ -83,7 +83,7 @@ def run_elastic_job(job: Job, options: ElasticOptions, environ: Mapping[str, str
         listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=not is_here))
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
         membership = Membership(limits, now_s=time.monotonic())
-        driver = _Driver(job, environ, membership, group, listener)
+        driver = _Driver(job, environ, membership, group, listener, is_here=is_here)
         stack.enter_context(_ending_on_signals(driver))
         if options.discovery_script is None:
             driver.find_hosts(hosts)
@@ -107,12 +107,15 @@ class _Driver:
         membership: Membership,
         group: RankGroup,
         listener: socket.socket,
+        *,
+        is_here: bool,
     ) -> None:
         self._job = job
         self._environ = environ
         self._membership = membership
         self._group = group
         self._listener = listener
+        self._is_here = is_here
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._store: TCPStore | None = None
         self._ranks: dict[str, int] = {}
@@ -188,11 +191,17 @@ class _Driver:
         self._store.set(key, value)
 
     def _start(self, start: Start) -> None:
+        others = [host for host in self._slots if not is_local(host, self._environ)]
         num_neighbours = self._slots.get(start.host, 1)
-        if is_local(start.host, self._environ):
-            num_neighbours = sum(slots for host, slots in self._slots.items() if is_local(host, self._environ))
+        if start.host not in others:
+            num_neighbours = sum(slots for host, slots in self._slots.items() if host not in others)
         plan = plan_worker_start(
-            start, self._job, self._environ, self._listener, num_neighbours=max(1, num_neighbours)
+            start,
+            self._job,
+            self._environ,
+            self._listener,
+            num_neighbours=max(1, num_neighbours),
+            other_hosts=None if self._is_here else others,
         )
         try:
             self._group.start(plan)
@@ -217,13 +226,15 @@ class _Driver:
 
     def _ended(self, end: RankEnd) -> list[Action]:
         process = self._group.processes.get(end.worker_id)
+        trouble = None
         if process is not None:
+            trouble = process.trouble
             # What it has started goes with it, before another takes its slot.
             self._group.terminate([end.worker_id])
             if end.returncode:
                 self._last_lines[end.worker_id] = process.last_lines()
         return self._membership.worker_ended(
-            end.worker_id, end.returncode, time.monotonic(), has_started=end.has_started
+            end.worker_id, end.returncode, time.monotonic(), has_started=end.has_started, trouble=trouble
         )
 
     def _hear_ends(self) -> None:

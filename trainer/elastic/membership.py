@@ -28,10 +28,16 @@ _REMOVED, _ADDED = 1, 2
 class _Failure:
     worker: str
     returncode: int
+    trouble: str | None = None
+
+    def describe(self) -> str:
+        """What happened, in words that follow its name."""
+        return self.trouble or describe_end(self.returncode)
 
     def finish(self, why: str = "") -> Finish:
+        """The end of the job because of it."""
         status = self.returncode if self.returncode > 0 else 128 - self.returncode
-        return Finish(status, describe_end(self.returncode) + why, self.worker)
+        return Finish(status, self.describe() + why, self.worker)
 
 
 class Membership:
@@ -83,10 +89,13 @@ class Membership:
         self._script_errors[worker] = text
         return []
 
-    def worker_ended(self, name: str, returncode: int, now_s: float, *, has_started: bool = True) -> list[Action]:
+    def worker_ended(
+        self, name: str, returncode: int, now_s: float, *, has_started: bool = True, trouble: str | None = None
+    ) -> list[Action]:
         """A process is gone; negative return codes are signals.
 
-        ``has_started`` is False if the command never ran because its host was out of reach.
+        ``has_started`` is False if the command never ran because its host was out of reach. ``trouble`` is what
+        happened, in words that follow the worker's name, where the return code does not say so.
         """
         worker = self._workers.by_name.pop(name, None)
         if worker is None or self._is_over:
@@ -98,7 +107,8 @@ class Membership:
             if returncode == 0 and (worker.may_have_state or not self._round):
                 self._runs_down = True
             else:
-                actions += self._fail(worker, returncode, now_s, has_started=has_started)
+                failure = _Failure(worker.name, returncode, trouble)
+                actions += self._fail(worker, failure, now_s, has_started=has_started)
         return self._finishing([*actions, *self._advance(now_s)])
 
     def time_passed(self, now_s: float) -> list[Action]:
@@ -113,20 +123,19 @@ class Membership:
         release_s = self._blacklist.next_release_s(now_s)
         return min([*times, *([] if release_s is None else [release_s])], default=None)
 
-    def _fail(self, worker: Worker, returncode: int, now_s: float, *, has_started: bool) -> list[Action]:
-        failure = _Failure(worker.name, returncode)
+    def _fail(self, worker: Worker, failure: _Failure, now_s: float, *, has_started: bool) -> list[Action]:
         if worker.name in self._script_errors:
             return [failure.finish(f": {self._script_errors[worker.name]}")]
-        is_programs_fault = has_started and 0 < returncode != _UNREACHABLE_STATUS
+        is_programs_fault = has_started and 0 < failure.returncode != _UNREACHABLE_STATUS
         if worker.phase is Phase.STARTING and is_programs_fault and self._round == 0:
             return [failure.finish(" before it had joined the job")]
-        if returncode:
+        if failure.returncode:
             self._failures.append(failure)
         until_s = self._blacklist.bar(worker.host, now_s)
         how_long = "" if until_s == math.inf else f" for {until_s - now_s:g} s"
         return [
             Say(
-                f"{worker.describe()} {describe_end(returncode)}; "
+                f"{worker.describe()} {failure.describe()}; "
                 f"host {worker.host} gets no new ranks{how_long}, the others go on"
             )
         ]

@@ -51,6 +51,7 @@ class Rendezvous:
         self.seat: Seat | None = None
         self._worker = worker
         self._store = store
+        self._round_store: Store | None = None
         self._num_asks = 0
 
     def join_round(self) -> Seat:
@@ -77,12 +78,14 @@ class Rendezvous:
 
     def round_store(self, seat: Seat, *, timeout_s: float) -> Store:
         """The store through which the members of this round connect, and how long one waits for another there."""
-        return RoundStore(
+        # Kept, because torch keeps no more of it than its C++ half: groups that are made later need the other too.
+        self._round_store = RoundStore(
             self._store,
             prefix=f"trainer/{seat.round_number}",
             broken_key=broken_key(seat.round_number),
             timeout_s=timeout_s,
         )
+        return self._round_store
 
     def read_notice(self) -> Notice | None:
         """The newest change of hosts that this round does not have in it, if there is one."""

@@ -1,7 +1,7 @@
 """How the process of a worker is started on its host."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from trainer.elastic.actions import Start
 from trainer.environment import WORLD_VARIABLES
@@ -9,7 +9,7 @@ from trainer.launch.job import Job
 from trainer.launch.placement import plan_threads
 from trainer.launch.rank_process import RankStart
 from trainer.launch.remote_shell import choose_passed, is_local, plan_remote_command
-from trainer.launch.store import LOOPBACK, list_addresses
+from trainer.launch.store import LOOPBACK, list_addresses, plan_interfaces
 
 # Places change from round to round, so those of a launcher around this one would only mislead.
 _NOT_INHERITED = frozenset(WORLD_VARIABLES) | {
@@ -25,7 +25,13 @@ _NOT_INHERITED = frozenset(WORLD_VARIABLES) | {
 
 
 def plan_worker_start(
-    start: Start, job: Job, environ: Mapping[str, str], listener: socket.socket, *, num_neighbours: int
+    start: Start,
+    job: Job,
+    environ: Mapping[str, str],
+    listener: socket.socket,
+    *,
+    num_neighbours: int,
+    other_hosts: Sequence[str] | None,
 ) -> RankStart:
     """What to start for a worker.
 
@@ -35,6 +41,7 @@ def plan_worker_start(
         environ: the launcher's.
         listener: where the store is, or will be, served.
         num_neighbours: how many workers share the host's processors.
+        other_hosts: names of hosts other than this machine, as far as they are known; None if there will be none.
 
     Raises:
         ValueError: a network interface does not exist.
@@ -47,23 +54,26 @@ def plan_worker_start(
         "HOROVOD_ELASTIC": "1",
         "HOROVOD_HOSTNAME": start.host,
     }
-    if job.remote.network_interfaces:
-        interfaces = ",".join(job.remote.network_interfaces)
-        own |= {"GLOO_SOCKET_IFNAME": interfaces, "NCCL_SOCKET_IFNAME": interfaces}
     slot, _, incarnation = start.worker.removeprefix(f"{start.host}:").partition(":")
     is_here = is_local(start.host, environ)
+    if is_here:
+        addresses = () if other_hosts is None else list_addresses(other_hosts[:1], job.remote.network_interfaces)
+        own |= plan_threads(num_neighbours, given) | plan_interfaces(job.remote, addresses, given)
+        variables = {**given, **own}
+    else:
+        # Its guard finds out the interface and the number of processors there.
+        addresses = list_addresses([start.host], job.remote.network_interfaces)
+        own |= plan_interfaces(job.remote, (), given)
+        variables = {**choose_passed(given, [*job.passed_names, *job.variables]), **own}
     folder = job.output_folder
     return RankStart(
         worker_id=start.worker,
         command=job.command,
-        environ=(
-            {**given, **own, **plan_threads(num_neighbours, given)}
-            if is_here
-            else {**choose_passed(given, [*job.passed_names, *job.variables]), **own}
-        ),
+        environ=variables,
         host=start.host,
         remote_command=None if is_here else plan_remote_command(start.host, job.remote),
-        master_addresses=() if is_here else list_addresses([start.host], job.remote.network_interfaces),
+        master_addresses=() if is_here else addresses,
+        num_neighbours=num_neighbours,
         label=f"{start.host}:{slot}" if job.prefixes_lines else "",
         output_folder=folder and folder / f"worker.{start.host}.{slot}.{incarnation}",
     )

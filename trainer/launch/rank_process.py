@@ -40,6 +40,8 @@ class RankStart:
             this machine.
         master_addresses: addresses of this machine; a remote rank's MASTER_ADDR is the first of them at which
             MASTER_PORT answers there. Empty to keep the one of ``environ``.
+        num_neighbours: how many ranks share the processors of another host, this one counted: the threads of each
+            are its share, unless ``environ`` says how many.
         label: lines of output begin with ``[label]``; empty for no prefix.
         output_folder: the files ``stdout`` and ``stderr`` are written there too; None for no files.
     """
@@ -50,6 +52,7 @@ class RankStart:
     host: str = "localhost"
     remote_command: Sequence[str] | None = None
     master_addresses: Sequence[str] = ()
+    num_neighbours: int = 1
     label: str = ""
     output_folder: Path | None = None
 

@@ -61,9 +61,8 @@ def start(order: dict[str, Any]) -> "subprocess.Popen[bytes]":
         interface = find_interface(own)
         if interface is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if "LOCAL_WORLD_SIZE" in environ:
-        share = len(os.sched_getaffinity(0)) // int(environ["LOCAL_WORLD_SIZE"])
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+    share = len(os.sched_getaffinity(0)) // order["num_neighbours"]
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
     try:
         os.chdir(order["folder"])
     except OSError as error:

@@ -98,6 +98,7 @@ class RemoteRankProcess(RankProcess):
             "folder": str(Path.cwd()),
             "grace_s": self._grace_s,
             "master_addresses": list(self._start.master_addresses),
+            "num_neighbours": self._start.num_neighbours,
         }
         return b"%d\n%s%s\n" % (len(source), source, json.dumps(order).encode())
 

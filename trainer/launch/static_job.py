@@ -84,6 +84,7 @@ def _plan_start(
         host=place.host,
         remote_command=None if is_local_rank else plan_remote_command(place.host, job.remote),
         master_addresses=() if is_local_rank else addresses,
+        num_neighbours=place.place.local_size,
         label=str(rank) if job.prefixes_lines else "",
         output_folder=None if job.output_folder is None else job.output_folder / f"rank.{rank}",
     )

@@ -7,6 +7,7 @@ bits, wherever its checkpoints were made.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from trainer.recipes import random_state
 from trainer.recipes.batch_statistics import averaged_batch_statistics, batch_statistics
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.precision import load_loss_scale
+from trainer.recipes.restore_bar import restore_bar
 from trainer.recipes.run import Run
 
 
@@ -99,9 +101,15 @@ def report_commits(run: Run) -> None:
 def restore(run: Run, ref: str) -> Checkpoint:
     """Return the checkpoint to go on from, and report what it took this rank. Every rank calls this.
 
+    Rank 0 shows at a terminal how far it has come.
+
     Raises: see `Model.restore`.
     """
-    checkpoint = run.checkpoints.restore(ref)
+    if hvd.rank() == 0:
+        with restore_bar(f"restoring {ref}", sys.stderr) as (begin, report):
+            checkpoint = run.checkpoints.restore(ref, begin=begin, report=report)
+    else:
+        checkpoint = run.checkpoints.restore(ref)
     took = checkpoint.report
     assert took is not None
     came = {f"{where}_bytes": num_bytes for where, num_bytes in took.came_bytes.items()}

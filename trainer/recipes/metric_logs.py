@@ -55,7 +55,10 @@ class WandbLog:
 
     def __init__(self, project: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
         wandb = _import_extra("wandb", "wandb")
-        self._run = wandb.init(project=project, name=name, config=dict(config))
+        try:
+            self._run = wandb.init(project=project, name=name, config=dict(config))
+        except wandb.Error as error:
+            raise _refused("wandb", project, error) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
@@ -71,9 +74,12 @@ class MlflowLog:
 
     def __init__(self, experiment: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
         self._mlflow = _import_extra("mlflow", "mlflow")
-        self._mlflow.set_experiment(experiment)
-        self._mlflow.start_run(run_name=name)
-        self._mlflow.log_params(dict(config))
+        try:
+            self._mlflow.set_experiment(experiment)
+            self._mlflow.start_run(run_name=name)
+            self._mlflow.log_params(dict(config))
+        except self._mlflow.exceptions.MlflowException as error:
+            raise _refused("mlflow", experiment, error) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
@@ -100,7 +106,7 @@ def check_log(target: str) -> tuple[str, str]:
 
 
 def open_logs(targets: Sequence[str], *, name: str, config: Mapping[str, Any], step: int) -> list[MetricLog]:
-    """Return the logs of a run. Raises ConfigError: a package is not installed; says how to."""
+    """Return the logs of a run. Raises ConfigError: a package is not installed, or refuses; says what to do."""
     checked = [check_log(target) for target in targets]
     return [_KINDS[kind](place, name, config, step) for kind, place in checked]
 
@@ -113,3 +119,7 @@ def _import_extra(module: str, extra: str) -> Any:
             f"logging to {module} needs a package that is not installed ({error.name}): "
             f"pip install 'datasvc[{extra}]'"
         ) from error
+
+
+def _refused(kind: str, place: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{kind} does not begin a run of {place!r}: {error}")

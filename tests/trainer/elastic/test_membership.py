@@ -101,6 +101,15 @@ def test_a_death_breaks_the_round_and_the_others_keep_their_order():
     assert world.seats["b:0:1"].round_number == 2
 
 
+def test_what_happened_on_the_way_to_a_host_is_said_where_the_return_code_does_not_say_it():
+    world = running()
+    world.end("b:0:1", 255, trouble="was lost: ssh to b exited with status 255")
+    assert "worker b:0:1 was lost: ssh to b exited with status 255; host b gets no new ranks" in world.said[-1]
+    world.end("a:0:0", 126, trouble="was not started: no way to the launcher")
+    assert (world.finish.exit_status, world.finish.worker) == (255, "b:0:1")
+    assert world.finish.reason.startswith("was lost: ssh to b exited with status 255; 0 of the 1 ranks")
+
+
 def test_the_round_is_not_made_before_all_living_members_have_asked():
     world = running(3, {"a": 1, "b": 1, "c": 1})
     world.end("c:0:2")

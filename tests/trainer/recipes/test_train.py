@@ -1,7 +1,9 @@
 """The loop in a world of one, in this process: what survives a restore, when it ends, and what it says."""
 
 import json
+import os
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -18,6 +20,7 @@ from datasvc.models.stored_version import read_version
 from datasvc.repository import Repository
 from datasvc.repository.objects import Objects
 from datasvc.shards import ingest
+from tests.trainer.recipes.test_events import read_terminal
 from trainer.recipes import random_state
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.train import train
@@ -181,6 +184,15 @@ def test_a_run_comes_back_through_its_cache_and_says_how_long_it_took_and_whence
     assert again[0]["resident_bytes"] == first["origin_bytes"]
     (record, *_) = read_version(repository, "cached@2").records
     assert {link.encoding for piece in record.pieces for link in piece.chain} == {"raw"}
+
+
+def test_who_sits_at_a_terminal_sees_a_restore_come(repository, monkeypatch):
+    run(repository, "seen", max_steps=1)
+    leader, follower = os.openpty()
+    with open(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        run(repository, "seen", max_steps=2)
+    assert "restoring seen@1" in read_terminal(leader)
 
 
 def restored(events):

@@ -1,0 +1,38 @@
+"""What is seen of a restore, on a real terminal and on a pipe."""
+
+import os
+
+import pytest
+
+from tests.trainer.recipes.test_events import read_terminal
+from trainer.recipes.restore_bar import restore_bar
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def restore(stream):
+    with restore_bar("restoring m@3", stream) as (begin, report):
+        begin(2_000_000)
+        report(500_000)
+        report(1_500_000)
+
+
+def test_a_terminal_sees_which_version_comes_and_how_much_of_it_is_there():
+    leader, follower = os.openpty()
+    with open(follower, "w") as stream:
+        restore(stream)
+    seen = read_terminal(leader)
+    assert "restoring m@3" in seen
+    assert "2.0/2.0 MB" in seen
+
+
+def test_a_pipe_sees_nothing():
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        restore(stream)
+    with open(reader) as stream:
+        assert stream.read() == ""
