@@ -265,7 +265,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
 
 def _device_id(device: str) -> int | None:
     kind, _, number = device.partition(":")
-    if kind == "cpu" and not number:
+    if kind == "cpu" and number in {"", "0"}:
         return None
     if kind == "cuda" and (not number or number.isdecimal()):
         return int(number or 0)

@@ -20,7 +20,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed import Integers
 from datasvc.shards import Shard, ShardStore, Split
 
-# Mapped shards hold a file descriptor each, of which a process often has 1024; others hold memory or cache budget.
+# Mapped shards hold two file descriptors each, of which a process often has 1024; others hold memory or cache budget.
 _MAPPED_SHARDS: Final = 256
 _FEW_SHARDS: Final = 4
 

@@ -295,6 +295,7 @@ def test_a_corrupt_origin_reaches_the_training_loop_as_an_error(repository, fold
         ({"data_rank": 2, "data_world_size": 2}, "data_rank is 2"),
         ({"tail": "wrap"}, "tail is 'wrap'"),
         ({"device": "tpu"}, "device is 'tpu'"),
+        ({"device": "cpu:1"}, "device is 'cpu:1'"),
         ({"training": False, "resize": 16}, "resize is 16, below size 32"),
         ({"shuffle": "windowed"}, "needs lanes >= 1 and block >= 1"),
     ],
@@ -302,6 +303,11 @@ def test_a_corrupt_origin_reaches_the_training_loop_as_an_error(repository, fold
 def test_arguments_out_of_range_are_refused(digits, options, message):
     with pytest.raises(ConfigError, match=message):
         make(digits["train"], **options)
+
+
+def test_the_cpu_may_have_the_number_that_frameworks_give_it(digits):
+    with make(digits["train"], device="cpu:0") as loader:
+        assert next(iter(loader)).images.device.type == "cpu"
 
 
 def test_a_state_of_another_version_or_order_is_refused(digits):

@@ -47,11 +47,13 @@ def touched_bytes(folder):
 
 
 def test_an_epoch_leaves_the_mapped_pages_of_its_shards_alone(split, tmp_path):
+    objects = tmp_path / "cache" / "objects"
     with Cache(tmp_path / "cache", budget=10**8) as cache, make(split, cache) as loader:
         served, most = 0, 0
         for batch in loader:
             served += len(batch.images)
-            most = max(most, touched_bytes(tmp_path / "cache" / "objects"))
+            most = max(most, touched_bytes(objects))
+        assert str(objects) in Path("/proc/self/maps").read_text()
     assert served == NUM_IMAGES
     assert split.table.size_bytes > 2 * 10**6
     assert most < split.table.size_bytes / 4

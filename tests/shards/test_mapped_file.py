@@ -3,6 +3,9 @@
 import gc
 import os
 import re
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.shards import Shard, ShardWriter, image_schema
 from datasvc.shards.mapped_file import MappedFile
 
+ROOT = Path(__file__).parents[2]
 SIZE = 1 << 20
 ROWS = np.arange(4)
 
@@ -36,7 +40,7 @@ def touched_bytes(path):
 
 def forget_touched(shard):
     """Let go of the pages that opening a shard touched: of a file as small as here all of them."""
-    shard._file.mapping.madvise(4)  # MADV_DONTNEED
+    shard._file.let_go()
 
 
 def test_blobs_are_read_and_none_of_the_pages_is_touched(path):
@@ -110,6 +114,37 @@ def test_the_file_is_closed_with_the_shard_and_views_outlive_it(path):
     del views
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def few_descriptors():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda soft, hard: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard or limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_process_that_may_have_more_descriptors_takes_them(path, few_descriptors):
+    num_open = len(os.listdir("/proc/self/fd"))
+    few_descriptors(num_open + 8, None)
+    files = [MappedFile(path) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) >= num_open + 40
+    assert all(len(file.mapping) for file in files)
+
+
+def test_a_process_that_may_not_is_told_so(path):
+    code = """
+import os, resource, sys
+from datasvc.errors import UnavailableError
+from datasvc.shards.mapped_file import MappedFile
+most = len(os.listdir("/proc/self/fd")) + 8
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+try:
+    files = [MappedFile(sys.argv[1]) for _ in range(20)]
+except UnavailableError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "allow more files, `ulimit -n`" in done.stdout
 
 
 def test_a_file_that_is_empty_or_missing_is_no_shard(tmp_path):
