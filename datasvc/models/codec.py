@@ -13,32 +13,33 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.records import ITEM_BYTES
+from datasvc.models.planes import WORD_BYTES, Bytes, join, split
+from datasvc.models.records import ITEM_BYTES, MAX_ENCODED_PIECE_BYTES
 
-Bytes = npt.NDArray[np.uint8]
+__all__ = ["Bytes", "Decoder", "Decoders", "choose_encoding", "decode", "encode", "is_worthwhile", "word_bytes"]
 
-# On planes of a ResNet-50 levels 2 and 3 gave 1 % more bytes than level 1, and took up to twice the time: what there
-# is to gain lies in the frequencies of bytes, not in repeats.
-_ZSTD_LEVEL: Final = 1
-_BLOCK_WORDS: Final = 32 << 10
-"""Words that pass through all steps at once, so that they stay in the processor's cache."""
+# What there is to gain on planes lies in the frequencies of bytes, not in repeats: on those of a ResNet-50 levels 2
+# and 3 gave 1 % more bytes than level 1. To look for few and long repeats gives 0.7 % fewer, and is decoded faster.
+_ZSTD: Final = zstandard.ZstdCompressionParameters(compression_level=1, min_match=7, hash_log=8, window_log=19)
 _SAMPLE_BYTES: Final = 128 << 10
 _SAMPLE_RUNS: Final = 4
 _PLANE_SAMPLE_BYTES: Final = 32 << 10
 # What compresses by less is kept as it is: to read it back costs nothing then.
 _WORTHWHILE: Final = 0.98
+_WORTHWHILE_PLANE: Final = 0.95
 # A difference lengthens the chain that a reader follows.
-_WORTHWHILE_DIFFERENCE: Final = 0.95
-_SIGNED: Final = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-_UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_WORTHWHILE_DIFFERENCE: Final = 0.9
+
+_STORED: Final = -1
 
 _of_thread = threading.local()
 
@@ -58,27 +59,8 @@ def encode(content: Bytes, word: int, encoding: str, base: Bytes | None = None) 
         encoding: "planes", or "xor" or "difference", which need a base.
         base: what came before, of the same size.
     """
-    stored = [_compress(plane) for plane in _split(content, word, encoding, base)]
+    stored = [_compress(plane) for plane in split(content, word, encoding, base)]
     return b"".join([struct.pack(f"<B{word}I", word, *map(len, stored)), *stored])
-
-
-def decode(links: Sequence[tuple[str, bytes | memoryview]], out: Bytes) -> None:
-    """Fill `out` with what a chain of encoded links gives, the first of which stands alone.
-
-    Every link says how large its words are: equal bytes of another dtype may have been stored first. Needs memory of
-    twice the size of `out`, whatever the links claim to hold.
-
-    Raises:
-        CorruptDataError: a link cannot be one of this size.
-    """
-    for place, (encoding, stored) in enumerate(links):
-        assert (place == 0) == (encoding in {"raw", "planes"}), encoding
-        if encoding == "raw":
-            if len(stored) != out.size:
-                raise CorruptDataError(f"{len(stored)} bytes where {out.size} were expected")
-            out[:] = np.frombuffer(stored, np.uint8)
-        else:
-            _apply(_planes(stored, out.size), encoding, out)
 
 
 def choose_encoding(content: Bytes, word: int, base: Bytes | None = None) -> str:
@@ -110,107 +92,120 @@ def _sample(size: int, word: int) -> Iterator[slice]:
         yield slice(start, start + run)
 
 
-def _split(content: Bytes, word: int, encoding: str, base: Bytes | None) -> Bytes:
-    """Return the planes `uint8[word, words]`, lowest bytes first."""
-    words = content.size // word
-    planes = np.empty((word, words), np.uint8)
-    for start in range(0, words, _BLOCK_WORDS):
-        place = slice(start, min(start + _BLOCK_WORDS, words))
-        block = content[place.start * word : place.stop * word]
-        if encoding != "planes":
-            assert base is not None, encoding
-            block = _difference(block, base[place.start * word : place.stop * word], word, encoding)
-        planes[:, place] = block.reshape(-1, word).T
-    return planes
-
-
-def _difference(block: Bytes, base: Bytes, word: int, encoding: str) -> Bytes:
-    if encoding == "xor":
-        return np.bitwise_xor(block, base)
-    difference = np.subtract(block.view(_SIGNED[word]), base.view(_SIGNED[word]))
-    sign = difference >> (8 * word - 1)
-    difference <<= 1
-    difference ^= sign
-    folded: Bytes = difference.view(np.uint8)
-    return folded
-
-
-def _apply(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
-    """Join planes to words; set `out` to them, or change it by them."""
-    word, words = len(planes), planes[0].size
-    joined = np.empty((min(words, _BLOCK_WORDS), word), np.uint8)
-    for start in range(0, words, _BLOCK_WORDS):
-        stop = min(start + _BLOCK_WORDS, words)
-        target = out[start * word : stop * word]
-        block = target.reshape(-1, word) if encoding == "planes" else joined[: stop - start]
-        for number, plane in enumerate(planes):
-            block[:, number] = plane[start:stop]
-        if encoding == "xor":
-            target ^= block.reshape(-1)
-        elif encoding == "difference":
-            _add(block.reshape(-1).view(_UNSIGNED[word]), target.view(_UNSIGNED[word]))
-
-
-def _add(difference: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
-    """Unfold the sign of each difference, and add it."""
-    sign = difference & 1
-    np.negative(sign, out=sign)
-    difference >>= 1
-    difference ^= sign
-    target += difference
-
-
 def _compress(plane: Bytes) -> bytes:
     """Return a plane as a zstd frame, or as it is where that would not pay."""
     middle = plane[max(0, plane.size // 2 - _PLANE_SAMPLE_BYTES // 2) :][:_PLANE_SAMPLE_BYTES]
     compressor = _thread_compressor()
-    if plane.size > 2 * middle.size and not is_worthwhile(len(compressor.compress(middle.data)), middle.size):
+    if plane.size > 2 * middle.size and not _is_worthwhile_plane(compressor.compress(middle.data), middle):
         return plane.tobytes()
     compressed = compressor.compress(plane.data)
-    return compressed if is_worthwhile(len(compressed), plane.size) else plane.tobytes()
+    return compressed if _is_worthwhile_plane(compressed, plane) else plane.tobytes()
 
 
-def _planes(stored: bytes | memoryview, size: int) -> list[Bytes]:
-    """Return the planes that encoded bytes of `size` bytes of words hold, lowest first. Raises CorruptDataError."""
-    view = memoryview(stored)
-    word = view[0] if view.nbytes else 0
-    if word not in _SIGNED or size % word or len(view) < 1 + 4 * word:
-        raise CorruptDataError(f"{len(view)} bytes that are no planes of {size} bytes")
-    lengths = struct.unpack_from(f"<{word}I", view, 1)
-    if 1 + 4 * word + sum(lengths) != len(view):
-        raise CorruptDataError(f"{len(view)} bytes that are no {word} planes")
-    planes, offset = [], 1 + 4 * word
-    for length in lengths:
-        planes.append(_decompress(view[offset : offset + length], size // word))
-        offset += length
-    return planes
-
-
-def _decompress(stored: memoryview, size: int) -> Bytes:
-    if len(stored) == size:
-        return np.frombuffer(stored, np.uint8)
-    try:
-        # A frame says how much it holds, and zstandard allocates that much: believe no more than what is expected.
-        if zstandard.frame_content_size(stored) != size:
-            raise CorruptDataError(f"a plane that is not one of {size} bytes")
-        found = _thread_decompressor().decompress(stored, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CorruptDataError(f"a plane that zstd cannot read: {error}") from error
-    if len(found) != size:
-        raise CorruptDataError(f"a plane of {len(found)} bytes where {size} were expected")
-    return np.frombuffer(found, np.uint8)
+def _is_worthwhile_plane(compressed: bytes, plane: Bytes) -> bool:
+    return len(compressed) < _WORTHWHILE_PLANE * plane.size
 
 
 def _thread_compressor() -> zstandard.ZstdCompressor:
     """Return this thread's compressor: they are not safe for several."""
     found: zstandard.ZstdCompressor | None = getattr(_of_thread, "compressor", None)
     if found is None:
-        found = _of_thread.compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
+        found = _of_thread.compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
     return found
 
 
-def _thread_decompressor() -> zstandard.ZstdDecompressor:
-    found: zstandard.ZstdDecompressor | None = getattr(_of_thread, "decompressor", None)
-    if found is None:
-        found = _of_thread.decompressor = zstandard.ZstdDecompressor()
-    return found
+class Decoder:
+    """Decodes chains. It keeps its memory, so that the system need not give it anew. Not for several threads."""
+
+    def __init__(self) -> None:
+        # Only what is cut off is read in a way that needs a window, and is damage; it may claim any.
+        self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_PIECE_BYTES)
+        self._memory: dict[int, Bytes] = {}
+
+    def decode(self, links: Iterable[tuple[str, bytes | memoryview]], out: Bytes) -> None:
+        """Fill `out` with what a chain of encoded links gives, the first of which stands alone.
+
+        Every link says how large its words are: equal bytes of another dtype may have been stored first. Needs memory
+        of twice the size of `out`, whatever the links claim to hold; each is asked for when those before are done.
+
+        Raises:
+            CorruptDataError: a link cannot be one of this size.
+        """
+        for place, (encoding, stored) in enumerate(links):
+            assert (place == 0) == (encoding in {"raw", "planes"}), encoding
+            if encoding == "raw":
+                if len(stored) != out.size:
+                    raise CorruptDataError(f"{len(stored)} bytes where {out.size} were expected")
+                out[:] = np.frombuffer(stored, np.uint8)
+            else:
+                join(self._planes(memoryview(stored), out.size), encoding, out)
+
+    def memory(self, size: int) -> Bytes:
+        """Return memory for the stored bytes of one link, which is there until the next is asked for."""
+        return self._memory_for(_STORED, size)
+
+    def _planes(self, stored: memoryview, size: int) -> list[Bytes]:
+        """Return the planes that encoded bytes of `size` bytes of words hold, lowest first; valid until the next."""
+        word = stored[0] if stored.nbytes else 0
+        if word not in WORD_BYTES or size % word or len(stored) < 1 + 4 * word:
+            raise CorruptDataError(f"{len(stored)} bytes that are no planes of {size} bytes")
+        lengths = struct.unpack_from(f"<{word}I", stored, 1)
+        if 1 + 4 * word + sum(lengths) != len(stored):
+            raise CorruptDataError(f"{len(stored)} bytes that are no {word} planes")
+        planes, offset = [], 1 + 4 * word
+        for number, length in enumerate(lengths):
+            planes.append(self._plane(number, stored[offset : offset + length], size // word))
+            offset += length
+        return planes
+
+    def _plane(self, number: int, stored: memoryview, size: int) -> Bytes:
+        if len(stored) == size:
+            return np.frombuffer(stored, np.uint8)
+        plane = self._memory_for(number, size)
+        try:
+            # Into memory for a whole frame zstd decodes at once; any other frame it would read through a window.
+            if zstandard.frame_content_size(stored) != size:
+                raise CorruptDataError(f"a plane that is not one of {size} bytes")
+            reader = self._zstd.stream_reader(stored, read_across_frames=True)
+            is_whole = reader.readinto(plane.data) == size and not reader.read(1)
+        except zstandard.ZstdError as error:
+            raise CorruptDataError(f"a plane that zstd cannot read: {error}") from error
+        if not is_whole:
+            raise CorruptDataError(f"a plane that is not one frame of {size} bytes")
+        return plane
+
+    def _memory_for(self, number: int, size: int) -> Bytes:
+        found = self._memory.get(number)
+        if found is None or found.size < size:
+            found = self._memory[number] = np.empty(size, np.uint8)
+        return found[:size]
+
+
+def decode(links: Sequence[tuple[str, bytes | memoryview]], out: Bytes) -> None:
+    """Fill `out` with what one chain gives; see `Decoder.decode`."""
+    Decoder().decode(links, out)
+
+
+class Decoders:
+    """Decoders that threads take in turn: no more decode at once than there are processors.
+
+    Args:
+        most: at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._idle: deque[Decoder] = deque()
+        self._free = threading.BoundedSemaphore(most)
+
+    @contextmanager
+    def borrow(self) -> Iterator[Decoder]:
+        """Wait for a decoder, and have it to oneself. The one used last comes first: its memory is in the caches."""
+        with self._free:
+            try:
+                decoder = self._idle.pop()
+            except IndexError:
+                decoder = Decoder()
+            try:
+                yield decoder
+            finally:
+                self._idle.append(decoder)

@@ -10,7 +10,7 @@ import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.models.codec import Bytes
-from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches
+from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches, is_near
 from datasvc.models.pieces import Shape, flat_offset, intersect, slices
 from datasvc.models.records import ITEM_BYTES, Piece, TensorRecord
 from datasvc.models.tensor_bytes import bytes_of, dtype_name, tensor_of
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ObjectSource", "load_piece", "load_tensors", "load_window"]
 
-# Remote stores want many requests at once; decoding wants no more than there are processors.
-THREADS: Final = max(16, min(32, count_processors()))
+# Remote stores want many requests at once. What lies on this machine comes fast: more threads than processors only
+# take the caches from each other.
+_THREADS: Final = max(16, min(32, count_processors()))
+_NEAR_THREADS: Final = 2 * min(16, count_processors())
 
 
 def load_tensors(
@@ -64,7 +66,9 @@ def load_tensors(
         if report is not None:
             report(target.record.piece_bytes(piece))
 
-    run_in_threads(load_one, [(target, piece) for target in targets for piece in target.record.pieces], THREADS)
+    run_in_threads(
+        load_one, [(target, piece) for target in targets for piece in target.record.pieces], threads_for(source)
+    )
     return {target.record.name: target.tensor for target in targets}
 
 
@@ -108,8 +112,13 @@ def load_window(source: ObjectSource, record: TensorRecord, start: Sequence[int]
         found = tensor_of(content, record.dtype, piece.shape)
         block[slices(both, origin=window[0])] = found[slices(both, origin=piece.start)]
 
-    run_in_threads(load_one, shared, THREADS)
+    run_in_threads(load_one, shared, threads_for(source))
     return block
+
+
+def threads_for(source: ObjectSource) -> int:
+    """Return how many threads shall read pieces of a source at once."""
+    return _NEAR_THREADS if is_near(source) else _THREADS
 
 
 class _Target:

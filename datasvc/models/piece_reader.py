@@ -10,14 +10,14 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
 from datasvc.errors import CorruptDataError, NotFoundError
-from datasvc.models import codec
-from datasvc.models.codec import Bytes
+from datasvc.models.codec import Bytes, Decoder, Decoders
 from datasvc.models.records import MAX_ENCODED_PIECE_BYTES, Link, Piece
+from datasvc.processors import count_processors
 from datasvc.repository import Digest
 from datasvc.repository.objects import digest_of
 
@@ -51,6 +51,18 @@ class ObjectSource(Protocol):
         """Return where the object lies, for messages."""
 
 
+@runtime_checkable
+class NearSource(ObjectSource, Protocol):
+    """A source whose bytes may lie on this machine."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether they do: then they are read into memory that is used again, a few pieces at once."""
+
+    def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
+        """Fill `out` with bytes of an object from `offset`. Raises as `read_range`."""
+
+
 @dataclass
 class _Span:
     """A range of an object that several links share. Kept in memory from its first use to its last."""
@@ -73,7 +85,9 @@ class PieceReader:
 
     def __init__(self, source: ObjectSource, pieces: Iterable[Piece]) -> None:
         self._source = source
+        self._near = source if is_near(source) else None
         self._spans = plan_spans(link for piece in pieces for link in piece.chain)
+        self._decoders = Decoders(count_processors())
 
     def read(self, name: str, piece: Piece, out: Bytes) -> None:
         """Fill `out`, which has the piece's size, with its verified bytes.
@@ -98,11 +112,25 @@ class PieceReader:
         self._fill_from_other_copies(name, piece, out)
 
     def _fill(self, piece: Piece, out: Bytes) -> None:
-        (first, *more) = piece.chain
+        (first, *more), near = piece.chain, self._near
         if not more and first.encoding == "raw" and first.is_whole_object:
             fill_raw(self._source, first, out)
+        elif near is not None:
+            with self._decoders.borrow() as decoder:
+                links = ((link.encoding, self._read_near(near, link, decoder)) for link in piece.chain)
+                decoder.decode(links, out)
         else:
-            codec.decode([(link.encoding, self._read_link(link)) for link in piece.chain], out)
+            whole = [(link.encoding, self._read_link(link)) for link in piece.chain]
+            with self._decoders.borrow() as decoder:
+                decoder.decode(whole, out)
+
+    def _read_near(self, source: NearSource, link: Link, decoder: Decoder) -> bytes | memoryview:
+        """Return a link's bytes, in memory of the decoder's where they are an object of their own."""
+        if not link.is_whole_object:
+            return self._read_link(link)
+        content = decoder.memory(link.length)
+        source.read_into(link.object, link.offset, content.data)
+        return content.data
 
     def _read_link(self, link: Link) -> bytes | memoryview:
         span = self._spans.get((link.object, link.offset, link.length))
@@ -120,8 +148,8 @@ class PieceReader:
 
     def _fill_from_other_copies(self, name: str, piece: Piece, out: Bytes) -> None:
         for links in self._good_copies(name, piece):
-            with suppress(CorruptDataError):
-                codec.decode(links, out)
+            with suppress(CorruptDataError), self._decoders.borrow() as decoder:
+                decoder.decode(links, out)
                 if digest_of(out.data) == piece.digest:
                     return
         raise CorruptDataError(
@@ -174,8 +202,16 @@ def plan_spans(links: Iterable[Link]) -> dict[tuple[Digest, int, int], _Span]:
     return spans
 
 
+def is_near(source: ObjectSource) -> TypeGuard[NearSource]:
+    """Return whether `read_into` gives what lies on this machine."""
+    return isinstance(source, NearSource) and source.is_near
+
+
 def fill_raw(source: ObjectSource, link: Link, out: Bytes) -> None:
     """Fill `out` with a raw link's bytes, unverified, needing little memory beside. Raises as `read_range`."""
+    if is_near(source):
+        source.read_into(link.object, link.offset, out.data)
+        return
     for offset in range(0, link.length, _MOST_BYTES_AT_ONCE):
         length = min(_MOST_BYTES_AT_ONCE, link.length - offset)
         content = source.read_range(link.object, link.offset + offset, length)

@@ -21,7 +21,9 @@ from datasvc.models.pieces import Shape
 from datasvc.models.pointers import find_chain, write_pointer
 from datasvc.models.records import Link, TensorRecord
 from datasvc.models.tensor_bytes import bytes_of, count_nonfinite, dtype_name
+from datasvc.models.threads import run_in_threads
 from datasvc.repository import Digest, ObjectInfo, Objects
+from datasvc.repository.batch import ObjectBatch
 from datasvc.repository.objects import digest_of
 
 if TYPE_CHECKING:
@@ -31,9 +33,11 @@ Codec = Literal["none", "planes", "delta"]
 CODECS: Final[tuple[Codec, ...]] = ("none", "planes", "delta")
 OWN_OBJECT_BYTES: Final = 64 << 10
 
-# Whoever restores a version reads at most this many times what it would read without differences.
-_MOST_READ: Final = 2
+# Whoever restores a version reads at most this many times what it has in memory. Of weights a full piece and one
+# difference fit into it: with another one a restore took four times as long as one of raw bytes.
+_MOST_READ: Final = 1.7
 _PACK_BYTES: Final = 8 << 20
+_POINTERS_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class PieceWriter:
 
     Args:
         objects: where to.
+        batch: of these objects, in which new ones are stored; `finish` finishes it.
         base: records of the version before.
         held: pieces in memory that may be those of the base, by place.
         codec: see `store.store_tensors`.
@@ -81,14 +86,15 @@ class PieceWriter:
     def __init__(
         self,
         objects: Objects,
+        batch: ObjectBatch,
         base: Sequence[TensorRecord],
         held: Mapping[tuple[str, Shape, Shape, str], Cut],
         codec: Codec,
         source: ObjectSource,
         longest_chain: int,
     ) -> None:
-        self._objects, self._codec, self._source, self._longest_chain = objects, codec, source, longest_chain
-        self._held = held
+        self._objects, self._batch, self._held = objects, batch, held
+        self._codec, self._source, self._longest_chain = codec, source, longest_chain
         self._at_place = {
             (record.name, piece.start, piece.shape, record.dtype): piece for record in base for piece in record.pieces
         }
@@ -96,6 +102,8 @@ class PieceWriter:
         self._lock = threading.Lock()
         self._seen: set[Digest] = set()
         self._chains: dict[Digest, tuple[Link, ...]] = {}
+        self._pointed: set[Digest] = set()
+        self._stored: set[Digest] = set()
         self._small: dict[Digest, tuple[tuple[Link, ...], str, bytes]] = {}
         self.new_bytes = 0
         self.num_nonfinite: Counter[str] = Counter()
@@ -131,6 +139,10 @@ class PieceWriter:
                 size += length
         for pack in packs:
             self._write_pack(pack)
+        self._batch.finish()
+        # Afterwards: nothing points to an object that is not there.
+        pointers = [(digest, chain) for digest, chain in self._chains.items() if digest in self._pointed]
+        run_in_threads(lambda digest, chain: write_pointer(self._objects, digest, chain), pointers, _POINTERS_AT_ONCE)
         return self._chains
 
     def _find(self, digest: Digest, size: int) -> tuple[Link, ...] | None:
@@ -141,6 +153,7 @@ class PieceWriter:
         if size < OWN_OBJECT_BYTES:
             return None
         if self._objects.reuse(ObjectInfo(digest, size)):
+            self._batch.reuse(digest)
             return (Link(digest, size, 0, size, "raw"),)
         return find_chain(self._objects, digest, size)
 
@@ -153,7 +166,9 @@ class PieceWriter:
             encoding = planes.choose_encoding(content, word, before)
             if encoding in {"xor", "difference"}:
                 stored = planes.encode(content, word, encoding, before)
-                if sum(link.length for link in chain) + len(stored) <= _MOST_READ * content.size:
+                read_bytes = sum(link.length for link in chain) + len(stored)
+                # What was chosen by a sample may be wrong of the whole.
+                if planes.is_worthwhile(len(stored), content.size) and read_bytes <= _MOST_READ * content.size:
                     return chain, encoding, stored
         if self._codec != "none" and planes.choose_encoding(content, word) == "planes":
             stored = planes.encode(content, word, "planes")
@@ -192,7 +207,7 @@ class PieceWriter:
         self._put(info, stored)
         self._chains[digest] = (*chain, Link(info.digest, info.size_bytes, 0, info.size_bytes, encoding))
         if encoding != "raw":
-            write_pointer(self._objects, digest, self._chains[digest])
+            self._pointed.add(digest)
 
     def _write_pack(self, digests: Sequence[Digest]) -> None:
         content = b"".join(self._small[digest][2] for digest in digests)
@@ -205,7 +220,13 @@ class PieceWriter:
             offset += len(stored)
 
     def _put(self, info: ObjectInfo, content: bytes | memoryview) -> None:
-        if not self._objects.reuse(info):
-            self._objects.write(info, content)
-            with self._lock:
-                self.new_bytes += info.size_bytes
+        with self._lock:
+            if info.digest in self._stored:
+                return
+            self._stored.add(info.digest)
+        if self._objects.reuse(info):
+            self._batch.reuse(info.digest)
+            return
+        self._batch.write(info, content)
+        with self._lock:
+            self.new_bytes += info.size_bytes

@@ -18,7 +18,7 @@ from typing import Final
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.records import Link, Piece, fault_of_chain
 from datasvc.repository import Digest, Objects
-from datasvc.repository.log import decode_entry, encode_entry
+from datasvc.repository.log import MAX_ENTRY_BYTES, decode_entry, encode_entry
 
 POINTERS: Final = "tensors"
 POINTER_FORMAT: Final = 1
@@ -51,7 +51,7 @@ def find_chain(objects: Objects, digest: Digest, piece_bytes: int) -> tuple[Link
     """
     path = pointer_path(digest)
     try:
-        found = decode_entry(objects.storage.read(path), objects.storage.location(path))
+        found = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))
         piece = Piece.from_json({"start": (), "shape": (), "digest": found["digest"], "chain": found["chain"]})
     except (NotFoundError, CorruptDataError, ConfigError, KeyError):
         return None

@@ -15,6 +15,7 @@ from datasvc.models.tensor_bytes import check_storable, dtype_name
 from datasvc.models.threads import run_in_threads
 from datasvc.processors import count_processors
 from datasvc.repository import Digest, Objects
+from datasvc.repository.batch import ObjectBatch
 
 if TYPE_CHECKING:
     import torch
@@ -157,16 +158,17 @@ def store_pieces(
         check_storable(piece.name, piece.tensor)
     cuts = sorted(_cut(pieces, piece_bytes), key=lambda cut: cut.place)
     own = {cut.place: cut for cut in _cut(held, piece_bytes)} if base else {}
-    writer = PieceWriter(objects, base, own, codec, source or objects, longest_chain)
+    with ObjectBatch(objects) as batch:
+        writer = PieceWriter(objects, batch, base, own, codec, source or objects, longest_chain)
 
-    def store_one(cut: Cut) -> Digest:
-        digest = writer.store(cut)
-        if report is not None:
-            report(cut.nbytes)
-        return digest
+        def store_one(cut: Cut) -> Digest:
+            digest = writer.store(cut)
+            if report is not None:
+                report(cut.nbytes)
+            return digest
 
-    digests = run_in_threads(store_one, [(cut,) for cut in cuts], THREADS)
-    chains = writer.finish(digests)
+        digests = run_in_threads(store_one, [(cut,) for cut in cuts], THREADS)
+        chains = writer.finish(digests)
     found = [
         (cut.name, Piece(cut.start, cut.shape, digest, chains[digest]))
         for cut, digest in zip(cuts, digests, strict=True)

@@ -22,6 +22,9 @@ from datasvc.repository.objects import digest_of
 from datasvc.repository.storage import Storage
 
 ENTRY_FORMAT = 1
+MAX_ENTRY_BYTES = 16 << 20
+"""Of an entry, which never grows with the data: as JSON in memory it takes some twenty times as much."""
+
 _ENTRY_NAME = re.compile(r"(\d{8,})\.json")
 _APPEND_ATTEMPTS = 32
 _READS_AT_ONCE = 16
@@ -108,7 +111,9 @@ class Log:
         path = self.path_of(number)
         location = self._storage.location(path)
         try:
-            content = self._storage.read_checked(path, lambda raw: decode_entry(raw, location))
+            content = self._storage.read_checked(
+                path, lambda raw: decode_entry(raw, location), most_bytes=MAX_ENTRY_BYTES
+            )
         except NotFoundError as error:
             span = describe_numbers(self.numbers())
             raise NotFoundError(f"{self.path} has no entry {number}; it has {span}") from error
@@ -145,16 +150,22 @@ class Log:
         Raises:
             ConflictError: others were faster in every one of the bounded attempts; nothing was committed.
             UnknownOutcomeError: the store failed and cannot say whether it wrote; holds the commit id.
-            ConfigError, UnavailableError: see `encode_entry`, `Storage.create`.
+            ConfigError, UnavailableError: see `encode_entry`, `Storage.create`; or the content is too large.
         """
         commit = secrets.token_hex(16)
         head = self.head()
         for _ in range(_APPEND_ATTEMPTS):
             own = {"format": ENTRY_FORMAT, "commit": commit, "created": _now()}
             content = {**build(head), **own}
+            encoded = encode_entry(content)
+            if len(encoded) > MAX_ENTRY_BYTES:
+                raise ConfigError(
+                    f"{self.path}: this entry would have {len(encoded)} bytes, and nobody reads more than "
+                    f"{MAX_ENTRY_BYTES}; keep what is so large in a file of its own and name it"
+                )
             try:
                 # The commit point: before this line nothing is visible, after it everything is.
-                self._storage.create(self.path_of(head + 1), encode_entry(content))
+                self._storage.create(self.path_of(head + 1), encoded)
             except ConflictError:
                 head = max(self.head(), head + 1)
             else:

@@ -26,7 +26,7 @@ from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository.asking import translated
 from datasvc.repository.http_stream import Take
 from datasvc.repository.interrupt import Interrupt
-from datasvc.repository.storage import Storage
+from datasvc.repository.storage import Storage, check_size
 
 Digest = NewType("Digest", str)
 """64 lower-case hex digits: the BLAKE3-256 of an object's bytes."""
@@ -204,17 +204,22 @@ class Objects:
         writer.close()
         writer.path.unlink(missing_ok=True)
 
-    def read(self, digest: Digest) -> bytes:
+    def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
         """Return the object's bytes, verified.
+
+        Args:
+            digest: the object.
+            most_bytes: that any such object has; None for any number. A larger one is refused before it is read.
 
         Raises:
             NotFoundError: the repository lacks the object.
-            CorruptDataError: its bytes differ from its name.
+            CorruptDataError: its bytes differ from its name, or are too many.
             UnavailableError: the store did not answer.
         """
         size_bytes = self._storage.size(self.path(digest))
         if size_bytes is None:
             raise NotFoundError(f"object {self.location(digest)} is missing; restore it from another copy")
+        check_size(self.location(digest), size_bytes, most_bytes)
         try:
             return self._fetch_whole(digest, size_bytes)
         except CorruptDataError:
@@ -247,6 +252,19 @@ class Objects:
             self._check_reaches(digest, offset + length)
             raise UnavailableError(f"{self.location(digest)}: {len(content)} of {length} bytes came; try again")
         return content
+
+    @property
+    def is_near(self) -> bool:
+        """Whether objects lie on this machine, so that `read_into` costs no memory."""
+        return self._storage.is_local
+
+    def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
+        """Fill `out` with bytes of the object from `offset`. They are unverified, and it raises, as `read_range`."""
+        if not self._storage.is_local:
+            out[:] = self.read_range(digest, offset, len(out))
+        elif self._storage.read_into(self.path(digest), offset, out) < len(out):
+            self._check_reaches(digest, offset + len(out))
+            raise UnavailableError(f"{self.location(digest)}: it ended before {len(out)} bytes came; try again")
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[memoryview]:
         """Yield what `read_range` gives, if the whole object is what its name says; nothing where that is not so."""

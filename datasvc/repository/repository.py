@@ -8,7 +8,7 @@ from typing import Literal
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository.journal import Journal
-from datasvc.repository.log import Entry, Log
+from datasvc.repository.log import MAX_ENTRY_BYTES, Entry, Log
 from datasvc.repository.numbers import describe_numbers
 from datasvc.repository.objects import Objects
 from datasvc.repository.references import Reference, check_name, check_tag, is_name, parse_reference
@@ -64,7 +64,7 @@ class Repository:
         """
         storage = Storage(url)
         try:
-            raw = storage.read(MARKER)
+            raw = storage.read(MARKER, MAX_ENTRY_BYTES)
         except NotFoundError as error:
             raise NotFoundError(
                 f"no repository at {redact_url(storage.url)} (it has no {MARKER}); "
@@ -199,8 +199,13 @@ class Repository:
         """Return the log entry of a version. Raises CorruptDataError, NotFoundError, UnavailableError."""
         return self.versions(resolved.kind, resolved.name).read(resolved.version)
 
-    def entries(self, kind: Kind, name: str) -> list[Entry]:
-        """Return every version of `name`, oldest first, removed ones too.
+    def entries(self, kind: Kind, name: str, *, last: int | None = None) -> list[Entry]:
+        """Return the versions of `name`, oldest first, removed ones too.
+
+        Args:
+            kind: of what.
+            name: without version or tag.
+            last: only so many, the newest, at least 1; None: all.
 
         Raises:
             ConfigError: `name` carries a version or tag, or cannot be a name.
@@ -211,7 +216,7 @@ class Repository:
         numbers = self._numbers(kind, wanted)
         if wanted.name != name:
             raise ConfigError(f"{name!r} names one version; give the name alone: {wanted.name}")
-        return self.versions(kind, name).entries(numbers)
+        return self.versions(kind, name).entries(numbers if last is None else numbers[-last:])
 
     def _numbers(self, kind: Kind, wanted: Reference) -> list[int]:
         numbers = self.versions(kind, wanted.name).numbers()

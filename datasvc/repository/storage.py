@@ -38,6 +38,15 @@ _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 _Answer = TypeVar("_Answer")
 
 
+def check_size(location: str, size_bytes: int, most_bytes: int | None) -> None:
+    """Raise CorruptDataError where something has more bytes than anything of its kind: it is not to be read."""
+    if most_bytes is not None and size_bytes > most_bytes:
+        raise CorruptDataError(
+            f"{location} has more than the {most_bytes} bytes that datasvc writes there at most: it is not what it "
+            "should be, and was not read"
+        )
+
+
 def _raise_but_missing(_function: object, _path: str, error: Any) -> None:
     """Let a deletion go on where another process was faster."""
     if not isinstance(error[1], FileNotFoundError):
@@ -114,29 +123,65 @@ class Storage:
         """Return `path` as a full URL or local path, for messages."""
         return self._full(path) if self.is_local else f"{redact_url(self.url)}/{path}"
 
-    def read(self, path: str) -> bytes:
-        """Return the whole content. Raises NotFoundError, UnavailableError."""
-        return self._ask("read", path, lambda: bytes(self._fs.cat_file(self._full(path))))
+    def read(self, path: str, most_bytes: int | None = None) -> bytes:
+        """Return the whole content.
 
-    def read_checked(self, path: str, check: Callable[[bytes], _Answer]) -> _Answer:
+        Args:
+            path: where.
+            most_bytes: that anything has which belongs there; None for any number. What is larger is not read.
+
+        Raises:
+            NotFoundError, UnavailableError: as `asking.ask`.
+            CorruptDataError: it is larger.
+        """
+        if most_bytes is None:
+            return self._ask("read", path, lambda: bytes(self._fs.cat_file(self._full(path))))
+        if self.is_local:
+            check_size(self.location(path), self.size(path) or 0, most_bytes)
+            return self.read(path)
+        content = self._read_start(path, most_bytes + 1)
+        check_size(self.location(path), len(content), most_bytes)
+        return content
+
+    def _read_start(self, path: str, length: int) -> bytes:
+        """Return the first bytes, or all. One request, as for all of it: to ask for the size first takes another."""
+        try:
+            return self._ranges.read(self._full(path), 0, length, location=self.location(path))
+        except UnavailableError:
+            if self.size(path) == 0:  # of which stores say that it has no such range
+                return b""
+            raise
+
+    def read_checked(self, path: str, check: Callable[[bytes], _Answer], *, most_bytes: int | None = None) -> _Answer:
         """Return what `check` makes of the whole content.
 
         A remote store is asked again where `check` finds damage: a bit that flipped on the way does not do so twice.
 
         Raises:
             NotFoundError, UnavailableError: as `read`.
-            CorruptDataError: from `check`.
+            CorruptDataError: from `check`, or as `read`.
         """
+        content = self.read(path, most_bytes)
         try:
-            return check(self.read(path))
+            return check(content)
         except CorruptDataError:
             if self.is_local:
                 raise
-            return check(self.read(path))
+            return check(self.read(path, most_bytes))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`; fewer where the content ends. Raises as `read`."""
         return self._ranges.read(self._full(path), offset, length, location=self.location(path))
+
+    def read_into(self, path: str, offset: int, out: memoryview) -> int:
+        """Fill `out` with what lies from `offset` in a local tree; returns how many bytes there were. As `read`."""
+        assert self.is_local
+        with translated("read", self.location(path)), open(self._full(path), "rb", buffering=0) as file:
+            file.seek(offset)
+            filled = 0
+            while filled < len(out) and (length := file.readinto(out[filled:])):
+                filled += length
+            return filled
 
     @property
     def can_stream(self) -> bool:

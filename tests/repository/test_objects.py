@@ -143,6 +143,20 @@ def test_a_range_of_a_missing_object_is_not_found(objects):
         objects.read_range(digest_of(b"missing"), 0, 10)
 
 
+def test_a_range_is_read_into_memory_of_the_callers_and_one_that_is_not_there_is_damage(objects):
+    content = os.urandom(1000)
+    info = objects.put(content)
+    assert objects.is_near == objects.storage.is_local
+    out = bytearray(1002)
+    objects.read_into(info.digest, 300, memoryview(out)[1:501])
+    assert bytes(out) == b"\0" + content[300:800] + bytes(501)
+    objects.read_into(info.digest, 1000, memoryview(out)[:0])
+    with pytest.raises(CorruptDataError, match="1000 bytes long, expected at least 1002"):
+        objects.read_into(info.digest, 0, memoryview(out))
+    with pytest.raises(NotFoundError):
+        objects.read_into(digest_of(b"missing"), 0, memoryview(out))
+
+
 def test_an_answer_cut_short_while_the_object_is_whole_is_unavailable_and_not_corrupt(objects, monkeypatch):
     info = objects.put(b"0123456789")
     monkeypatch.setattr(objects._storage, "read_range", lambda _path, _offset, _length: b"01")

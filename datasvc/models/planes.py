@@ -1,0 +1,121 @@
+"""Words taken apart into planes of their bytes, and put together again; differences of words on the way.
+
+All of it goes in blocks that stay in the processor's cache. Shifts and casts of whole words run on the vectors of the
+processor, where single bytes with a stride between them do not: up to words of four bytes that is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+_Words = np.ndarray[Any, Any]
+
+WORD_BYTES: Final = (1, 2, 4, 8)
+
+_SIGNED: Final = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+_UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BLOCK_WORDS: Final = 32 << 10
+"""Words that pass through all steps at once."""
+_WIDEST_SHIFTED: Final = 4
+
+
+def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -> Bytes:
+    """Return the planes of words, or of what they differ by from those of `base`.
+
+    Args:
+        content: whole little-endian words.
+        word: their size: 1, 2, 4 or 8.
+        encoding: "planes", or "xor" or "difference", which need a base.
+        base: what came before, of the same size.
+
+    Returns:
+        `uint8[word, words]`, lowest bytes first.
+    """
+    words = content.view(_UNSIGNED[word])
+    planes = np.empty((word, words.size), np.uint8)
+    for start in range(0, words.size, _BLOCK_WORDS):
+        place = slice(start, start + _BLOCK_WORDS)
+        block = words[place]
+        if encoding != "planes":
+            assert base is not None, encoding
+            block = _subtract(block, base.view(_UNSIGNED[word])[place], encoding)
+        if word > _WIDEST_SHIFTED:
+            planes[:, place] = block.view(np.uint8).reshape(-1, word).T
+            continue
+        for number, plane in enumerate(planes):
+            plane[place] = block >> (8 * number) if number else block
+    return planes
+
+
+def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
+    """Set `out` to the words that planes give, or change it by them.
+
+    Args:
+        planes: one for each byte of a word, lowest first, of as many bytes as there are words.
+        encoding: as of `split`.
+        out: C-contiguous; for "xor" and "difference" it holds what came before.
+    """
+    word = len(planes)
+    words = out.view(_UNSIGNED[word])
+    longest = min(words.size, _BLOCK_WORDS)
+    halves = np.empty(longest, _UNSIGNED[max(1, word // 2)])
+    differences, signs = np.empty((2, longest if encoding != "planes" else 0), words.dtype)
+    for start in range(0, words.size, _BLOCK_WORDS):
+        target = words[start : start + _BLOCK_WORDS]
+        block = [plane[start : start + _BLOCK_WORDS] for plane in planes]
+        size = target.size
+        if encoding == "planes":
+            _join_block(block, target, halves[:size])
+            continue
+        _join_block(block, differences[:size], halves[:size])
+        if encoding == "difference":
+            _unfold(differences[:size], signs[:size])
+            target += differences[:size]
+        else:
+            target ^= differences[:size]
+
+
+def _join_block(planes: Sequence[Bytes], out: _Words, halves: _Words) -> None:
+    """Set each word to the bytes that planes have of it; `halves` is memory for as many words of half the size."""
+    match planes:
+        case [only]:
+            out[:] = only
+        case [low, high]:
+            out[:] = high
+            out <<= 8
+            out |= low
+        case [*low, _, _] if len(planes) <= _WIDEST_SHIFTED:
+            _join_block(planes[len(low) :], halves, halves)
+            out[:] = halves
+            out <<= 16
+            _join_block(low, halves, halves)
+            out |= halves
+        case _:
+            single = out.view(np.uint8).reshape(-1, len(planes))
+            for number, plane in enumerate(planes):
+                single[:, number] = plane
+
+
+def _subtract(block: _Words, base: _Words, encoding: str) -> _Words:
+    """Return by what words differ; the sign of integers is folded into the lowest bit."""
+    if encoding == "xor":
+        return np.bitwise_xor(block, base)
+    word = block.itemsize
+    difference = np.subtract(block, base).view(_SIGNED[word])
+    sign = difference >> (8 * word - 1)
+    difference <<= 1
+    difference ^= sign
+    return difference.view(block.dtype)
+
+
+def _unfold(differences: _Words, signs: _Words) -> None:
+    """Give each difference its sign again; `signs` is memory for it."""
+    np.bitwise_and(differences, 1, out=signs)
+    np.negative(signs, out=signs)
+    differences >>= 1
+    differences ^= signs
