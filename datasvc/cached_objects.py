@@ -14,17 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from datasvc.cache import Cache
 from datasvc.cache.fetch import Outcome
 from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError, UnavailableError
-from datasvc.models.records import Link, TensorRecord
+from datasvc.models.copies import DIRECT, count_bytes, links_of
+from datasvc.models.records import TensorRecord
 from datasvc.models.sources import CopiesInTurn
 from datasvc.repository import Digest, ObjectInfo, Repository
-
-DIRECT: Final = "direct"
-"""What was read past the cache."""
 
 
 class CachedObjects:
@@ -169,21 +167,6 @@ class CachedObjects:
     def _count(self, where: str, num_bytes: int) -> None:
         with self._lock:
             self._came[where] += num_bytes
-
-
-def links_of(records: Iterable[TensorRecord]) -> list[Link]:
-    """Return all links of all pieces of some tensors."""
-    return [link for record in records for piece in record.pieces for link in piece.chain]
-
-
-def count_bytes(links: Iterable[Link]) -> Counter[Digest]:
-    """Return how many bytes of each object will be read: of one that is shared each range once."""
-    every = list(links)
-    counted = Counter[Digest]()
-    shared = {link for link in every if not link.is_whole_object}
-    for link in [*shared, *(link for link in every if link.is_whole_object)]:
-        counted[link.object] += link.length
-    return counted
 
 
 def _map(path: Path) -> memoryview:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from datasvc.cache import Cache
 from datasvc.cache.peers import Peers
-from datasvc.cached_objects import DIRECT, CachedObjects, count_bytes, links_of
-from datasvc.errors import ConfigError, UnavailableError
-from datasvc.models.checkpoint import Checkpoint, decode_state
-from datasvc.models.load import ObjectSource, load_tensors
+from datasvc.cached_objects import CachedObjects
+from datasvc.errors import ConfigError
+from datasvc.models.checkpoint import Checkpoint
+from datasvc.models.copies import Copies, OpenCache, StagedSource
+from datasvc.models.load import load_tensors
 from datasvc.models.records import TensorRecord
-from datasvc.models.restore_report import RestoreReport
 from datasvc.models.selection import map_names, select_names
 from datasvc.models.sources import CopiesInTurn
 from datasvc.models.stored_version import read_version
-from datasvc.models.tree import unflatten
-from datasvc.repository import Repository, Storage
+from datasvc.models.tree import MAX_STATE_BYTES, decode_state, unflatten
+from datasvc.repository import Repository
 
 
 def restore(
@@ -67,26 +67,45 @@ def restore(
         UnavailableError: a store did not answer.
     """
     began = time.monotonic()
-    repositories = [repository, *map(_open_fallback, fallback)]
-    behind = CopiesInTurn([each.objects for each in repositories])
-    stored = read_version(repository, ref, read=behind.read, trusted_keys=trusted_keys)
+    copies = Copies(repository, fallback=fallback, cache=node_cache(cache, peers))
+    stored = read_version(repository, ref, read=copies.read, trusted_keys=trusted_keys)
     is_part = bool(only or exclude or rename)
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
-    skeleton = None if is_part else decode_state(behind.read(stored.state), str(stored.version))
-    size_bytes = sum(record.nbytes for record in records)
+    skeleton = None if is_part else decode_state(copies.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     if begin is not None:
-        begin(size_bytes)
-    with ExitStack() as opened:
-        source: ObjectSource = behind
-        cached = None
-        node = _open_cache(cache, peers, opened)
-        if node is not None:
-            source = cached = opened.enter_context(CachedObjects(node, repositories, behind, records))
+        begin(sum(record.nbytes for record in records))
+    with copies.opened(records) as source:
         tensors = load_tensors(source, records, report=report)
     state = tensors if is_part else unflatten(skeleton, tensors)
-    came = {DIRECT: count_bytes(links_of(records)).total()} if cached is None else cached.came_bytes
-    done = RestoreReport(time.monotonic() - began, size_bytes, came, behind.bad.listed(records))
-    return Checkpoint(stored.version, state, stored.entry, done)
+    return Checkpoint(stored.version, state, stored.entry, copies.report(records, time.monotonic() - began))
+
+
+def node_cache(cache: Cache | str | Path | None, peers: Peers | None = None) -> OpenCache | None:
+    """Return what reads through a node's cache, for `datasvc.models.dcp.Reader`; None for no cache.
+
+    Args:
+        cache: of this node, or its folder, which has a budget. What finds no room in it is read past it.
+        peers: of a cache that is given by its folder.
+
+    Raises:
+        ConfigError: peers without a cache, or of one that is open and so has its own.
+    """
+    if peers is not None and (cache is None or isinstance(cache, Cache)):
+        raise ConfigError(
+            "peers are asked by way of a node's cache: give its folder as cache=, or a Cache with peers"
+        )
+    if cache is None:
+        return None
+
+    @contextmanager
+    def open_cache(
+        repositories: Sequence[Repository], behind: CopiesInTurn, records: Sequence[TensorRecord]
+    ) -> Iterator[StagedSource]:
+        with ExitStack() as opened:
+            node = cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=peers))
+            yield opened.enter_context(CachedObjects(node, repositories, behind, records))
+
+    return open_cache
 
 
 def _select(
@@ -95,23 +114,3 @@ def _select(
     by_name = {record.name: record for record in records}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
     return [replace(by_name[old], name=new) for old, new in mapped.items()]
-
-
-def _open_cache(cache: Cache | str | Path | None, peers: Peers | None, opened: ExitStack) -> Cache | None:
-    if cache is None or isinstance(cache, Cache):
-        if peers is not None:
-            raise ConfigError(
-                "peers are asked by way of a node's cache: give its folder as cache=, or a Cache with peers"
-            )
-        return cache
-    return opened.enter_context(Cache(cache, peers=peers))
-
-
-def _open_fallback(place: Repository | str) -> Repository:
-    if isinstance(place, Repository):
-        return place
-    try:
-        return Repository.open(place)
-    except (ConfigError, UnavailableError):
-        # It may never be needed; where it is, whoever asks it for an object hears why it gives none.
-        return Repository(Storage(place))

@@ -247,9 +247,9 @@ def test_a_journal_whose_work_commits_while_gc_reads_the_marks_loses_nothing(rep
     entry.unlink()
     real, read = repository.storage.read, []
 
-    def committing(path):
+    def committing(path, *limits):
         # The writer commits and removes its journal just after gc looked at the first file for its marks.
-        content = real(path)
+        content = real(path, *limits)
         if not read:
             entry.write_bytes(kept)
             journal.remove()

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from datasvc.errors import NotFoundError
-from datasvc.models.checkpoint import base_records, commit
+from datasvc.models.commit import About, StoredState, base_records, commit
 from datasvc.models.content import Content
-from datasvc.models.data_use import DataUse
-from datasvc.models.joint_save import Stored, save_together
+from datasvc.models.joint_save import save_together
 from datasvc.models.ranks import Channel
 from datasvc.models.records import TensorRecord
 from datasvc.models.saver import SaveHandle
-from datasvc.models.snapshot import Copies
+from datasvc.models.snapshot import HostCopies
 from datasvc.models.store import Codec
 from datasvc.repository import Repository, Resolved
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class About:
-    """What is said of a state, as it was when the save was asked for.
-
-    Attributes:
-        step: optimizer steps behind it.
-        data: what was consumed.
-        config: of the run.
-        metrics: by name.
-        parent: version that it continues; None: the newest that the writer knows.
-        message: for people.
-    """
-
-    step: int
-    data: Sequence[DataUse]
-    config: Mapping[str, Any] | None
-    metrics: Mapping[str, float] | None
-    parent: str | None
-    message: str
 
 
 class Writer:
@@ -70,7 +48,7 @@ class Writer:
     def write(
         self,
         content: Content,
-        copy: Callable[[], Copies],
+        copy: Callable[[], HostCopies],
         about: About,
         handle: SaveHandle,
         on_copied: Callable[[float], None],
@@ -89,7 +67,7 @@ class Writer:
         Raises:
             DatasvcError: see `save_together`.
         """
-        copies: list[Copies] = []
+        copies: list[HostCopies] = []
 
         def prepare() -> Content:
             copies.append(copy())
@@ -135,21 +113,13 @@ class Writer:
             return False
         return True
 
-    def _commit(self, stored: Stored, about: About, handle: SaveHandle, began_s: float) -> Resolved:
+    def _commit(self, stored: StoredState, about: About, handle: SaveHandle, began_s: float) -> Resolved:
         duration = {"stall_s": handle.stall_s, "total_s": time.perf_counter() - began_s}
         version = commit(
             self._repository,
             self._name,
-            records=stored.records,
-            skeleton=stored.skeleton,
-            new_bytes=stored.new_bytes,
-            num_nonfinite=stored.num_nonfinite,
-            step=about.step,
-            data=about.data,
-            config=about.config,
-            metrics=about.metrics,
-            parent=self._parent(about),
-            message=about.message,
+            stored,
+            replace(about, parent=self._parent(about)),
             extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
         )
         self._records = (str(version), stored.records)

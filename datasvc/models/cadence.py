@@ -24,8 +24,9 @@ LOOK_EVERY_S: Final = 1.0
 _MEASURED_STEPS: Final = 64
 _LEAST_MEASURED_STEPS: Final = 8
 _LATEST_STEPS: Final = 4
-# What takes longer is something else than a step, such as an evaluation, and no reason to save less often.
+# What takes longer than both is something else than a step, such as an evaluation, and no reason to save less often.
 _LONGEST_STEP: Final = 10.0
+_SHORTEST_BREAK_S: Final = 2.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -69,6 +70,32 @@ class Look:
     next_step: int
 
 
+@dataclass(frozen=True)
+class SaveCost:
+    """What saving has cost a training.
+
+    Attributes:
+        stall_s: for which it was stopped.
+        slowed_s: by which the steps beside the writing took longer than others do.
+        training_s: of the training, with both.
+    """
+
+    stall_s: float = 0.0
+    slowed_s: float = 0.0
+    training_s: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Share of the training's time that saving took; 0 before there was any."""
+        return (self.stall_s + self.slowed_s) / self.training_s if self.training_s else 0.0
+
+    def __sub__(self, before: SaveCost) -> SaveCost:
+        """Return what it cost since."""
+        return SaveCost(
+            self.stall_s - before.stall_s, self.slowed_s - before.slowed_s, self.training_s - before.training_s
+        )
+
+
 def parse_pace(every: int | str | None, max_stall: float | str | None) -> Pace:
     """Return the pace that `every=1000` or `every="10min"`, and `max_stall="3%"` or `0.03`, mean.
 
@@ -107,6 +134,9 @@ class Cadence:
     Args:
         pace: how often.
         now: seconds from any origin.
+
+    Attributes:
+        cost: what saving has cost so far.
     """
 
     def __init__(self, pace: Pace, now: Callable[[], float] = time.perf_counter) -> None:
@@ -117,7 +147,11 @@ class Cadence:
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)
         self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)
         self._was_saving = False
+        self._num_since_save = 0
+        self._slowed_s = self._copied_s = 0.0
         self._debt_s = 0.0
+        self._paid_share = 1.0 if pace.max_stall is None else pace.max_stall
+        self.cost = SaveCost()
 
     @property
     def debt_s(self) -> float:
@@ -134,33 +168,58 @@ class Cadence:
         ended = self._now()
         took_s, self._last_end = ended - self._last_end, ended
         self._latest.append(took_s)
+        self._add_cost(training_s=took_s)
         is_disturbed, self._was_saving = is_saving or self._was_saving, is_saving
-        if self._pace.max_stall is None:
-            if not is_disturbed:
-                self._undisturbed.append(took_s)
-            return
-        usual_s = self.step_s
         if not is_disturbed:
             self._undisturbed.append(took_s)
-        elif usual_s is not None and took_s < _LONGEST_STEP * usual_s:
-            self._debt_s += took_s - usual_s
-        self._debt_s = max(0.0, self._debt_s - self._pace.max_stall * took_s)
+            self._num_since_save += 1
+        elif (usual_s := self.step_s) is not None:
+            is_break = took_s >= max(_LONGEST_STEP * usual_s, _SHORTEST_BREAK_S)
+            # Of a break, what a device is known to have copied in it, and no more.
+            self._slowed(min(took_s - usual_s, self._unseen_copying_s) if is_break else took_s - usual_s)
+        self._debt_s = max(0.0, self._debt_s - self._paid_share * took_s)
 
     def stalled(self, stall_s: float) -> None:
         """A save has stopped the training for `stall_s` seconds, which are no part of a step."""
         self._last_end = self._last_save = self._now()
+        self._add_cost(stall_s=stall_s, training_s=stall_s)
         self._debt_s += stall_s
+        self._num_since_save, self._slowed_s, self._copied_s = 0, 0.0, 0.0
         self._was_saving = True  # though it may be written before the step has ended
 
     def spent(self, spent_s: float) -> None:
-        """A save has kept a device from the training for `spent_s` seconds, within steps that have ended or will."""
-        self._debt_s += spent_s
+        """A save has kept a device from the training for `spent_s` seconds, within steps that have ended or will.
+
+        Steps that take so much longer for it are not counted again.
+        """
+        before_s, self._copied_s = self._beside_s, self._copied_s + spent_s
+        self._debt_s += self._beside_s - before_s
 
     def look(self, step: int, *, is_saving: bool) -> Look:
         """Say whether to save after `step`, which has just ended, and when to look again."""
         before = step - 1 if self._last_look is None else self._last_look
         self._last_look = step
         return Look(self._is_due(before, step, is_saving=is_saving), step + self._steps_to_next_look(before, step))
+
+    @property
+    def _beside_s(self) -> float:
+        # Steps that took less than others, by chance or since the machine has less to do, do not pay for the stall.
+        # What devices copied is in what steps took longer, unless those were not measured.
+        return max(0.0, self._slowed_s, self._copied_s)
+
+    @property
+    def _unseen_copying_s(self) -> float:
+        return max(0.0, self._copied_s - max(0.0, self._slowed_s))
+
+    def _slowed(self, by_s: float) -> None:
+        slowed_before_s, beside_before_s = max(0.0, self._slowed_s), self._beside_s
+        self._slowed_s += by_s
+        self._add_cost(slowed_s=max(0.0, self._slowed_s) - slowed_before_s)
+        self._debt_s += self._beside_s - beside_before_s
+
+    def _add_cost(self, *, stall_s: float = 0.0, slowed_s: float = 0.0, training_s: float = 0.0) -> None:
+        so_far = self.cost
+        self.cost = SaveCost(so_far.stall_s + stall_s, so_far.slowed_s + slowed_s, so_far.training_s + training_s)
 
     def _is_due(self, before: int, step: int, *, is_saving: bool) -> bool:
         pace = self._pace
@@ -172,8 +231,8 @@ class Cadence:
             return step // pace.every_steps > before // pace.every_steps
         if pace.every_s is not None:
             return self._now() - self._last_save >= pace.every_s
-        # Nothing but the share: not before it is known how long a step takes.
-        return len(self._undisturbed) >= _LEAST_MEASURED_STEPS
+        # Nothing but the share: not before it is known how long a step takes now.
+        return self._num_since_save >= _LEAST_MEASURED_STEPS
 
     def _steps_to_next_look(self, before: int, step: int) -> int:
         longest_s = max(self._latest, default=0.0)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from datasvc.errors import CorruptDataError
 from datasvc.repository import Digest
 from datasvc.repository.objects import parse_digest
+
+# What a reader believes. Room for as many pieces as a tensor table has.
+MAX_SHARDING_BYTES: Final = 512 << 20
+MAX_CODE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,16 @@ o base@2     made from nothing that is known here: whatever stands below has not
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from datasvc.models.registry import ModelVersion, version_named
+from datasvc.models.registry import ModelVersion, model_ancestry, version_named
+from datasvc.repository import Repository
 
 _Place = tuple[str, int]
+# When the newest turn out not to be enough to draw them: how many times as many are read next.
+_MORE: Final = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,32 @@ class HistoryLine:
     version: ModelVersion | None = None
 
 
+def read_history(repository: Repository, name: str, *, last: int | None = None) -> list[HistoryLine]:
+    """Return the drawing of a model's history, newest first, with what it was made from in other models.
+
+    The newest versions of a long history cost what they and their ancestors in other models take to read. Only where
+    one of those ancestors would be drawn, more is read: before it comes any version that was made of it, and any of
+    the model that nothing was made of.
+
+    Args:
+        repository: where it is.
+        name: of the model.
+        last: only so many versions, those that are drawn first, at least 1; None: all.
+
+    Raises: as `Repository.entries`.
+    """
+    if last is None:
+        return draw_history(model_ancestry(repository, name), name)
+    num_read, lines = last, None
+    while lines is None:
+        versions = model_ancestry(repository, name, last=num_read)
+        oldest = min(each.version for each in versions if each.name == name)
+        older = [number for number in repository.versions("models", name).numbers() if number < oldest]
+        lines = draw_newest(versions, name, last=last, older=older)
+        num_read *= _MORE
+    return lines
+
+
 def draw_history(versions: Sequence[ModelVersion], name: str) -> list[HistoryLine]:
     """Return the drawing of a history, newest first.
 
@@ -42,13 +72,35 @@ def draw_history(versions: Sequence[ModelVersion], name: str) -> list[HistoryLin
     """
     by_place = {(each.name, each.version): each for each in versions}
     parents = {place: _drawn_parents(each, by_place) for place, each in by_place.items()}
-    drawing = _Drawing()
-    lines: list[HistoryLine] = []
-    for place in order_history(parents, name):
-        first, *others = drawing.draw(place, parents[place])
-        lines.append(HistoryLine(first, by_place[place]))
-        lines.extend(map(HistoryLine, others))
-    return lines
+    return _draw(order_history(parents, name), parents, by_place)
+
+
+def draw_newest(
+    versions: Sequence[ModelVersion], name: str, *, last: int, older: Collection[int]
+) -> list[HistoryLine] | None:
+    """Return the beginning of the drawing of a history of which only the newest versions are known.
+
+    A version is made from versions that are there, so from lower numbers of its own model: all that can stand above
+    one of the known is known. Not so where entries were written by hand.
+
+    Args:
+        versions: the newest of the model, and all that they were made from in other models.
+        name: of the model.
+        last: how many versions are drawn.
+        older: numbers of its other versions, all lower.
+
+    Returns:
+        The first lines of what `draw_history` gives for all versions; None where more must be known to tell.
+    """
+    by_place = {(each.name, each.version): each for each in versions}
+    known = by_place.keys() | {(name, number) for number in older}
+    parents = {place: _drawn_parents(by_place[place], known) if place in by_place else () for place in known}
+    first = order_history(parents, name)[:last]
+    if older:
+        by_hand = any(parent[0] == own[0] and parent[1] >= own[1] for own in parents for parent in parents[own])
+        if by_hand or any(place[0] != name or place not in by_place for place in first):
+            return None
+    return _draw(first, parents, by_place)
 
 
 def order_history(parents: Mapping[_Place, Sequence[_Place]], name: str) -> list[_Place]:
@@ -86,7 +138,19 @@ def order_history(parents: Mapping[_Place, Sequence[_Place]], name: str) -> list
     return list(ordered)
 
 
-def _drawn_parents(version: ModelVersion, known: Mapping[_Place, ModelVersion]) -> tuple[_Place, ...]:
+def _draw(
+    places: Iterable[_Place], parents: Mapping[_Place, Sequence[_Place]], by_place: Mapping[_Place, ModelVersion]
+) -> list[HistoryLine]:
+    drawing = _Drawing()
+    lines: list[HistoryLine] = []
+    for place in places:
+        first, *others = drawing.draw(place, parents[place])
+        lines.append(HistoryLine(first, by_place[place]))
+        lines.extend(map(HistoryLine, others))
+    return lines
+
+
+def _drawn_parents(version: ModelVersion, known: Collection[_Place]) -> tuple[_Place, ...]:
     named = map(version_named, version.parents)
     return tuple(dict.fromkeys(place for place in named if place in known and place is not None))
 

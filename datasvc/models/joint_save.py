@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError, UnavailableError, UnknownOutcomeError
+from datasvc.models.commit import StoredState
 from datasvc.models.content import RANK_STATE, Content
 from datasvc.models.pieces import Shape, slices
 from datasvc.models.ranks import Channel, describe_error, raise_together
@@ -30,23 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIGEST_BITS: Final = 62
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What all ranks have stored of one state.
-
-    Attributes:
-        records: of all tensors.
-        skeleton: of the whole state, the ranks' own in a list by rank under "rank_state".
-        new_bytes: that were not in the repository before.
-        num_nonfinite: NaN and infinities by tensor, where there are any.
-    """
-
-    records: Sequence[TensorRecord]
-    skeleton: Any
-    new_bytes: int
-    num_nonfinite: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -81,7 +65,7 @@ def save_together(
     channel: Channel,
     objects: Objects,
     prepare: Callable[[], Content],
-    commit: Callable[[Stored], Resolved],
+    commit: Callable[[StoredState], Resolved],
     *,
     step: int,
     base: Callable[[], Sequence[TensorRecord]],
@@ -206,7 +190,7 @@ def _whole(name: str, tensor: torch.Tensor) -> TensorPiece:
     return TensorPiece(name, (0,) * tensor.dim(), tensor)
 
 
-def _join(content: Content, shares: Sequence[_Share]) -> Stored:
+def _join(content: Content, shares: Sequence[_Share]) -> StoredState:
     """Return what all ranks have stored as one."""
     described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in content.tensors.items()}
     for share in shares:
@@ -223,7 +207,7 @@ def _join(content: Content, shares: Sequence[_Share]) -> Stored:
     skeleton = dict(content.skeleton)
     if any(share.own_skeleton is not None for share in shares):
         skeleton[RANK_STATE] = [share.own_skeleton for share in shares]
-    return Stored(
+    return StoredState(
         [join_pieces(name, *described[name], found) for name, found in sorted(pieces.items())],
         skeleton,
         sum(share.new_bytes for share in shares),

@@ -14,16 +14,17 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError
-from datasvc.models.background import About, Writer
-from datasvc.models.cadence import Cadence, parse_duration, parse_pace
-from datasvc.models.checkpoint import Checkpoint, exact_version, restore
+from datasvc.models.background import Writer
+from datasvc.models.cadence import Cadence, SaveCost, parse_duration, parse_pace
+from datasvc.models.checkpoint import Checkpoint, restore
 from datasvc.models.code import capture_code
+from datasvc.models.commit import About, exact_version
 from datasvc.models.content import Content, describe_unlike, take_apart
 from datasvc.models.data_use import DataUse
 from datasvc.models.preemption import Preemption
 from datasvc.models.ranks import describe_error, open_channels, raise_together
 from datasvc.models.saver import SaveHandle, Saver
-from datasvc.models.snapshot import Copies, HostBuffer
+from datasvc.models.snapshot import HostBuffer, HostCopies
 from datasvc.models.store import CODECS, Codec
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.references import check_name
@@ -124,6 +125,11 @@ class Model:
         """Newest version that this object committed or restored; None: none yet."""
         return self._writer.newest
 
+    @property
+    def cost(self) -> SaveCost:
+        """What saves have cost this rank's training so far, as `should_save` and `save` saw it."""
+        return self._cadence.cost
+
     def should_save(self, step: int) -> bool:
         """Return whether to save now, the same on all ranks. Every rank calls this after each step.
 
@@ -133,8 +139,7 @@ class Model:
             ConfigError: ranks are at different steps.
             UnavailableError: a rank is lost.
         """
-        while self._device_stalls_s:
-            self._cadence.spent(self._device_stalls_s.popleft())
+        self._count_device_copies()
         is_saving = self._saver.is_busy
         self._cadence.ended_step(is_saving=is_saving)
         if self._front.size > 1 and step < self._next_look:
@@ -197,28 +202,21 @@ class Model:
         about, content = self._agree(
             lambda: copy.deepcopy(
                 # What a tag means now: it may have moved by the time this is committed.
-                About(step, tuple(data), config, metrics, exact_version(self._repository, parent), message)
+                About(step, tuple(data), config, metrics, exact_version(self._repository, parent), message=message)
             ),
             lambda: take_apart(state, rank_state, self._front.rank),
             step=step,
         )
+        self._count_device_copies()
         try:
-            self._saver.wait_for_room()
-            copied = self._copy(content)
-        except BaseException as failure:
-            # The others are saving by now: their threads hear from this rank's that it does not.
-            copied = _failing(DatasvcError(f"the save of step {step} was interrupted: {failure!r}"))
-            handle.mark_told()
-            raise
+            self._submit(handle, about, content, began_s)
+            if wait:
+                handle.result()
         finally:
-            handle.stall_s = time.perf_counter() - began_s
-            self._saver.submit(
-                handle,
-                lambda: self._writer.write(content, copied, about, handle, self._device_stalls_s.append, began_s),
-            )
-        self._cadence.stalled(handle.stall_s)
-        if wait:
-            handle.result()
+            # What the call took, not what the handle says: a save may have been waited for, or no thread was left.
+            if handle.done():
+                self._device_stalls_s.clear()  # devices copied while the training was stopped anyway
+            self._cadence.stalled(time.perf_counter() - began_s)
         return handle
 
     def restore(self, ref: str | None = None, **how: Any) -> Checkpoint:
@@ -330,6 +328,27 @@ class Model:
         assert content is not None
         return about, content
 
+    def _submit(self, handle: SaveHandle, about: About, content: Content, began_s: float) -> None:
+        """Copy, and leave the rest to the thread that saves; a save that is interrupted fails there."""
+        try:
+            self._saver.wait_for_room()
+            copied = self._copy(content)
+        except BaseException as failure:
+            # The others are saving by now: their threads hear from this rank's that it does not.
+            copied = _failing(DatasvcError(f"the save of step {about.step} was interrupted: {failure!r}"))
+            handle.mark_told()
+            raise
+        finally:
+            handle.stall_s = time.perf_counter() - began_s
+            self._saver.submit(
+                handle,
+                lambda: self._writer.write(content, copied, about, handle, self._device_stalls_s.append, began_s),
+            )
+
+    def _count_device_copies(self) -> None:
+        while self._device_stalls_s:
+            self._cadence.spent(self._device_stalls_s.popleft())
+
     def _tell(self, told: list[int]) -> None:
         """Raise why an earlier save failed, or log it where the run goes on; adds to `told` which saves these are."""
         while (failure := self._saver.take_failure()) is not None:
@@ -339,7 +358,7 @@ class Model:
                 raise error
             logger.error("%s", error)
 
-    def _copy(self, content: Content) -> Callable[[], Copies]:
+    def _copy(self, content: Content) -> Callable[[], HostCopies]:
         """Copy the tensors; returns what gives the copies, or raises in the background, where all ranks hear it."""
         buffer, other = self._buffers
         self._buffers.rotate()
@@ -348,7 +367,7 @@ class Model:
         except Exception as failure:  # noqa: BLE001 - raised by the one that is returned
             return _failing(failure)
 
-        def give() -> Copies:
+        def give() -> HostCopies:
             # The next save is stopped for less if it finds memory that was touched; without, it says what is missing.
             with suppress(ConfigError):
                 other.reserve_like(buffer)
@@ -357,8 +376,8 @@ class Model:
         return give
 
 
-def _failing(error: Exception) -> Callable[[], Copies]:
-    def fail() -> Copies:
+def _failing(error: Exception) -> Callable[[], HostCopies]:
+    def fail() -> HostCopies:
         raise error
 
     return fail

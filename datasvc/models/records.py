@@ -6,10 +6,9 @@ a table says is checked here, before anyone allocates memory or asks a store for
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,8 +24,13 @@ TENSOR_TABLE_FORMAT: Final = 2
 # What a reader believes. A piece in an encoding is never larger, so that a few bytes cannot claim all memory.
 MAX_ENCODED_PIECE_BYTES: Final = 64 << 20
 MAX_CHAIN: Final = 64
+# Room for ten million pieces in short chains: a mixture of experts of 140,000 tensors, moments counted, each cut over
+# 64 ranks. Records take some ten times as much in memory.
+MAX_TABLE_BYTES: Final = 2048 << 20
+MAX_TENSORS: Final = 1 << 20
 _MAX_DIMENSIONS: Final = 64
 _MAX_BYTES: Final = 1 << 60
+_ROWS_AT_ONCE: Final = 256
 
 ALONE: Final = ("raw", "planes")
 DIFFERENCES: Final = ("xor", "difference")
@@ -217,12 +221,22 @@ def digest_of_content(records: Iterable[TensorRecord]) -> Digest:
 
 
 def encode_table(records: Iterable[TensorRecord]) -> bytes:
-    """Return the table as an Arrow IPC file, sorted by name; equal records give equal bytes."""
+    """Return the table as an Arrow IPC file, sorted by name; equal records give equal bytes.
+
+    Raises:
+        ConfigError: it would be larger than any that is read again.
+    """
     rows = [_row(record) for record in sorted(records, key=lambda record: record.name)]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _COLUMNS) as file:
         file.write_table(pa.Table.from_pylist(rows, schema=_COLUMNS))
-    return bytes(sink.getvalue().to_pybytes())
+    table = sink.getvalue()
+    if table.size > MAX_TABLE_BYTES or len(rows) > MAX_TENSORS:
+        raise ConfigError(
+            f"the table of {len(rows)} tensors would have {table.size} bytes, and nobody reads more than "
+            f"{MAX_TENSORS} in {MAX_TABLE_BYTES}; save parts of this state as models of their own"
+        )
+    return bytes(table.to_pybytes())
 
 
 def read_table(objects: Objects, table: Digest) -> tuple[TensorRecord, ...]:
@@ -233,7 +247,7 @@ def read_table(objects: Objects, table: Digest) -> tuple[TensorRecord, ...]:
         ConfigError: of a later format, or with a dtype that this datasvc does not know.
         NotFoundError, UnavailableError: see `Objects.read`.
     """
-    return decode_table(objects.read(table), objects.location(table))
+    return decode_table(objects.read(table, MAX_TABLE_BYTES), objects.location(table))
 
 
 def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorRecord, ...]:
@@ -244,20 +258,26 @@ def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorReco
             raise ConfigError(
                 f"{location} has tensor format {found}; this datasvc reads up to {TENSOR_TABLE_FORMAT}: upgrade it"
             )
-        records = tuple(_records_1(rows)) if found == 1 else tuple(map(_record, rows))
+        records = tuple(_check_sorted(_records_1(rows) if found == 1 else map(_record, _in_parts(rows)), location))
     except (pa.ArrowException, OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CorruptDataError(f"{location} is no tensor table: {error!r}") from error
-    names = [record.name for record in records]
-    if any(a >= b for a, b in itertools.pairwise(names)):
-        raise CorruptDataError(f"{location} is no tensor table: its tensors are not sorted by name")
-    for record in records:
-        _check_record(record, location)
     return records
 
 
-def _read_rows(content: bytes | memoryview) -> tuple[list[dict[str, Any]], int]:
+def _check_sorted(records: Iterable[TensorRecord], location: str) -> Iterator[TensorRecord]:
+    """Yield records as they are made, so that the first one that cannot be is the last that takes memory."""
+    before: str | None = None
+    for record in records:
+        if before is not None and before >= record.name:
+            raise CorruptDataError(f"{location} is no tensor table: its tensors are not sorted by name")
+        _check_record(record, location)
+        before = record.name
+        yield record
+
+
+def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
     """Return the rows and the format of a table of a format that is known, else no rows."""
     messages = pa.py_buffer(content)[_FIRST_MESSAGE:]
     if bytes(content[:_FIRST_MESSAGE]) != _MAGIC:
@@ -268,14 +288,22 @@ def _read_rows(content: bytes | memoryview) -> tuple[list[dict[str, Any]], int]:
     if found not in {1, 2}:
         if found < 1:
             raise ValueError(f"format {found}")
-        return [], found
+        return pa.table({}), found
     if not reader.schema.equals(_COLUMNS_1 if found == 1 else _COLUMNS):
         raise ValueError(f"columns {reader.schema}")
     if has_compressed_batch(messages):
         raise ValueError("its buffers are compressed, which datasvc never writes")
     rows = reader.read_all()
+    if rows.num_rows > MAX_TENSORS:
+        raise ValueError(f"{rows.num_rows} tensors, of at most {MAX_TENSORS}")
     rows.validate(full=True)
-    return rows.to_pylist(), found
+    return rows, found
+
+
+def _in_parts(rows: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yield rows as Python values, a few at a time: in memory these take ten times as much as the table."""
+    for batch in rows.to_batches(max_chunksize=_ROWS_AT_ONCE):
+        yield from batch.to_pylist()
 
 
 def _row(record: TensorRecord) -> dict[str, Any]:
@@ -308,9 +336,10 @@ def _record(row: Mapping[str, Any]) -> TensorRecord:
     return TensorRecord(row["name"], row["dtype"], tuple(row["shape"]), pieces)
 
 
-def _records_1(rows: Sequence[Mapping[str, Any]]) -> Iterable[TensorRecord]:
+def _records_1(table: pa.Table) -> Iterable[TensorRecord]:
     """Yield the records of a table of format 1: every tensor in one piece, raw."""
     # It does not say how large objects are; they end with their last tensor.
+    rows: list[dict[str, Any]] = table.to_pylist()
     sizes: dict[bytes, int] = {}
     for row in rows:
         sizes[row["object"]] = max(sizes.get(row["object"], 0), row["offset"] + row["length"])

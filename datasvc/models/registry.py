@@ -85,21 +85,29 @@ def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> l
     return [found[version.name, version.version] for version in versions]
 
 
-def model_log(repository: Repository, name: str) -> list[ModelVersion]:
-    """Return every version of a model, oldest first, removed ones too. Raises as `Repository.entries`."""
-    return _versions(repository, name, repository.entries("models", name))
+def model_log(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
+    """Return the `last` versions of a model, or all, oldest first, removed too. Raises as `Repository.entries`."""
+    return _versions(repository, name, repository.entries("models", name, last=last))
 
 
-def model_ancestry(repository: Repository, name: str) -> list[ModelVersion]:
+def model_ancestry(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
     """Return every version of a model, and of others what it was made from, however far back; in no certain order.
 
-    Raises as `Repository.entries`. What a version says it was made from, but is not in this repository, is left out.
+    What a version says it was made from, but is not in this repository, is left out.
+
+    Args:
+        repository: where they are.
+        name: of the model.
+        last: only so many versions of it, the newest, and what these were made from in other models.
+
+    Raises: as `Repository.entries`.
     """
-    found = {(each.name, each.version): each for each in model_log(repository, name)}
+    found = {(each.name, each.version): each for each in model_log(repository, name, last=last)}
     reader, live = EntryReader(repository), dict[str, _Live]()
     wanted = _missing_parents(found.values(), found)
     while wanted:
-        here = sorted(place for place in wanted if place[1] in reader.numbers(place[0]))
+        others = (place for place in wanted if place[0] != name)  # of the model itself it has all that it wants
+        here = sorted(place for place in others if place[1] in reader.numbers(place[0]))
         for other, number in here:
             if other not in live:
                 live[other] = _read_live(repository, other)

@@ -27,7 +27,8 @@ class SaveHandle:
     Attributes:
         step: of the state.
         number: of the save among those of its saver, from 0; -1 before it was submitted.
-        stall_s: seconds for which the call stopped the training; once `done`, with those that a device took to copy.
+        stall_s: seconds for which the call stopped the training until the thread had the save, without any wait for
+            the commit; once `done`, with those that a device took to copy.
     """
 
     def __init__(self, step: int) -> None:

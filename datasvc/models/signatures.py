@@ -18,7 +18,7 @@ from typing import Any
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.models.signing_keys import PrivateKey, PublicKey
 from datasvc.repository import Entry, Repository, Resolved
-from datasvc.repository.log import decode_entry, encode_entry
+from datasvc.repository.log import MAX_ENTRY_BYTES, decode_entry, encode_entry
 
 SIGNATURE_FORMAT = 1
 _ALGORITHM = "ed25519"
@@ -105,7 +105,9 @@ def _find(repository: Repository, version: Resolved, key: PublicKey, message: by
     path = _path(version, key)
     location = repository.storage.location(path)
     try:
-        return repository.storage.read_checked(path, lambda raw: _check(raw, location, key, message))
+        return repository.storage.read_checked(
+            path, lambda raw: _check(raw, location, key, message), most_bytes=MAX_ENTRY_BYTES
+        )
     except NotFoundError:
         return "it was not signed"
     except (CorruptDataError, ConfigError) as error:

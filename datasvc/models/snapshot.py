@@ -26,7 +26,7 @@ _MADV_WIPEONFORK: Final = 18  # linux/mman.h; Python does not name it
 
 
 @dataclass(frozen=True)
-class Copies:
+class HostCopies:
     """Tensors on the host, in a buffer that must not be copied into again while they are read.
 
     Attributes:
@@ -66,7 +66,7 @@ class HostBuffer:
         """Size of the memory."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> HostCopies:
         """Copy tensors of any device; those on CUDA are copied by their current streams, without a wait.
 
         Work that these streams are given later, such as the next update of the weights, comes after the copies.
@@ -91,7 +91,7 @@ class HostBuffer:
                 if place not in filled:
                     filled[place] = self._fill(place, tensor.detach(), events)
                 copies[name] = filled[place]
-        return Copies(copies, nbytes, events.end())
+        return HostCopies(copies, nbytes, events.end())
 
     def reserve_like(self, other: HostBuffer) -> None:
         """Have as much memory as `other`, touched already, so that the first `copy` does not wait for it.

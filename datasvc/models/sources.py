@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.restore_report import BadCopies
 from datasvc.repository import Digest, Objects
 from datasvc.repository.objects import digest_of
+
+_Answer = TypeVar("_Answer")
 
 # A place that refuses - by permissions, credentials - is no reason to leave the next one alone.
 _BAD = (NotFoundError, CorruptDataError, UnavailableError, ConfigError)
@@ -38,17 +40,26 @@ class CopiesInTurn:
         """Return all places where the object may lie, for messages."""
         return " and ".join(place.location(digest) for place in self._places)
 
-    def read(self, digest: Digest) -> bytes:
-        """Return a whole object, verified.
+    def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
+        """Return a whole object, verified; `most_bytes` as of `Objects.read`.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError, ConfigError: no place gave it; says what each did.
         """
-        return self._first(digest, lambda place: place.read(digest))
+        return self._first(digest, lambda place: place.read(digest, most_bytes))
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
         """See `ObjectSource`: unverified, from the first place that gives it and is not known to be bad."""
         return self._first(digest, lambda place: place.read_range(digest, offset, length))
+
+    @property
+    def is_near(self) -> bool:
+        """See `NearSource`: whether the first place is on this machine."""
+        return self._places[0].is_near
+
+    def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
+        """See `NearSource`."""
+        self._first(digest, lambda place: place.read_into(digest, offset, out))
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[bytes | memoryview]:
         """Yield the range of every copy whose whole object has the right digest, in turn; the others are noted."""
@@ -89,7 +100,7 @@ class CopiesInTurn:
         self._bad_places[number, digest] = error
         self.bad.add(digest, self._places[number].location(digest), str(error), content=content, intact=intact)
 
-    def _first(self, digest: Digest, read: Callable[[Objects], bytes]) -> bytes:
+    def _first(self, digest: Digest, read: Callable[[Objects], _Answer]) -> _Answer:
         errors: list[DatasvcError] = []
         for number, place in enumerate(self._places):
             known = self._bad_places.get((number, digest))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from datasvc.models.entry_objects import objects_of_entry
-from datasvc.models.records import TensorRecord, decode_table
+from datasvc.models.records import MAX_TABLE_BYTES, TensorRecord, decode_table
 from datasvc.models.signatures import check_signed
 from datasvc.models.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.repository import Digest, Repository, Resolved
@@ -40,7 +40,7 @@ def read_version(
     repository: Repository,
     ref: str,
     *,
-    read: Callable[[Digest], bytes] | None = None,
+    read: Callable[[Digest, int], bytes] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> StoredVersion:
     """Return the version that `ref` means now. Everything that restores goes through here, so that keys are obeyed.
@@ -48,7 +48,7 @@ def read_version(
     Args:
         repository: has the version.
         ref: NAME, NAME@VERSION or NAME@TAG.
-        read: returns whole objects, verified; default the repository's.
+        read: returns a whole object that has at most so many bytes, verified; default the repository's.
         trusted_keys: files of public keys, by one of which the version must be signed; () for none, None for those
             that `DATASVC_TRUSTED_KEYS` names.
 
@@ -62,6 +62,6 @@ def read_version(
     if keys:
         check_signed(repository, version, entry, keys)
     named = objects_of_entry(entry.content, version)
-    content = (read or repository.objects.read)(named.tensors)
+    content = (read or repository.objects.read)(named.tensors, MAX_TABLE_BYTES)
     records = decode_table(content, repository.objects.location(named.tensors))
     return StoredVersion(version, entry.content, records, named.state)

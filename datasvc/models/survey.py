@@ -10,18 +10,24 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
-from datasvc.models.checkpoint import decode_state
-from datasvc.models.entry_objects import objects_of_entry
-from datasvc.models.records import TensorRecord, decode_table
+from datasvc.models.entry_objects import MAX_CODE_BYTES, MAX_SHARDING_BYTES, objects_of_entry
+from datasvc.models.records import MAX_TABLE_BYTES, TensorRecord, decode_table
 from datasvc.models.restore_report import shorten
 from datasvc.models.signatures import check_signed
 from datasvc.models.signing_keys import PublicKey
-from datasvc.models.tree import unflatten
+from datasvc.models.tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects import parse_digest
 
 Role = Literal["entry", "tensor table", "state", "sharding", "code", "tensors"]
 Kind = Literal["missing", "changed", "unreadable", "contradictory", "not trusted"]
+
+_MOST_BYTES: Final[Mapping[Role, int]] = {
+    "tensor table": MAX_TABLE_BYTES,
+    "state": MAX_STATE_BYTES,
+    "sharding": MAX_SHARDING_BYTES,
+    "code": MAX_CODE_BYTES,
+}
 
 BAD: Final = (CorruptDataError, NotFoundError)
 # What a disk of this machine raises: it is asked directly, so its answer is about the data, not about the way to it.
@@ -162,7 +168,7 @@ class Survey:
 
     def _read(self, role: Role, digest: Digest, version: Resolved) -> bytes | None:
         try:
-            content = self._repository.objects.read(digest)
+            content = self._repository.objects.read(digest, _MOST_BYTES[role])
         except self.bad as error:
             self._note(role, kind_of(error), digest, version, str(error))
             return None

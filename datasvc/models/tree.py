@@ -6,17 +6,23 @@ No pickle: reading runs no code. What JSON cannot say is marked: `{"$tensor": NA
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
     import torch
 
+STATE_FORMAT: Final = 1
+# What a reader believes: room for the names of two million tensors, or random states of 36,000 ranks. What is
+# larger belongs into tensors, for values of JSON take some twenty times as much in memory.
+MAX_STATE_BYTES: Final = 256 << 20
 _MAX_DEPTH = 100
 _MAX_PATH = 1 << 16
 
@@ -48,6 +54,34 @@ def flatten(state: Any, *, most_nodes: int | None = None) -> tuple[Any, dict[str
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the state tree that `flatten` was given. Raises CorruptDataError when it is no skeleton."""
     return _unflatten(skeleton, tensors, 0)
+
+
+def encode_state(skeleton: Any) -> bytes:
+    """Return the bytes of a state object from the skeleton that `flatten` gave.
+
+    Raises:
+        ConfigError: they are more than anyone would read again.
+    """
+    raw = json.dumps({"format": STATE_FORMAT, "state": skeleton}, sort_keys=True, allow_nan=False).encode()
+    if len(raw) > MAX_STATE_BYTES:
+        raise ConfigError(
+            f"what the state has beside its tensors is {format_size(len(raw))} of JSON, and may be "
+            f"{format_size(MAX_STATE_BYTES)}; make tensors of long lists of numbers and of large bytes"
+        )
+    return raw
+
+
+def decode_state(raw: bytes, version: str) -> Any:
+    """Return the skeleton in a state object of `version`. Raises CorruptDataError, ConfigError (later format)."""
+    try:
+        stored = json.loads(raw)
+        found = int(stored["format"])
+        skeleton = stored["state"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptDataError(f"the state of {version} is damaged: {error!r}") from error
+    if found > STATE_FORMAT:
+        raise ConfigError(f"{version} has state format {found}; this datasvc reads up to {STATE_FORMAT}")
+    return skeleton
 
 
 def _flatten(value: Any, path: str, tensors: _Found, depth: int) -> Any:

@@ -34,9 +34,9 @@ class CappedStorage(Storage):
     def __reduce__(self) -> str:
         raise TypeError("a storage that is capped belongs to its process; send its URL instead")
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, most_bytes: int | None = None) -> bytes:
         """Return the whole content; its size is known afterwards, so the next read waits for it."""
-        content = super().read(path)
+        content = super().read(path, most_bytes)
         self._bucket.reserve(len(content))
         return content
 

@@ -44,7 +44,7 @@ def test_the_ranks_share_the_work_and_each_finds_its_own_state_again(folder):
     entries = [version.entry for version in model_log(Repository.open(str(folder / "share.repo")), "m")]
     assert [entry["parent"] for entry in entries] == [None, "m@1", "m@1"]
     stored = sum(entry["stored_bytes"] for entry in entries)
-    assert stored < sum(written) < 1.3 * stored, "tables, states and what git knows beside the tensors, nothing twice"
+    assert sum(written) == stored, "nothing twice"
     assert all(0 < entry["duration"]["stall_s"] < entry["duration"]["total_s"] for entry in entries)
 
 

@@ -16,10 +16,9 @@ import torch
 from xxhash import xxh3_128
 
 from datasvc.models import codec
-from datasvc.models.checkpoint import decode_state, encode_state
 from datasvc.models.pointers import find_chain, pointer_path, write_pointer
 from datasvc.models.records import Link, Piece, TensorRecord, encode_table, read_table
-from datasvc.models.tree import flatten, unflatten
+from datasvc.models.tree import decode_state, encode_state, flatten, unflatten
 from datasvc.order import AccessOrder, OrderConfig, OrderState
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.log import decode_entry, encode_entry

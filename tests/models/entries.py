@@ -1,7 +1,7 @@
 """Versions of models that tests commit without tensors: what their entries say is all that matters."""
 
-from datasvc.models.checkpoint import encode_state
 from datasvc.models.records import encode_table
+from datasvc.models.tree import encode_state
 
 
 def commit_entry(repository, name, *, parent=None, step=0, metrics=None, config=None, data=(), **about):

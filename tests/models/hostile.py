@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 
 from datasvc.errors import DatasvcError
 from datasvc.models import describe_model, restore
-from datasvc.models.checkpoint import decode_state, encode_state
 from datasvc.models.dcp import Reader
 from datasvc.models.dcp.metadata import describe_unsharded, encode_sharding
 from datasvc.models.records import Piece, TensorRecord, decode_table, encode_table
+from datasvc.models.tree import decode_state, encode_state
 from datasvc.models.verify import verify
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.log import encode_entry

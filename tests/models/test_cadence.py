@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from datasvc.models.cadence import Cadence, Pace, parse_pace
+from datasvc.models.cadence import Cadence, Pace, SaveCost, parse_pace
 
 
 class Run:
@@ -75,6 +75,10 @@ def test_saves_take_no_more_than_their_share_of_the_time_but_for_the_last_one(
     one_save_s = stall_s + writing * run.slowed_s + run.device_s
     assert run.saves[0] <= 10, "the first is not held back"
     assert run.lost_s <= share * run.now_s + one_save_s * 1.001 + step_s
+    cost = run.cadence.cost
+    assert cost.stall_s == pytest.approx(len(run.saves) * stall_s)
+    assert cost.stall_s + cost.slowed_s == pytest.approx(run.lost_s, abs=1e-6 * run.now_s)
+    assert cost.share == pytest.approx(run.lost_s / run.now_s, abs=1e-6)
 
 
 def test_what_saves_may_take_is_used_and_a_stall_spaces_them_out():
@@ -104,8 +108,96 @@ def test_a_long_break_is_no_step_that_was_slowed_down():
     assert run.cadence.debt_s <= before
 
 
+def test_short_steps_that_writing_slows_down_many_times_over_count_too():
+    """Steps of 2 ms, each of which waits half a second for the writing."""
+    run = Run(Pace(max_stall=0.03), step_s=0.002, stall_s=0.001, writing=3, slowed_s=0.5).go(100_000)
+    last_save_s = 3 * 0.5 + 0.001
+    assert run.lost_s - last_save_s == pytest.approx(0.03 * run.now_s, rel=0.05)
+
+
+def test_steps_that_are_quicker_beside_the_writing_do_not_pay_for_its_stall():
+    """The machine was busy with something else while it was measured how long a step takes, and no more."""
+    run = Run(Pace(max_stall=0.03), step_s=10.0, stall_s=1.0, writing=2)
+    while not run.saves:
+        run.go(1)
+    run.step_s = 1.0
+    assert run.go(1000).saves[1] - run.saves[0] >= 33
+    assert run.cadence.cost.slowed_s == 0
+
+
+def test_a_save_waits_until_it_is_known_again_how_long_a_step_takes():
+    run = Run(Pace(max_stall=0.5), stall_s=0.1, writing=4).go(100)
+    assert run.saves == [8, 20, 32, 44, 56, 68, 80, 92]
+
+
+def test_what_saving_cost_is_told_since_any_moment():
+    run = Run(Pace(every_steps=10), stall_s=0.5, writing=2, slowed_s=0.25).go(15)
+    before = run.cadence.cost
+    assert (before.stall_s, before.slowed_s, before.training_s) == pytest.approx((0.5, 0.5, 16.0))
+    run.go(10)
+    since = run.cadence.cost - before
+    assert (since.stall_s, since.slowed_s, since.training_s) == pytest.approx((0.5, 0.5, 11.0))
+    assert since.share == pytest.approx(1 / 11)
+    assert SaveCost().share == 0
+
+
 def test_a_device_that_copies_does_not_put_off_a_save_by_time():
     assert Run(Pace(every_s=10.0), step_s=3.0, stall_s=0.0, writing=1, device_s=0.001).go(14).saves == [4, 8, 12]
+
+
+def just_saved(stall_s=0.0):
+    """Return a run of steps of 1 s that has saved this moment, for the first time."""
+    run = Run(Pace(max_stall=0.03), stall_s=stall_s)
+    while not run.saves:
+        run.go(1)
+    return run
+
+
+@pytest.mark.parametrize("seen_s", [0.0, 0.2, 0.5])
+def test_what_a_device_copies_is_owed_once_however_much_of_it_a_step_shows(seen_s):
+    run = just_saved()
+    run.now_s += 1.0 + seen_s
+    run.cadence.spent(0.5)
+    run.cadence.ended_step(is_saving=True)
+    assert run.cadence.debt_s == pytest.approx(0.5 - 0.03 * (1.0 + seen_s))
+    assert run.cadence.cost.slowed_s == pytest.approx(seen_s)
+
+
+def test_what_a_device_copied_is_owed_once_when_it_is_told_after_the_step_that_shows_it():
+    run = just_saved()
+    run.now_s += 1.5
+    run.cadence.ended_step(is_saving=True)
+    run.cadence.spent(0.5)
+    assert run.cadence.debt_s == pytest.approx(0.5 - 0.03 * 1.5)
+
+
+def test_writing_that_slows_steps_down_is_owed_beside_what_a_device_copied():
+    run = just_saved()
+    run.cadence.spent(0.5)
+    for took_s in (1.5, 1.25):
+        run.now_s += took_s
+        run.cadence.ended_step(is_saving=True)
+    assert run.cadence.debt_s == pytest.approx(0.5 + 0.25 - 0.03 * 2.75)
+    assert run.cadence.cost.slowed_s == pytest.approx(0.75)
+
+
+def test_copying_that_lasts_as_long_as_a_break_is_owed_once_and_what_is_written_after_it_too():
+    run = just_saved()
+    run.cadence.spent(20.0)
+    for took_s in (21.0, 1.25):
+        run.now_s += took_s
+        run.cadence.ended_step(is_saving=True)
+    assert run.cadence.debt_s == pytest.approx(20.0 + 0.25 - 0.03 * 22.25)
+    assert run.cadence.cost.slowed_s == pytest.approx(20.25)
+
+
+def test_the_copy_of_the_save_before_pays_for_nothing_of_the_next():
+    run = just_saved()
+    run.cadence.spent(0.5)
+    run.cadence.stalled(0.0)
+    run.now_s += 1.25
+    run.cadence.ended_step(is_saving=True)
+    assert run.cadence.debt_s == pytest.approx(0.5 + 0.25 - 0.03 * 1.25)
 
 
 def looks(run, num_steps):

@@ -17,7 +17,7 @@ from datasvc.models import (
     restore,
     save,
 )
-from datasvc.models.checkpoint import base_records
+from datasvc.models.commit import base_records
 from datasvc.models.piece_writer import OWN_OBJECT_BYTES
 from datasvc.models.records import read_table
 from datasvc.repository import Repository
@@ -198,7 +198,7 @@ def test_conjugate_and_negative_views_are_stored_as_their_values(repository):
 
 @pytest.mark.parametrize(
     ("constant", "message"),
-    [("checkpoint.STATE_FORMAT", "state format 1"), ("records.TENSOR_TABLE_FORMAT", "tensor format 2")],
+    [("tree.STATE_FORMAT", "state format 1"), ("records.TENSOR_TABLE_FORMAT", "tensor format 2")],
 )
 def test_a_checkpoint_of_a_later_format_is_refused(repository, monkeypatch, constant, message):
     save(repository, "m", {"w": torch.ones(2)}, step=0)
@@ -229,7 +229,7 @@ def drifting(repository, versions, *, name="m", codec="delta"):
     states = [torch.randn(30_000) * 0.02]
     for step in range(versions):
         save(repository, name, {"w": states[-1]}, step=step, codec=codec)
-        states.append(states[-1] + torch.randn(30_000) * 1e-9)
+        states.append(states[-1] + torch.randn(30_000) * 1e-10)
     return states[:-1]
 
 

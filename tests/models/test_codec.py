@@ -1,3 +1,4 @@
+import threading
 import tracemalloc
 from contextlib import suppress
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.codec import choose_encoding, decode, encode, is_worthwhile, word_bytes
+from datasvc.models.codec import Decoder, Decoders, choose_encoding, decode, encode, is_worthwhile, word_bytes
 from datasvc.models.records import ITEM_BYTES
 
 WORDS = [1, 2, 4, 8]
@@ -151,3 +152,32 @@ def test_damaged_planes_raise_or_give_other_bytes_and_nothing_else(data):
     links[number] = (links[number][0], bytes(stored[: data.draw(st.integers(0, len(stored)))]))
     with suppress(CorruptDataError):
         decoded(links, after.size)
+
+
+def test_a_decoder_gives_the_same_whatever_it_decoded_before():
+    decoder = Decoder()
+    for count in (200_000, 1000, 300_000):
+        before, after = trained(count, count)
+        out = np.empty(after.size, np.uint8)
+        decoder.decode([("planes", encode(before, 4, "planes")), ("xor", encode(after, 4, "xor", before))], out)
+        assert out.tobytes() == after.tobytes()
+        with pytest.raises(CorruptDataError):
+            decoder.decode([("planes", planes_of(b"not zstd"))], out)
+
+
+def test_no_more_threads_decode_at_once_than_there_are_decoders_and_those_are_used_again():
+    decoders, used = Decoders(2), []
+
+    def borrow():
+        with decoders.borrow() as decoder:
+            used.append(decoder)
+
+    with decoders.borrow() as first:
+        with decoders.borrow() as second:
+            third = threading.Thread(target=borrow)
+            third.start()
+            assert not decoders._free.acquire(blocking=False)  # nor does the third get one, now or later
+            assert not used
+        third.join()
+    borrow()
+    assert used == [second, first]

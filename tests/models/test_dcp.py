@@ -4,6 +4,7 @@ import io
 import json
 import math
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,13 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.gc import gc
 from datasvc.models import describe_model, restore, save
-from datasvc.models.checkpoint import decode_state
 from datasvc.models.code import CodeRevision
 from datasvc.models.dcp import Reader, Writer
 from datasvc.models.dcp.checkpoint_id import CheckpointId
@@ -28,8 +28,10 @@ from datasvc.models.dcp.metadata import decode_sharding
 from datasvc.models.records import read_table
 from datasvc.models.signatures import sign
 from datasvc.models.signing_keys import load_private_key, make_key
+from datasvc.models.tree import decode_state
 from datasvc.repository import Repository
 from datasvc.repository.objects import parse_digest
+from tests.models.as_ranks import Block, load_as_ranks, rows, save_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -98,11 +100,17 @@ def only_failure(caught):
 
 
 class CountingSource:
-    """A repository's objects; counts what is read of them."""
+    """A repository's objects, in the place of a cache; counts what is read of them."""
+
+    is_near = False  # so that all is read by `read_range`
 
     def __init__(self, url):
         self.objects = Repository.open(url).objects
         self.ranges = []
+        self.came_bytes = {}
+
+    def opened(self, *_places):
+        return nullcontext(self)
 
     def read_range(self, digest, offset, length):
         self.ranges.append((digest, offset, length))
@@ -212,7 +220,7 @@ def test_only_the_pieces_of_what_is_loaded_are_read(url):
     dcp.save(state, storage_writer=Writer(url, codec="none"))
     source = CountingSource(url)
     found = {"wanted": torch.zeros(1000)}
-    dcp.load(found, storage_reader=Reader(url, source=source))
+    dcp.load(found, storage_reader=Reader(url, cache=source.opened))
     assert torch.equal(found["wanted"], state["wanted"])
     assert source.num_bytes == 4000
 
@@ -551,63 +559,6 @@ def test_an_error_that_cannot_be_sent_to_other_ranks_is_told_in_words(url):
 # ---------------------------------------------------------------------------------------------- several ranks
 
 
-class Block(torch.Tensor):
-    """A rank's block of a tensor, in the protocol by which DTensor talks to planners."""
-
-    @staticmethod
-    def of(whole, box):
-        start, shape = box
-        index = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
-        block = whole[index].as_subclass(Block)
-        block.box, block.whole = (torch.Size(start), torch.Size(shape)), torch.Size(whole.shape)
-        return block
-
-    def size(self, *dimension):
-        return self.whole if hasattr(self, "whole") and not dimension else super().size(*dimension)
-
-    def __create_write_items__(self, fqn, _object):
-        data = TensorWriteData(ChunkStorageMetadata(*self.box), TensorProperties(dtype=self.dtype), self.whole)
-        return [WriteItem(MetadataIndex(fqn, self.box[0]), WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self):
-        return [ChunkStorageMetadata(*self.box)]
-
-    def __get_tensor_shard__(self, _index):
-        return self.as_subclass(torch.Tensor)
-
-
-def save_as_ranks(url, states, **options):
-    """What torch's `save` does, with all ranks in this process. Returns the writers."""
-    writers = [Writer(url, **options) for _ in states]
-    planners = [DefaultSavePlanner() for _ in states]
-    plans = []
-    for rank, (writer, planner, state) in enumerate(zip(writers, planners, states, strict=True)):
-        planner.set_up_planner(state, writer.storage_meta(), rank == 0)
-        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
-    plans, metadata = planners[0].create_global_plan(plans)
-    plans = pickle.loads(pickle.dumps(writers[0].prepare_global_plan(plans)))
-    results = [
-        pickle.loads(pickle.dumps(writer.write_data(planner.finish_plan(plan), planner).value()))
-        for writer, planner, plan in zip(writers, planners, plans, strict=True)
-    ]
-    writers[0].finish(metadata, results)
-    return writers, results
-
-
-def load_as_ranks(readers, states, make_planner=DefaultLoadPlanner):
-    planners = [make_planner() for _ in states]
-    plans = []
-    for rank, (reader, planner, state) in enumerate(zip(readers, planners, states, strict=True)):
-        metadata = reader.read_metadata()
-        planner.set_up_planner(state, metadata, rank == 0)
-        reader.set_up_storage_reader(metadata, rank == 0)
-        plans.append(reader.prepare_local_plan(planner.create_local_plan()))
-    plans = readers[0].prepare_global_plan(planners[0].create_global_plan(plans))
-    for reader, planner, plan in zip(readers, planners, plans, strict=True):
-        reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
 def cuts(draw, size):
     """Spans as a mesh deals them: those of ranks that get nothing lie at the end."""
     points = sorted(draw(st.sets(st.integers(1, size - 1), max_size=2))) if size > 1 else []
@@ -639,11 +590,6 @@ def test_what_any_ranks_save_any_other_ranks_load(tmp_path_factory, data):
         assert torch.equal(state["a"]["w"].as_subclass(torch.Tensor), Block.of(whole, box).as_subclass(torch.Tensor))
 
 
-def rows(whole, rank, num_ranks):
-    start, stop = rank * len(whole) // num_ranks, (rank + 1) * len(whole) // num_ranks
-    return Block.of(whole, ((start, *[0] * (whole.dim() - 1)), (stop - start, *whole.shape[1:])))
-
-
 def test_replicas_are_written_once_and_the_work_is_spread_over_ranks(url):
     replicated = {f"layer{i}": torch.randn(20_000) for i in range(16)}
     _, results = save_as_ranks(url, [{**replicated, "step": 1} for _ in range(4)], codec="none")
@@ -659,7 +605,7 @@ def test_ranks_together_read_every_byte_once_where_their_parts_follow_the_saved_
     save_as_ranks(url, [{"w": rows(whole, rank, 24)} for rank in range(24)], codec="none")
     sources = [CountingSource(url) for _ in range(num_ranks)]
     states = [{"w": rows(torch.zeros(48, 500), rank, num_ranks)} for rank in range(num_ranks)]
-    load_as_ranks([Reader(url, source=source) for source in sources], states)
+    load_as_ranks([Reader(url, cache=source.opened) for source in sources], states)
     assert torch.equal(torch.cat([state["w"].as_subclass(torch.Tensor) for state in states]), whole)
     assert [source.num_bytes for source in sources] == [whole.nbytes // num_ranks] * num_ranks
 
@@ -669,7 +615,7 @@ def test_a_piece_that_only_partly_meets_a_block_is_read_whole(url):
     dcp.save({"w": whole}, storage_writer=Writer(url, codec="none"))
     source = CountingSource(url)
     states = [{"w": Block.of(torch.zeros(8, 100), ((1, 10), (5, 50)))}]
-    load_as_ranks([Reader(url, source=source)], states)
+    load_as_ranks([Reader(url, cache=source.opened)], states)
     assert torch.equal(states[0]["w"].as_subclass(torch.Tensor), whole[1:6, 10:60])
     assert source.num_bytes == whole.nbytes
 
@@ -691,7 +637,7 @@ def test_a_piece_that_several_blocks_meet_is_read_once(url):
     source = CountingSource(url)
     target = Block.of(torch.zeros(8, 30_000), ((0, 0), (8, 30_000)))
     target.__class__ = TopAndBottom
-    load_as_ranks([Reader(url, source=source)], [{"w": target}])
+    load_as_ranks([Reader(url, cache=source.opened)], [{"w": target}])
     found = target.as_subclass(torch.Tensor)
     assert torch.equal(found[[0, 7]], whole[[0, 7]])
     assert not found[1:7].any()

@@ -5,7 +5,7 @@ import torch
 
 from datasvc.errors import NotFoundError
 from datasvc.models import CodeRevision, DataUse, save
-from datasvc.models.checkpoint import commit
+from datasvc.models.commit import About, StoredState, commit
 from datasvc.models.difference import compare_values, diff
 from datasvc.models.records import join_pieces
 from datasvc.models.removal import remove
@@ -106,7 +106,7 @@ def test_tensors_that_are_cut_into_other_pieces_are_compared_by_their_elements(r
     halves = [TensorPiece("w", (0, 0), whole[:2]), TensorPiece("w", (2, 0), whole[2:] + 1)]
     stored = store_pieces(repository.objects, halves)
     record = join_pieces("w", "float32", (4, 2), [piece for _, piece in stored.pieces])
-    second = str(commit(repository, "m", skeleton={"w": {"$tensor": "w"}}, records=[record], new_bytes=0, step=1))
+    second = str(commit(repository, "m", StoredState([record], {"w": {"$tensor": "w"}}, new_bytes=0), About(step=1)))
     change = changes(repository, first, second)["w"]
     assert (change.norm, change.num_changed) == (2.0, 4)
 

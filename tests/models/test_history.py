@@ -1,11 +1,13 @@
 """The drawing of a history can be read back: whoever looks at it sees every parent, and no other."""
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from datasvc.models.history import draw_history, order_history
+from datasvc.models.history import draw_history, draw_newest, order_history, read_history
 from datasvc.models.registry import ModelVersion, model_ancestry
 from datasvc.models.removal import remove
+from datasvc.repository import Log
 from tests.models.entries import commit_entry
 
 
@@ -130,3 +132,79 @@ def test_ancestors_in_other_models_are_part_of_a_history_however_far_back(reposi
     found = {str(each): each for each in model_ancestry(repository, "m")}
     assert sorted(found) == ["base@1", "base@2", "m@1", "tuned@1"]
     assert (found["tuned@1"].removed, found["m@1"].removed) == (True, False)
+
+
+def head_of(lines, last):
+    """Return the lines of a drawing before that of version number `last` + 1."""
+    places = [number for number, line in enumerate(lines) if line.version is not None] + [len(lines)]
+    return lines[: places[min(last, len(places) - 1)]]
+
+
+def with_others(own, versions):
+    """Return versions of a model with what they were made from in others, however far back."""
+    found = {str(each): each for each in own}
+    for each in reversed(versions):  # children before parents
+        if each.name != "m" and any(str(each) in child.parents for child in found.values()):
+            found[str(each)] = each
+    return list(found.values())
+
+
+# m@1, which is not read, was made of n@1 and that of a@1: so a@1 does not stand below m@2 at once.
+HIDDEN = [
+    version("a", 1),
+    version("n", 1, "a@1"),
+    version("m", 1, "n@1"),
+    version("n", 2, "m@1"),
+    version("m", 2, "n@2", "a@1"),
+]
+
+
+@given(histories(), st.integers(1, 14), st.integers(1, 14))
+@example(HIDDEN, 2, 1)
+@example([version("m", 1, "m@3"), version("m", 2), version("m", 3, "m@4"), version("m", 4)], 2, 2)
+def test_the_newest_versions_alone_give_the_beginning_of_the_whole_drawing_or_none(versions, last, num_read):
+    own = [each for each in versions if each.name == "m"]
+    older = [each.version for each in own[:-num_read]]
+    whole = draw_history(with_others(own, versions), "m")
+    found = draw_newest(with_others(own[-num_read:], versions), "m", last=last, older=older)
+    assert found is None or found == head_of(whole, last)
+    assert found is not None or older
+
+
+@pytest.fixture
+def num_read(monkeypatch):
+    """How many entries of versions were read, by model."""
+    counted = {}
+    read = Log.read
+
+    def count(log, number):
+        counted[log.path] = counted.get(log.path, 0) + 1
+        return read(log, number)
+
+    monkeypatch.setattr(Log, "read", count)
+    return counted
+
+
+def test_the_newest_of_a_long_history_are_drawn_without_reading_the_others(repository, num_read):
+    commit_entry(repository, "base")
+    commit_entry(repository, "m", parent="base@1")
+    for number in range(2, 80):
+        commit_entry(repository, "m", parent=f"m@{number - 1}")
+    commit_entry(repository, "m", parent="m@70")  # a fork
+    lines = read_history(repository, "m", last=3)
+    assert [f"{line.graph} {line.version or ''}".rstrip() for line in lines] == [
+        "* m@80", "| * m@79", "| * m@78",
+    ]  # fmt: skip
+    assert num_read == {"models/m/versions": 3}
+
+
+def test_more_is_read_where_what_a_version_was_made_from_comes_before_older_versions(repository, num_read):
+    for number in range(40):
+        commit_entry(repository, "m", parent=f"m@{number}" if number else None)
+    commit_entry(repository, "mean", parent="m@39", merged=["m@40"])
+    commit_entry(repository, "m", parent="mean@1")
+    for last in (1, 2, 3, 41, 42, 60):
+        assert read_history(repository, "m", last=last) == head_of(read_history(repository, "m"), last)
+    num_read.clear()
+    assert len(read_history(repository, "m", last=1)) == 1
+    assert num_read == {"models/m/versions": 1, "models/mean/versions": 1}

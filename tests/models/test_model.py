@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from datasvc.errors import BusyError, ConfigError, NotFoundError, UnavailableErr
 from datasvc.models import DataUse, codec, describe_model, model_log, restore
 from datasvc.models.model import Model
 from datasvc.models.records import read_table
+from datasvc.models.saver import SaveHandle
+from datasvc.models.snapshot import HostCopies
 from datasvc.repository.objects import Objects
 
 
@@ -71,6 +74,95 @@ def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
     assert (found.entry["config"], found.entry["metrics"]) == ({"betas": [0.9]}, {"loss": 1.0})
     assert 0 < handle.stall_s < found.entry["duration"]["total_s"]
     assert found.entry["duration"]["stall_s"] == pytest.approx(handle.stall_s, abs=1e-5)
+
+
+def test_a_model_tells_what_saving_cost_the_training(repo):
+    with repo.model("m", every=2) as model:
+        assert model.cost.share == 0
+        stalls_s, calls_s = [], []
+        for step in range(1, 6):
+            if model.should_save(step):
+                began_s = time.perf_counter()
+                stalls_s.append(model.save({"w": torch.zeros(50_000)}, step=step).stall_s)
+                calls_s.append(time.perf_counter() - began_s)
+        assert len(stalls_s) == 2
+        assert 0 < sum(stalls_s) < model.cost.stall_s < sum(calls_s)
+        assert 0 < model.cost.share <= 1
+
+
+def debt_after_a_step(model, step):
+    """Let a step end; returns what is owed then, and what of the training's time has paid for it."""
+    before = model.cost
+    model.should_save(step)
+    return model._cadence.debt_s, 0.01 * (model.cost - before).training_s
+
+
+@pytest.fixture
+def slow_device(monkeypatch):
+    """Copies to the host that a device is said to have taken 1000 s for."""
+    monkeypatch.setattr(HostCopies, "wait", lambda _: 1000.0)
+
+
+def without_a_thread(submit):
+    """Return `submit` where the system has no thread left to save in; the save itself finds some."""
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    def submit_inline(handle, work):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            submit(handle, lambda: (patch.undo(), work())[1])
+
+    return submit_inline
+
+
+@pytest.mark.usefixtures("slow_device")
+@pytest.mark.parametrize("how", ["waits", "has no thread"])
+def test_a_save_that_blocks_until_it_is_committed_costs_all_that_time_and_a_copy_within_it_nothing_more(
+    repo, monkeypatch, how
+):
+    with repo.model("m", max_stall=0.01) as model:
+        if how == "has no thread":
+            monkeypatch.setattr(model._saver, "submit", without_a_thread(model._saver.submit))
+        began_s = time.perf_counter()
+        assert model.save({"w": torch.ones(50_000)}, step=1, wait=how == "waits").done()
+        call_s = time.perf_counter() - began_s
+        stall_s = model.cost.stall_s
+        debt_s, paid_s = debt_after_a_step(model, 2)
+        assert debt_s == pytest.approx(max(0.0, stall_s - paid_s))
+        written_s = repo.restore("m@1").entry["duration"]["total_s"]
+        assert written_s - 1e-6 <= stall_s < call_s, "but for what the entry rounds"
+
+
+def test_a_save_that_blocks_and_fails_costs_the_time_all_the_same(repo, gate, monkeypatch):
+    real, asked_s = SaveHandle.result, []
+
+    def result(handle):
+        asked_s.append(time.perf_counter())
+        gate.is_open.set()
+        return real(handle)
+
+    monkeypatch.setattr(SaveHandle, "result", result)
+    gate.error = UnavailableError("gone")
+    with repo.model("m", max_stall=0.01) as model:
+        with pytest.raises(UnavailableError, match="gone"):
+            model.save({"w": torch.ones(50_000)}, step=1, wait=True)
+        before = model.cost
+        model.should_save(2)
+        ended_s = time.perf_counter()
+        assert (model.cost - before).training_s < ended_s - asked_s[0], "the wait is no part of the next step"
+
+
+@pytest.mark.usefixtures("slow_device")
+def test_a_copy_that_a_device_makes_beside_the_training_is_owed_once(repo, gate):
+    with repo.model("m", max_stall=0.01) as model:
+        model.save({"w": torch.ones(50_000)}, step=1)
+        assert gate.has_begun.wait(30)
+        stall_s = model.cost.stall_s
+        debt_s, paid_s = debt_after_a_step(model, 2)
+        assert debt_s == pytest.approx(stall_s + 1000 - paid_s)
+        gate.is_open.set()
 
 
 def test_several_saves_queue_in_two_buffers_and_each_keeps_its_own_bytes(repo, gate):

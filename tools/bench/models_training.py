@@ -24,15 +24,16 @@ class Training:
     Args:
         optimizer: "sgd" (Goyal et al.: 0.1 per 256 samples, momentum 0.9, decay 1e-4) or "adamw" (1e-3, decay 0.05).
         frozen: only the last layer learns.
+        model: by its name in the trainer's recipes.
     """
 
-    def __init__(self, optimizer: str, *, frozen: bool) -> None:
+    def __init__(self, optimizer: str, *, frozen: bool, model: str = "resnet50") -> None:
         torch.manual_seed(0)
         digits = load_digits()
         images = torch.from_numpy(digits.images).float()[:, None] / 16
         self._images = torch.nn.functional.interpolate(images, SIDE).expand(-1, 3, -1, -1)
         self._labels = torch.from_numpy(digits.target)
-        self.model = build_model("resnet50", CLASSES)
+        self.model = build_model(model, CLASSES)
         learning = list(self.model.parameters())
         if frozen:
             self.model.eval()  # running statistics are frozen too

@@ -40,20 +40,16 @@ def log(
 
     Example: datasvc models log digits-cnn --repo ./repo
     """
-    from datasvc.models.history import draw_history
-    from datasvc.models.registry import model_ancestry, model_log
+    from datasvc.models.history import read_history
+    from datasvc.models.registry import model_log
     from datasvc.repository import Repository
 
     repository = Repository.open(repo)
     if as_json:
-        print_json([version_facts(found) for found in model_log(repository, name)[::-1][:last]])
+        print_json([version_facts(found) for found in model_log(repository, name, last=last)[::-1]])
         return
     console = Console(highlight=False, soft_wrap=True)
-    num_shown = 0
-    for line in draw_history(model_ancestry(repository, name), name):
-        num_shown += line.version is not None
-        if last is not None and num_shown > last:
-            break
+    for line in read_history(repository, name, last=last):
         text = line.graph if line.version is None else f"{line.graph} {_summary(line.version)}"
         if not sys.stdout.isatty():
             sys.stdout.write(f"{text}\n")

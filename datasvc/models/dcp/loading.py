@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,20 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from datasvc.errors import ConfigError
-from datasvc.models.checkpoint import open_stored
+from datasvc.models.copies import Copies
 from datasvc.models.dcp.metadata import Sharding, decode_sharding, describe_unsharded
 from datasvc.models.dcp.paths import find
 from datasvc.models.dcp.values import decode_opaque, wrap_value
-from datasvc.models.load import THREADS, load_tensors
+from datasvc.models.entry_objects import MAX_SHARDING_BYTES
+from datasvc.models.load import load_tensors, threads_for
 from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches
 from datasvc.models.pieces import Box, intersect, slices
 from datasvc.models.records import Piece, TensorRecord
+from datasvc.models.restore_report import RestoreReport
+from datasvc.models.stored_version import read_version
 from datasvc.models.tensor_bytes import tensor_of
 from datasvc.models.threads import run_in_threads
-from datasvc.models.tree import unflatten
+from datasvc.models.tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects import parse_digest
 
@@ -33,6 +37,7 @@ class ShardedVersion:
 
     Attributes:
         repository: that it lies in.
+        copies: that it is read from.
         version: which one.
         sharding: what planners need to know of it.
         records: its tensor table, by name.
@@ -40,6 +45,7 @@ class ShardedVersion:
     """
 
     repository: Repository
+    copies: Copies
     version: Resolved
     sharding: Sharding
     records: Mapping[str, TensorRecord]
@@ -62,14 +68,15 @@ class PieceRead:
 
 
 def read_sharded(
-    repository: Repository, ref: str, *, trusted_keys: Sequence[str | Path] | None = None
+    repository: Repository, copies: Copies, ref: str, *, trusted_keys: Sequence[str | Path] | None = None
 ) -> ShardedVersion:
     """Read what a version says of itself. One that was not saved sharded is described as if it was, in one part.
 
     Args:
         repository: has it.
+        copies: of what it is made of.
         ref: NAME, NAME@VERSION or NAME@TAG.
-        trusted_keys: as of `open_stored`.
+        trusted_keys: as of `read_version`.
 
     Raises:
         ConfigError: `ref` is no reference, or something has a later format.
@@ -77,31 +84,40 @@ def read_sharded(
         CorruptDataError: the entry, table, state or sharding was changed; or the version is not signed.
         UnavailableError: the store did not answer.
     """
-    stored = open_stored(repository, ref, trusted_keys=trusted_keys)
+    stored = read_version(repository, ref, read=copies.read, trusted_keys=trusted_keys)
+    version = str(stored.version)
+    skeleton = decode_state(copies.read(stored.state, MAX_STATE_BYTES), version)
     records = {record.name: record for record in stored.records}
     named = stored.entry.get("sharding")
     if named is None:
-        sharding = describe_unsharded(stored.skeleton, records, str(stored.version))
+        sharding = describe_unsharded(skeleton, records, version)
     else:
-        raw = repository.objects.read(parse_digest(named))
-        sharding = decode_sharding(raw, records, stored.skeleton, str(stored.version))
-    return ShardedVersion(repository, stored.version, sharding, records, stored.skeleton)
+        sharding = decode_sharding(copies.read(parse_digest(named), MAX_SHARDING_BYTES), records, skeleton, version)
+    return ShardedVersion(repository, copies, stored.version, sharding, records, skeleton)
 
 
 def load_items(
-    stored: ShardedVersion,
-    source: ObjectSource,
-    items: Sequence[ReadItem],
-    planner: LoadPlanner,
-    *,
-    planner_bytes: bool = False,
-) -> None:
+    stored: ShardedVersion, items: Sequence[ReadItem], planner: LoadPlanner, *, planner_bytes: bool = False
+) -> RestoreReport:
     """Fill the planner's tensors and values. Arguments and errors are those of `Reader` and `Reader.read_data`."""
+    began = time.monotonic()
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
+    value_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
-    blocks = [(*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True)]
+    reads = plan_reads((*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True))
+    inside = _find_inside(stored, value_items)
+    wanted = [*(replace(each.record, pieces=(each.piece,)) for each in reads), *inside]
+    with stored.copies.opened(wanted) as source:
+        _read_pieces(source, reads)
+        tensors = load_tensors(source, inside)
+    for item, target in zip(tensor_items, targets, strict=True):
+        planner.commit_tensor(item, target)
+    for item in value_items:
+        _load_value(stored, item, tensors, planner, planner_bytes=planner_bytes)
+    return stored.copies.report(wanted, time.monotonic() - began)
 
-    reads = plan_reads(blocks)
+
+def _read_pieces(source: ObjectSource, reads: Sequence[PieceRead]) -> None:
     reader = PieceReader(source, [each.piece for each in reads])
 
     def read(each: PieceRead) -> None:
@@ -112,12 +128,7 @@ def load_items(
         for target, box in each.copies:
             target.copy_(loaded[slices(box, origin=each.piece.start)])
 
-    run_in_threads(read, [(each,) for each in reads], THREADS)
-    for item, target in zip(tensor_items, targets, strict=True):
-        planner.commit_tensor(item, target)
-    for item in items:
-        if item.type == LoadItemType.BYTE_IO:
-            _load_value(stored, source, item, planner, planner_bytes=planner_bytes)
+    run_in_threads(read, [(each,) for each in reads], threads_for(source))
 
 
 def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[PieceRead]:
@@ -157,26 +168,42 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
     return record, (start, shape)
 
 
+def _find_inside(stored: ShardedVersion, items: Sequence[ReadItem]) -> list[TensorRecord]:
+    """Return the records of tensors that lie inside values, each once. Raises CorruptDataError: there is no such."""
+    met = _Met(stored.records)
+    for item in items:
+        unflatten(_skeleton_of(stored, item), met)
+    return list(met.values())
+
+
+class _Met(dict[str, Any]):
+    """Records of tensors, once somebody has looked for them."""
+
+    def __init__(self, records: Mapping[str, TensorRecord]) -> None:
+        super().__init__()
+        self._records = records
+
+    def __missing__(self, name: str) -> TensorRecord:
+        self[name] = record = self._records[name]
+        return record
+
+
+def _skeleton_of(stored: ShardedVersion, item: ReadItem) -> Any:
+    key = item.storage_index.fqn
+    return find(stored.skeleton, stored.sharding.paths.get(key, (key,)))
+
+
 def _load_value(
-    stored: ShardedVersion, source: ObjectSource, item: ReadItem, planner: LoadPlanner, *, planner_bytes: bool
+    stored: ShardedVersion,
+    item: ReadItem,
+    tensors: Mapping[str, torch.Tensor],
+    planner: LoadPlanner,
+    *,
+    planner_bytes: bool,
 ) -> None:
     key = item.storage_index.fqn
-    path = stored.sharding.paths.get(key, (key,))
-    value = unflatten(find(stored.skeleton, path), _TensorsOnDemand(stored, source))
-    is_opaque = key in stored.sharding.opaque
-    if is_opaque:
+    value = unflatten(_skeleton_of(stored, item), tensors)
+    if key in stored.sharding.opaque:
         planner.load_bytes(item, decode_opaque(value, key, planner, is_wanted=planner_bytes))
     else:
         planner.load_bytes(item, wrap_value(value))
-
-
-class _TensorsOnDemand(dict[str, torch.Tensor]):
-    """The tensors that lie inside values, read when they are met."""
-
-    def __init__(self, stored: ShardedVersion, source: ObjectSource) -> None:
-        super().__init__()
-        self._stored = stored
-        self._source = source
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        return load_tensors(self._source, [self._stored.records[name]])[name]

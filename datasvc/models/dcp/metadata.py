@@ -25,9 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.dcp.paths import Path, check_paths, check_reach, path_of
+from datasvc.models.entry_objects import MAX_SHARDING_BYTES
 from datasvc.models.pieces import Box, is_tiling
 from datasvc.models.records import TensorRecord
 from datasvc.models.tree import flatten, unflatten
+from datasvc.sizes import format_size
 
 SHARDING_FORMAT: Final = 1
 _MEMORY_FORMATS: Final = {
@@ -58,7 +60,7 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
     """Return the bytes of a sharding object.
 
     Raises:
-        ConfigError: the planner noted something else than the paths of keys; names it.
+        ConfigError: the planner noted something else than the paths of keys; names it. Or they are too many bytes.
     """
     paths, _ = flatten({"planner_data": planned_paths(metadata)})
     described = {
@@ -74,7 +76,13 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
         "values": [k for k, each in metadata.state_dict_metadata.items() if isinstance(each, BytesStorageMetadata)],
         "opaque": sorted(opaque),
     }
-    return json.dumps(described, sort_keys=True, allow_nan=False).encode()
+    raw = json.dumps(described, sort_keys=True, allow_nan=False).encode()
+    if len(raw) > MAX_SHARDING_BYTES:
+        raise ConfigError(
+            f"how this save was cut over the ranks takes {format_size(len(raw))} to say, and may take "
+            f"{format_size(MAX_SHARDING_BYTES)}; save parts of the state as models of their own"
+        )
+    return raw
 
 
 def planned_paths(metadata: Metadata) -> Mapping[str, Path] | None:

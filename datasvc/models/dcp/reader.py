@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Sequence
@@ -14,36 +15,43 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from datasvc.errors import DatasvcError
+from datasvc.errors import ConfigError, DatasvcError
+from datasvc.models.copies import Copies, OpenCache
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.loading import ShardedVersion, load_items, read_sharded
 from datasvc.models.dcp.writer import DEFAULT_NAME
-from datasvc.models.load import ObjectSource
+from datasvc.models.restore_report import RestoreReport
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.references import parse_reference
+
+logger = logging.getLogger(__name__)
 
 
 class Reader(StorageReader):
     """Loads model versions through torch.distributed.checkpoint, however they were saved. Make one on every rank.
 
-    Each rank reads the pieces that its plan meets and no others, each byte verified.
+    Each rank reads the pieces that its plan meets and no others, each byte verified. One that is missing, damaged or
+    out of reach comes from the next place that has a good copy; bad copies are in the report, and in the log.
 
     Args:
         path: a repository, local folder or any fsspec URL.
         name: of the model; its newest version is read.
         ref: which version, "NAME@3" or "NAME@tag", instead of `name`.
-        source: where tensors' bytes are read, default the repository.
-        trusted_keys: files of public keys, as of `datasvc.models.checkpoint.open_stored`.
+        cache: the node's cache, of which the repository and `fallback` are asked for what it lacks; made by
+            `datasvc.restoring.node_cache`. Objects are brought there whole, once for all ranks of the node.
+        fallback: other repositories, or their URLs, that may have copies of objects; asked in this order.
+        trusted_keys: files of public keys, as of `datasvc.models.stored_version.read_version`.
         planner_bytes: hand values that a planner saved in a format of its own to the planner that loads. Only for
             versions of people you trust: what the bytes do there is up to that planner, which may unpickle them.
 
     Attributes:
         load_id: of this load, on this rank.
         version: which version the last load read.
+        report: how that went on this rank; None before.
 
     Raises:
-        ConfigError: `ref` is no reference.
+        ConfigError: `ref` is no reference, or `cache` was not made by `node_cache`.
     """
 
     def __init__(
@@ -52,17 +60,22 @@ class Reader(StorageReader):
         *,
         name: str = DEFAULT_NAME,
         ref: str | None = None,
-        source: ObjectSource | None = None,
+        cache: OpenCache | None = None,
+        fallback: Sequence[Repository | str] = (),
         trusted_keys: Sequence[str | Path] | None = None,
         planner_bytes: bool = False,
     ) -> None:
         parse_reference(ref or name, "model")
+        if cache is not None and not callable(cache):
+            raise ConfigError(f"cache is {cache!r}; a Reader takes datasvc.restoring.node_cache of that")
         self.url = os.fspath(path)
         self.ref = ref or name
         self.load_id = str(uuid.uuid4())
         self.version: Resolved | None = None
+        self.report: RestoreReport | None = None
         self._given_id: str | os.PathLike[str] = path
-        self._source = source
+        self._cache = cache
+        self._fallback = tuple(fallback)
         self._trusted_keys = trusted_keys
         self._planner_bytes = planner_bytes
         self._stored: ShardedVersion | None = None
@@ -103,7 +116,9 @@ class Reader(StorageReader):
         """
         try:
             with errors_that_travel():
-                self._stored = read_sharded(Repository.open(self.url), self.ref, trusted_keys=self._trusted_keys)
+                repository = Repository.open(self.url)
+                copies = Copies(repository, fallback=self._fallback, cache=self._cache)
+                self._stored = read_sharded(repository, copies, self.ref, trusted_keys=self._trusted_keys)
         except DatasvcError as error:
             return _UnreadMetadata(error)
         metadata = self._stored.sharding.metadata
@@ -137,13 +152,15 @@ class Reader(StorageReader):
         """
         assert self._stored is not None, "torch reads the metadata before the data"
         with errors_that_travel():
-            agreed = plan.storage_data or self._stored.version.version
-            if agreed != self._stored.version.version:
-                ref = f"{self._stored.version.name}@{agreed}"
-                self._stored = read_sharded(self._stored.repository, ref, trusted_keys=self._trusted_keys)
-            self.version = self._stored.version
-            source = self._source or self._stored.repository.objects
-            load_items(self._stored, source, plan.items, planner, planner_bytes=self._planner_bytes)
+            stored = self._stored
+            agreed = plan.storage_data or stored.version.version
+            if agreed != stored.version.version:
+                ref = f"{stored.version.name}@{agreed}"
+                stored = read_sharded(stored.repository, stored.copies, ref, trusted_keys=self._trusted_keys)
+            self._stored, self.version = stored, stored.version
+            self.report = load_items(stored, plan.items, planner, planner_bytes=self._planner_bytes)
+        for bad in self.report.bad_copies:
+            logger.warning("%s: a bad copy, another one was read: %s", stored.version, bad)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from datasvc.errors import ConfigError
+from datasvc.models.commit import StoredState
 from datasvc.models.dcp.metadata import planned_paths
 from datasvc.models.dcp.paths import path_of
 from datasvc.models.dcp.values import encode_value, nest
@@ -113,8 +115,16 @@ def plan_parts(start: Shape, shape: Shape, whole: Shape, item_bytes: int) -> lis
     ]
 
 
-def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> list[TensorRecord]:
-    """Return the table of all tensors. Raises ConfigError where the shares do not make them up."""
+def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> StoredState:
+    """Return what all ranks have stored as one state. Raises ConfigError where their shares do not make it up."""
+    num_nonfinite: Counter[str] = Counter()
+    for share in shares:
+        num_nonfinite.update(share.num_nonfinite)
+    new_bytes = sum(share.new_bytes for share in shares)
+    return StoredState(_join_tensors(metadata, shares), _join_values(metadata, shares), new_bytes, num_nonfinite)
+
+
+def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[TensorRecord]:
     shapes: dict[str, Shape] = {
         key: tuple(stored.size)
         for key, stored in metadata.state_dict_metadata.items()
@@ -138,8 +148,8 @@ def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> list[TensorR
     return [join_pieces(name, dtypes[name], shapes[name], pieces.get(name, ())) for name in sorted(shapes)]
 
 
-def join_state(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
-    """Return the skeleton of the state tree that the planner flattened. Raises ConfigError where that is unknown."""
+def _join_values(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
+    """Return the skeleton of the state tree that the planner flattened."""
     values = {key: skeleton for share in shares for key, skeleton in share.values.items()}
     keys = metadata.state_dict_metadata
     missing = [
@@ -157,12 +167,3 @@ def sizes_by_name(share: RankShare) -> dict[str, int]:
     for name, piece in share.pieces:
         sizes[name] = sizes.get(name, 0) + math.prod(piece.shape) * getattr(torch, share.dtypes[name]).itemsize
     return sizes
-
-
-def add_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums of counts of all ranks, by name."""
-    total: dict[str, int] = {}
-    for each in counts:
-        for name, count in each.items():
-            total[name] = total.get(name, 0) + count
-    return total

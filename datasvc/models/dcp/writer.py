@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from datasvc.errors import ConfigError
-from datasvc.models.checkpoint import base_records, commit
 from datasvc.models.code import CodeRevision
+from datasvc.models.commit import About, base_records, commit
 from datasvc.models.data_use import DataUse
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.metadata import encode_sharding
-from datasvc.models.dcp.saving import add_counts, join_shares, join_state, sizes_by_name, store_share
+from datasvc.models.dcp.saving import join_shares, sizes_by_name, store_share
 from datasvc.models.records import TensorRecord
 from datasvc.models.store import CODECS, Codec
 from datasvc.repository import Repository, Resolved
@@ -74,16 +74,7 @@ class Writer(StorageWriter):
         self.url = os.fspath(path)
         self.name = check_name(name, "model")
         self.codec: Codec = codec
-        self.about: dict[str, Any] = {
-            "step": step,
-            "data": data,
-            "config": config,
-            "metrics": metrics,
-            "parent": parent,
-            "message": message,
-            "code": code,
-            "environment": environment,
-        }
+        self.about = About(step, data, config, metrics, parent, message=message, code=code, environment=environment)
         self.save_id = str(uuid.uuid4())
         self.committed: Resolved | None = None
         self._given_id: str | os.PathLike[str] = path
@@ -133,7 +124,7 @@ class Writer(StorageWriter):
             self._repository = Repository.create(self.url)
             # Each rank looks for itself. Should they find different versions no harm is done: a table is complete.
             needs_base = self.codec == "delta"
-            self._base = base_records(self._repository, self.name, self.about["parent"]) if needs_base else ()
+            self._base = base_records(self._repository, self.name, self.about.parent) if needs_base else ()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is: where pieces lie follows from their bytes."""
@@ -169,18 +160,14 @@ class Writer(StorageWriter):
         assert self._repository is not None, "torch sets a writer up before it finishes"
         with errors_that_travel():
             shares = [part[0].storage_data for part in results if part]
-            records = join_shares(metadata, shares)
             opaque = frozenset().union(*(share.opaque for share in shares))
             sharding = self._repository.objects.put(encode_sharding(metadata, opaque, self.save_id))
             self.committed = commit(
                 self._repository,
                 self.name,
-                records=records,
-                skeleton=join_state(metadata, shares),
-                new_bytes=sum(share.new_bytes for share in shares),
-                num_nonfinite=add_counts([share.num_nonfinite for share in shares]),
+                join_shares(metadata, shares),
+                self.about,
                 extra={"sharding": sharding.digest},
-                **self.about,
             )
             # Torch hands the metadata to every rank: so each knows which version it has saved.
             metadata.storage_meta = StorageMeta(f"{self.url}#{self.committed}", self.save_id)

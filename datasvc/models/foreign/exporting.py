@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from datasvc import durable
 from datasvc.errors import ConfigError
 from datasvc.models.casting import cast
-from datasvc.models.checkpoint import decode_state
 from datasvc.models.fit import TensorSpec
 from datasvc.models.foreign import safetensors_files as safetensors
 from datasvc.models.foreign.dcp_folders import write_dcp_folder
@@ -22,7 +21,7 @@ from datasvc.models.piece_reader import ObjectSource
 from datasvc.models.records import TensorRecord
 from datasvc.models.selection import is_below, map_names, select_names
 from datasvc.models.stored_version import read_version
-from datasvc.models.tree import unflatten
+from datasvc.models.tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects import parse_digest
 
@@ -145,7 +144,7 @@ def export_model(
     part = _Part(source or repository.objects, repository.objects.read, chosen, dtype, report)
     skeleton = None
     if not (only or exclude or rename):
-        skeleton = decode_state(repository.objects.read(stored.state), str(stored.version))
+        skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     if begin is not None:
         begin(sum(record.nbytes for record in chosen.values()))
     target = Path(folder)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.models.checkpoint import base_records, commit
 from datasvc.models.code import CodeRevision
+from datasvc.models.commit import About, StoredState, base_records, commit
 from datasvc.models.foreign.detect import read_foreign
 from datasvc.models.foreign.skeleton import check_skeleton
 from datasvc.models.foreign.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton
@@ -105,19 +105,14 @@ def import_model(
         raise UnavailableError(f"cannot read {path}: {error}") from error
     kept = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
     files = {"files": kept} if kept else {}
+    # What trained it is not the code that happens to lie here.
+    elsewhere = CodeRevision(None, dirty=False)
     version = commit(
         repository,
         name,
-        records=stored.records,
-        skeleton=skeleton,
-        new_bytes=stored.new_bytes,
-        num_nonfinite=stored.num_nonfinite,
+        StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite),
+        About(step, config=foreign.config, parent=parent, message=message, code=elsewhere),
         extra={"imported": {"format": foreign.format, "path": str(path), **files}},
-        step=step,
-        parent=parent,
-        message=message,
-        config=foreign.config,
-        code=CodeRevision(None, dirty=False),  # what trained it is not the code that happens to lie here
     )
     size = sum(record.nbytes for record in stored.records)
     return ImportReport(version, foreign.format, len(tensors), size, stored.new_bytes, foreign.ignored)

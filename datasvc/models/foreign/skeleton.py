@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.checkpoint import encode_state
-from datasvc.models.tree import unflatten
+from datasvc.models.tree import encode_state, unflatten
 
 
 class _Leaf:

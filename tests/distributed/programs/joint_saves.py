@@ -17,6 +17,7 @@ import torch.distributed as dist
 import datasvc
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.models import cadence, joint_save
+from datasvc.repository.batch import ObjectBatch
 from datasvc.repository.objects import Objects
 
 RANKS = 3
@@ -45,13 +46,13 @@ def raising(error):
 
 def share(repo, rank):
     """Three saves, the last one after a restore, each by all ranks; says what this rank wrote."""
-    written, real = [], Objects.write
+    written, real = [], ObjectBatch.write
 
-    def write(objects, info, content):
+    def write(batch, info, content):
         written.append(info.size_bytes)
-        return real(objects, info, content)
+        return real(batch, info, content)
 
-    Objects.write = write
+    ObjectBatch.write = write
     with repo.model("m", codec="none") as model:
         for step in (1, 2):
             handle = model.save(weights(step), rank_state={"rank": rank, "t": torch.full((3,), rank)}, step=step)
@@ -100,13 +101,13 @@ def fails(repo, rank):
 
     A rank may come to the next save before it has heard how the last one ended.
     """
-    real = Objects.write
+    real = ObjectBatch.write
     with repo.model("m", timeout_s=10.0) as model:
         if rank == 2:
-            Objects.write = raising(UnavailableError("the disk of this rank is full"))
+            ObjectBatch.write = raising(UnavailableError("the disk of this rank is full"))
         handle = model.save(weights(1), rank_state={"t": torch.rand(5)}, step=1)
         errors = [caught(handle.result)]
-        Objects.write = real
+        ObjectBatch.write = real
         put = Objects.put
         if rank == 0:
             Objects.put = raising(UnavailableError("nothing can be committed"))
@@ -141,7 +142,7 @@ def fails(repo, rank):
 def dies(repo, rank):
     """A rank is killed while the others wait for what it stores."""
     if rank == 2:
-        Objects.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        ObjectBatch.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     model = repo.model("m")
     handle = model.save(weights(1), rank_state={"t": torch.rand(40_000)}, step=1)
     errors = [caught(handle.result), caught(lambda: model.save(weights(2), step=2))]

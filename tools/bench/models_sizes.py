@@ -1,0 +1,55 @@
+"""What consecutive checkpoints take on disk, and what that costs their restores: see `models.py`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from models_states import NO_CODE, State, size_of, tensors_of, timed, train
+from report import Report
+
+from datasvc.models import restore, save
+from datasvc.models.store import CODECS
+from datasvc.repository import Repository
+
+
+def measure_sizes(report: Report, states: Sequence[State], folder: Path, *, what: str) -> None:
+    """Add what consecutive states take, over their bytes in memory, and how long each takes to be restored."""
+    raw = sum(size_of(state) for state in states)
+    for codec in CODECS:
+        target = folder / codec
+        shutil.rmtree(target, ignore_errors=True)
+        repository = Repository.create(str(target))
+        for step, state in enumerate(states):
+            save(repository, "resnet", state, step=step, codec=codec, code=NO_CODE)
+        report.add_row(f"{what}, codec {codec}: stored / raw", "", [_size_on_disk(target) / raw])
+    plain, delta = Repository.open(str(folder / "none")), Repository.open(str(folder / "delta"))
+
+    def slowest(repository: Repository) -> float:
+        refs = [f"resnet@{number}" for number in range(1, len(states) + 1)]
+        return max(min(timed(lambda ref=ref: restore(repository, ref)) for _ in range(3)) for ref in refs)
+
+    report.add_ratio(f"{what}: slowest restore, delta / none", [slowest(delta)], [slowest(plain)])
+
+
+def measure_frozen(report: Report, folder: Path, *, optimizer: str, steps: int) -> None:
+    """Add what a further checkpoint takes where only the last layer learns, over its bytes in memory."""
+    states = train(folder, optimizer, checkpoints=2, steps=steps, frozen=True)
+    first, second = ({"model": each["model"]} for each in states)
+    repository = Repository.create(str(folder / "repository"))
+    save(repository, "resnet", first, step=0, code=NO_CODE)
+    before = _size_on_disk(folder / "repository")
+    save(repository, "resnet", second, step=1, code=NO_CODE)
+    raw, old = size_of(second), tensors_of(first)
+    changed = sum(each.nbytes for name, each in tensors_of(second).items() if not torch.equal(each, old[name]))
+    report.add_row(f"{optimizer}: frozen backbone: changed / all", "", [changed / raw])
+    report.add_row(
+        f"{optimizer}: frozen backbone: added / all", "", [(_size_on_disk(folder / "repository") - before) / raw]
+    )
+
+
+def _size_on_disk(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,71 @@
+"""The states that `models.py` saves and restores: real ones, of a training in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from report import ROOT
+
+from datasvc.models import CodeRevision
+from datasvc.models.tree import flatten, unflatten
+
+MB: Final = 1e6
+NO_CODE: Final = CodeRevision(None, dirty=False)
+
+State = Mapping[str, Any]
+
+
+def run_apart(program: str, *arguments: str) -> str:
+    """Run a program of this folder that imports the trainer; returns what it prints."""
+    # -P: the benchmark of the trainer, which lies here, has its name.
+    command = [sys.executable, "-P", str(Path(__file__).with_name(program)), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+
+
+def train(folder: Path, optimizer: str, *, checkpoints: int, steps: int, frozen: bool = False) -> list[State]:
+    """Return the states of a training, mapped from files in `folder`, which is made.
+
+    Args:
+        folder: new.
+        optimizer: "sgd" or "adamw".
+        checkpoints: as many.
+        steps: before each.
+        frozen: only the last layer learns.
+    """
+    folder.mkdir()
+    counts = ["--checkpoints", str(checkpoints), "--steps", str(steps)]
+    run_apart("models_training.py", str(folder), optimizer, *counts, *(["--frozen"] if frozen else []))
+    paths = [folder / f"{number}.pt" for number in range(checkpoints)]
+    return [torch.load(path, mmap=True, weights_only=True) for path in paths]
+
+
+def in_memory(state: State) -> State:
+    """Return a copy that is in no file."""
+    skeleton, tensors = flatten(state)
+    copy: State = unflatten(skeleton, {name: tensor.clone() for name, tensor in tensors.items()})
+    return copy
+
+
+def tensors_of(state: State) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state by name."""
+    return flatten(state)[1]
+
+
+def size_of(state: State) -> int:
+    """Return the bytes of a state's tensors."""
+    return sum(tensor.nbytes for tensor in tensors_of(state).values())
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Return the seconds that an action takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
