@@ -92,11 +92,16 @@ def test_shards_of_a_slow_repository_are_the_origin_s(make, clock, delays, digit
     assert loader.report().longest[0].step == 1
 
 
-def test_shards_that_the_cache_lacks_are_the_origin_s_and_those_it_has_the_cache_s(make, clock, delays, tmp_path):
+def test_shards_that_the_cache_lacks_are_the_origin_s_and_those_it_has_the_cache_s(
+    make, clock, delays, tmp_path, monkeypatch
+):
     with Cache(tmp_path / "cache", budget="50MB") as cache:
         for stage in (Stage.ORIGIN, Stage.CACHE):
             loader = make(cache=cache)
             (followed,) = loader._followed
+            # Nobody fetches ahead, who might be faster than the loader.
+            monkeypatch.setattr(followed, "_start", lambda: None)
+            monkeypatch.setattr(followed, "_fetch", lambda _info: None)
             delays.add(followed, "open")
             train(loader, clock)
             assert_starved_by(loader, stage)
