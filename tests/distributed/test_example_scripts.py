@@ -73,6 +73,7 @@ def small_url(digits_folder, tmp_path):
     return url
 
 
+@pytest.mark.slow
 def test_elastic_training_runs_on_two_hosts_and_goes_on_from_its_newest_version(run_example, small_url, tmp_path):
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")

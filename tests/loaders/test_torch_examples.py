@@ -20,6 +20,7 @@ def test_there_is_an_example_of_each():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", EXAMPLES)
 def test_an_example_runs(heading, digits, tmp_path, monkeypatch):
     code = EXAMPLES[heading]

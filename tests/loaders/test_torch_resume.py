@@ -135,6 +135,7 @@ def test_a_state_loaded_inside_a_loop_ends_it(dataset, epochs):
     assert_same(list(loader), epochs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchdata_resumes_at_the_same_workers_in_the_middle_and_between_epochs(dataset, epochs, kind, num_workers):
@@ -162,6 +163,7 @@ def test_torchdata_resumes_at_the_same_workers_in_the_middle_and_between_epochs(
     assert_same(list(loader), epochs[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("map", marks=pytest.mark.slow), "iterable"])
 def test_a_state_of_torchdata_goes_to_any_other_number_of_workers(dataset, epochs, kind):
     states = {}
@@ -304,6 +306,7 @@ def test_a_job_that_was_killed_resumes_from_its_last_state(dataset, epochs, kind
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_spawned_workers_that_persist_serve_the_same(dataset, epochs):
     options = {"multiprocessing_context": "spawn", "persistent_workers": True}
     loader = resumable("iterable", dataset, 1, options=options)
@@ -312,6 +315,7 @@ def test_spawned_workers_that_persist_serve_the_same(dataset, epochs):
     assert_same(list(loader), epochs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.parametrize("kind", KINDS)
