@@ -32,8 +32,9 @@ def check_cold_start(serving, origin, split):
         assert resident_digests(node) == objects.keys()
         found = serving.status(node)
         counters = found["cache"]["counters"]
-        assert counters["origin_bytes"] + counters["peer_bytes"] == size_bytes
-        assert 0 < counters["origin_bytes"] < size_bytes
+        # Which node brings a shard from the origin its name decides: for one of them it may be none.
+        assert counters.get("origin_bytes", 0) + counters["peer_bytes"] == size_bytes
+        assert counters["peer_bytes"] > 0
         assert all(peer["num_failed"] == peer["num_lying"] == 0 for peer in found["peers"].values())
     totals = sum((Counter(serving.status(node)["cache"]["counters"]) for node in serving.nodes), Counter())
     assert totals["peer_bytes"] == totals["served_bytes"] == 3 * size_bytes
