@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -25,7 +25,7 @@ from datasvc.errors import CorruptDataError
 from datasvc.models.planes import WORD_BYTES, Bytes, join, split
 from datasvc.models.records import ITEM_BYTES, MAX_ENCODED_PIECE_BYTES
 
-__all__ = ["Bytes", "Decoder", "Decoders", "choose_encoding", "decode", "encode", "is_worthwhile", "word_bytes"]
+__all__ = ["Bytes", "Decoder", "Decoders", "choose_encoding", "encode", "is_worthwhile", "word_bytes"]
 
 # What there is to gain on planes lies in the frequencies of bytes, not in repeats: on those of a ResNet-50 levels 2
 # and 3 gave 1 % more bytes than level 1. To look for few and long repeats gives 0.7 % fewer, and is decoded faster.
@@ -179,11 +179,6 @@ class Decoder:
         if found is None or found.size < size:
             found = self._memory[number] = np.empty(size, np.uint8)
         return found[:size]
-
-
-def decode(links: Sequence[tuple[str, bytes | memoryview]], out: Bytes) -> None:
-    """Fill `out` with what one chain gives; see `Decoder.decode`."""
-    Decoder().decode(links, out)
 
 
 class Decoders:

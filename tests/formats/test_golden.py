@@ -282,7 +282,7 @@ def test_planes_and_differences_of_format_1_are_decoded():
     for name, (encoding, words) in PLANES.items():
         found = WORDS.view(np.uint8).copy()
         first = ("planes", golden("planes-1.bin"))
-        codec.decode([first] if encoding == "planes" else [first, (encoding, golden(name))], found)
+        codec.Decoder().decode([first] if encoding == "planes" else [first, (encoding, golden(name))], found)
         assert found.tobytes() == words.tobytes(), name
 
 

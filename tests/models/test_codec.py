@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.codec import Decoder, Decoders, choose_encoding, decode, encode, is_worthwhile, word_bytes
+from datasvc.models.codec import Decoder, Decoders, choose_encoding, encode, is_worthwhile, word_bytes
 from datasvc.models.records import ITEM_BYTES
 
 WORDS = [1, 2, 4, 8]
@@ -49,7 +49,7 @@ def chains(draw):
 
 def decoded(links, size):
     out = np.full(size, 0xA5, np.uint8)
-    decode(links, out)
+    Decoder().decode(links, out)
     return out
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_planes_of_that_size_is_damage_and_never_more_memory(stored):
     tracemalloc.start()
     try:
         with pytest.raises(CorruptDataError):
-            decode([("planes", stored)], out)
+            Decoder().decode([("planes", stored)], out)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -138,7 +138,7 @@ def test_what_is_no_planes_of_that_size_is_damage_and_never_more_memory(stored):
 
 def test_raw_bytes_of_another_size_are_damage():
     with pytest.raises(CorruptDataError, match="10 bytes where 12"):
-        decode([("raw", bytes(10))], np.zeros(12, np.uint8))
+        Decoder().decode([("raw", bytes(10))], np.zeros(12, np.uint8))
 
 
 @given(st.data())
