@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ObjectSource", "load_piece", "load_tensors", "load_window"]
 
-# Remote stores want many requests at once. What lies on this machine comes fast: more threads than processors only
-# take the caches from each other.
+# Remote stores want many requests at once. What lies on this machine comes fast: one thread more than there are
+# processors reads while others decode; many only take the caches, and the interpreter, from each other.
 _THREADS: Final = max(16, min(32, count_processors()))
-_NEAR_THREADS: Final = 2 * min(16, count_processors())
+_NEAR_THREADS: Final = min(32, count_processors() + 1)
 
 
 def load_tensors(
@@ -66,9 +66,9 @@ def load_tensors(
         if report is not None:
             report(target.record.piece_bytes(piece))
 
-    run_in_threads(
-        load_one, [(target, piece) for target in targets for piece in target.record.pieces], threads_for(source)
-    )
+    pieces = [(target, piece) for target in targets for piece in target.record.pieces]
+    sizes = [target.record.piece_bytes(piece) for target, piece in pieces]
+    run_in_threads(load_one, pieces, threads_for(source), sizes=sizes)
     return {target.record.name: target.tensor for target in targets}
 
 

@@ -114,7 +114,7 @@ class PieceReader:
     def _fill(self, piece: Piece, out: Bytes) -> None:
         (first, *more), near = piece.chain, self._near
         if not more and first.encoding == "raw" and first.is_whole_object:
-            fill_raw(self._source, first, out)
+            self._fill_raw(first, out)
         elif near is not None:
             with self._decoders.borrow() as decoder:
                 links = ((link.encoding, self._read_near(near, link, decoder)) for link in piece.chain)
@@ -123,6 +123,16 @@ class PieceReader:
             whole = [(link.encoding, self._read_link(link)) for link in piece.chain]
             with self._decoders.borrow() as decoder:
                 decoder.decode(whole, out)
+
+    def _fill_raw(self, link: Link, out: Bytes) -> None:
+        """Fill `out` with a raw link's bytes, needing little memory beside."""
+        if self._near is not None:
+            self._near.read_into(link.object, link.offset, out.data)
+            return
+        for offset in range(0, link.length, _MOST_BYTES_AT_ONCE):
+            length = min(_MOST_BYTES_AT_ONCE, link.length - offset)
+            content = self._source.read_range(link.object, link.offset + offset, length)
+            out[offset : offset + length] = np.frombuffer(content, np.uint8)
 
     def _read_near(self, source: NearSource, link: Link, decoder: Decoder) -> bytes | memoryview:
         """Return a link's bytes, in memory of the decoder's where they are an object of their own."""
@@ -205,17 +215,6 @@ def plan_spans(links: Iterable[Link]) -> dict[tuple[Digest, int, int], _Span]:
 def is_near(source: ObjectSource) -> TypeGuard[NearSource]:
     """Return whether `read_into` gives what lies on this machine."""
     return isinstance(source, NearSource) and source.is_near
-
-
-def fill_raw(source: ObjectSource, link: Link, out: Bytes) -> None:
-    """Fill `out` with a raw link's bytes, unverified, needing little memory beside. Raises as `read_range`."""
-    if is_near(source):
-        source.read_into(link.object, link.offset, out.data)
-        return
-    for offset in range(0, link.length, _MOST_BYTES_AT_ONCE):
-        length = min(_MOST_BYTES_AT_ONCE, link.length - offset)
-        content = source.read_range(link.object, link.offset + offset, length)
-        out[offset : offset + length] = np.frombuffer(content, np.uint8)
 
 
 def check_reaches(source: ObjectSource, name: str, piece: Piece) -> None:

@@ -33,9 +33,11 @@ Codec = Literal["none", "planes", "delta"]
 CODECS: Final[tuple[Codec, ...]] = ("none", "planes", "delta")
 OWN_OBJECT_BYTES: Final = 64 << 10
 
-# Whoever restores a version reads at most this many times what it has in memory. Of weights a full piece and one
-# difference fit into it: with another one a restore took four times as long as one of raw bytes.
-_MOST_READ: Final = 1.7
+# What a piece costs whoever restores it, over its bytes in memory: those that it reads, and for each encoded link the
+# time in which half a piece is read. Of weights a full piece and one difference fit into it; with more of them a
+# restore took four times as long as one of raw bytes.
+_MOST_COST: Final = 2.7
+_COST_OF_DECODING: Final = 0.5
 _PACK_BYTES: Final = 8 << 20
 _POINTERS_AT_ONCE: Final = 8
 
@@ -112,7 +114,7 @@ class PieceWriter:
         """Store a piece, unless an equal one was or is being stored; returns the digest of its bytes."""
         content = bytes_of(cut.tensor)
         digest = digest_of(content.data)
-        num_nonfinite = count_nonfinite(cut.tensor)
+        num_nonfinite = count_nonfinite(content, dtype_name(cut.tensor))
         with self._lock:
             self.num_nonfinite[cut.name] += num_nonfinite
             if digest in self._seen:
@@ -166,9 +168,9 @@ class PieceWriter:
             encoding = planes.choose_encoding(content, word, before)
             if encoding in {"xor", "difference"}:
                 stored = planes.encode(content, word, encoding, before)
-                read_bytes = sum(link.length for link in chain) + len(stored)
                 # What was chosen by a sample may be wrong of the whole.
-                if planes.is_worthwhile(len(stored), content.size) and read_bytes <= _MOST_READ * content.size:
+                is_small = planes.is_worthwhile(len(stored), content.size)
+                if is_small and _restore_cost(chain, len(stored), content.size) <= _MOST_COST:
                     return chain, encoding, stored
         if self._codec != "none" and planes.choose_encoding(content, word) == "planes":
             stored = planes.encode(content, word, "planes")
@@ -181,8 +183,8 @@ class PieceWriter:
         piece = self._at_place.get(cut.place)
         if self._codec != "delta" or piece is None or len(piece.chain) >= self._longest_chain:
             return None
-        if piece.stored_bytes + size // 4 > _MOST_READ * size:
-            return None
+        if _restore_cost(piece.chain, 0, size) > _MOST_COST:
+            return None  # whatever the difference takes
         held = self._held.get(cut.place)
         if held is not None and self._is_there(piece.chain):
             content = bytes_of(held.tensor).copy()  # of a background save the training may overwrite it meanwhile
@@ -230,3 +232,9 @@ class PieceWriter:
         self._batch.write(info, content)
         with self._lock:
             self.new_bytes += info.size_bytes
+
+
+def _restore_cost(chain: Sequence[Link], further_bytes: int, size: int) -> float:
+    """Return what it costs to restore a piece of `size` bytes from a chain and one more encoded link."""
+    num_encoded = 1 + sum(link.encoding != "raw" for link in chain)
+    return (sum(link.length for link in chain) + further_bytes) / size + num_encoded * _COST_OF_DECODING

@@ -33,8 +33,10 @@ __all__ = [
 ]
 
 LONGEST_CHAIN: Final = 8
-# Some encode while others wait for the disk; each holds a piece several times.
-THREADS: Final = max(8, min(16, count_processors()))
+# Each holds a piece several times, so many only take the caches and the memory from each other. Nobody who writes to
+# a disk waits for it; to a remote store some upload while others encode.
+_NEAR_THREADS: Final = min(16, count_processors() + 1)
+_THREADS: Final = max(8, min(16, count_processors()))
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ def store_pieces(
                 report(cut.nbytes)
             return digest
 
-        digests = run_in_threads(store_one, [(cut,) for cut in cuts], THREADS)
+        threads = _NEAR_THREADS if objects.is_near else _THREADS
+        digests = run_in_threads(store_one, [(cut,) for cut in cuts], threads, sizes=[cut.nbytes for cut in cuts])
         chains = writer.finish(digests)
     found = [
         (cut.name, Piece(cut.start, cut.shape, digest, chains[digest]))

@@ -14,6 +14,20 @@ def test_results_come_in_the_order_of_the_arguments():
     assert run_in_threads(lambda a: a, [], 4) == []
 
 
+@pytest.mark.parametrize("sizes", [[1] * 50, [1 << 20] * 50, [200_000] * 50, [1, 1 << 20] * 25, [0] * 49 + [1 << 30]])
+def test_small_neighbours_are_done_by_one_thread_and_large_ones_by_several(sizes):
+    groups = []
+
+    def work(number):
+        groups.append((threading.get_ident(), number))
+        return number
+
+    assert run_in_threads(work, [(n,) for n in range(50)], 4, sizes=sizes) == list(range(50))
+    assert sorted(number for _, number in groups) == list(range(50))
+    if sum(sizes) == 50:
+        assert {thread for thread, _ in groups} == {threading.get_ident()}
+
+
 def test_after_an_error_nothing_more_is_begun():
     calls = []
 

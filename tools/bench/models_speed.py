@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from models_states import MB, NO_CODE, State, in_memory, size_of, tensors_of, timed
+from models_states import MB, NO_CODE, State, in_memory, size_of, tensors_of, timed, warm_memory
 from report import Contestants, Report, alternate
 from safetensors.torch import load_file, save_file
 
@@ -45,37 +45,44 @@ def measure_speed(report: Report, states: Sequence[State], folder: Path, *, opti
 
 
 def _savers(before: State, state: State, folder: Path) -> Contestants:
-    """Return what saves `state` to a new place each time; those of datasvc follow a version with `before`."""
+    """Return what saves `state` to a new place each time, after it has saved `before`, which stays."""
 
-    def torch_save() -> float:
-        with _emptied_folder(folder / "torch") as target:
-            target.mkdir()
-            return timed(lambda: (torch.save(state, target / "state.pt"), _sync(target / "state.pt")))
+    def torch_save(state: State, target: Path) -> None:
+        torch.save(state, target)
+        _sync(target)
 
-    def safetensors_save() -> float:
-        with _emptied_folder(folder / "safetensors") as target:
-            target.mkdir()
-            path = target / "state.safetensors"
-            return timed(lambda: (save_file(tensors_of(state), path), _sync(path)))
+    def safetensors_save(state: State, target: Path) -> None:
+        save_file(tensors_of(state), target)
+        _sync(target)
 
-    def dcp_save(threads: int) -> float:
-        with _emptied_folder(folder / "dcp") as target:
-            writer = dcp.FileSystemWriter(target, thread_count=threads)
-            return timed(lambda: dcp.save(dict(state), storage_writer=writer, no_dist=True))
+    def dcp_save(state: State, target: Path, threads: int) -> None:
+        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(target, thread_count=threads), no_dist=True)
+
+    def second_of(save_to: Callable[[State, Path], object]) -> Callable[[], float]:
+        def measure() -> float:
+            with _emptied_folder(folder / "saved") as target:
+                target.mkdir()
+                save_to(before, target / "0")
+                os.sync()
+                warm_memory(4 * size_of(state))
+                return timed(lambda: save_to(state, target / "1"))
+
+        return measure
 
     def own_save(codec: Any) -> float:
-        with _emptied_folder(folder / "own") as target:
+        with _emptied_folder(folder / "saved") as target:
             repository = Repository.create(str(target))
             save(repository, "resnet", before, step=0, codec=codec, code=NO_CODE)
             os.sync()
+            warm_memory(4 * size_of(state))
             return timed(lambda: save(repository, "resnet", state, step=1, codec=codec, code=NO_CODE))
 
     own = {f"datasvc, codec {codec}": lambda codec=codec: own_save(codec) for codec in CODECS}
     return {
-        "torch.save": torch_save,
-        "safetensors": safetensors_save,
-        "DCP": lambda: dcp_save(1),
-        "DCP, two threads": lambda: dcp_save(2),
+        "torch.save": second_of(torch_save),
+        "safetensors": second_of(safetensors_save),
+        "DCP": second_of(lambda state, target: dcp_save(state, target, 1)),
+        "DCP, two threads": second_of(lambda state, target: dcp_save(state, target, 2)),
         **own,
     }
 
@@ -85,6 +92,7 @@ def _stallers(state: State, folder: Path) -> Contestants:
 
     def dcp_stall() -> float:
         with _emptied_folder(folder / "dcp") as target:
+            warm_memory(4 * size_of(state))
             began = time.perf_counter()
             pending: Any = dcp.async_save(dict(state), checkpoint_id=target, no_dist=True)
             stall_s = time.perf_counter() - began
@@ -96,6 +104,7 @@ def _stallers(state: State, folder: Path) -> Contestants:
     model = datasvc.open(str(target), create=True).model("resnet", codec="planes")
 
     def own_stall() -> float:
+        warm_memory(4 * size_of(state))
         began = time.perf_counter()
         handle = model.save(state, step=0)
         stall_s = time.perf_counter() - began
@@ -118,23 +127,27 @@ def _loaders(states: Sequence[State], folder: Path) -> Contestants:
         for step, each in enumerate(states):
             save(repository, "resnet", each, step=step, codec=codec, code=NO_CODE)
 
-    def dcp_load() -> float:
+    def dcp_load() -> None:
         target = {
             "model": {name: torch.empty_like(each) for name, each in state["model"].items()},
             "optimizer": _emptied(state["optimizer"]),
         }
-        return timed(lambda: dcp.load(target, checkpoint_id=folder / "dcp", no_dist=True))
+        dcp.load(target, checkpoint_id=folder / "dcp", no_dist=True)
 
-    own = {
-        f"datasvc, codec {codec}": lambda repository=repository: timed(lambda: restore(repository, "resnet"))
-        for codec, repository in repositories.items()
-    }
-    return {
-        "torch.load": lambda: timed(lambda: torch.load(folder / "state.pt", weights_only=True)),
-        "safetensors": lambda: timed(lambda: load_file(folder / "state.safetensors")),
+    def measure(load: Callable[[], object]) -> float:
+        warm_memory(4 * size_of(state))
+        return timed(load)
+
+    loads: dict[str, Callable[[], object]] = {
+        "torch.load": lambda: torch.load(folder / "state.pt", weights_only=True),
+        "safetensors": lambda: load_file(folder / "state.safetensors"),
         "DCP": dcp_load,
-        **own,
+        **{
+            f"datasvc, codec {codec}": lambda each=each: restore(each, "resnet")
+            for codec, each in repositories.items()
+        },
     }
+    return {name: lambda load=load: measure(load) for name, load in loads.items()}
 
 
 def _emptied(value: Any) -> Any:

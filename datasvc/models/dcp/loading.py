@@ -128,7 +128,8 @@ def _read_pieces(source: ObjectSource, reads: Sequence[PieceRead]) -> None:
         for target, box in each.copies:
             target.copy_(loaded[slices(box, origin=each.piece.start)])
 
-    run_in_threads(read, [(each,) for each in reads], threads_for(source))
+    sizes = [each.record.piece_bytes(each.piece) for each in reads]
+    run_in_threads(read, [(each,) for each in reads], threads_for(source), sizes=sizes)
 
 
 def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[PieceRead]:
