@@ -36,8 +36,8 @@ _PLANE_SAMPLE_BYTES: Final = 32 << 10
 # What compresses by less is kept as it is: to read it back costs nothing then.
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
-# A difference lengthens the chain that a reader follows.
-_WORTHWHILE_DIFFERENCE: Final = 0.9
+# A difference lengthens the chain that a reader follows: it shall save this share of the piece.
+_SAVED_BY_DIFFERENCE: Final = 0.1
 
 _STORED: Final = -1
 
@@ -71,7 +71,7 @@ def choose_encoding(content: Bytes, word: int, base: Bytes | None = None) -> str
     if base is not None:
         before = np.concatenate([base[run] for run in runs])
         for encoding in ("xor", "difference"):
-            sizes[encoding] = int(len(encode(sample, word, encoding, before)) / _WORTHWHILE_DIFFERENCE)
+            sizes[encoding] = len(encode(sample, word, encoding, before)) + int(_SAVED_BY_DIFFERENCE * sample.size)
     smallest = min(sizes, key=lambda encoding: sizes[encoding])
     return smallest if sizes[smallest] < _WORTHWHILE * sample.size else "raw"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVarTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches
 from datasvc.models.pieces import Shape, flat_offset, intersect, slices
 from datasvc.models.records import ITEM_BYTES, Piece, TensorRecord
 from datasvc.models.tensor_bytes import bytes_of, dtype_name, tensor_of
-from datasvc.models.threads import run_in_threads
+from datasvc.models.threads import run_by_size, run_in_threads
 from datasvc.processors import count_processors
 from datasvc.sizes import format_size
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["ObjectSource", "load_piece", "load_tensors", "load_window"]
+
+_Arguments = TypeVarTuple("_Arguments")
 
 # Remote stores want many requests at once. What lies on this machine comes fast: one thread more than there are
 # processors reads while others decode; many only take the caches, and the interpreter, from each other.
@@ -67,8 +69,7 @@ def load_tensors(
             report(target.record.piece_bytes(piece))
 
     pieces = [(target, piece) for target in targets for piece in target.record.pieces]
-    sizes = [target.record.piece_bytes(piece) for target, piece in pieces]
-    run_in_threads(load_one, pieces, threads_for(source), sizes=sizes)
+    read_in_threads(source, load_one, pieces, [target.record.piece_bytes(piece) for target, piece in pieces])
     return {target.record.name: target.tensor for target in targets}
 
 
@@ -112,13 +113,28 @@ def load_window(source: ObjectSource, record: TensorRecord, start: Sequence[int]
         found = tensor_of(content, record.dtype, piece.shape)
         block[slices(both, origin=window[0])] = found[slices(both, origin=piece.start)]
 
-    run_in_threads(load_one, shared, threads_for(source))
+    read_in_threads(source, load_one, shared, [record.piece_bytes(piece) for piece, _ in shared])
     return block
 
 
-def threads_for(source: ObjectSource) -> int:
-    """Return how many threads shall read pieces of a source at once."""
-    return _NEAR_THREADS if is_near(source) else _THREADS
+def read_in_threads(
+    source: ObjectSource,
+    read: Callable[[*_Arguments], None],
+    arguments: Sequence[tuple[*_Arguments]],
+    sizes: Sequence[int],
+) -> None:
+    """Call `read` with each of `arguments`, in as many threads as a source is read best by.
+
+    Args:
+        source: that is read.
+        read: reads one piece of it.
+        arguments: of each call.
+        sizes: of the pieces, in bytes.
+    """
+    if is_near(source):
+        run_by_size(read, arguments, sizes, _NEAR_THREADS)
+    else:
+        run_in_threads(read, arguments, _THREADS)
 
 
 class _Target:

@@ -12,7 +12,7 @@ from datasvc.models.piece_writer import CODECS, Codec, Cut, PieceWriter
 from datasvc.models.pieces import PIECE_BYTES, Shape, plan_pieces, slices
 from datasvc.models.records import Piece, TensorRecord, join_pieces
 from datasvc.models.tensor_bytes import check_storable, dtype_name
-from datasvc.models.threads import run_in_threads
+from datasvc.models.threads import run_by_size, run_in_threads
 from datasvc.processors import count_processors
 from datasvc.repository import Digest, Objects
 from datasvc.repository.batch import ObjectBatch
@@ -169,8 +169,10 @@ def store_pieces(
                 report(cut.nbytes)
             return digest
 
-        threads = _NEAR_THREADS if objects.is_near else _THREADS
-        digests = run_in_threads(store_one, [(cut,) for cut in cuts], threads, sizes=[cut.nbytes for cut in cuts])
+        if objects.is_near:
+            digests = run_by_size(store_one, [(cut,) for cut in cuts], [cut.nbytes for cut in cuts], _NEAR_THREADS)
+        else:
+            digests = run_in_threads(store_one, [(cut,) for cut in cuts], _THREADS)
         chains = writer.finish(digests)
     found = [
         (cut.name, Piece(cut.start, cut.shape, digest, chains[digest]))

@@ -279,7 +279,8 @@ def test_nan_and_infinities_are_counted(objects):
         "half": torch.tensor([65504.0, -infinity] * 8).half(), "brain": torch.tensor([3e38, nan, -nan]).bfloat16(),
         "eighth": torch.tensor([nan, 448.0]).to(torch.float8_e4m3fn),
         "fifth": torch.tensor([57344.0, infinity]).to(torch.float8_e5m2),
-        "complex": torch.tensor([complex(1, nan)]).conj(), "wide": torch.tensor([[1.0, nan]], dtype=torch.float64).t(),
+        "complex": torch.tensor([complex(1, nan)]).conj(),
+        "wide": torch.tensor([[1.0, nan]], dtype=torch.float64).t(),
         "late": torch.arange(300_000.0).index_fill(0, torch.tensor([299_999]), nan),
         "int": torch.tensor([-1, 0x7F80_0000]), "empty": torch.empty(0),
     }  # fmt: skip

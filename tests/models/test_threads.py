@@ -1,9 +1,11 @@
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.threads import run_in_threads
+from datasvc.models.threads import plan_groups, run_by_size, run_in_threads
 from datasvc.repository.objects import digest_of
 
 CONTENT = bytes(1 << 20)
@@ -14,18 +16,20 @@ def test_results_come_in_the_order_of_the_arguments():
     assert run_in_threads(lambda a: a, [], 4) == []
 
 
-@pytest.mark.parametrize("sizes", [[1] * 50, [1 << 20] * 50, [200_000] * 50, [1, 1 << 20] * 25, [0] * 49 + [1 << 30]])
-def test_small_neighbours_are_done_by_one_thread_and_large_ones_by_several(sizes):
-    groups = []
+@given(st.lists(st.integers(0, 3 << 20), max_size=60))
+def test_calls_are_grouped_by_size_each_once_and_the_largest_first(sizes):
+    groups = plan_groups(sizes)
+    assert sorted(number for group in groups for number in group) == list(range(len(sizes)))
+    in_order = [sizes[number] for group in groups for number in group]
+    assert in_order == sorted(sizes, reverse=True)
+    assert all(len(group) == 1 or sum(sizes[number] for number in group) <= 1 << 20 for group in groups)
+    assert len(groups) <= 1 + 2 * sum(sizes) / (1 << 20)
 
-    def work(number):
-        groups.append((threading.get_ident(), number))
-        return number
 
-    assert run_in_threads(work, [(n,) for n in range(50)], 4, sizes=sizes) == list(range(50))
-    assert sorted(number for _, number in groups) == list(range(50))
-    if sum(sizes) == 50:
-        assert {thread for thread, _ in groups} == {threading.get_ident()}
+def test_what_was_grouped_comes_in_the_order_of_the_arguments():
+    sizes = [(n * 7919) % 50 << 15 for n in range(50)]
+    assert run_by_size(lambda a, b: a * b, [(n, 2) for n in range(50)], sizes, 4) == [2 * n for n in range(50)]
+    assert run_by_size(lambda a: a, [], [], 4) == []
 
 
 def test_after_an_error_nothing_more_is_begun():

@@ -18,14 +18,13 @@ from datasvc.models.dcp.metadata import Sharding, decode_sharding, describe_unsh
 from datasvc.models.dcp.paths import find
 from datasvc.models.dcp.values import decode_opaque, wrap_value
 from datasvc.models.entry_objects import MAX_SHARDING_BYTES
-from datasvc.models.load import load_tensors, threads_for
+from datasvc.models.load import load_tensors, read_in_threads
 from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches
 from datasvc.models.pieces import Box, intersect, slices
 from datasvc.models.records import Piece, TensorRecord
 from datasvc.models.restore_report import RestoreReport
 from datasvc.models.stored_version import read_version
 from datasvc.models.tensor_bytes import tensor_of
-from datasvc.models.threads import run_in_threads
 from datasvc.models.tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects import parse_digest
@@ -129,7 +128,7 @@ def _read_pieces(source: ObjectSource, reads: Sequence[PieceRead]) -> None:
             target.copy_(loaded[slices(box, origin=each.piece.start)])
 
     sizes = [each.record.piece_bytes(each.piece) for each in reads]
-    run_in_threads(read, [(each,) for each in reads], threads_for(source), sizes=sizes)
+    read_in_threads(source, read, [(each,) for each in reads], sizes)
 
 
 def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[PieceRead]:
