@@ -5,7 +5,8 @@ A ResNet-50 is trained on digits, once with SGD and momentum and once with AdamW
 - `speed`: saves and restores of the last of them with its optimizer, and how long a background save stops the
   training. Every save ends when the bytes are synced. Files were read just before, so restores measure decoding and
   checking, not the disk;
-- `sizes`: what ten of them take. They are of one run and have no spread;
+- `sizes`: what ten of them take, of one run and without a spread; and how long the slowest of them takes to be
+  restored, from the page cache and from the disk;
 - `overhead`: the same training (of a ResNet-18, whose steps are short enough) with saves as often as `max_stall`
   allows and without, by turns, on all processors: so what is stored in the background takes time from the steps.
 
@@ -20,7 +21,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from models_sizes import measure_frozen, measure_sizes
+from models_sizes import measure_frozen, measure_restores, measure_sizes
 from models_speed import measure_speed
 from models_states import MB, run_apart, size_of, train
 from report import Report, make_parser
@@ -37,8 +38,10 @@ def measure_states(report: Report, settings: argparse.Namespace, optimizer: str,
         measure_speed(report, states, folder, optimizer=optimizer, repeats=settings.repeats)
     if "sizes" in settings.parts:
         weights = [{"model": each["model"]} for each in states]
-        measure_sizes(report, weights, folder / "sizes", what=f"{optimizer}: {len(states)} weights")
-        measure_sizes(report, states, folder / "sizes", what=f"{optimizer}: {len(states)} whole states")
+        for kind, each in {"weights": weights, "whole states": states}.items():
+            what = f"{optimizer}: {len(states)} {kind}"
+            measure_sizes(report, each, folder / "sizes", what=what)
+            measure_restores(report, each, folder / "sizes", what=what, repeats=settings.repeats)
         measure_frozen(report, folder / "frozen", optimizer=optimizer, steps=settings.steps)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from models_states import NO_CODE, State, size_of, tensors_of, timed, train
-from report import Report
+from models_states import NO_CODE, State, size_of, tensors_of, timed, train, warm_memory
+from report import Report, alternate
 
 from datasvc.models import restore, save
 from datasvc.models.store import CODECS
@@ -16,7 +18,7 @@ from datasvc.repository import Repository
 
 
 def measure_sizes(report: Report, states: Sequence[State], folder: Path, *, what: str) -> None:
-    """Add what consecutive states take, over their bytes in memory, and how long each takes to be restored."""
+    """Add what consecutive states take, over their bytes in memory."""
     raw = sum(size_of(state) for state in states)
     for codec in CODECS:
         target = folder / codec
@@ -25,13 +27,33 @@ def measure_sizes(report: Report, states: Sequence[State], folder: Path, *, what
         for step, state in enumerate(states):
             save(repository, "resnet", state, step=step, codec=codec, code=NO_CODE)
         report.add_row(f"{what}, codec {codec}: stored / raw", "", [_size_on_disk(target) / raw])
-    plain, delta = Repository.open(str(folder / "none")), Repository.open(str(folder / "delta"))
 
-    def slowest(repository: Repository) -> float:
-        refs = [f"resnet@{number}" for number in range(1, len(states) + 1)]
-        return max(min(timed(lambda ref=ref: restore(repository, ref)) for _ in range(3)) for ref in refs)
 
-    report.add_ratio(f"{what}: slowest restore, delta / none", [slowest(delta)], [slowest(plain)])
+def measure_restores(report: Report, states: Sequence[State], folder: Path, *, what: str, repeats: int) -> None:
+    """Add how long the version takes that takes longest, of those which `measure_sizes` stored, beside raw bytes."""
+    delta = Repository.open(str(folder / "delta"))
+    refs = [f"resnet@{number}" for number in range(1, len(states) + 1)]
+    slowest = max(refs, key=lambda ref: min(_restore(delta, ref) for _ in range(3)))
+    for place, forget in {"page cache": None, "disk": folder}.items():
+        contestants = {
+            str(codec): partial(_restore, Repository.open(str(folder / codec)), slowest, forget=forget)
+            for codec in CODECS
+        }
+        took = alternate(contestants, repeats)
+        for codec in ("planes", "delta"):
+            report.add_ratio(f"{what}, from the {place}: slowest restore, {codec} / none", took[codec], took["none"])
+
+
+def _restore(repository: Repository, ref: str, *, forget: Path | None = None) -> float:
+    """Return the seconds that a restore takes, for which files below `forget` must be read from the disk."""
+    warm_memory(1 << 30)
+    if forget is not None:
+        os.sync()
+        for path in forget.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return timed(lambda: restore(repository, ref))
 
 
 def measure_frozen(report: Report, folder: Path, *, optimizer: str, steps: int) -> None:
