@@ -14,6 +14,7 @@ ALLOWED = {
     "datasvc.errors": set(),
     "datasvc.orphans": set(),
     "datasvc.processors": set(),
+    "datasvc.progress": set(),
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
@@ -41,7 +42,12 @@ ALLOWED["datasvc.cached_objects"] = (
 ALLOWED["datasvc.restoring"] = ALLOWED["datasvc.cached_objects"] | {"datasvc.cached_objects"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.restoring"] | {"datasvc.restoring", "datasvc.gc"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
-ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.node", "datasvc.ledger"}
+ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
+    "datasvc.api",
+    "datasvc.node",
+    "datasvc.ledger",
+    "datasvc.progress",
+}
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
 ALLOWED["loaders"] = {
     "datasvc.ledger",

@@ -12,12 +12,12 @@ from datasvc.cli.cache_plan import plan
 from datasvc.cli.output import (
     JsonOption,
     RepoOption,
-    byte_progress,
     print_facts,
     print_json,
     print_table,
     staging_progress,
 )
+from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from datasvc.cache import Cache, StageReport

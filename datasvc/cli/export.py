@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_json
+from datasvc.cli.output import JsonOption, RepoOption, print_json
+from datasvc.progress import byte_progress
 
 
 class Format(StrEnum):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_facts, print_json_line
+from datasvc.cli.output import JsonOption, RepoOption, print_facts, print_json_line
+from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from datasvc.shards.build import Progress, Report

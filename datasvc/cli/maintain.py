@@ -8,9 +8,10 @@ from typing import Annotated, Final
 
 import typer
 
-from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_json
+from datasvc.cli.output import JsonOption, RepoOption, print_json
 from datasvc.cli.values import text_value
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.progress import byte_progress
 
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
 

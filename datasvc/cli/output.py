@@ -12,18 +12,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import TextColumn
 from rich.table import Table
 
 from datasvc.cli.values import text_value
+from datasvc.progress import byte_bar
 from datasvc.sizes import format_size
 
 _CAME = {"origin": "origin", "peer": "peers", "resident": "hits"}
@@ -69,18 +62,6 @@ def print_facts(facts: Mapping[str, object]) -> None:
 
 
 @contextmanager
-def byte_progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Show a bar of bytes, rate and time left on a terminal; elsewhere nothing.
-
-    Yields:
-        A function that sets the total, and one that counts bytes done.
-    """
-    with _byte_bar() as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda total: bar.update(task, total=total), lambda done: bar.advance(task, done)
-
-
-@contextmanager
 def staging_progress(title: str, total_bytes: int | None) -> Iterator[Callable[[str, int], None]]:
     """Show a bar of bytes, rate, time left and where bytes come from on a terminal; elsewhere nothing.
 
@@ -89,7 +70,7 @@ def staging_progress(title: str, total_bytes: int | None) -> Iterator[Callable[[
     """
     counted: Counter[str] = Counter()
     lock = threading.Lock()
-    with _byte_bar(TextColumn("{task.fields[came]}")) as bar:
+    with byte_bar(TextColumn("{task.fields[came]}")) as bar:
         task = bar.add_task(title, total=total_bytes, came="")
 
         def count(kind: str, size_bytes: int) -> None:
@@ -99,17 +80,3 @@ def staging_progress(title: str, total_bytes: int | None) -> Iterator[Callable[[
             bar.update(task, advance=size_bytes, came=came)
 
         yield count
-
-
-def _byte_bar(*more: ProgressColumn) -> Progress:
-    """Return a bar of bytes, rate and time left, and more columns; it shows on a terminal only."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        *more,
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVarTuple
 import numpy as np
 
 from datasvc.errors import ConfigError
-from datasvc.models.codec import Bytes
+from datasvc.models.codec import Bytes, Decoders
 from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches, is_near
 from datasvc.models.pieces import Shape, flat_offset, intersect, slices
 from datasvc.models.records import ITEM_BYTES, Piece, TensorRecord
@@ -73,14 +73,17 @@ def load_tensors(
     return {target.record.name: target.tensor for target in targets}
 
 
-def load_piece(source: ObjectSource, dtype: str, piece: Piece, *, name: str = "") -> torch.Tensor:
-    """Return one piece as a new tensor of its shape, verified. `name` is the tensor's, for messages.
+def load_piece(
+    source: ObjectSource, dtype: str, piece: Piece, *, name: str = "", decoders: Decoders | None = None
+) -> torch.Tensor:
+    """Return one piece as a new tensor of its shape, verified.
 
+    `name` is the tensor's, for messages; `decoders` are those of other pieces, of which many are loaded one by one.
     Raises as `load_tensors`.
     """
     check_reaches(source, name, piece)
     content = np.empty(_count(piece.shape) * ITEM_BYTES[dtype], np.uint8)
-    PieceReader(source, [piece]).read(name, piece, content)
+    PieceReader(source, [piece], decoders).read(name, piece, content)
     return tensor_of(content, dtype, piece.shape)
 
 

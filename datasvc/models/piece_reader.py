@@ -81,13 +81,14 @@ class PieceReader:
     Args:
         source: of the bytes.
         pieces: those that will be read, once each.
+        decoders: that other readers use too; default: its own.
     """
 
-    def __init__(self, source: ObjectSource, pieces: Iterable[Piece]) -> None:
+    def __init__(self, source: ObjectSource, pieces: Iterable[Piece], decoders: Decoders | None = None) -> None:
         self._source = source
         self._near = source if is_near(source) else None
         self._spans = plan_spans(link for piece in pieces for link in piece.chain)
-        self._decoders = Decoders(count_processors())
+        self._decoders = decoders or Decoders(count_processors())
 
     def read(self, name: str, piece: Piece, out: Bytes) -> None:
         """Fill `out`, which has the piece's size, with its verified bytes.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models import codec as planes
-from datasvc.models.codec import Bytes
+from datasvc.models.codec import Bytes, Decoders
 from datasvc.models.load import load_piece
 from datasvc.models.piece_reader import ObjectSource
 from datasvc.models.pieces import Shape
@@ -22,6 +22,7 @@ from datasvc.models.pointers import find_chain, write_pointer
 from datasvc.models.records import Link, TensorRecord
 from datasvc.models.tensor_bytes import bytes_of, count_nonfinite, dtype_name
 from datasvc.models.threads import run_in_threads
+from datasvc.processors import count_processors
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.batch import ObjectBatch
 from datasvc.repository.objects import digest_of
@@ -101,6 +102,7 @@ class PieceWriter:
             (record.name, piece.start, piece.shape, record.dtype): piece for record in base for piece in record.pieces
         }
         self._of_base = {piece.digest: piece.chain for piece in self._at_place.values()}
+        self._decoders = Decoders(count_processors())
         self._lock = threading.Lock()
         self._seen: set[Digest] = set()
         self._chains: dict[Digest, tuple[Link, ...]] = {}
@@ -191,9 +193,11 @@ class PieceWriter:
             if digest_of(content.data) == piece.digest:
                 return piece.chain, content
         try:
-            return piece.chain, bytes_of(load_piece(self._source, dtype_name(cut.tensor), piece, name=cut.name))
+            dtype = dtype_name(cut.tensor)
+            before = load_piece(self._source, dtype, piece, name=cut.name, decoders=self._decoders)
         except (CorruptDataError, NotFoundError):
             return None  # damage of an earlier version is not handed on: this one is stored in full
+        return piece.chain, bytes_of(before)
 
     def _is_there(self, chain: Sequence[Link]) -> bool:
         """Return whether what the base's table names can be named again."""

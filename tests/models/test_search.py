@@ -229,7 +229,7 @@ def test_the_index_is_written_anew_when_many_versions_are_behind_it(repository):
     assert decode_index(path.read_bytes()).heads["m"].number == 40 + search_index._MOST_BEHIND
 
 
-@pytest.mark.parametrize("damage", ["lost", "flipped", "cut", "other models"])
+@pytest.mark.parametrize("damage", ["lost", "flipped", "cut", "huge", "other models"])
 def test_an_index_that_is_damaged_or_of_other_models_is_made_again(repository, damage, tmp_path):
     grow(repository, 40)
     find_versions(repository, "step > 1")
@@ -237,6 +237,8 @@ def test_an_index_that_is_damaged_or_of_other_models_is_made_again(repository, d
     raw = path.read_bytes()
     if damage == "lost":
         path.unlink()
+    elif damage == "huge":
+        os.truncate(path, 1 << 40)  # of nothing, but nobody may read it to find out
     elif damage == "other models":
         os.rename(Path(repository.url, "models/m"), Path(repository.url, "models/n"))
     else:

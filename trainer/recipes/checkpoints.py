@@ -7,7 +7,6 @@ bits, wherever its checkpoints were made.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -19,11 +18,11 @@ from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError
 from datasvc.models import Checkpoint, Model
+from datasvc.progress import byte_progress
 from trainer.recipes import random_state
 from trainer.recipes.batch_statistics import averaged_batch_statistics, batch_statistics
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.precision import load_loss_scale
-from trainer.recipes.restore_bar import restore_bar
 from trainer.recipes.run import Run
 
 
@@ -106,7 +105,7 @@ def restore(run: Run, ref: str) -> Checkpoint:
     Raises: see `Model.restore`.
     """
     if hvd.rank() == 0:
-        with restore_bar(f"restoring {ref}", sys.stderr) as (begin, report):
+        with byte_progress(f"restoring {ref}") as (begin, report):
             checkpoint = run.checkpoints.restore(ref, begin=begin, report=report)
     else:
         checkpoint = run.checkpoints.restore(ref)

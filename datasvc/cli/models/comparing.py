@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_facts, print_json
+from datasvc.cli.output import JsonOption, RepoOption, print_facts, print_json
+from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from datasvc.models.difference import ModelDifference, TensorChange, TensorsDifference, ValueChanges

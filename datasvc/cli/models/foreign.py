@@ -16,8 +16,9 @@ from datasvc.cli.models.arguments import (
     RefArgument,
     TrustedOption,
 )
-from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_json
+from datasvc.cli.output import JsonOption, RepoOption, print_json
 from datasvc.cli.values import text_value
+from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from datasvc.repository import Repository

@@ -12,7 +12,8 @@ import typer
 
 from datasvc.cli.cache import BudgetOption, PeersOption
 from datasvc.cli.models.arguments import ExcludeOption, MapOption, OnlyOption, RefArgument, TrustedOption
-from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_json
+from datasvc.cli.output import JsonOption, RepoOption, print_json
+from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from datasvc.cache import Cache

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.models.arguments import TrustedOption
-from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_json, print_table
+from datasvc.cli.output import JsonOption, RepoOption, print_json, print_table
+from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from datasvc.repository import Repository

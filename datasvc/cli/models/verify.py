@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.models.arguments import TrustedOption
-from datasvc.cli.output import JsonOption, RepoOption, byte_progress, print_json
+from datasvc.cli.output import JsonOption, RepoOption, print_json
 from datasvc.cli.values import text_value
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from datasvc.models.repair import Repair

@@ -27,6 +27,8 @@ from datasvc.repository.references import is_name
 INDEX_FORMAT: Final = 2
 # No model can have that name.
 INDEX_PATH: Final = "models/.index"
+# Far more than millions of versions take. What claims to be larger is damage, and written anew from the entries.
+_MOST_BYTES: Final = 1 << 30
 _DIGEST_BYTES: Final = 64
 _NAMES_AT_ONCE: Final = 16
 # Entries behind the index are read by every search: so many, or that part of all, are a reason to write it anew.
@@ -178,7 +180,7 @@ def decode_index(raw: bytes) -> Part:
 
 def _load(repository: Repository) -> Part | None:
     try:
-        return decode_index(repository.storage.read(INDEX_PATH))
+        return decode_index(repository.storage.read(INDEX_PATH, _MOST_BYTES))
     except (NotFoundError, CorruptDataError):
         return None  # the entries say all that it said
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from datasvc.progress import byte_progress
 from tests.trainer.recipes.test_events import read_terminal
-from trainer.recipes.restore_bar import restore_bar
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def wide_terminal(monkeypatch):
 
 
 def restore(stream):
-    with restore_bar("restoring m@3", stream) as (begin, report):
+    with byte_progress("restoring m@3", stream) as (begin, report):
         begin(2_000_000)
         report(500_000)
         report(1_500_000)
