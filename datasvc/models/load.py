@@ -13,7 +13,7 @@ from datasvc.models.codec import Bytes, Decoders
 from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches, is_near
 from datasvc.models.pieces import Shape, flat_offset, intersect, slices
 from datasvc.models.records import ITEM_BYTES, Piece, TensorRecord
-from datasvc.models.tensor_bytes import bytes_of, dtype_name, tensor_of
+from datasvc.models.tensor_bytes import bytes_of, dtype_name, is_plain, tensor_of
 from datasvc.models.threads import run_by_size, run_in_threads
 from datasvc.processors import count_processors
 from datasvc.sizes import format_size
@@ -150,7 +150,7 @@ class _Target:
                 f"tensor {record.name!r} is {record.dtype} of shape {record.shape}; it cannot be loaded into "
                 f"{dtype_name(given)} of shape {tuple(given.shape)}"
             )
-        self._given = None if given is None or _is_plain(given) else given
+        self._given = None if given is None or is_plain(given) else given
         if given is not None and not record.pieces:
             self.tensor = given
         elif given is None or self._given is not None:
@@ -177,11 +177,6 @@ class _Target:
         if is_last and self._given is not None:
             self._given.detach().copy_(self.tensor)
             self.tensor = self._given
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's memory can be filled as it lies."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:

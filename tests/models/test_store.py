@@ -276,7 +276,8 @@ def test_nan_and_infinities_are_counted(objects):
     nan, infinity = float("nan"), float("inf")
     state = {
         "nan": torch.tensor([nan, 1.0, -infinity]), "large": torch.full((9,), 3e38),
-        "half": torch.tensor([65504.0, -infinity] * 8).half(), "brain": torch.tensor([3e38, nan, -nan]).bfloat16(),
+        "half": torch.tensor([65504.0, -infinity] * 8).half(),
+        "brain": torch.tensor([3e38, nan, -infinity]).bfloat16(),
         "eighth": torch.tensor([nan, 448.0]).to(torch.float8_e4m3fn),
         "fifth": torch.tensor([57344.0, infinity]).to(torch.float8_e5m2),
         "complex": torch.tensor([complex(1, nan)]).conj(),

@@ -24,7 +24,7 @@ from datasvc.models.pieces import Box, intersect, slices
 from datasvc.models.records import Piece, TensorRecord
 from datasvc.models.restore_report import RestoreReport
 from datasvc.models.stored_version import read_version
-from datasvc.models.tensor_bytes import tensor_of
+from datasvc.models.tensor_bytes import bytes_of, dtype_name, is_plain, tensor_of
 from datasvc.models.tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects import parse_digest
@@ -64,6 +64,14 @@ class PieceRead:
     record: TensorRecord
     piece: Piece
     copies: list[tuple[torch.Tensor, Box]] = field(default_factory=list)
+
+    @property
+    def only_target(self) -> torch.Tensor | None:
+        """The view that is to be what the piece is, in memory that can be read into; None where there is no such."""
+        (target, box), *others = self.copies
+        if others or box != self.piece.box or dtype_name(target) != self.record.dtype or not is_plain(target):
+            return None
+        return target
 
 
 def read_sharded(
@@ -121,6 +129,10 @@ def _read_pieces(source: ObjectSource, reads: Sequence[PieceRead]) -> None:
 
     def read(each: PieceRead) -> None:
         check_reaches(source, each.record.name, each.piece)
+        target = each.only_target
+        if target is not None:
+            reader.read(each.record.name, each.piece, bytes_of(target))
+            return
         content = np.empty(each.record.piece_bytes(each.piece), np.uint8)
         reader.read(each.record.name, each.piece, content)
         loaded = tensor_of(content, each.record.dtype, each.piece.shape)
