@@ -1,11 +1,11 @@
-"""What is seen of a restore, on a real terminal and on a pipe."""
+"""What is seen of work on many bytes, on a real terminal and on a pipe."""
 
 import os
 
 import pytest
 
 from datasvc.progress import byte_progress
-from tests.trainer.recipes.test_events import read_terminal
+from tests.terminals import read_terminal
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from datasvc.errors import CorruptDataError
 from datasvc.models.planes import WORD_BYTES, Bytes, join, split
 from datasvc.models.records import ITEM_BYTES, MAX_ENCODED_PIECE_BYTES
 
-__all__ = ["Bytes", "Decoder", "Decoders", "choose_encoding", "encode", "is_worthwhile", "word_bytes"]
+__all__ = ["Bytes", "Decoder", "Decoders", "encode", "estimate_shares", "is_worthwhile", "word_bytes"]
 
 # What there is to gain on planes lies in the frequencies of bytes, not in repeats: on those of a ResNet-50 levels 2
 # and 3 gave 1 % more bytes than level 1. To look for few and long repeats gives 0.7 % fewer, and is decoded faster.
@@ -36,8 +36,6 @@ _PLANE_SAMPLE_BYTES: Final = 32 << 10
 # What compresses by less is kept as it is: to read it back costs nothing then.
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
-# A difference lengthens the chain that a reader follows: it shall save this share of the piece.
-_SAVED_BY_DIFFERENCE: Final = 0.1
 
 _STORED: Final = -1
 
@@ -63,22 +61,21 @@ def encode(content: Bytes, word: int, encoding: str, base: Bytes | None = None) 
     return b"".join([struct.pack(f"<B{word}I", word, *map(len, stored)), *stored])
 
 
-def choose_encoding(content: Bytes, word: int, base: Bytes | None = None) -> str:
-    """Return the encoding that makes a sample of `content` smallest: "raw", "planes", "xor" or "difference"."""
+def estimate_shares(content: Bytes, word: int, base: Bytes | None = None) -> dict[str, float]:
+    """Return by encoding which share of the bytes of `content` it takes, judged by a sample of them."""
     runs = list(_sample(content.size, word))
     sample = np.concatenate([content[run] for run in runs])
-    sizes = {"planes": len(encode(sample, word, "planes"))}
+    shares = {"planes": len(encode(sample, word, "planes")) / sample.size}
     if base is not None:
         before = np.concatenate([base[run] for run in runs])
         for encoding in ("xor", "difference"):
-            sizes[encoding] = len(encode(sample, word, encoding, before)) + int(_SAVED_BY_DIFFERENCE * sample.size)
-    smallest = min(sizes, key=lambda encoding: sizes[encoding])
-    return smallest if sizes[smallest] < _WORTHWHILE * sample.size else "raw"
+            shares[encoding] = len(encode(sample, word, encoding, before)) / sample.size
+    return shares
 
 
-def is_worthwhile(stored_bytes: int, size_bytes: int) -> bool:
-    """Return whether an encoding saves enough to be decoded again."""
-    return stored_bytes < _WORTHWHILE * size_bytes
+def is_worthwhile(share: float) -> bool:
+    """Return whether an encoding that takes this share of the bytes saves enough to be decoded again."""
+    return share < _WORTHWHILE
 
 
 def _sample(size: int, word: int) -> Iterator[slice]:
@@ -126,7 +123,8 @@ class Decoder:
         """Fill `out` with what a chain of encoded links gives, the first of which stands alone.
 
         Every link says how large its words are: equal bytes of another dtype may have been stored first. Needs memory
-        of twice the size of `out`, whatever the links claim to hold; each is asked for when those before are done.
+        of some four times the size of `out`, whatever the links claim to hold; each is asked for when those before
+        are done.
 
         Raises:
             CorruptDataError: a link cannot be one of this size.

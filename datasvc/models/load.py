@@ -14,7 +14,7 @@ from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches
 from datasvc.models.pieces import Shape, flat_offset, intersect, slices
 from datasvc.models.records import ITEM_BYTES, Piece, TensorRecord
 from datasvc.models.tensor_bytes import bytes_of, dtype_name, is_plain, tensor_of
-from datasvc.models.threads import run_by_size, run_in_threads
+from datasvc.models.threads import run_in_threads
 from datasvc.processors import count_processors
 from datasvc.sizes import format_size
 
@@ -29,6 +29,7 @@ _Arguments = TypeVarTuple("_Arguments")
 # processors reads while others decode; many only take the caches, and the interpreter, from each other.
 _THREADS: Final = max(16, min(32, count_processors()))
 _NEAR_THREADS: Final = min(32, count_processors() + 1)
+_SMALL_BYTES: Final = 1 << 20
 
 
 def load_tensors(
@@ -68,7 +69,9 @@ def load_tensors(
         if report is not None:
             report(target.record.piece_bytes(piece))
 
-    pieces = [(target, piece) for target in targets for piece in target.record.pieces]
+    # Large ones first, so that no thread is left with one at the end; small ones as they lie in shared objects.
+    in_order = sorted(targets, key=lambda target: -target.record.nbytes if target.record.nbytes > _SMALL_BYTES else 0)
+    pieces = [(target, piece) for target in in_order for piece in target.record.pieces]
     read_in_threads(source, load_one, pieces, [target.record.piece_bytes(piece) for target, piece in pieces])
     return {target.record.name: target.tensor for target in targets}
 
@@ -135,7 +138,7 @@ def read_in_threads(
         sizes: of the pieces, in bytes.
     """
     if is_near(source):
-        run_by_size(read, arguments, sizes, _NEAR_THREADS)
+        run_in_threads(read, arguments, _NEAR_THREADS, sizes=sizes)
     else:
         run_in_threads(read, arguments, _THREADS)
 
@@ -176,7 +179,7 @@ class _Target:
             is_last = self._num_left == 0
         if is_last and self._given is not None:
             self._given.detach().copy_(self.tensor)
-            self.tensor = self._given
+            self.tensor, self._flat = self._given, np.empty(0, np.uint8)  # what was between is not needed any more
 
 
 def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:

@@ -38,7 +38,9 @@ OWN_OBJECT_BYTES: Final = 64 << 10
 # time in which half a piece is read. Of weights a full piece and one difference fit into it; with more of them a
 # restore took four times as long as one of raw bytes.
 _MOST_COST: Final = 2.7
-_COST_OF_DECODING: Final = 0.5
+_LINK_COST: Final = 0.5
+# A difference lengthens the chain that a reader follows: it shall save this share of the piece.
+_SAVED_BY_DIFFERENCE: Final = 0.1
 _PACK_BYTES: Final = 8 << 20
 _POINTERS_AT_ONCE: Final = 8
 
@@ -163,20 +165,24 @@ class PieceWriter:
 
     def _encode(self, cut: Cut, content: Bytes) -> tuple[tuple[Link, ...], str, bytes | memoryview]:
         """Return the links that the piece follows on, its encoding and its encoded bytes: the smallest there is."""
+        if self._codec == "none":
+            return (), "raw", content.data
         word = planes.word_bytes(dtype_name(cut.tensor))
-        base = self._base_of(cut, content.size)
-        if base is not None:
-            chain, before = base
-            encoding = planes.choose_encoding(content, word, before)
-            if encoding in {"xor", "difference"}:
+        chain, before = self._base_of(cut, content.size) or ((), None)
+        shares = planes.estimate_shares(content, word, before)
+        if before is not None:
+            encoding = min(("xor", "difference"), key=lambda each: shares[each])
+            most = min(
+                min(shares["planes"], 1) - _SAVED_BY_DIFFERENCE,
+                _MOST_COST - _restore_cost(chain, content.size) - _LINK_COST,
+            )
+            if shares[encoding] <= most:
                 stored = planes.encode(content, word, encoding, before)
-                # What was chosen by a sample may be wrong of the whole.
-                is_small = planes.is_worthwhile(len(stored), content.size)
-                if is_small and _restore_cost(chain, len(stored), content.size) <= _MOST_COST:
+                if len(stored) <= most * content.size:  # the sample may be wrong of the whole
                     return chain, encoding, stored
-        if self._codec != "none" and planes.choose_encoding(content, word) == "planes":
+        if planes.is_worthwhile(shares["planes"]):
             stored = planes.encode(content, word, "planes")
-            if planes.is_worthwhile(len(stored), content.size):
+            if planes.is_worthwhile(len(stored) / content.size):
                 return (), "planes", stored
         return (), "raw", content.data
 
@@ -185,8 +191,8 @@ class PieceWriter:
         piece = self._at_place.get(cut.place)
         if self._codec != "delta" or piece is None or len(piece.chain) >= self._longest_chain:
             return None
-        if _restore_cost(piece.chain, 0, size) > _MOST_COST:
-            return None  # whatever the difference takes
+        if _restore_cost(piece.chain, size) + _LINK_COST > _MOST_COST:
+            return None  # however small the difference is
         held = self._held.get(cut.place)
         if held is not None and self._is_there(piece.chain):
             content = bytes_of(held.tensor).copy()  # of a background save the training may overwrite it meanwhile
@@ -238,7 +244,7 @@ class PieceWriter:
             self.new_bytes += info.size_bytes
 
 
-def _restore_cost(chain: Sequence[Link], further_bytes: int, size: int) -> float:
-    """Return what it costs to restore a piece of `size` bytes from a chain and one more encoded link."""
-    num_encoded = 1 + sum(link.encoding != "raw" for link in chain)
-    return (sum(link.length for link in chain) + further_bytes) / size + num_encoded * _COST_OF_DECODING
+def _restore_cost(chain: Sequence[Link], size: int) -> float:
+    """Return what it costs to restore a piece of `size` bytes from a chain, over what it costs to read as many."""
+    num_encoded = sum(link.encoding != "raw" for link in chain)
+    return sum(link.length for link in chain) / size + num_encoded * _LINK_COST

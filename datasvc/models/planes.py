@@ -63,7 +63,7 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
     word = len(planes)
     words = out.view(_UNSIGNED[word])
     longest = min(words.size, _BLOCK_WORDS)
-    memory = _Memory(longest)
+    memory = _Memory(longest, word)
     differences, signs = np.empty((2, longest if encoding != "planes" else 0), words.dtype)
     for start in range(0, words.size, _BLOCK_WORDS):
         target = words[start : start + _BLOCK_WORDS]
@@ -81,19 +81,21 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
 
 
 class _Memory:
-    """Memory for words of each size that are on their way into larger ones.
+    """Memory for words of two and four bytes that are on their way into larger ones.
 
     Args:
         most: words at once.
+        word: size of the largest.
 
     Attributes:
         narrow: for words that are to be widened, by their size.
         low: for the lower half of words, by their size.
     """
 
-    def __init__(self, most: int) -> None:
-        self.narrow: dict[int, _Words] = {2: np.empty(most, np.uint16)}
-        self.low: dict[int, _Words] = {2: np.empty(most, np.uint16), 4: np.empty(most, np.uint32)}
+    def __init__(self, most: int, word: int) -> None:
+        sizes = [size for size in (2, 4) if size <= word <= _WIDEST_MULTIPLIED]
+        self.narrow: dict[int, _Words] = {size: np.empty(most, _UNSIGNED[size]) for size in sizes if size < word}
+        self.low: dict[int, _Words] = {size: np.empty(most, _UNSIGNED[size]) for size in sizes}
 
 
 def _join_block(planes: Sequence[Bytes], out: _Words, memory: _Memory) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
-from datasvc.models.piece_reader import ObjectSource
+from datasvc.models.piece_reader import ObjectSource, is_near
 from datasvc.models.piece_writer import CODECS, Codec, Cut, PieceWriter
 from datasvc.models.pieces import PIECE_BYTES, Shape, plan_pieces, slices
 from datasvc.models.records import Piece, TensorRecord, join_pieces
 from datasvc.models.tensor_bytes import check_storable, dtype_name
-from datasvc.models.threads import run_by_size, run_in_threads
+from datasvc.models.threads import run_in_threads
 from datasvc.processors import count_processors
 from datasvc.repository import Digest, Objects
 from datasvc.repository.batch import ObjectBatch
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 LONGEST_CHAIN: Final = 8
-# Each holds a piece several times, so many only take the caches and the memory from each other. Nobody who writes to
-# a disk waits for it; to a remote store some upload while others encode.
+# Each holds a piece several times, so many only take the caches and the memory from each other. Files are written to
+# memory, and the disk is waited for by other threads; to a remote store some upload while others encode.
 _NEAR_THREADS: Final = min(16, count_processors() + 1)
 _THREADS: Final = max(8, min(16, count_processors()))
 
@@ -169,10 +169,11 @@ def store_pieces(
                 report(cut.nbytes)
             return digest
 
-        if objects.is_near:
-            digests = run_by_size(store_one, [(cut,) for cut in cuts], [cut.nbytes for cut in cuts], _NEAR_THREADS)
+        arguments = [(cut,) for cut in cuts]
+        if objects.is_near and (source is None or is_near(source)):
+            digests = run_in_threads(store_one, arguments, _NEAR_THREADS, sizes=[cut.nbytes for cut in cuts])
         else:
-            digests = run_in_threads(store_one, [(cut,) for cut in cuts], _THREADS)
+            digests = run_in_threads(store_one, arguments, _THREADS)
         chains = writer.finish(digests)
     found = [
         (cut.name, Piece(cut.start, cut.shape, digest, chains[digest]))

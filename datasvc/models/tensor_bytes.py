@@ -76,7 +76,7 @@ def tensor_of(content: Bytes, dtype: str, shape: Shape) -> torch.Tensor:
 
 
 def count_nonfinite(content: Bytes, dtype: str) -> int:
-    """Return how many elements of a tensor's bytes are NaN or infinite; complex ones count once for each part.
+    """Return how many elements of a tensor's bytes are NaN or infinite.
 
     Not by torch: its own threads would be started for each thread that asks, and take the processors from each other.
     """
@@ -89,5 +89,6 @@ def count_nonfinite(content: Bytes, dtype: str) -> int:
     for start in range(0, words.size, _BLOCK_WORDS):
         magnitudes = np.bitwise_and(words[start : start + _BLOCK_WORDS], mask)
         if magnitudes.max() >= least:
-            count += int(np.count_nonzero(magnitudes >= least))
+            parts = (magnitudes >= least).reshape(-1, 2 if dtype.startswith("complex") else 1)
+            count += int(np.count_nonzero(parts.any(axis=1)))
     return count

@@ -8,12 +8,14 @@ from operator import not_
 from typing import Final
 
 from datasvc.errors import DatasvcError, NotFoundError
+from datasvc.models.codec import Decoders
 from datasvc.models.load import load_piece
 from datasvc.models.records import Piece, TensorRecord
 from datasvc.models.signing_keys import PublicKey
 from datasvc.models.sources import find_damage
 from datasvc.models.survey import Problem, Survey, kind_of
 from datasvc.models.threads import run_in_threads
+from datasvc.processors import count_processors
 from datasvc.repository import Digest, Objects, Repository, Resolved
 
 # Each holds a part of an object in memory, eight parts where the repository is remote.
@@ -170,11 +172,12 @@ def _unloadable(
         report: called with the bytes of every piece, tried or not.
     """
     verdicts: dict[Piece, bool] = {}  # versions share most pieces
+    decoders = Decoders(count_processors())
 
     def is_bad(record: TensorRecord, piece: Piece) -> bool:
         try:
             if piece not in verdicts and choose({link.object for link in piece.chain if link.object in bad}):
-                load_piece(objects, record.dtype, piece, name=record.name)
+                load_piece(objects, record.dtype, piece, name=record.name, decoders=decoders)
         except survey.bad:
             return True
         finally:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.codec import Decoder, Decoders, choose_encoding, encode, is_worthwhile, word_bytes
+from datasvc.models.codec import Decoder, Decoders, encode, estimate_shares, is_worthwhile, word_bytes
 from datasvc.models.records import ITEM_BYTES
 
 WORDS = [1, 2, 4, 8]
@@ -79,17 +79,19 @@ def test_weights_that_change_little_are_stored_as_a_difference_and_take_less():
     before, after = trained()
     alone, difference = encode(after, 4, "planes"), encode(after, 4, "difference", before)
     assert len(difference) < 0.75 * len(alone) < 0.75 * after.size
-    assert choose_encoding(after, 4, before) in {"xor", "difference"}
-    assert choose_encoding(after, 4) == "planes"
+    shares = estimate_shares(after, 4, before)
+    assert shares["difference"] < shares["planes"] - 0.1 < 0.8
+    assert shares["planes"] == estimate_shares(after, 4)["planes"] == pytest.approx(len(alone) / after.size, abs=0.01)
+    assert shares["difference"] == pytest.approx(len(difference) / after.size, abs=0.02)
 
 
-def test_noise_is_left_as_it_is_and_what_does_not_continue_its_base_is_no_difference():
+def test_noise_gains_nothing_nor_does_what_does_not_continue_its_base():
     noise = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
     _, after = trained()
-    assert choose_encoding(noise, 4) == "raw"
-    assert choose_encoding(noise, 4, noise[::-1].copy()) == "raw"
-    assert choose_encoding(after, 4, noise[: after.size]) == "planes"
-    assert not is_worthwhile(len(encode(noise, 4, "planes")), noise.size)
+    assert not any(is_worthwhile(share) for share in estimate_shares(noise, 4, noise[::-1].copy()).values())
+    shares = estimate_shares(after, 4, noise[: after.size])
+    assert min(shares, key=lambda encoding: shares[encoding]) == "planes"
+    assert not is_worthwhile(len(encode(noise, 4, "planes")) / noise.size)
 
 
 def test_a_sign_that_changes_back_and_forth_leaves_upper_planes_empty():

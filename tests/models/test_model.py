@@ -185,15 +185,15 @@ def test_several_saves_queue_in_two_buffers_and_each_keeps_its_own_bytes(repo, g
 def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_same(repo, monkeypatch):
     torch.manual_seed(0)
     weight = torch.randn(300_000)
-    wanted, real = [], codec.choose_encoding
+    wanted, real = [], codec.estimate_shares
     with repo.model("m") as model:
 
-        def choose_encoding(content, word, base=None):
+        def estimate_shares(content, word, base=None):
             for copied in model._writer._held.values():
                 copied.fill_(99.0)  # as the next save does, once this one has looked at them
             return real(content, word, base)
 
-        monkeypatch.setattr(codec, "choose_encoding", choose_encoding)
+        monkeypatch.setattr(codec, "estimate_shares", estimate_shares)
         for step in range(1, 7):
             weight = weight * (1 + 1e-6)
             wanted.append(weight.clone())

@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.models.planes import join, split
+from datasvc.models.planes import _BLOCK_WORDS, join, split
 
 # Around the words that pass through at once.
-counts = st.sampled_from([0, 1, 5, (32 << 10) - 1, 32 << 10, (64 << 10) + 3])
+counts = st.sampled_from([0, 1, 5, _BLOCK_WORDS - 1, _BLOCK_WORDS, 2 * _BLOCK_WORDS + 3])
 
 
 @given(st.sampled_from([1, 2, 4, 8]), counts, st.sampled_from(["planes", "xor", "difference"]), st.integers(0, 9))
@@ -32,10 +32,12 @@ def test_differences_have_their_sign_in_the_lowest_bit_and_wrap_around(word):
     assert split(content, word, "difference", base)[0].tolist() == [2, 1, 1]
 
 
-def test_words_that_lie_unaligned_in_memory_are_joined_like_others():
+@pytest.mark.parametrize("encoding", ["planes", "xor", "difference"])
+@pytest.mark.parametrize("word", [2, 4, 8])
+def test_words_that_lie_unaligned_in_memory_are_joined_like_others(encoding, word):
     content, base = np.random.default_rng(0).integers(0, 256, (2, 4000), np.uint8)
-    planes = split(content, 4, "difference", base)
+    planes = split(content, word, encoding, base)
     memory = np.zeros(4001, np.uint8)
     memory[1:] = base
-    join(list(planes), "difference", memory[1:])
+    join(list(planes), encoding, memory[1:])
     assert memory[1:].tobytes() == content.tobytes()

@@ -1,5 +1,6 @@
 import math
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.models import load
+from datasvc.models.codec import estimate_shares
 from datasvc.models.load import load_piece, load_tensors, load_window
 from datasvc.models.pointers import find_chain, pointer_path
 from datasvc.models.records import ITEM_BYTES, Link, Piece, TensorRecord, join_pieces
 from datasvc.models.store import TensorPiece, store_pieces, store_tensors
+from datasvc.models.tensor_bytes import bytes_of
 from datasvc.repository import Objects, Repository, Storage
 from datasvc.repository.log import decode_entry, encode_entry
 from datasvc.repository.objects import digest_of
@@ -151,6 +155,49 @@ def test_a_restore_costs_at_most_2_7_pieces_where_to_decode_a_link_counts_as_hal
     assert max(chains) == longest
 
 
+def test_noise_is_stored_as_it_is_and_nothing_as_a_difference_to_what_it_does_not_continue(objects):
+    noise = torch.randint(-(1 << 31), 1 << 31, (BIG,), dtype=torch.int64).to(torch.int32)
+    first = store_tensors(objects, {"w": noise})
+    assert chain_of(first) == ["raw"]
+    assert chain_of(store_tensors(objects, {"w": weights().view(torch.int32)}, base=first.records)) == ["planes"]
+
+
+def test_a_difference_that_looks_small_in_a_sample_and_is_not_is_not_stored(objects):
+    before = weights(count=2 << 20)
+    after = weights(1, count=2 << 20)
+    size = after.numel() - (8 << 10)
+    for number in range(4):  # what the sample consists of
+        run = slice(size * number // 3, size * number // 3 + (8 << 10))
+        after[run] = before[run]
+    first = store_tensors(objects, {"w": before})
+    assert estimate_shares(bytes_of(after), 4, bytes_of(before))["xor"] < 0.01
+    assert chain_of(store_tensors(objects, {"w": after}, base=first.records)) == ["planes"]
+
+
+def test_memory_between_is_given_back_as_soon_as_a_tensor_is_there(objects, monkeypatch):
+    state = {f"w{number}": weights(number, 3 << 20).reshape(3 << 10, 1 << 10) for number in range(3)}
+    stored = store_tensors(objects, state, codec="none")
+    between, allocate = [], load._allocate
+
+    def remember(*args):
+        tensor = allocate(*args)
+        between.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    monkeypatch.setattr(load, "_allocate", remember)
+    monkeypatch.setattr(load, "_NEAR_THREADS", 1)
+    into = {name: torch.zeros(1 << 10, 3 << 10).t() for name in state}
+    living = []
+    load_tensors(
+        objects,
+        stored.records,
+        into=into,
+        report=lambda _: living.append(sum(each() is not None for each in between)),
+    )
+    assert living == [3, 2, 2, 1, 1, 0]  # two pieces each
+    assert all(torch.equal(into[name], state[name]) for name in state)
+
+
 def test_frozen_tensors_cost_nothing_and_keep_their_objects(objects):
     frozen, head = weights(), weights(1, 100)
     first = store_tensors(objects, {"frozen": frozen, "head": head})
@@ -280,13 +327,13 @@ def test_nan_and_infinities_are_counted(objects):
         "brain": torch.tensor([3e38, nan, -infinity]).bfloat16(),
         "eighth": torch.tensor([nan, 448.0]).to(torch.float8_e4m3fn),
         "fifth": torch.tensor([57344.0, infinity]).to(torch.float8_e5m2),
-        "complex": torch.tensor([complex(1, nan)]).conj(),
+        "complex": torch.tensor([complex(1, nan), complex(nan, nan), complex(1, 1)]).conj(),
         "wide": torch.tensor([[1.0, nan]], dtype=torch.float64).t(),
         "late": torch.arange(300_000.0).index_fill(0, torch.tensor([299_999]), nan),
         "int": torch.tensor([-1, 0x7F80_0000]), "empty": torch.empty(0),
     }  # fmt: skip
     assert dict(store_tensors(objects, state).num_nonfinite) == {
-        "brain": 2, "complex": 1, "eighth": 1, "fifth": 1, "half": 8, "late": 1, "nan": 2, "wide": 1
+        "brain": 2, "complex": 2, "eighth": 1, "fifth": 1, "half": 8, "late": 1, "nan": 2, "wide": 1
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.threads import plan_groups, run_by_size, run_in_threads
+from datasvc.models.threads import _group, run_in_threads
 from datasvc.repository.objects import digest_of
 
 CONTENT = bytes(1 << 20)
@@ -17,22 +17,17 @@ def test_results_come_in_the_order_of_the_arguments():
 
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=60))
-def test_calls_are_grouped_by_size_each_once_and_the_largest_first(sizes):
-    groups = plan_groups(sizes)
-    assert sorted(number for group in groups for number in group) == list(range(len(sizes)))
-    in_order = [sizes[number] for group in groups for number in group]
-    assert in_order == sorted(sizes, reverse=True)
+def test_calls_are_made_once_each_and_neighbours_with_few_bytes_by_one_thread(sizes):
+    arguments = [(number,) for number in range(len(sizes))]
+    groups = [[number for (number,) in group] for group in _group(arguments, sizes)]
+    assert [number for group in groups for number in group] == list(range(len(sizes)))
     assert all(len(group) == 1 or sum(sizes[number] for number in group) <= 1 << 20 for group in groups)
     assert len(groups) <= 1 + 2 * sum(sizes) / (1 << 20)
+    assert run_in_threads(lambda number: -number, arguments, 4, sizes=sizes) == [-n for n in range(len(sizes))]
 
 
-def test_what_was_grouped_comes_in_the_order_of_the_arguments():
-    sizes = [(n * 7919) % 50 << 15 for n in range(50)]
-    assert run_by_size(lambda a, b: a * b, [(n, 2) for n in range(50)], sizes, 4) == [2 * n for n in range(50)]
-    assert run_by_size(lambda a: a, [], [], 4) == []
-
-
-def test_after_an_error_nothing_more_is_begun():
+@pytest.mark.parametrize("sizes", [None, [1] * 20_000], ids=["one by one", "in groups"])
+def test_after_an_error_nothing_more_is_begun(sizes):
     calls = []
 
     def work(number):
@@ -42,7 +37,7 @@ def test_after_an_error_nothing_more_is_begun():
         digest_of(CONTENT)
 
     with pytest.raises(CorruptDataError):
-        run_in_threads(work, [(number,) for number in range(2000)], 2)
+        run_in_threads(work, [(number,) for number in range(20_000)], 2, sizes=sizes)
     assert len(calls) < 1000
 
 

@@ -5,8 +5,8 @@ A ResNet-50 is trained on digits, once with SGD and momentum and once with AdamW
 - `speed`: saves and restores of the last of them with its optimizer, and how long a background save stops the
   training. Every save ends when the bytes are synced. Files were read just before, so restores measure decoding and
   checking, not the disk;
-- `sizes`: what ten of them take, of one run and without a spread; and how long the slowest of them takes to be
-  restored, from the page cache and from the disk;
+- `sizes`: what ten of them take, of one run and without a spread; and how long that takes to be restored which takes
+  `delta` longest, from the page cache and from the disk;
 - `overhead`: the same training (of a ResNet-18, whose steps are short enough) with saves as often as `max_stall`
   allows and without, by turns, on all processors: so what is stored in the background takes time from the steps.
 

@@ -41,7 +41,9 @@ def measure_restores(report: Report, states: Sequence[State], folder: Path, *, w
         }
         took = alternate(contestants, repeats)
         for codec in ("planes", "delta"):
-            report.add_ratio(f"{what}, from the {place}: slowest restore, {codec} / none", took[codec], took["none"])
+            report.add_ratio(
+                f"{what}, from the {place}: time of the slowest delta, {codec} / none", took[codec], took["none"]
+            )
 
 
 def _restore(repository: Repository, ref: str, *, forget: Path | None = None) -> float:

@@ -146,7 +146,8 @@ class Reader(StorageReader):
         """Read what the plan wants into the planner's tensors and values.
 
         Raises:
-            CorruptDataError: no copy of a piece has the bytes that its digest says; names the tensor.
+            CorruptDataError: no copy of a piece has the bytes that its digest says; names the tensor. The planner's
+                tensors may be filled in part then, with bytes not to be used.
             ConfigError: a value is for another planner, or is a planner's own bytes that nobody asked for.
             NotFoundError, UnavailableError: as `load_tensors`.
         """

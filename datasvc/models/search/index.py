@@ -186,8 +186,11 @@ def _load(repository: Repository) -> Part | None:
 
 
 def _publish(repository: Repository, index: Index) -> None:
+    content = encode_index(index)
+    if len(content) > _MOST_BYTES:
+        return  # it would not be read again
     try:
-        repository.storage.put_bytes(INDEX_PATH, encode_index(index), synced=False)
+        repository.storage.put_bytes(INDEX_PATH, content, synced=False)
     except UnavailableError:
         # Not ours to write to, or full: the search has its answer all the same, the next one takes as long again.
         return

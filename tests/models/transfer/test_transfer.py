@@ -104,7 +104,7 @@ def test_only_missing_objects_move(repository, other):
     train(repository, versions=1)
     first = transfer(repository, other, ["net"])
     assert first.num_objects == len(objects(other))
-    save(repository, "net", {**state(0), "step": 9}, step=9)
+    save(repository, "net", {**state(0), "step": 9}, step=9, code=NO_CODE)
     seen = []
     second = transfer(repository, other, ["net"], begin=seen.append, report=seen.append)
     assert second.num_objects == 1  # the state: all tensors, and so their table, are those of before
@@ -288,8 +288,8 @@ def test_what_the_target_names_is_not_sent_again_however_old_it_is(repository, m
     other = Repository.create(f"memory://{secrets.token_hex(8)}")
     train(repository, versions=1)
     transfer(repository, other, ["net"])
-    save(repository, "net", {**state(0), "step": 9}, step=9)
-    save(repository, "far", {**state(0), "step": 9}, step=9)
+    save(repository, "net", {**state(0), "step": 9}, step=9, code=NO_CODE)
+    save(repository, "far", {**state(0), "step": 9}, step=9, code=NO_CODE)
     monkeypatch.setattr(age, "REWRITE_S", -3600)  # everything is old
     sent = []
     write = Objects.write

@@ -1,25 +1,15 @@
 """What a run says, on a real terminal and on a pipe."""
 
-import contextlib
 import json
 import os
 
+from tests.terminals import read_terminal
 from trainer.recipes.events import JsonEvents, TerminalEvents, choose_events
 from trainer.recipes.progress_line import ProgressLine
 from trainer.recipes.step_clock import StepClock
 
 FACTS = {"step": 7, "epoch": 1, "progress": 0.25, "loss": 0.5, "rate": 0.1, "step_s": 0.2, "wait_s": 0.05}
 STEP = {**FACTS, "samples": 400, "unit": "images"}
-
-
-def read_terminal(leader):
-    """Return all that was written; a terminal whose other side is closed ends with an error."""
-    parts = []
-    with contextlib.suppress(OSError):
-        while part := os.read(leader, 4096):
-            parts.append(part)
-    os.close(leader)
-    return b"".join(parts).decode()
 
 
 def test_a_pipe_gets_whole_json_lines():

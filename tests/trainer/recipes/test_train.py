@@ -20,7 +20,7 @@ from datasvc.models.stored_version import read_version
 from datasvc.repository import Repository
 from datasvc.repository.objects import Objects
 from datasvc.shards import ingest
-from tests.trainer.recipes.test_events import read_terminal
+from tests.terminals import read_terminal
 from trainer.recipes import random_state
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.train import train
