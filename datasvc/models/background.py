@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from datasvc.errors import NotFoundError
-from datasvc.models.commit import About, StoredState, base_records, commit
+from datasvc.models.about import About
+from datasvc.models.commit import StoredState, base_records, commit
 from datasvc.models.content import Content
 from datasvc.models.joint_save import save_together
 from datasvc.models.ranks import Channel

@@ -29,6 +29,7 @@ _LONGEST_STEP: Final = 10.0
 _SHORTEST_BREAK_S: Final = 2.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_STEPS: Final = re.compile(r"(\d+)\s*steps?")
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -97,7 +98,7 @@ class SaveCost:
 
 
 def parse_pace(every: int | str | None, max_stall: float | str | None) -> Pace:
-    """Return the pace that `every=1000` or `every="10min"`, and `max_stall="3%"` or `0.03`, mean.
+    """Return the pace that `every=1000`, `"1000 steps"` or `"10min"`, and `max_stall="3%"` or `0.03`, mean.
 
     Raises:
         ConfigError: they mean nothing.
@@ -105,16 +106,21 @@ def parse_pace(every: int | str | None, max_stall: float | str | None) -> Pace:
     share = parse_share(max_stall) if isinstance(max_stall, str) else max_stall
     if share is not None and not 0 < share < 1:
         raise ConfigError(f"max_stall is {max_stall!r}; expected a share of the training's time, '3%' or 0.03")
+    steps = _STEPS.fullmatch(every.strip()) if isinstance(every, str) else None
+    if steps is not None:
+        every = int(steps[1])
     if isinstance(every, str):
         return Pace(every_s=parse_duration(every), max_stall=share)
-    if every is not None and every < 1:
-        raise ConfigError(f"every is {every}; expected a number of steps, at least 1, or a duration such as '10min'")
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ConfigError(
+            f"every is {every!r}; expected a number of steps, at least 1, or a duration such as '10min'"
+        )
     return Pace(every_steps=every, max_stall=share)
 
 
 def parse_duration(text: str) -> float:
     """Return the seconds of "90s", "10min", "2h" or "1d". Raises ConfigError."""
-    match = _DURATION.fullmatch(text.strip())
+    match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not float(match[1]):
         raise ConfigError(f"{text!r} is no duration; expected such as 90s, 10min or 2h")
     return float(match[1]) * _SECONDS[match[2]]

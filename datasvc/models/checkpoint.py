@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datasvc.models.about import About
 from datasvc.models.code import CodeRevision
-from datasvc.models.commit import About, StoredState, base_records, commit, exact_version
+from datasvc.models.commit import StoredState, base_records, commit, exact_version
 from datasvc.models.data_use import DataUse
 from datasvc.models.load import load_tensors
 from datasvc.models.piece_reader import ObjectSource
@@ -86,11 +87,11 @@ def save(
     check_name(name, "model")
     # Before anything is stored: a tag may be moved meanwhile.
     parent, merged = exact_version(repository, parent), [exact_version(repository, each) for each in merged]
+    about = About(step, data, config, metrics, parent, merged, message, code, environment)
     skeleton, tensors = flatten(state)
     encode_state(skeleton)  # refused before tensors are stored rather than after
     base = base_records(repository, name, parent) if codec == "delta" else ()
     stored = store_tensors(repository.objects, tensors, base=base, codec=codec, report=report)
-    about = About(step, data, config, metrics, parent, merged, message, code, environment)
     return commit(
         repository, name, StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite), about
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, overload
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.models.code import CodeRevision, keep_code
-from datasvc.models.data_use import DataUse
+from datasvc.models.about import About
+from datasvc.models.code import keep_code
 from datasvc.models.environment import describe_environment
 from datasvc.models.records import TensorRecord, digest_of_content, encode_table, read_table
 from datasvc.models.tree import encode_state
@@ -19,21 +19,6 @@ from datasvc.repository.references import check_name, parse_reference
 
 # An entry is read by whoever lists versions: it does not grow with the model.
 _MOST_NONFINITE: Final = 100
-
-
-@dataclass(frozen=True)
-class About:
-    """What is said of a state when it becomes a version: the arguments of `checkpoint.save` that have these names."""
-
-    step: int
-    data: Sequence[DataUse] = ()
-    config: Mapping[str, Any] | None = None
-    metrics: Mapping[str, float] | None = None
-    parent: str | None = None
-    merged: Sequence[str] = ()
-    message: str = ""
-    code: CodeRevision | None = None
-    environment: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +69,7 @@ def commit(
         "code": (about.code or keep_code(repository.objects)).to_dict(),
         "environment": dict(describe_environment() if about.environment is None else about.environment),
         "config": dict(about.config or {}),
-        "metrics": {key: _json_number(float(value)) for key, value in (about.metrics or {}).items()},
+        "metrics": {key: _json_number(value) for key, value in (about.metrics or {}).items()},
         "parent": exact_version(repository, about.parent),
         "message": about.message,
         **({"merged": [exact_version(repository, each) for each in about.merged]} if about.merged else {}),

@@ -56,7 +56,8 @@ class Copies:
         fallback: Sequence[Repository | str] = (),
         cache: OpenCache | None = None,
     ) -> None:
-        self._repositories = [repository, *map(_open_fallback, fallback)]
+        others = [fallback] if isinstance(fallback, str | Repository) else fallback
+        self._repositories = [repository, *map(_open_fallback, others)]
         self._behind = CopiesInTurn([each.objects for each in self._repositories])
         self._open_cache = cache
         self._came: Counter[str] = Counter()

@@ -14,11 +14,12 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError
+from datasvc.models.about import About, check_step
 from datasvc.models.background import Writer
 from datasvc.models.cadence import Cadence, SaveCost, parse_duration, parse_pace
 from datasvc.models.checkpoint import Checkpoint, restore
 from datasvc.models.code import capture_code
-from datasvc.models.commit import About, exact_version
+from datasvc.models.commit import exact_version
 from datasvc.models.content import Content, describe_unlike, take_apart
 from datasvc.models.data_use import DataUse
 from datasvc.models.preemption import Preemption
@@ -91,6 +92,7 @@ class Model:
         self._repository = repository
         self._restore = restoring or partial(restore, repository)
         self._pace = parse_pace(every, max_stall)
+        self._is_closed = False
         self._cadence = Cadence(self._pace)
         self._saver = Saver(limit=_NUM_BUFFERS, overlap=overlap)
         grace_s = None if grace is None else parse_duration(grace)
@@ -191,18 +193,21 @@ class Model:
             The handle; its `result()` waits for the version.
 
         Raises:
-            ConfigError: a value cannot be stored, or ranks have different tensors; names it.
+            ConfigError: a value cannot be stored, or ranks have different tensors; names it. Or this is closed.
             NotFoundError: `parent` is no version of its model.
             BusyError: an earlier save goes on, and overlap is refused.
             DatasvcError: an earlier save failed, and nobody was told; see `failures`.
             UnavailableError: a rank is lost.
         """
+        if self._is_closed:
+            raise ConfigError(f"model {self.name!r} is closed; open it again to save")
         began_s = time.perf_counter()
+        step = check_step(step)
         handle = SaveHandle(step)
         about, content = self._agree(
             lambda: copy.deepcopy(
                 # What a tag means now: it may have moved by the time this is committed.
-                About(step, tuple(data), config, metrics, exact_version(self._repository, parent), message=message)
+                About(step, data, config, metrics, exact_version(self._repository, parent), message=message)
             ),
             lambda: take_apart(state, rank_state, self._front.rank),
             step=step,
@@ -289,6 +294,7 @@ class Model:
                 self._let_go()
 
     def _let_go(self) -> None:
+        self._is_closed = True
         self._front.close()
         self._back.close()
         self._writer.forget_copies()

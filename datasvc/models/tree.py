@@ -57,12 +57,12 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def encode_state(skeleton: Any) -> bytes:
-    """Return the bytes of a state object from the skeleton that `flatten` gave.
+    """Return the bytes of a state object from the skeleton that `flatten` gave. Keys keep their order.
 
     Raises:
         ConfigError: they are more than anyone would read again.
     """
-    raw = json.dumps({"format": STATE_FORMAT, "state": skeleton}, sort_keys=True, allow_nan=False).encode()
+    raw = json.dumps({"format": STATE_FORMAT, "state": skeleton}, allow_nan=False).encode()
     if len(raw) > MAX_STATE_BYTES:
         raise ConfigError(
             f"what the state has beside its tensors is {format_size(len(raw))} of JSON, and may be "
@@ -125,7 +125,9 @@ def _flatten(value: Any, path: str, tensors: _Found, depth: int) -> Any:
 def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _Found, depth: int) -> Any:
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
-            raise ConfigError(f"state key {key!r} at {path or '(root)'} is no string and no int")
+            raise ConfigError(
+                f"state key {key!r} at {path or '(root)'} is no string and no int; store it under str() of it"
+            )
     flat = {key: _flatten(each, _join(path, key), tensors, depth + 1) for key, each in value.items()}
     if all(isinstance(key, str) and not key.startswith("$") for key in flat):
         return flat

@@ -168,12 +168,12 @@ class Repository:
         """Take a tag of `name` away; where it stood stays in its history. `expect` and errors as of `tag`."""
         self._tags(kind, name).move(tag, None, expect=expect)
 
-    def resolve(self, kind: Kind, ref: str, *, removed: bool = False) -> Resolved:
+    def resolve(self, kind: Kind, ref: str | Resolved, *, removed: bool = False) -> Resolved:
         """Return the immutable version that `ref` means now.
 
         Args:
             kind: of what `ref` names.
-            ref: a reference. The name alone means the newest version that is not removed.
+            ref: a reference, or what one meant. The name alone means the newest version that is not removed.
             removed: a version that was removed will do as well: its entry is still there, its objects may be gone.
 
         Raises:
@@ -181,7 +181,7 @@ class Repository:
             NotFoundError: no such name, version or tag, or the version was removed; says what there is.
             UnavailableError: the store does not answer.
         """
-        wanted = parse_reference(ref, _WORDS[kind])
+        wanted = parse_reference(str(ref), _WORDS[kind])
         numbers = self._numbers(kind, wanted)
         gone = self._gone(kind, wanted.name, numbers)
         version = self._choose(kind, wanted, numbers, gone)

@@ -131,7 +131,7 @@ def test_an_end_that_a_crash_cut_off_is_said(ledger):
     ("arguments", "code", "message"),
     [
         ([], 2, "LEDGER"),
-        (["/nonexistent"], 1, "neither a folder nor a file of a ledger"),
+        (["/dev/null/nothing"], 1, "neither a folder nor a file of a ledger"),
         (["."], 1, "has no files of a ledger"),
     ],
 )

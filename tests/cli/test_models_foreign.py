@@ -32,7 +32,7 @@ def test_import_and_export_say_what_they_did(run, repository, tmp_path):
         repository, "import", tmp_path / "net.pth", "net", "--map", "fc=head", "--step", "7", "-m", "from a file"
     )
     assert "(torch) as net@1: 2 tensors, 64 bytes" in said
-    assert list(restore(repository, "net").state["model"]) == ["head.bias", "head.weight"]
+    assert list(restore(repository, "net").state["model"]) == ["head.weight", "head.bias"]
     out = tmp_path / "hub"
     said = run(
         repository, "export", "net", out, "--format", "huggingface", "--only", "*.weight", "--dtype", "float16"

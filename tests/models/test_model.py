@@ -349,7 +349,7 @@ def test_a_save_that_is_interrupted_before_its_turn_is_told_once_and_the_next_on
             patch.setattr(model._saver, "wait_for_room", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model.save({"w": torch.ones(3)}, step=1)
-        with pytest.raises(TypeError):
+        with pytest.raises(ConfigError, match=r"config\.lock is a lock"):
             model.save({"w": torch.ones(3)}, step=2, config={"lock": threading.Lock()})
         model.save({"w": torch.ones(3)}, step=3, wait=True)
     assert repo.describe("m").version == 1

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from datasvc.errors import ConfigError
+from datasvc.models.about import About
 from datasvc.models.code import CodeRevision
-from datasvc.models.commit import About, base_records, commit
+from datasvc.models.commit import base_records, commit
 from datasvc.models.data_use import DataUse
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.failures import errors_that_travel

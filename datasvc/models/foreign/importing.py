@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, UnavailableError
+from datasvc.models.about import About
 from datasvc.models.code import CodeRevision
-from datasvc.models.commit import About, StoredState, base_records, commit
+from datasvc.models.commit import StoredState, base_records, commit
 from datasvc.models.foreign.detect import read_foreign
 from datasvc.models.foreign.skeleton import check_skeleton
 from datasvc.models.foreign.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton

@@ -118,7 +118,7 @@ def write_checkpoint(
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON for people and programs. Raises OSError."""
-    durable.write_file(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+    durable.write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], total_bytes: int) -> Path:
