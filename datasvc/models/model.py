@@ -202,8 +202,6 @@ class Model:
         if self._is_closed:
             raise ConfigError(f"model {self.name!r} is closed; open it again to save")
         began_s = time.perf_counter()
-        step = check_step(step)
-        handle = SaveHandle(step)
         about, content = self._agree(
             lambda: copy.deepcopy(
                 # What a tag means now: it may have moved by the time this is committed.
@@ -212,6 +210,7 @@ class Model:
             lambda: take_apart(state, rank_state, self._front.rank),
             step=step,
         )
+        handle = SaveHandle(about.step)
         self._count_device_copies()
         try:
             self._submit(handle, about, content, began_s)
@@ -313,6 +312,7 @@ class Model:
         error, about, content = None, None, None
         told: list[int] = []
         try:
+            step = check_step(step)
             self._saver.check(step)
             self._tell(told)
             about, content = describe(), take()
@@ -322,7 +322,7 @@ class Model:
             error = failure
         if self._front.size > 1:
             digest = None if content is None else content.form_digest
-            answers = self._front.exchange([describe_error(error), step, digest, told])
+            answers = self._front.exchange([describe_error(error), None if error else step, digest, told])
             self._saver.mark_told({number for answer in answers for number in answer[3]})
             raise_together([answer[0] for answer in answers], error)
             if len({answer[1] for answer in answers}) > 1:

@@ -88,6 +88,7 @@ def refused(repo, rank):
         errors.append(caught(lambda: model.restore("m@5")))
         odd = {"lock": threading.Lock()} if rank == 1 else {}
         errors.append(caught(lambda: model.save({"w": torch.ones(3)}, step=6, config=odd)))
+        errors.append(caught(lambda: model.save({"w": torch.ones(3)}, step=None if rank == 1 else 7)))
         model.save({"w": torch.ones(3)}, step=9, wait=True)
         if rank == 1:
             model._restore = raising(OSError("no room for this rank"))
