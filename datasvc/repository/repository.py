@@ -68,7 +68,8 @@ class Repository:
         except NotFoundError as error:
             raise NotFoundError(
                 f"no repository at {redact_url(storage.url)} (it has no {MARKER}); "
-                "`datasvc ingest SOURCE NAME --repo URL` makes one"
+                "`datasvc ingest SOURCE NAME --repo URL` makes one, and so do datasvc.open(URL, create=True) and "
+                "`datasvc models push --create`"
             ) from error
         _check_marker(raw, storage.location(MARKER))
         return cls(storage)
