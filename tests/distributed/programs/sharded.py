@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from datasvc.errors import UnavailableError
+from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.dcp import Reader, Writer
 from datasvc.repository import Repository
+from datasvc.repository.log import MAX_ENTRY_BYTES
 
 (URL,) = sys.argv[1:]
 WHOLE = whole_tensors()
@@ -172,10 +173,10 @@ class FailsOnOneRank(DefaultSavePlanner):
 
 def check_one_ranks_failure_is_an_error_on_every_rank_and_nothing_is_visible():
     before = versions("layouts")
-    not_a_number = Writer(URL, name="layouts", metrics={"loss": "low"})
+    too_long = Writer(URL, name="layouts", config={"notes": "x" * MAX_ENTRY_BYTES})
     for writer, planner, rank, kind in (
         (Writer(URL, name="layouts"), FailsOnOneRank(), 2, UnavailableError),
-        (not_a_number, None, 0, ValueError),  # seen when the coordinator commits
+        (too_long, None, 0, ConfigError),  # seen when the coordinator commits
     ):
         caught = None
         try:
