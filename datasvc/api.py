@@ -147,11 +147,11 @@ class DataRepository:
         """Commit `state` as the next version of model `name`; arguments and errors are those of `models.save`."""
         return save(self.repository, name, state, **about)
 
-    def restore(self, ref: str, **how: Any) -> Checkpoint:
+    def restore(self, ref: str | Resolved, **how: Any) -> Checkpoint:
         """Return a checkpoint, every byte verified; arguments and errors are those of `restoring.restore`."""
         return restore(self.repository, ref, **how)
 
-    def load_into(self, model: torch.nn.Module, ref: str, **how: Any) -> LoadReport:
+    def load_into(self, model: torch.nn.Module, ref: str | Resolved, **how: Any) -> LoadReport:
         """Fill a torch model from a version; arguments and errors are those of `loading.load_version_into`."""
         return load_version_into(model, self.repository, ref, **how)
 

@@ -20,16 +20,16 @@ from datasvc.models.selection import map_names, select_names
 from datasvc.models.sources import CopiesInTurn
 from datasvc.models.stored_version import read_version
 from datasvc.models.tree import MAX_STATE_BYTES, decode_state, unflatten
-from datasvc.repository import Repository
+from datasvc.repository import Repository, Resolved
 
 
 def restore(
     repository: Repository,
-    ref: str,
+    ref: str | Resolved,
     *,
     cache: Cache | str | Path | None = None,
     peers: Peers | None = None,
-    fallback: Sequence[Repository | str] = (),
+    fallback: Sequence[Repository | str] | Repository | str = (),
     only: Collection[str] = (),
     exclude: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
@@ -44,7 +44,7 @@ def restore(
 
     Args:
         repository: has the version, and as a rule its objects.
-        ref: NAME, NAME@VERSION or NAME@TAG.
+        ref: NAME, NAME@VERSION or NAME@TAG, or what a save returned.
         cache: the node's cache or its folder, which has a budget. What finds no room in it is read past it.
         peers: of a cache that is given by its folder.
         fallback: other repositories, or their URLs, that may have copies of objects; asked in this order.

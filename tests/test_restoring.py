@@ -124,6 +124,7 @@ def test_table_and_state_come_from_the_other_repository_too(stored, tmp_path):
         flip(stored.objects.local_path(entry[role]), 40)
     with pytest.raises(CorruptDataError):
         restore(stored, "m@2")
+    assert equal(restore(stored, stored.resolve("models", "m@2"), fallback=copy.url).state, state_of(1))
     done = restore(stored, "m@2", fallback=[copy])
     assert equal(done.state, state_of(1))
     assert {bad.digest for bad in done.report.bad_copies} == {entry["tensors"], entry["state"]}

@@ -99,7 +99,7 @@ def save(
 
 def restore(
     repository: Repository,
-    ref: str,
+    ref: str | Resolved,
     *,
     source: ObjectSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
@@ -109,7 +109,7 @@ def restore(
 
     Args:
         repository: where it is.
-        ref: NAME, NAME@VERSION or NAME@TAG.
+        ref: NAME, NAME@VERSION or NAME@TAG, or what a save returned.
         source: where the bytes of tensors are read; default the repository.
         trusted_keys: as of `stored_version.read_version`.
         report: called with the bytes of each piece of a tensor once it is there, from any thread.

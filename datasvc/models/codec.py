@@ -24,6 +24,7 @@ import zstandard
 from datasvc.errors import CorruptDataError
 from datasvc.models.planes import WORD_BYTES, Bytes, join, split
 from datasvc.models.records import ITEM_BYTES, MAX_ENCODED_PIECE_BYTES
+from datasvc.processors import count_processors
 
 __all__ = ["Bytes", "Decoder", "Decoders", "encode", "estimate_shares", "is_worthwhile", "word_bytes"]
 
@@ -183,12 +184,12 @@ class Decoders:
     """Decoders that threads take in turn: no more decode at once than there are processors.
 
     Args:
-        most: at once.
+        most: at once; default: as many as there are processors.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None = None) -> None:
         self._idle: deque[Decoder] = deque()
-        self._free = threading.BoundedSemaphore(most)
+        self._free = threading.BoundedSemaphore(most or count_processors())
 
     @contextmanager
     def borrow(self) -> Iterator[Decoder]:

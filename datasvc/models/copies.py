@@ -42,7 +42,7 @@ class Copies:
 
     Args:
         repository: has them as a rule.
-        fallback: other repositories, or their URLs, that may have copies; asked in this order.
+        fallback: other repositories, or their URLs, or one, that may have copies; asked in this order.
         cache: opens a node's cache, which is asked first.
 
     Raises:
@@ -53,7 +53,7 @@ class Copies:
         self,
         repository: Repository,
         *,
-        fallback: Sequence[Repository | str] = (),
+        fallback: Sequence[Repository | str] | Repository | str = (),
         cache: OpenCache | None = None,
     ) -> None:
         others = [fallback] if isinstance(fallback, str | Repository) else fallback

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from datasvc.models.codec import Decoders
 from datasvc.models.load import ObjectSource, load_piece, load_window
 from datasvc.models.records import Piece, TensorRecord, read_table
 from datasvc.repository import Repository, Resolved
@@ -203,14 +204,19 @@ def _aligned(
 ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
     """Yield both tensors piece by piece, as `b` is cut."""
     ours = {piece.box: piece for piece in a.pieces}
+    decoders = Decoders()
     for piece in b.pieces:
         same = ours.get(piece.box)
         if same is None:
             before = load_window(source, a, piece.start, piece.shape)
         else:
-            before = load_piece(source, a.dtype, same, name=a.name)
+            before = load_piece(source, a.dtype, same, name=a.name, decoders=decoders)
         is_equal = same is not None and same.digest == piece.digest
-        yield piece, before, before if is_equal else load_piece(source, b.dtype, piece, name=b.name)
+        yield (
+            piece,
+            before,
+            before if is_equal else load_piece(source, b.dtype, piece, name=b.name, decoders=decoders),
+        )
 
 
 def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

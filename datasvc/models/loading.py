@@ -18,7 +18,7 @@ from datasvc.models.selection import is_below, map_names
 from datasvc.models.stored_version import read_version
 from datasvc.models.tensor_bytes import dtype_name
 from datasvc.models.tree import flatten
-from datasvc.repository import Repository
+from datasvc.repository import Repository, Resolved
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def load_into(
 def load_version_into(
     model: torch.nn.Module,
     repository: Repository,
-    ref: str,
+    ref: str | Resolved,
     *,
     prefix: str = "model",
     strict: bool = True,

@@ -17,7 +17,6 @@ import numpy as np
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models.codec import Bytes, Decoder, Decoders
 from datasvc.models.records import MAX_ENCODED_PIECE_BYTES, Link, Piece
-from datasvc.processors import count_processors
 from datasvc.repository import Digest
 from datasvc.repository.objects import digest_of
 
@@ -88,7 +87,7 @@ class PieceReader:
         self._source = source
         self._near = source if is_near(source) else None
         self._spans = plan_spans(link for piece in pieces for link in piece.chain)
-        self._decoders = decoders or Decoders(count_processors())
+        self._decoders = decoders or Decoders()
 
     def read(self, name: str, piece: Piece, out: Bytes) -> None:
         """Fill `out`, which has the piece's size, with its verified bytes.

@@ -19,10 +19,9 @@ from datasvc.models.load import load_piece
 from datasvc.models.piece_reader import ObjectSource
 from datasvc.models.pieces import Shape
 from datasvc.models.pointers import find_chain, write_pointer
-from datasvc.models.records import Link, TensorRecord
+from datasvc.models.records import Link, Piece, TensorRecord
 from datasvc.models.tensor_bytes import bytes_of, count_nonfinite, dtype_name
 from datasvc.models.threads import run_in_threads
-from datasvc.processors import count_processors
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.batch import ObjectBatch
 from datasvc.repository.objects import digest_of
@@ -104,7 +103,7 @@ class PieceWriter:
             (record.name, piece.start, piece.shape, record.dtype): piece for record in base for piece in record.pieces
         }
         self._of_base = {piece.digest: piece.chain for piece in self._at_place.values()}
-        self._decoders = Decoders(count_processors())
+        self._decoders = Decoders()
         self._lock = threading.Lock()
         self._seen: set[Digest] = set()
         self._chains: dict[Digest, tuple[Link, ...]] = {}
@@ -168,42 +167,43 @@ class PieceWriter:
         if self._codec == "none":
             return (), "raw", content.data
         word = planes.word_bytes(dtype_name(cut.tensor))
-        chain, before = self._base_of(cut, content.size) or ((), None)
-        shares = planes.estimate_shares(content, word, before)
-        if before is not None:
+        base = self._base_of(cut, content.size)
+        shares = planes.estimate_shares(content, word, base[1] if base else None)
+        if base:
+            piece, before = base
             encoding = min(("xor", "difference"), key=lambda each: shares[each])
             most = min(
                 min(shares["planes"], 1) - _SAVED_BY_DIFFERENCE,
-                _MOST_COST - _restore_cost(chain, content.size) - _LINK_COST,
+                _MOST_COST - _restore_cost(piece, content.size) - _LINK_COST,
             )
             if shares[encoding] <= most:
                 stored = planes.encode(content, word, encoding, before)
                 if len(stored) <= most * content.size:  # the sample may be wrong of the whole
-                    return chain, encoding, stored
+                    return piece.chain, encoding, stored
         if planes.is_worthwhile(shares["planes"]):
             stored = planes.encode(content, word, "planes")
             if planes.is_worthwhile(len(stored) / content.size):
                 return (), "planes", stored
         return (), "raw", content.data
 
-    def _base_of(self, cut: Cut, size: int) -> tuple[tuple[Link, ...], Bytes] | None:
-        """Return chain and bytes of the piece that this one changes; None where a difference cannot be stored."""
+    def _base_of(self, cut: Cut, size: int) -> tuple[Piece, Bytes] | None:
+        """Return record and bytes of the piece that this one changes; None where a difference cannot be stored."""
         piece = self._at_place.get(cut.place)
         if self._codec != "delta" or piece is None or len(piece.chain) >= self._longest_chain:
             return None
-        if _restore_cost(piece.chain, size) + _LINK_COST > _MOST_COST:
+        if _restore_cost(piece, size) + _LINK_COST > _MOST_COST:
             return None  # however small the difference is
         held = self._held.get(cut.place)
         if held is not None and self._is_there(piece.chain):
             content = bytes_of(held.tensor).copy()  # of a background save the training may overwrite it meanwhile
             if digest_of(content.data) == piece.digest:
-                return piece.chain, content
+                return piece, content
         try:
             dtype = dtype_name(cut.tensor)
             before = load_piece(self._source, dtype, piece, name=cut.name, decoders=self._decoders)
         except (CorruptDataError, NotFoundError):
             return None  # damage of an earlier version is not handed on: this one is stored in full
-        return piece.chain, bytes_of(before)
+        return piece, bytes_of(before)
 
     def _is_there(self, chain: Sequence[Link]) -> bool:
         """Return whether what the base's table names can be named again."""
@@ -244,7 +244,7 @@ class PieceWriter:
             self.new_bytes += info.size_bytes
 
 
-def _restore_cost(chain: Sequence[Link], size: int) -> float:
-    """Return what it costs to restore a piece of `size` bytes from a chain, over what it costs to read as many."""
-    num_encoded = sum(link.encoding != "raw" for link in chain)
-    return sum(link.length for link in chain) / size + num_encoded * _LINK_COST
+def _restore_cost(piece: Piece, size: int) -> float:
+    """Return what it costs to restore a piece of `size` bytes, over what it costs to read as many."""
+    num_encoded = sum(link.encoding != "raw" for link in piece.chain)
+    return piece.stored_bytes / size + num_encoded * _LINK_COST

@@ -38,7 +38,7 @@ class StoredVersion:
 
 def read_version(
     repository: Repository,
-    ref: str,
+    ref: str | Resolved,
     *,
     read: Callable[[Digest, int], bytes] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
@@ -47,7 +47,7 @@ def read_version(
 
     Args:
         repository: has the version.
-        ref: NAME, NAME@VERSION or NAME@TAG.
+        ref: NAME, NAME@VERSION or NAME@TAG, or what a save returned.
         read: returns a whole object that has at most so many bytes, verified; default the repository's.
         trusted_keys: files of public keys, by one of which the version must be signed; () for none, None for those
             that `DATASVC_TRUSTED_KEYS` names.

@@ -15,7 +15,6 @@ from datasvc.models.signing_keys import PublicKey
 from datasvc.models.sources import find_damage
 from datasvc.models.survey import Problem, Survey, kind_of
 from datasvc.models.threads import run_in_threads
-from datasvc.processors import count_processors
 from datasvc.repository import Digest, Objects, Repository, Resolved
 
 # Each holds a part of an object in memory, eight parts where the repository is remote.
@@ -172,7 +171,7 @@ def _unloadable(
         report: called with the bytes of every piece, tried or not.
     """
     verdicts: dict[Piece, bool] = {}  # versions share most pieces
-    decoders = Decoders(count_processors())
+    decoders = Decoders()
 
     def is_bad(record: TensorRecord, piece: Piece) -> bool:
         try:

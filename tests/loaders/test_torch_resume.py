@@ -164,7 +164,7 @@ def test_torchdata_resumes_at_the_same_workers_in_the_middle_and_between_epochs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("map", marks=pytest.mark.slow), "iterable"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_state_of_torchdata_goes_to_any_other_number_of_workers(dataset, epochs, kind):
     states = {}
     for num_workers, every in ((0, 1), (2, 1), (3, 4)):
@@ -306,7 +306,6 @@ def test_a_job_that_was_killed_resumes_from_its_last_state(dataset, epochs, kind
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_spawned_workers_that_persist_serve_the_same(dataset, epochs):
     options = {"multiprocessing_context": "spawn", "persistent_workers": True}
     loader = resumable("iterable", dataset, 1, options=options)
@@ -315,7 +314,6 @@ def test_spawned_workers_that_persist_serve_the_same(dataset, epochs):
     assert_same(list(loader), epochs[1])
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -234,6 +234,8 @@ def test_a_step_that_took_long_makes_several_ranks_look_more_often_at_once():
         ("10min", "3%", Pace(every_s=600.0, max_stall=0.03)),
         ("1.5 h", 0.2, Pace(every_s=5400.0, max_stall=0.2)),
         (None, None, Pace()),
+        ("1000 steps", None, Pace(every_steps=1000)),
+        ("1 step", "3%", Pace(every_steps=1, max_stall=0.03)),
     ],
 )
 def test_a_pace_is_read_as_people_write_it(every, max_stall, pace):
@@ -244,6 +246,9 @@ def test_a_pace_is_read_as_people_write_it(every, max_stall, pace):
     ("every", "max_stall", "said"),
     [
         (0, None, "every is 0"),
+        ("0 steps", None, "every is 0"),
+        (True, None, "every is True"),
+        (1.5, None, "every is 1.5"),
         ("often", None, "'often' is no duration"),
         ("0s", None, "'0s' is no duration"),
         (None, "3", "'3' is no share"),
