@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from moto.server import ThreadedMotoServer
 
 from datasvc.repository import Repository
 from datasvc.shards import Dataset, ingest, open_dataset
-from tests import s3_server
+from tests import s3_server, servers
+from tests.moto_process import KEY, SECRET, MotoServer
 from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
 from tests.samples import write_folder
 
@@ -57,12 +57,12 @@ def s3_bucket(tmp_path_factory):
     """Return the URL of a new bucket on a server that runs for the session.
 
     That is the one that AWS_ENDPOINT_URL names, else a Ceph gateway started here where it is installed, else moto's,
-    which is in the dev extra; the end of the test run says which.
+    which is in the dev extra; the end of the test run says which. `tests/servers.py` can ask for moto's.
     """
     import s3fs
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        if "AWS_ENDPOINT_URL" not in os.environ:
+        if servers.are_replaced() or "AWS_ENDPOINT_URL" not in os.environ:
             endpoint, key, secret = _start_s3(tmp_path_factory, stack)
             patch.setenv("AWS_ENDPOINT_URL", endpoint)
             patch.setenv("AWS_ACCESS_KEY_ID", key)
@@ -74,14 +74,13 @@ def s3_bucket(tmp_path_factory):
 
 
 def _start_s3(tmp_path_factory, stack):
-    if s3_server.is_installed():
+    refusal = s3_server.refusal()
+    if refusal is None:
         server = s3_server.CephServer(tmp_path_factory.mktemp("ceph")).start()
         stack.callback(server.close)
         say("S3 tests ran against a Ceph gateway")
         return server.url, s3_server.KEY, s3_server.SECRET
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    stack.callback(moto.stop)
-    say("S3 tests ran against moto (no Ceph gateway is installed: radosgw ceph-mon ceph-osd ceph-mgr ceph-common)")
-    host, port = moto.get_host_and_port()
-    return f"http://{host}:{port}", "test", "test"
+    moto = MotoServer().start()
+    stack.callback(moto.close)
+    say(f"S3 tests ran against moto ({refusal})")
+    return moto.url, KEY, SECRET

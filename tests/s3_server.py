@@ -10,6 +10,8 @@ import subprocess
 import uuid
 from contextlib import ExitStack
 
+from tests import servers
+
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd", "ceph-mgr", "ceph", "ceph-authtool")
 KEY, SECRET = "TESTKEY", "TESTSECRET"
 _STARTS_WITHIN_S = 90
@@ -17,9 +19,13 @@ _TICK_S = 0.1
 _STORE_BYTES = 2 << 30
 
 
-def is_installed():
-    """Return whether every program of the server is there."""
-    return all(shutil.which(program) for program in PROGRAMS)
+def refusal():
+    """Return why the server does not run here, or None where it does."""
+    if servers.are_replaced():
+        return servers.REPLACED
+    if all(shutil.which(program) for program in PROGRAMS):
+        return None
+    return "no Ceph gateway is installed: radosgw ceph-mon ceph-osd ceph-mgr ceph-common"
 
 
 class CephServer:

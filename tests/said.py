@@ -1,5 +1,7 @@
 """Lines for the end of a test run, whichever process of it had something to say."""
 
+from collections import Counter
+
 import pytest
 
 _lines: dict[str, None] = {}
@@ -24,3 +26,7 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     for line in _lines:
         terminalreporter.write_line(line)
+    # One line each, not one for each test: a reader of the log sees what this machine could not show.
+    reasons = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")

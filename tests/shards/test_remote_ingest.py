@@ -6,7 +6,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -172,23 +172,47 @@ def test_a_store_that_fails_for_good_leaves_no_version_and_the_next_try_goes_on(
     assert digests(again, "pets") == digests(repository, "pets")
 
 
-def test_credentials_are_in_no_file_of_the_repository_and_in_no_message(remote, folder, monkeypatch):
+def test_credentials_are_in_no_file_of_the_repository(remote, folder):
     there = Repository.create(f"{remote}/repo")
     ingest(there, upload(folder, f"{remote}/source"), "pets")
     file_system, root = fsspec.url_to_fs(there.url)
     secret = os.environ["AWS_SECRET_ACCESS_KEY"].encode()
-    if len(secret) > 4:  # "test" is a word of its own
-        assert all(secret not in file_system.cat_file(path) for path in file_system.find(root))
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-and-never-shown")
+    assert all(secret not in file_system.cat_file(path) for path in file_system.find(root))
+
+
+class RefusingHandler(BaseHTTPRequestHandler):
+    """Answers as S3 does where a signature is wrong; some stand-ins accept any credentials."""
+
+    def refuse(self):
+        body = b"<Error><Code>SignatureDoesNotMatch</Code><Message>It does not match.</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    do_GET = do_HEAD = refuse  # noqa: N815 - the names of the handler's interface
+
+    def log_message(self, *_):
+        pass
+
+
+def test_credentials_are_in_no_message(monkeypatch):
     import s3fs
 
-    s3fs.S3FileSystem.clear_instance_cache()
-    try:
-        with pytest.raises(DatasvcError) as caught:
-            Repository.open(there.url)
-        assert "wrong-and-never-shown" not in str(caught.value)
-    finally:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "SOMEBODY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-and-never-shown")
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusingHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
         s3fs.S3FileSystem.clear_instance_cache()
+        try:
+            with pytest.raises(DatasvcError) as caught:
+                Repository.open("s3://bucket/repo")
+        finally:
+            s3fs.S3FileSystem.clear_instance_cache()
+            server.shutdown()
+    assert "s3://bucket/repo" in str(caught.value)
+    assert "wrong-and-never-shown" not in str(caught.value)
 
 
 def test_the_signature_of_a_web_address_stands_nowhere(repository, tmp_path):
