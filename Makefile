@@ -1,4 +1,4 @@
-# `make help` lists the targets. Nothing is assumed but Python 3.11 or newer, make and a C compiler.
+# `make help` lists the targets. Nothing is assumed but Linux, Python 3.11 or newer, make and a package index.
 PYTHON ?= python3
 BIN := .venv/bin
 

@@ -1,12 +1,11 @@
 """datasvc cache plan as a user runs it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.command import run
 
 ROOT = Path(__file__).parents[2]
 WINDOWED = ("--shuffle", "windowed", "--block", "16", "--batch-size", "4", "--prefetch", "0")
@@ -15,14 +14,7 @@ BLOCKS = 50_000  # what the shards take more of a disk than they have bytes
 
 
 def plan(digits, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "datasvc.cli.main", "cache", "plan", "digits@1", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", "DATASVC_REPO": digits.repository.url},
-        cwd=ROOT,
-        check=False,
-    )
+    return run("cache", "plan", "digits@1", *arguments, DATASVC_REPO=digits.repository.url)
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
-"""The program as a user runs it: real processes, their output, errors and exit codes."""
+"""The program as a user runs it: its output, errors and exit codes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,8 @@ import torch
 from datasvc.models import DataUse, save
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from tests.cli.command import run, run_apart
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = [
     ["ingest"], ["ls"], ["show"], ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["stage"], ["cache", "status"],
     ["cache", "plan"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
@@ -23,16 +20,7 @@ COMMANDS = [
 
 
 def datasvc(*arguments, repo=None, cache=None):
-    environment = {**os.environ, "COLUMNS": "200", "DATASVC_REPO": str(repo or ""), "DATASVC_CACHE": str(cache or "")}
-    environment = {name: value for name, value in environment.items() if value}
-    return subprocess.run(
-        [sys.executable, "-m", "datasvc.cli.main", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        check=False,
-    )
+    return run(*arguments, DATASVC_REPO=repo, DATASVC_CACHE=cache)
 
 
 def said(done):
@@ -125,6 +113,12 @@ def test_errors_say_what_to_do_without_a_traceback_and_with_their_exit_code(pets
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["show", "pets@9"], ["show"], ["--help"]], ids=" ".join)
+def test_a_process_of_its_own_prints_and_ends_as_these_tests_see_it(pets, arguments):
+    apart, here = run_apart(*arguments, DATASVC_REPO=pets.url), run(*arguments, DATASVC_REPO=pets.url)
+    assert (apart.returncode, apart.stdout, apart.stderr) == (here.returncode, here.stdout, here.stderr)
 
 
 def test_a_source_that_is_not_there_leaves_no_repository_behind(tmp_path):

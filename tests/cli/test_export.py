@@ -1,29 +1,20 @@
 """`datasvc export` as a user runs it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from datasvc.cli.export import Format
 from datasvc.shards.export import FORMATS
+from tests.cli.command import run
 from tests.shards.export.contents import write_photos
 
 ROOT = Path(__file__).parents[2]
 
 
 def export(*arguments, repo):
-    return subprocess.run(
-        [sys.executable, "-m", "datasvc.cli.main", "export", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", "DATASVC_REPO": repo},
-        cwd=ROOT,
-        check=False,
-    )
+    return run("export", *arguments, DATASVC_REPO=repo)
 
 
 def test_it_has_help_with_an_example_and_offers_every_format(repository):

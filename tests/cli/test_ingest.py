@@ -10,7 +10,8 @@ import pytest
 
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from tests.cli.test_cli import ROOT, datasvc
+from tests.cli.command import ROOT
+from tests.cli.test_cli import datasvc
 from tests.samples import class_sorted, jpeg, write_tars
 
 

@@ -16,6 +16,7 @@ from datasvc.cli.look import _unique, histogram_lines
 from datasvc.cli.values import json_value, text_value
 from datasvc.shards.delete import delete
 from datasvc.shards.schema import image_schema, shard_schema
+from tests.cli.command import run
 from tests.samples import jpeg
 from tests.shards.versions import write_version
 
@@ -23,14 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def datasvc(*arguments, repo=None):
-    return subprocess.run(
-        [sys.executable, "-m", "datasvc.cli.main", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", "DATASVC_REPO": repo or ""},
-        cwd=ROOT,
-        check=False,
-    )
+    return run(*arguments, DATASVC_REPO=repo)
 
 
 def said(done):

@@ -5,7 +5,6 @@ import pty
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,7 @@ from datasvc.cache import Cache
 from datasvc.cli.node_view import byte_rates, status_text
 from datasvc.node.status import describe_cache
 from datasvc.repository import Repository
-
-ROOT = Path(__file__).parents[2]
+from tests.cli.command import ROOT, run
 
 
 @pytest.fixture
@@ -68,10 +66,8 @@ def test_rates_are_differences_over_time_and_never_below_zero(cache):
 
 
 def test_without_a_terminal_it_looks_once(cache):
-    done = subprocess.run(
-        [sys.executable, "-m", "datasvc.cli.main", "top", "--cache", cache.folder],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
+    done = run("top", "--cache", cache.folder)
+    assert done.returncode == 0
     assert "resident in 1 objects" in done.stdout
     assert "\x1b" not in done.stdout
 
@@ -115,11 +111,7 @@ def test_on_a_terminal_it_watches_until_interrupted(cache):
     ],
 )
 def test_what_cannot_be_watched_is_a_clear_error(options, code, message):
-    environment = {name: value for name, value in os.environ.items() if name != "DATASVC_CACHE"}
-    done = subprocess.run(
-        [sys.executable, "-m", "datasvc.cli.main", "top", *options],
-        cwd=ROOT, capture_output=True, text=True, check=False, env=environment, timeout=60,
-    )  # fmt: skip
+    done = run("top", *options, DATASVC_CACHE=None)
     assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (code, True, False), done.stderr
 
 

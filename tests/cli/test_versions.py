@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from datasvc.shards import open_dataset
-from tests.cli.test_cli import ROOT, datasvc, said
+from tests.cli.command import ROOT
+from tests.cli.test_cli import datasvc, said
 from tests.shards.versions import LABELLED_SCHEMA, write_version
 
 
