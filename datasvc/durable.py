@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 TEMPORARY_PREFIX = ".tmp-"
+_MAX_NAME_BYTES = 255  # of Linux's file systems
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writing dirty pages, wait for nothing
 
 
@@ -57,6 +59,19 @@ def make_folder(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir()
     fsync_folder(folder.parent)
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a name that comes from elsewhere may name a file in a folder of ours.
+
+    It names nothing outside of the folder, and no file that starts with a dot, which is where our own files are:
+    no slash, not empty, no control characters, at most 255 bytes of UTF-8.
+    """
+    if not name or name.startswith(".") or "/" in name:
+        return False
+    if any(unicodedata.category(character) in {"Cc", "Cs"} for character in name):
+        return False
+    return len(name.encode()) <= _MAX_NAME_BYTES
 
 
 @contextmanager

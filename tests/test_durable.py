@@ -72,3 +72,18 @@ durable.create_file(pathlib.Path(sys.argv[1]), b"new")
     assert done.returncode == -9
     (left,) = os.listdir(tmp_path)
     assert left.startswith(durable.TEMPORARY_PREFIX)
+
+
+@pytest.mark.parametrize("name", ["a", "a.b", "x\\y", "a%2Fb", "\u00e4" * 127, "a" * 255, "a ", "\u3042"])
+def test_a_plain_name_names_a_file_in_its_folder(tmp_path, name):
+    assert durable.is_plain_name(name)
+    (tmp_path / name).write_bytes(b"")
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "a/b", "/a", "a/", "a\0b", "a\nb", "\x7f", "\x9b", ".a", "\ud800", "a" * 256, "\u00e4" * 128],
+)
+def test_no_other_name_is_plain(name):
+    assert not durable.is_plain_name(name)

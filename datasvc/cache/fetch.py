@@ -153,8 +153,10 @@ class Fetcher:
 
     def _is_intact(self, digest: Digest) -> bool:
         """Check a file that lies there unverified; a bad one goes into quarantine."""
+        path = self._files.object_path(digest)
         try:
-            found = digest_of_file(self._files.object_path(digest))
+            # Of a link nothing is believed: what it leads to may change at any time. What is fetched replaces it.
+            found = None if path.is_symlink() else digest_of_file(path)
         except FileNotFoundError:
             return False
         wanted = FileLink(self._files.folder, digest).content or digest

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from datasvc import durable
+from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest
 from datasvc.repository.objects import parse_digest
 
@@ -32,9 +32,13 @@ class FileLink:
 
     @property
     def content(self) -> Digest | None:
-        """The digest that its bytes had on arrival; None where the object is no staged file."""
-        with suppress(FileNotFoundError):
-            return parse_digest((self._folder / _CONTENT).read_text(encoding="ascii"))
+        """The digest that its bytes had on arrival; None where the object is no staged file.
+
+        None also where the file with the digest is damaged: then the object counts as changed, and is fetched again.
+        """
+        path = self._folder / _CONTENT
+        with suppress(FileNotFoundError, UnicodeDecodeError, CorruptDataError):
+            return None if path.is_symlink() else parse_digest(path.read_text(encoding="ascii"))
         return None
 
     def note(self, content: Digest) -> None:
@@ -43,13 +47,26 @@ class FileLink:
         durable.write_file(self._folder / _CONTENT, content.encode())
 
     def make(self, name: str) -> Path:
-        """Return the path under which the file has its own name. Raises OSError."""
+        """Return the path under which the file has its own name, which is made unless it is there.
+
+        Raises:
+            ConfigError: the name is not plain, or something else than this link has it; nothing is ever replaced.
+            OSError: the link cannot be made.
+        """
         path = self._folder / name
-        if not path.is_symlink():
-            # Another process may be making the same link: both give it in one piece.
-            temporary = self._folder / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-            os.symlink(self._target, temporary)
-            temporary.rename(path)
+        if not durable.is_plain_name(name):
+            raise ConfigError(
+                f"cannot link the staged file as {name[:80]!r} in {self._folder}: no plain name of a file"
+            )
+        try:
+            os.symlink(self._target, path)
+        except FileExistsError:
+            # Another process may have made the same link a moment ago.
+            if not (path.is_symlink() and path.readlink() == self._target):
+                raise ConfigError(
+                    f"cannot link the staged file as {path}: expected a link to {self._target} or nothing, found "
+                    "something else; remove it, then stage the file again"
+                ) from None
         return path
 
     def remove(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import threading
 from contextlib import suppress
 from io import FileIO
@@ -83,16 +84,17 @@ class Files:
         return f"{self._root}/objects/{digest[:2]}/{parse_digest(digest)}"
 
     def is_there(self, digest: Digest, size_bytes: int) -> bool:
-        """Return whether a resident object's file is there, and whole."""
+        """Return whether a resident object's file is there, and whole: a link is not it, whatever it leads to."""
         try:
-            return os.stat(self.object_name(digest)).st_size == size_bytes
+            found = os.lstat(self.object_name(digest))
         except FileNotFoundError:
             return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == size_bytes
 
     def inode(self, digest: Digest) -> int | None:
         """Return the inode of a resident object's file; None where there is none."""
         try:
-            return os.stat(self.object_name(digest)).st_ino
+            return os.lstat(self.object_name(digest)).st_ino
         except FileNotFoundError:
             return None
 

@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
+from datasvc.durable import is_plain_name
 from datasvc.errors import ConfigError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.asking import ask
@@ -35,13 +36,18 @@ class RemoteFile:
     Args:
         url: any that fsspec reads.
 
+    Attributes:
+        file_name: the last part of its path, as a name for the staged file.
+
     Raises:
-        NotFoundError, ConfigError, UnavailableError: it is not there, or no file, or the store does not answer.
+        ConfigError: it is no single file, or its name cannot name a file in a folder of ours.
+        NotFoundError, UnavailableError: it is not there, or the store does not answer.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._fs, self._path = resolve_url(url)
+        self.file_name = _file_name(self._path, url)
         self._fs.invalidate_cache()  # of the store's client: what it listed once may have changed
         facts: dict[str, Any] = ask(self._fs, "look at", redact_url(url), lambda: self._fs.info(self._path))
         if facts.get("type") == "directory" or facts.get("size") is None:
@@ -66,11 +72,6 @@ class RemoteFile:
         """Itself: the store of its only object."""
         return self
 
-    @property
-    def file_name(self) -> str:
-        """The last part of its path."""
-        return unquote(urlsplit(self.url).path.rstrip("/").rpartition("/")[2]) or "file"
-
     def location(self, _digest: Digest) -> str:
         """Return where it lies, for messages."""
         return redact_url(self.url)
@@ -88,6 +89,20 @@ class RemoteFile:
         """Hand `length` bytes from `offset` to `take` as they arrive; see `Ranges.stream`."""
         location = redact_url(self.url)
         self._ranges.stream(self._path, offset, length, take, location=location, interrupt=interrupt)
+
+
+def _file_name(path: str, url: str) -> str:
+    """Return the last part of a path of a store. Raises ConfigError where it cannot name a file."""
+    parts = urlsplit(path)
+    if parts.scheme in {"http", "https"}:
+        path = unquote(parts.path)  # before it is taken apart: "%2F" is a slash to whoever opens the result
+    name = path.rpartition("/")[2]
+    if not is_plain_name(name):
+        raise ConfigError(
+            f"cannot stage {redact_url(url)}: its last part, {name[:80]!r}, is no name for a file in the cache; "
+            "expected 1 to 255 bytes without a leading dot or control characters; copy the file to such a name"
+        )
+    return name
 
 
 Store = Repository | RemoteFile

@@ -224,6 +224,6 @@ class Room:
 
 def _footprint_of(path: Path) -> int:
     try:
-        return footprint(path.stat().st_size)
+        return footprint(path.lstat().st_size)
     except FileNotFoundError:
         return 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from datasvc.cache.catalogue import JUDGED, MAPPED
+from datasvc.cache.catalogue import JUDGED, MAPPED, Verdict
 from datasvc.cache.file_links import FileLink
 from datasvc.cache.folder import CacheFolder
 from datasvc.cache.records import RESERVED
@@ -62,14 +63,21 @@ def check_object(folder: CacheFolder, digest: Digest) -> Finding:
 
 def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
     """Check as `check_object` does; "mapped" is a corrupt one that somebody else holds."""
+    path = folder.files.object_path(digest)
     try:
+        link = path.lstat()
+        if stat.S_ISLNK(link.st_mode):
+            return _name_of(folder.catalogue.condemn(digest, link.st_ino))
         # Open until it is judged: as long as it is, no other file has its inode.
-        with folder.files.object_path(digest).open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:
             if _is_intact(folder, digest, file.fileno()):
                 return "intact"
-            judged = folder.catalogue.condemn(digest, os.fstat(file.fileno()).st_ino)
+            return _name_of(folder.catalogue.condemn(digest, os.fstat(file.fileno()).st_ino))
     except FileNotFoundError:
         return "gone"
+
+
+def _name_of(judged: Verdict) -> Finding | Literal["mapped"]:
     # Where somebody else was faster it is judged, or fetched again.
     return "intact" if judged == JUDGED else "mapped" if judged == MAPPED else "corrupt"
 

@@ -150,3 +150,25 @@ def test_the_good_copy_that_came_meanwhile_is_not_taken_for_the_bad_one(cache, o
     assert cache.scrub().corrupt == ()
     assert cache.counters()["corrupt"] == 1
     assert cache.acquire(infos[0], repository).outcome == "resident"
+
+
+def test_a_link_in_an_object_s_place_is_no_hit_and_no_sound_object(cache, origin, tmp_path):
+    repository, infos = origin
+    fill(cache, repository, infos[:3])
+    foreign = tmp_path / "foreign"
+    path = object_path(cache, infos[1])
+    for content in (b"x" * 4096, path.read_bytes(), b""):
+        foreign.write_bytes(content)
+        path.unlink()
+        path.symlink_to(foreign)
+        acquired = cache.acquire(infos[1], repository)
+        assert (acquired.outcome, acquired.path.is_symlink()) == ("origin", False)
+        assert acquired.path.read_bytes() == b"\1" * 4096
+        cache.release(infos[1].digest)
+        assert foreign.read_bytes() == content
+        path.unlink()
+        path.symlink_to(foreign)
+        assert cache.scrub().corrupt == (infos[1].digest,)
+        assert not path.is_symlink()
+        fill(cache, repository, infos[1:2])
+    assert cache.scrub().corrupt == ()

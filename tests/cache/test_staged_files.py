@@ -43,6 +43,8 @@ class Ranged(SimpleHTTPRequestHandler):
         self.server.num_bytes += len(part)
 
     def content(self):
+        if self.server.gives is not None:  # whatever the path
+            return self.server.gives
         try:
             return Path(self.translate_path(self.path)).read_bytes()
         except OSError:
@@ -57,7 +59,7 @@ def site(tmp_path):
     folder = tmp_path / "site"
     folder.mkdir()
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranged, directory=str(folder)))
-    server.num_bytes, server.says_state, server.before_answer = 0, True, None
+    server.num_bytes, server.says_state, server.before_answer, server.gives = 0, True, None, None
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield folder, f"http://127.0.0.1:{server.server_port}", server
@@ -138,6 +140,98 @@ def test_a_scrub_finds_a_changed_staged_file_and_leaves_a_sound_one(site, cache)
     assert len(cache.scrub().corrupt) == 1
     assert good.exists()
     assert stage_files(cache, [f"{url}/bad"])[0].path.read_bytes() == b"bad" * 100
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "data/..%2F..%2F..%2F.bashrc",
+        "data/%2e%2e",
+        "data/%2e%2e%2F",
+        "data/..",
+        "data/.",
+        "data%2F",
+        "data/%2F",
+        "",
+        "data/a%00b",
+        "data/a%0Ab",
+        "data/.content",
+        "data/%2Econtent",
+        "data/.tmp-1",
+        "data/" + "%C3%A4" * 128,
+        "data/?x=/name",
+        "data/#/name",
+    ],
+)
+def test_a_url_that_names_no_plain_file_is_refused_before_a_byte_is_read(site, cache, path):
+    _, url, server = site
+    server.gives = b"foreign"
+    with pytest.raises(ConfigError, match="name for a file"):
+        stage_files(cache, [f"{url}/{path}"])
+    assert server.num_bytes == 0
+    assert not (cache.folder / "links").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("data/..%2F..%2F..%2Fvictim", "victim"),
+        ("data/%2e%2e%2F%2e%2e%2F%2e%2e%2Fvictim", "victim"),
+        ("data/..%252F..%252F..%252Fvictim", None),
+        ("data/x..%252Fvictim", "x..%2Fvictim"),  # unquoted once, as the server does
+        ("data/x%5C..%5Cvictim", "x\\..\\victim"),  # an ordinary character here
+        ("data/victim?x=../../y#/../z", "victim"),
+        ("data/victim/", "victim"),  # fsspec asks for the path without the slash
+        ("data/" + "a" * 255, "a" * 255),
+    ],
+)
+def test_a_staged_file_lies_in_its_own_folder_whatever_its_url_says(site, cache, tmp_path, path, name):
+    _, url, server = site
+    (tmp_path / "victim").write_bytes(b"mine")
+    server.gives = b"foreign"
+    if name is None:
+        with pytest.raises(ConfigError, match="name for a file"):
+            stage_files(cache, [f"{url}/{path}"])
+    else:
+        (staged,) = stage_files(cache, [f"{url}/{path}"])
+        assert (staged.path.name, staged.path.parent.parent) == (name, cache.folder / "links")
+        assert staged.path.read_bytes() == b"foreign"
+    assert (tmp_path / "victim").read_bytes() == b"mine"
+    assert not (tmp_path / "victim").is_symlink()
+    assert cache.scrub().corrupt == ()
+
+
+def test_only_urls_of_http_are_unquoted(tmp_path, cache):
+    (tmp_path / "a%2Fb#1").write_bytes(b"local")
+    (staged,) = stage_files(cache, [f"{tmp_path}/a%2Fb#1"])
+    assert (staged.path.name, staged.path.read_bytes()) == ("a%2Fb#1", b"local")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_nothing_but_a_link_of_its_own_is_ever_given_out_or_replaced(site, cache, kind):
+    folder, url, _ = site
+    (folder / "x").write_bytes(b"x")
+    path = stage_files(cache, [f"{url}/x"])[0].path
+    path.unlink()
+    {"file": lambda: path.write_bytes(b"?"), "folder": path.mkdir, "link": lambda: path.symlink_to("?")}[kind]()
+    before = path.lstat()
+    with pytest.raises(ConfigError, match="remove it, then stage"):
+        stage_files(cache, [f"{url}/x"])
+    assert path.lstat() == before
+    path.rmdir() if kind == "folder" else path.unlink()
+    assert stage_files(cache, [f"{url}/x"])[0].path.read_bytes() == b"x"
+
+
+def test_a_digest_that_was_overwritten_costs_a_fetch_and_no_scrub(site, cache):
+    folder, url, _ = site
+    (folder / "x").write_bytes(b"x")
+    path = stage_files(cache, [f"{url}/x"])[0].path
+    content = path.parent / ".content"
+    content.unlink()
+    content.symlink_to(path)  # as a file called ".content" once did
+    assert len(cache.scrub().corrupt) == 1
+    assert stage_files(cache, [f"{url}/x"])[0].path.read_bytes() == b"x"
+    assert cache.scrub().corrupt == ()
 
 
 def test_staged_files_keep_to_the_budget_and_leave_no_name_behind(site, tmp_path):

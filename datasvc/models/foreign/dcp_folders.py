@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from datasvc.durable import is_plain_name
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.fit import TensorSpec
 from datasvc.models.foreign import dcp_pickle as stored
@@ -178,7 +179,7 @@ def _check_apart(extents: Iterable[Extent]) -> None:
 
 
 def _plain_file(folder: Path, name: object) -> Path:
-    if not isinstance(name, str) or Path(name).name != name or name.startswith(".") or "\0" in name:
+    if not isinstance(name, str) or not is_plain_name(name):
         raise CorruptDataError(
             f"{folder / METADATA_FILE} names {str(name)[:80]!r}; expected the name of a file beside it"
         )

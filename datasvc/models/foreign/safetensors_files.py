@@ -166,7 +166,7 @@ def _read_indexed(folder: Path) -> ForeignState:
 
 def _plain_file(folder: Path, name: object) -> Path:
     """Return a file of the folder that its index names. Raises CorruptDataError where it names another place."""
-    if not isinstance(name, str) or not name.endswith(SUFFIX) or Path(name).name != name or "\0" in name:
+    if not isinstance(name, str) or not name.endswith(SUFFIX) or not durable.is_plain_name(name):
         raise CorruptDataError(
             f"{folder / INDEX_FILE} names {str(name)[:80]!r}; expected the name of a {SUFFIX} file beside it"
         )
