@@ -137,18 +137,24 @@ def _metadata_line(sample: Mapping[str, Any], file: str, *, split: Split) -> byt
 
 def _check_unique(split: Split, num_units: int, destination: Destination) -> None:
     """Raise ConfigError when two samples have one file name, as "1" and "1.jpg" do."""
-    names = (name for number in range(num_units) for name in _names(split, number, destination))
+    names = _all_names(split, num_units, destination)
     digests = np.frombuffer(b"".join(blake3(name.encode()).digest(16) for name in names), "V16")
     ordered = np.sort(digests)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice):
         wanted = bytes(twice[0])
-        names = (name for number in range(num_units) for name in _names(split, number, destination))
+        names = _all_names(split, num_units, destination)
         name = next(name for name in names if blake3(name.encode()).digest(16) == wanted)
         raise ConfigError(
             f"folder cannot hold {split}: {len(twice)} samples would get the file name of another, such as {name!r}; "
             f"formats that can: {_ABLE}"
         )
+
+
+def _all_names(split: Split, num_units: int, destination: Destination) -> Iterator[str]:
+    yield METADATA_FILE  # written last: it would replace an image of that name
+    for number in range(num_units):
+        yield from _names(split, number, destination)
 
 
 def _names(split: Split, number: int, destination: Destination) -> Iterator[str]:

@@ -116,6 +116,14 @@ def test_two_samples_of_one_file_name_are_refused(repository, tmp_path, shards):
     assert not (tmp_path / "out" / "datasvc-export.json").exists()
 
 
+def test_no_sample_takes_the_name_of_the_metadata(repository, tmp_path):
+    samples = [{**photo("metadata.jsonl"), "image": b"of no known kind"}]
+    del samples[0]["label"]
+    write_version(repository, "odd", {"train": [samples]}, image_schema(labelled=False))
+    with pytest.raises(ConfigError, match=r"the file name of another, such as 'metadata.jsonl'"):
+        exported(open_dataset(repository, "odd"), tmp_path / "out", "folder")
+
+
 def test_labels_without_names_are_folders_of_numbers(repository, tmp_path):
     write_version(repository, "n", {"train": [photos(["a", "b"])]}, image_schema(labelled=True))
     exported(open_dataset(repository, "n"), tmp_path / "out", "folder")
