@@ -70,9 +70,7 @@ def parse_name_map(texts: Iterable[str]) -> dict[str, str]:
         # A regular expression may hold "=": the last one divides, as no tensor's name has one.
         old, equals, new = text.rpartition("=") if text.startswith(REGEX_PREFIX) else text.partition("=")
         if not equals or not old:
-            raise ConfigError(
-                f"{text!r} is no name map; expected OLD=NEW, a prefix such as model.backbone=model.body"
-            )
+            raise ConfigError(f"{text!r} is no name map; expected OLD=NEW, such as model.backbone=model.body")
         if old in found:
             raise ConfigError(f"the name map has {old!r} twice")
         found[old] = new

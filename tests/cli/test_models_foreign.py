@@ -8,9 +8,11 @@ from safetensors.torch import load_file
 
 from datasvc.cli.main import app
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.models import restore, save
+from datasvc.models import DataUse, restore, save
 from datasvc.models.signing_keys import make_key
 from datasvc.repository import Repository
+from datasvc.shards import ingest, open_dataset
+from tests.samples import write_folder
 
 
 @pytest.fixture
@@ -140,3 +142,19 @@ def test_push_and_pull_move_versions_once(run, repository, tmp_path):
     done = json.loads(run(third, "pull", "net@1", "--from", url, "--name", "mine", "--json"))
     assert done["versions"] == [{"source": "net@1", "target": "mine@1", "kind": "models", "new": True}]
     assert done["objects"] > 0
+
+
+def test_a_data_set_that_the_target_has_another_of_moves_under_another_name(run, repository, tmp_path):
+    other = Repository.create(str(tmp_path / "other"))
+    for where, seed in ((repository, "x"), (other, "y")):
+        ingest(where, str(write_folder(tmp_path / seed, {"train": {seed: 3}})), "pets")
+    digest = open_dataset(repository, "pets@1")["train"].digest
+    save(repository, "net", {"w": torch.ones(2)}, step=1, data=[DataUse("pets@1", "train", {"version": digest})])
+    for way in (["push", "net", "--to", other.url], ["pull", "net", "--from", repository.url]):
+        where = repository if way[0] == "push" else other
+        with pytest.raises(ConfigError, match="--rename-data pets=NAME"):
+            run(where, *way, "--with-data")
+        with pytest.raises(ConfigError, match="expected OLD=NEW"):
+            run(where, *way, "--with-data", "--rename-data", "pets")
+        said = run(where, *way, "--with-data", "--rename-data", "pets=theirs")
+        assert said.splitlines()[0].startswith("pets@1\ttheirs@1\t")

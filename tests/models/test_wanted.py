@@ -69,21 +69,23 @@ def test_versions_that_have_other_numbers_elsewhere_are_told_by_their_shard_tabl
     mixture = Mixture([(split(pets, "pets@1"), 1)], block=2)
     base = train(pets, "cnn", mixture)
     train(pets, "cnn", split(pets, "pets@2"), parent=base, step=2)
-    transfer(pets, other, ["cnn@2"], with_data=True)  # its parent is left, so the history tells of it
-    assert [number for number, _ in enumerate(other.entries("datasets", "pets"), 1)] == [1, 2, 3, 4]
-    transfer(pets, other, ["cnn@1"], with_data=True)
+    transfer(
+        pets, other, ["cnn@2"], with_data=True, data_names={"pets": "theirs"}
+    )  # its parent is left, so the history tells of it
+    assert [number for number, _ in enumerate(other.entries("datasets", "theirs"), 1)] == [1]
+    transfer(pets, other, ["cnn@1"], with_data=True, data_names={"pets": "theirs"})
     deleted = next(
-        f"pets@{each.number}"
-        for each in other.entries("datasets", "pets")
+        f"theirs@{each.number}"
+        for each in other.entries("datasets", "theirs")
         if each.content["splits"]["train"]["table"] == split(pets, "pets@2").digest
     )
-    delete(other, "pets@5", keys=["3", "4"])
-    assert deleted == "pets@4"
+    delete(other, "theirs@2", keys=["3", "4"])
+    assert deleted == "theirs@1"
     # At home pets@1 is before the deletion; there it came last.
-    assert saw_all(saw(other, deleted_in="pets@6")) == [("cnn@1", 2, True), ("cnn@2", 2, True)]
-    assert {each.data for each in saw(other, keys=["3"]).all_sightings()} == {"pets@1/train", "pets@5/train"}
+    assert saw_all(saw(other, deleted_in="theirs@3")) == [("cnn@1", 2, True), ("cnn@2", 2, True)]
+    assert {each.data for each in saw(other, keys=["3"]).all_sightings()} == {"pets@1/train", "theirs@2/train"}
     assert saw_all(saw(other, keys=["3"], data="pets@1")) == [("cnn@1", 0, True), ("cnn@2", 0, True)]
-    assert saw_all(saw(other, ["cnn@1"], keys=["3"], data="pets@5")) == [("cnn@1", 1, True)]
+    assert saw_all(saw(other, ["cnn@1"], keys=["3"], data="theirs@2")) == [("cnn@1", 1, True)]
 
 
 def test_a_table_of_that_name_that_nobody_knows_is_no_answer(pets, tmp_path):

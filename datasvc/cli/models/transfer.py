@@ -19,6 +19,15 @@ NameOption = Annotated[str | None, typer.Option("--name", help="What the model i
 ParentsOption = Annotated[bool, typer.Option("--with-parents", help="All versions, too, that they were made from.")]
 DataOption = Annotated[bool, typer.Option("--with-data", help="The data-set versions, too, that they consumed.")]
 
+RenameDataOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename-data",
+        metavar="OLD=NEW",
+        help="What a data set is called there, where that has another one of its name. May be given several times.",
+    ),
+]
+
 
 def push(
     refs: RefsArgument,
@@ -27,6 +36,7 @@ def push(
     name: NameOption = None,
     with_parents: ParentsOption = False,
     with_data: DataOption = False,
+    rename_data: RenameDataOption = None,
     trusted: TrustedOption = None,
     create: Annotated[bool, typer.Option("--create", help="Make the other repository where there is none.")] = False,
     as_json: JsonOption = False,
@@ -48,6 +58,7 @@ def push(
         "pushing",
         parents=with_parents,
         data=with_data,
+        rename_data=rename_data,
         trusted=trusted,
         as_json=as_json,
     )
@@ -60,6 +71,7 @@ def pull(
     name: NameOption = None,
     with_parents: ParentsOption = False,
     with_data: DataOption = False,
+    rename_data: RenameDataOption = None,
     trusted: TrustedOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -71,7 +83,16 @@ def pull(
 
     source, target = Repository.open(origin), Repository.open(repo)
     _transfer(
-        source, target, refs, name, "pulling", parents=with_parents, data=with_data, trusted=trusted, as_json=as_json
+        source,
+        target,
+        refs,
+        name,
+        "pulling",
+        parents=with_parents,
+        data=with_data,
+        rename_data=rename_data,
+        trusted=trusted,
+        as_json=as_json,
     )
 
 
@@ -84,9 +105,11 @@ def _transfer(
     *,
     parents: bool,
     data: bool,
+    rename_data: list[str] | None,
     trusted: list[Path] | None,
     as_json: bool,
 ) -> None:
+    from datasvc.models.selection import parse_name_map
     from datasvc.models.transfer import transfer
     from datasvc.sizes import format_size
 
@@ -98,6 +121,7 @@ def _transfer(
             name=name,
             with_parents=parents,
             with_data=data,
+            data_names=parse_name_map(rename_data or ()),
             trusted_keys=trusted or None,
             begin=set_total,
             report=advance,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -25,16 +25,17 @@ class TargetLogs:
     Args:
         source: where versions come from.
         target: where they go.
-        names: of models, those that are called otherwise at the target.
+        names: those that are called otherwise at the target, by kind and name.
     """
 
-    def __init__(self, source: Repository, target: Repository, names: Mapping[str, str]) -> None:
+    def __init__(self, source: Repository, target: Repository, names: Mapping[tuple[Kind, str], str]) -> None:
         self.source = source
         self._target = target
         self._names = names
         self._contents: dict[Resolved, Mapping[str, Any]] = {}
         self._known: dict[tuple[Kind, str], _Known] = {}
         self._entries = EntryReader(source)
+        self._commits: dict[str, frozenset[str]] = {}
 
     def content(self, version: Resolved) -> Mapping[str, Any]:
         """Return what the entry of a version says at the source. Raises as `Repository.entry`."""
@@ -52,6 +53,30 @@ class TargetLogs:
         number = log.find(identity(self.content(version)))
         return None if number is None else Resolved(version.kind, log.name, number)
 
+    def check_related(self, version: Resolved) -> None:
+        """Raise ConfigError where a data-set version would be appended to the log of an unrelated data set.
+
+        Related are logs that have a version in common, by the commit that made it, or of which one is empty.
+
+        Raises:
+            CorruptDataError, UnavailableError: see `Log.read`.
+        """
+        if version.kind != "datasets":
+            return
+        log = self._log(version)
+        log.read_new()
+        if not log.contents:
+            return
+        if version.name not in self._commits:
+            entries = self.source.versions("datasets", version.name).entries()
+            self._commits[version.name] = frozenset(identity(entry.content) for entry in entries)
+        if self._commits[version.name].isdisjoint(log.identities):
+            raise ConfigError(
+                f"cannot move {version} to {redact_url(self._target.url)}: it has another data set {log.name!r}, of "
+                f"{len(log.contents)} versions, none of them from {redact_url(self.source.url)}; give this one "
+                f"another name there: --rename-data {version.name}=NAME, data_names={{{version.name!r}: 'NAME'}}"
+            )
+
     def named(self) -> set[ObjectInfo]:
         """Return what the living versions of the names that were looked for name at the target.
 
@@ -68,6 +93,7 @@ class TargetLogs:
         """Commit a version, all objects of which are there; returns it, and whether nobody else was faster.
 
         Raises:
+            ConfigError: an unrelated data set has got the name meanwhile, see `check_related`.
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         log, content = self._log(version), self._moved(version)
@@ -76,6 +102,7 @@ class TargetLogs:
             number = log.find(identity(content), head)
             if number is not None:
                 raise _AlreadyThere(number)
+            self.check_related(version)  # again, for this very head: somebody may have made the name meanwhile
             return content
 
         try:
@@ -85,7 +112,7 @@ class TargetLogs:
         return Resolved(version.kind, log.name, number), is_new
 
     def _log(self, version: Resolved) -> _Known:
-        name = self._names.get(version.name, version.name) if version.kind == "models" else version.name
+        name = self._names.get((version.kind, version.name), version.name)
         return self._known.setdefault((version.kind, name), _Known(self._target, version.kind, name))
 
     def _moved(self, version: Resolved) -> dict[str, Any]:
@@ -163,6 +190,11 @@ class _Known:
         self._removals = target.removals(kind, name)
         self._numbers: dict[str, list[int]] = {}
 
+    @property
+    def identities(self) -> Collection[str]:
+        """Of all versions that were read."""
+        return self._numbers.keys()
+
     def living(self) -> list[Resolved]:
         """Return the versions that were read and are not removed."""
         removed = self._removals.removed(self.contents)
@@ -171,16 +203,20 @@ class _Known:
     def find(self, identity_wanted: str, head: int | None = None) -> int | None:
         """Return the number of a living version; `head` is the newest there is, where that is known."""
         if head is None or head not in self.contents:
-            # Listed once; a log has no holes, so what came after is found by a few looks.
-            new = self._log.numbers_after(max(self.contents)) if self.contents else self._log.numbers()
-            for entry in self._log.entries(new):
-                self.contents[entry.number] = entry.content
-                self._numbers.setdefault(identity(entry.content), []).append(entry.number)
+            self.read_new()
         numbers = self._numbers.get(identity_wanted)
         if not numbers:
             return None
         removed = self._removals.removed(numbers)
         return next((number for number in numbers if number not in removed), None)
+
+    def read_new(self) -> None:
+        """Read the entries that are not known yet."""
+        # Listed once; a log has no holes, so what came after is found by a few looks.
+        new = self._log.numbers_after(max(self.contents)) if self.contents else self._log.numbers()
+        for entry in self._log.entries(new):
+            self.contents[entry.number] = entry.content
+            self._numbers.setdefault(identity(entry.content), []).append(entry.number)
 
 
 class _AlreadyThere(Exception):  # noqa: N818 - no error: somebody else has done the work

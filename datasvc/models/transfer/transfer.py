@@ -6,7 +6,8 @@ version still. So work that was interrupted is done again by the same call, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from datasvc.models.transfer.descent import order_by_descent, read_parents
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.transfer.named import named_objects
 from datasvc.models.transfer.promise import promised
-from datasvc.repository import Entry, ObjectInfo, Repository, Resolved
+from datasvc.repository import Entry, Kind, ObjectInfo, Repository, Resolved
 from datasvc.repository.references import check_name
 from datasvc.repository.storage import redact_url
 
@@ -61,6 +62,7 @@ def transfer(
     name: str | None = None,
     with_parents: bool = False,
     with_data: bool = False,
+    data_names: Mapping[str, str] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
@@ -78,6 +80,7 @@ def transfer(
         name: what the model is called at the target, default as here; then all `refs` must be of one model.
         with_parents: all versions, too, that they were made from and that are here.
         with_data: the data-set versions, too, that they consumed, with all shards.
+        data_names: what data sets are called at the target, by their names here; default as here.
         trusted_keys: as of `stored_version.read_version`: nothing moves if a model is not signed at the source by one
             of them. The target's entry is another one, and not signed.
         begin: called once with the bytes of all objects, those that will not have to move included.
@@ -89,22 +92,29 @@ def transfer(
     Raises:
         NotFoundError: a version or an object of it is not there.
         CorruptDataError: an entry, table or object was changed at the source; its version is not committed.
-        ConfigError: both are one repository, or a bad name.
+        ConfigError: both are one repository, or a bad name; or the target has an unrelated data set of the name of
+            one that would move, see `data_names`: nothing is ever appended to that.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; the same call goes on.
     """
     if source.url == target.url:
         raise ConfigError(f"{redact_url(source.url)} is source and target at once")
     asked = [source.resolve("models", ref) for ref in refs]
-    logs = TargetLogs(source, target, _new_names(asked, name))
+    renamed: dict[str, str] = {old: check_name(new, "data set") for old, new in (data_names or {}).items()}
+    names: dict[tuple[Kind, str], str] = {("datasets", old): new for old, new in renamed.items()}
+    logs = TargetLogs(source, target, {**names, **_new_names(asked, name)})
     versions = order_by_descent(read_parents(source, asked, logs.content, with_ancestors=with_parents))
     _check_trust(logs, versions, trusted_keys)
     if with_data:
-        versions = [*_data_versions(logs, versions), *versions]
+        data = _data_versions(logs, versions)
+        _check_data_names(data, renamed)
+        versions = [*data, *versions]
     there = {version: logs.find(version) for version in versions}
     objects = {
         version: named_objects(source, version, logs.content(version)) for version in versions if not there[version]
     }
+    for version in objects:
+        logs.check_related(version)
     if begin is not None:
         begin(sum(info.size_bytes for info in {info for named in objects.values() for info in named}))
     done: list[Transferred] = []
@@ -130,12 +140,24 @@ def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: S
 
 
 def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resolved]:
-    named = {use["dataset"] for version in versions for use in logs.content(version).get("data", [])}
+    uses = [use["dataset"] for version in versions for use in logs.content(version).get("data", [])]
+    named = {ref for use in uses for ref in use.split(", ")}  # a mixture names the versions of all its splits
     found = {logs.source.resolve("datasets", ref) for ref in named}
     return sorted(found, key=lambda each: (each.name, each.version))
 
 
-def _new_names(asked: Sequence[Resolved], name: str | None) -> dict[str, str]:
+def _check_data_names(data: Sequence[Resolved], renamed: Mapping[str, str]) -> None:
+    moving = {version.name for version in data}
+    if unknown := sorted(renamed.keys() - moving):
+        raise ConfigError(
+            f"{unknown[0]!r} is no data set that moves; there are: {', '.join(sorted(moving)) or 'none'}"
+        )
+    called = Counter(renamed.get(name, name) for name in moving)
+    if twice := [name for name, count in called.items() if count > 1]:
+        raise ConfigError(f"two data sets cannot become one data set {twice[0]!r}; give each a name of its own")
+
+
+def _new_names(asked: Sequence[Resolved], name: str | None) -> dict[tuple[Kind, str], str]:
     if name is None:
         return {}
     names = {version.name for version in asked}
@@ -143,4 +165,4 @@ def _new_names(asked: Sequence[Resolved], name: str | None) -> dict[str, str]:
         raise ConfigError(
             f"{len(names)} models cannot all be {check_name(name, 'model')!r}: {', '.join(sorted(names))}"
         )
-    return {names.pop(): check_name(name, "model")}
+    return {("models", names.pop()): check_name(name, "model")}

@@ -159,19 +159,82 @@ def test_parents_go_first_where_no_version_is_its_own_ancestor(edges):
     assert all(place[each] < place[child] for child, named in honest.items() for each in named if each in place)
 
 
+def ingest_pets(repository, tmp_path, seed, name="pets"):
+    ingest(repository, str(write_folder(tmp_path / seed, {"train": {seed: 9}})), name)
+
+
+def use_of(repository, ref):
+    table = open_dataset(repository, ref)["train"].digest
+    return DataUse(ref, "train", {"version": table, "position": 3})
+
+
 def test_data_sets_come_along_and_are_named_as_they_are_called_there(repository, other, tmp_path):
-    for where, seed in ((repository, "x"), (other, "y")):
-        ingest(where, str(write_folder(tmp_path / seed, {"train": {seed: 9}})), "pets")
-    table = open_dataset(repository, "pets@1")["train"].digest
-    save(repository, "net", state(0), step=0, data=[DataUse("pets@1", "train", {"version": table, "position": 3})])
+    ingest_pets(repository, tmp_path, "x")
+    ingest_pets(other, tmp_path, "y")
+    save(repository, "net", state(0), step=0, data=[use_of(repository, "pets@1")])
     transfer(repository, other, ["net"], name="alone")
     assert other.entry(other.resolve("models", "alone")).content["data"][0]["dataset"] == "pets@1"
-    report = transfer(repository, other, ["net"], with_data=True)
-    assert told(report) == [("pets@1", "pets@2", True), ("net@1", "net@1", True)]
-    assert other.entry(other.resolve("models", "net")).content["data"][0]["dataset"] == "pets@2"
-    ours, theirs = open_dataset(repository, "pets@1")["train"], open_dataset(other, "pets@2")["train"]
+    report = transfer(repository, other, ["net"], with_data=True, data_names={"pets": "theirs"})
+    assert told(report) == [("pets@1", "theirs@1", True), ("net@1", "net@1", True)]
+    assert other.entry(other.resolve("models", "net")).content["data"][0]["dataset"] == "theirs@1"
+    ours, theirs = open_dataset(repository, "pets@1")["train"], open_dataset(other, "theirs@1")["train"]
     assert theirs.digest == ours.digest
     assert objects(repository) <= objects(other)
+    assert other.versions("datasets", "pets").head() == 1
+    # What was renamed once may be named again, also where the data set itself stays behind.
+    again = transfer(repository, other, ["net"], with_data=True, data_names={"pets": "theirs"})
+    assert [each.is_new for each in again.versions] == [False, False]
+    transfer(repository, other, ["net"], name="later", data_names={"pets": "theirs"})
+    assert other.entry(other.resolve("models", "later")).content["data"][0]["dataset"] == "theirs@1"
+
+
+def test_nothing_is_appended_to_an_unrelated_data_set(repository, other, tmp_path):
+    ingest_pets(repository, tmp_path, "x")
+    ingest_pets(other, tmp_path, "y")
+    save(repository, "net", state(0), step=0, data=[use_of(repository, "pets@1")])
+    before = objects(other)
+    begun = []
+    with pytest.raises(ConfigError, match=r"has another data set 'pets'.*--rename-data pets=NAME"):
+        transfer(repository, other, ["net"], with_data=True, begin=begun.append)
+    assert (begun, objects(other), other.names("models")) == ([], before, [])
+    assert other.versions("datasets", "pets").head() == 1
+
+
+def test_an_unrelated_data_set_that_appears_during_a_transfer_is_not_appended_to(repository, other, tmp_path):
+    ingest_pets(repository, tmp_path, "x")
+    save(repository, "net", state(0), step=0, data=[use_of(repository, "pets@1")])
+    with pytest.raises(ConfigError, match="has another data set 'pets'"):
+        transfer(repository, other, ["net"], with_data=True, begin=lambda _bytes: ingest_pets(other, tmp_path, "y"))
+    assert (other.versions("datasets", "pets").head(), other.names("models")) == (1, [])
+
+
+def test_a_data_set_of_one_history_goes_on_after_both_sides_were_appended_to(repository, other, tmp_path):
+    for number in (1, 2):
+        ingest_pets(repository, tmp_path, f"x{number}")
+        save(repository, "net", state(number), step=number, data=[use_of(repository, f"pets@{number}")])
+        if number == 1:
+            transfer(repository, other, ["net"], with_data=True)
+            ingest_pets(other, tmp_path, "y")
+    report = transfer(repository, other, ["net"], with_data=True)
+    assert told(report) == [("pets@2", "pets@3", True), ("net@2", "net@2", True)]
+
+
+def test_data_sets_are_renamed_by_names_that_are_there_and_each_to_its_own(repository, other, tmp_path):
+    for name in ("cats", "dogs"):
+        ingest_pets(repository, tmp_path, name, name)
+    tables = [use_of(repository, f"{name}@1") for name in ("cats", "dogs")]
+    save(repository, "net", state(0), step=0, data=[DataUse("cats@1, dogs@1", "mixture", tables[0].state)])
+    for names, match in (
+        ({"cats": "x", "dogs": "x"}, "one data set 'x'"),
+        ({"cats": "dogs"}, "one data set 'dogs'"),
+        ({"birds": "x"}, "'birds' is no data set that moves; there are: cats, dogs"),
+        ({"cats": "../x"}, "cannot name a data set"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            transfer(repository, other, ["net"], with_data=True, data_names=names)
+    assert other.names("datasets") == []
+    transfer(repository, other, ["net"], with_data=True, data_names={"cats": "dogs", "dogs": "cats"})
+    assert other.entry(other.resolve("models", "net")).content["data"][0]["dataset"] == "dogs@1, cats@1"
 
 
 def test_a_table_that_lies_about_sizes_costs_neither_time_nor_memory(repository, other):
