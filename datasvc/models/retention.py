@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from datasvc.errors import ConfigError
+from datasvc.models.metric_mode import MetricMode, choose_metric_mode
 from datasvc.models.registry import ModelVersion
 
 
@@ -23,15 +24,18 @@ class RetentionPolicy:
         last: so many of the newest.
         best: so many of the best by `metric`.
         metric: what "best" means. Without it both the highest and the lowest of every metric count as best.
-        mode: whether a high or a low `metric` is better.
+        mode: whether a high or a low `metric` is better; None: as its name says, see `metric_mode`.
         every_versions: those whose number is a multiple of this.
         every_steps: the first at or after each multiple of so many steps.
+
+    Raises:
+        ConfigError: it keeps nothing but what always stays; or which end of `metric` is the best is not known.
     """
 
     last: int | None = None
     best: int | None = None
     metric: str | None = None
-    mode: Literal["max", "min"] = "max"
+    mode: MetricMode | None = None
     every_versions: int | None = None
     every_steps: int | None = None
 
@@ -44,8 +48,10 @@ class RetentionPolicy:
             raise ConfigError("say what to keep: the last so many, the best by a metric, or every n-th")
         if self.best is not None and self.metric is None:
             raise ConfigError("say by which metric versions are best")
-        if self.mode not in {"max", "min"}:
-            raise ConfigError(f"{self.mode!r}: whether a high or a low metric is better is 'max' or 'min'")
+        if self.metric is not None:
+            object.__setattr__(self, "mode", choose_metric_mode(self.metric, self.mode))
+        elif self.mode is not None:
+            raise ConfigError(f"the mode {self.mode!r} is of no metric: say which, or leave it out")
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in vars(self).items() if value is not None)

@@ -103,6 +103,7 @@ def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_js
         (["tag", "cnn", "x", "--at", "noon"], ConfigError, "'noon' is no time"),
         (["retain", "cnn"], ConfigError, "say what to keep"),
         (["retain", "cnn", "--best", "2"], ConfigError, "by which metric"),
+        (["retain", "cnn", "--best", "2", "--metric", "reward"], ConfigError, "give --mode max or --mode min"),
         (["rm", "cnn"], ConfigError, "does not say which versions"),
         (["show", "cnn@9"], NotFoundError, "cnn has no version 9; it has 1 to 4"),
         (["find", "acc >"], ConfigError, "expected a number"),
@@ -127,6 +128,14 @@ def test_versions_are_found_and_ordered(cnn, run, run_json):
     found = run_json("find", "acc >= 0.5 and name = 'cnn'", "--by", "acc")
     assert [(each["version"], each["metrics"]) for each in found] == [(2, {"acc": 0.75}), (1, {"acc": 0.5})]
     assert len(run("find", "step > 0", "--limit", "2").splitlines()) == 2
+
+
+def test_the_best_by_a_loss_is_the_lowest(run_json, repository):
+    for step, loss in enumerate([3.0, 1.0, 2.0, 4.0], 1):
+        save(repository, "net", {"step": step}, step=step, metrics={"val/loss": loss})
+    found = run_json("retain", "net", "--best", 1, "--metric", "val/loss", "--apply")
+    assert found["removed"] == [1, 3]
+    assert found["kept"]["2"] == ["lowest val/loss"]
 
 
 def test_retention_says_why_each_stays_and_removes_when_told_to(cnn, run, run_json):

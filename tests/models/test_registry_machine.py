@@ -115,7 +115,7 @@ class Registry(RuleBasedStateMachine):
     @rule(name=names, last=st.integers(1, 2))
     def retain(self, name, last):
         living = self.living(name)
-        _, plan = retain(self.repository, name, RetentionPolicy(last=last, metric="score"), dry_run=False)
+        _, plan = retain(self.repository, name, RetentionPolicy(last=last, metric="score", mode="max"), dry_run=False)
         best = max(living, key=lambda number: (self.values[name][number - 1], number))
         kept = {*living[-last:], best, *self.standing(name).values()}
         assert set(plan.removed) == set(living) - kept

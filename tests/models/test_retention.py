@@ -37,7 +37,7 @@ def test_the_newest_the_best_and_the_tagged_stay_whatever_the_policy(versions, l
         with pytest.raises(ConfigError, match="no version has a finite metric 'acc'"):
             plan_retention(versions, RetentionPolicy(last=last, metric=metric))
         return
-    plan = plan_retention(versions, RetentionPolicy(last, None, metric, mode, every, steps))
+    plan = plan_retention(versions, RetentionPolicy(last, None, metric, metric and mode, every, steps))
     assert sorted([*plan.kept, *plan.removed]) == [each.version for each in living]
     assert all(plan.kept.values())
     must = {each.version for each in living[-last:]} | {each.version for each in living if each.tags}
@@ -78,6 +78,14 @@ def test_without_a_metric_nobody_knows_which_end_is_best_so_both_stay():
     assert plan.kept == {1: ("highest loss",), 2: ("lowest loss",), 4: ("newest", "last 1")}
 
 
+@pytest.mark.parametrize(("metric", "kept"), [("loss", 2), ("val/loss", 2), ("top1", 1), ("eval.error_rate", 2)])
+def test_the_best_is_the_lowest_of_a_loss_and_the_highest_of_an_accuracy(metric, kept):
+    given_ = [version(1, **{metric: 3.0}), version(2, **{metric: 1.0}), version(3, **{metric: 2.0}), version(4)]
+    assert list(plan_retention(given_, RetentionPolicy(best=1, metric=metric)).kept) == [kept, 4]
+    for mode, number in (("max", 1), ("min", 2)):
+        assert list(plan_retention(given_, RetentionPolicy(best=1, metric=metric, mode=mode)).kept) == [number, 4]
+
+
 def test_of_equally_good_ones_the_newest_is_the_best():
     given_ = [version(1, acc=0.5), version(2, acc=0.5), version(3)]
     assert 1 in plan_retention(given_, RetentionPolicy(last=1, metric="acc")).removed
@@ -90,7 +98,9 @@ def test_of_equally_good_ones_the_newest_is_the_best():
         ({"metric": "acc"}, "say what to keep"),
         ({"last": 0}, "counts from 1"),
         ({"best": 3}, "by which metric"),
-        ({"last": 1, "mode": "best"}, "'max' or 'min'"),
+        ({"last": 1, "metric": "acc", "mode": "best"}, "'max' or 'min'"),
+        ({"best": 1, "metric": "score"}, "'score' does not tell.*--mode max or --mode min"),
+        ({"last": 1, "mode": "min"}, "of no metric"),
     ],
 )
 def test_a_policy_that_says_too_little_is_refused(settings, message):

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError
 from datasvc.models.cadence import parse_duration, parse_pace
+from datasvc.models.metric_mode import choose_metric_mode
 from datasvc.models.saver import OVERLAPS
 from datasvc.models.store import CODECS
 from datasvc.repository.references import check_name
@@ -120,7 +121,8 @@ class TrainConfig:
         prefetch: batches that the loader works ahead of the steps; 0: none.
         evaluate_every: epochs between evaluations, each with a checkpoint; None: at the end of the run only.
         patience: evaluations in a row without a new best of `stop_metric` that end the run; None: any number.
-        stop_metric: metric of the evaluation; loss and perplexity are better when lower.
+        stop_metric: metric of the evaluation.
+        stop_mode: "max" or "min", whether a high or a low `stop_metric` is better; None: as its name says.
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
         max_stall: share of the training's time that checkpoints may take, "3%": they are spaced out until it is kept.
             None: any.
@@ -192,6 +194,7 @@ class TrainConfig:
     evaluate_every: int | None = None
     patience: int | None = None
     stop_metric: str = "val_loss"
+    stop_mode: str | None = None
     checkpoint_every: int = 1000
     max_stall: str | None = None
     checkpoint_overlap: str = "queue"
@@ -269,3 +272,5 @@ class TrainConfig:
             raise ConfigError("nesterov is of the optimizers 'sgd' and 'lars', and needs a momentum")
         if self.patience is not None and self.evaluate_every is None:
             raise ConfigError("patience counts evaluations: say how often with --evaluate-every")
+        if self.patience is not None:
+            choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")

@@ -7,22 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from datasvc.errors import ConfigError
-
-_LOWER_IS_BETTER = ("loss", "perplexity")
+from datasvc.models.metric_mode import choose_metric_mode
 
 
 class EarlyStop:
     """Counts evaluations without a new best. A pure function of the metrics, which are the same on all ranks.
 
     Args:
-        metric: name of one; those that end in "loss" or "perplexity" are better when lower, others when higher.
+        metric: name of one.
         patience: evaluations in a row without a new best that end the run; None: it never ends early.
+        mode: "max" or "min", which is better; None: as the metric's name says.
+
+    Raises:
+        ConfigError: the name does not say.
     """
 
-    def __init__(self, metric: str, patience: int | None) -> None:
+    def __init__(self, metric: str, patience: int | None, mode: str | None = None) -> None:
         self._metric = metric
         self._patience = patience
-        self._sign = -1 if metric.endswith(_LOWER_IS_BETTER) else 1
+        # Without patience nothing is compared, so that any name will do.
+        lower = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
+        self._sign = -1 if lower else 1
         self._best: float | None = None
         self._num_without = 0
 

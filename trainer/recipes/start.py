@@ -83,7 +83,7 @@ def start(config: TrainConfig, events: Events) -> Run:
         schedule=schedule,
         loss_scale=make_loss_scale(config.precision, place.device),
         average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
-        stop=EarlyStop(config.stop_metric, config.patience),
+        stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
         device=place.device,
         events=events,
         nodes=nodes,

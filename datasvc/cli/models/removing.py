@@ -58,7 +58,10 @@ def retain(
     metric: Annotated[
         str | None, typer.Option(help="What best means; without it: both ends of every metric.")
     ] = None,
-    mode: Annotated[Mode, typer.Option(help="Whether a high or a low metric is better.")] = Mode.max,
+    mode: Annotated[
+        Mode | None,
+        typer.Option(help="Whether a high or a low metric is better; needed where its name does not tell."),
+    ] = None,
     every: Annotated[int | None, typer.Option(min=1, help="Keep every n-th version.")] = None,
     every_steps: Annotated[int | None, typer.Option(min=1, help="Keep one version for so many steps.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Remove; without it only say what would be.")] = False,
@@ -74,7 +77,7 @@ def retain(
     from datasvc.models.retention import RetentionPolicy
     from datasvc.repository import Repository
 
-    policy = RetentionPolicy(last, best, metric, mode.value, every, every_steps)
+    policy = RetentionPolicy(last, best, metric, mode and mode.value, every, every_steps)
     versions, plan = run_retain(Repository.open(repo), name, policy, dry_run=not apply)
     if as_json:
         kept = {str(number): list(reasons) for number, reasons in plan.kept.items()}

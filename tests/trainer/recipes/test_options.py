@@ -58,6 +58,8 @@ def test_every_setting_is_an_option_with_a_help():
         {"milestones": ("30",)},
         {"model_option": ("dropout",)},
         {"patience": 3},
+        {"patience": 3, "evaluate_every": 1, "stop_metric": "reward"},
+        {"patience": 3, "evaluate_every": 1, "stop_mode": "low"},
         {"nesterov": True, "optimizer": "lamb"},
         {"peers": "ranks"},
         {"log_to": ("tensorboard",)},
