@@ -12,6 +12,7 @@
     |-- StateMismatchError           a saved position belongs to other data or another order
     |-- BusyError                    a save goes on, and overlap is refused: save less often, or let saves queue
     |-- LagError                     this job fell behind those it shares decoding with, and asked to be told so
+    |-- DeviceError                  a GPU failed or has no memory left: use less of it, or decode on the CPU
     `-- UnavailableError             a store did not answer after retries: try again later
 
 Foreign exceptions (OSError of a store, ArrowInvalid, lmdb.Error ...) are translated once, where they enter.
@@ -83,6 +84,10 @@ class BusyError(DatasvcError):
 
 class LagError(DatasvcError):
     """A job that shares its decoding fell too far behind the others; iterating again tries again."""
+
+
+class DeviceError(DatasvcError):
+    """A GPU or its driver failed, or it has no memory left; the message says what to change. No sample is bad."""
 
 
 class UnavailableError(DatasvcError):

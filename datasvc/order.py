@@ -110,6 +110,7 @@ class OrderState:
             ConfigError: written by a later format, or a field is missing or unknown.
         """
         fields = dict(state)
+        fields.pop("decode", None)  # what an image loader decodes with: no part of the order
         found = fields.pop("format", None)
         if found != STATE_FORMAT:
             raise ConfigError(f"this loader state has format {found}; this datasvc reads format {STATE_FORMAT}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import numpy.typing as npt
 
@@ -20,9 +21,11 @@ from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH
 from loaders.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
 from loaders.data_ranks import choose_data_ranks
 from loaders.decode.backend import Backend, DecodeConfig, Framework
+from loaders.decode.choice import DecodeChoice, parse_backend
 from loaders.decode.choose import Decode, find_missing, plan_candidates
 from loaders.decode.make import make_backend
 from loaders.decode.pixels import Layout, Output, PixelFormat
+from loaders.decode.trial import TrialBatch
 from loaders.image_batch import ImageBatch
 from loaders.image_decoder import ImageDecoder, OnBad
 from loaders.image_plan import ImagePlan
@@ -30,6 +33,7 @@ from loaders.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_
 from loaders.mixture import Mixture, check_column, columns_of, largest
 from loaders.other_columns import sort_columns
 from loaders.shared import Share, Sharing, parse_share
+from loaders.state import DECODE
 from loaders.transform import Transform
 from loaders.verdict import Means
 
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _LOG = logging.getLogger(__name__)
+# What backends are tried on: distinct batches, and no more bytes of them than another process gets quickly.
+_TRIAL_BATCHES: Final = 4
+_TRIAL_BYTES: Final = 256 << 20
 
 
 class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
@@ -78,10 +85,13 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         on_bad: "raise" where a sample does not decode, or "mask": its image is zeros, its mask False, its name in
             `batch.bad`.
         device: where the images shall lie, "cpu", "cuda" or "cuda:1".
-        decode: "cpu" decodes just the window of each image, in threads; "gpu" lets DALI decode on `device`; "pillow"
-            is slower and needs nothing else installed. "auto" is the CPU, or without that decoder Pillow; for a GPU
-            it measures both for about a second, keeps the faster and logs it. The windows are the same, and so are
-            the pixels, to a level or two of 255 between "cpu" and "pillow", to some eight with "gpu".
+        decode: "cpu" decodes just the window of each image, in threads; "pillow" is slower and needs nothing else
+            installed; "gpu-window" lets DALI decode the window on `device`, "gpu-whole" the image, of which it then
+            cuts the window; "gpu" is the faster of these two that works. "auto" is the CPU, or without that decoder
+            Pillow; for a GPU the fastest of all that work. What is to be chosen is tried in another process, on the
+            first batches, on data rank 0 for all ranks of a torch.distributed process group; it is logged, and part
+            of the state. The windows are the same, and so are the pixels, to a level or two of 255 between "cpu" and
+            "pillow", to some eight on a GPU.
         num_threads: decoding threads in all; default the processors this process may use, so give ranks of one node
             their share.
         prefetch: batches under way while the caller trains; 0: each is decoded in the call for it.
@@ -166,10 +176,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         )
         self._on_bad = on_bad
         self._framework: Framework = "torch"
-        self._backends = plan_candidates(
+        candidates = plan_candidates(
             decode, on_gpu=self._config.device_id is not None, has_edits=self._plan.has_edits, missing=find_missing()
         )
-        if decode == "auto" and self._backends == ["pillow"]:
+        self._choice = DecodeChoice(decode, candidates, config=self._config, ranks=self.ranks)
+        if decode == "auto" and candidates[0] == "pillow":
             _LOG.warning("images are decoded by Pillow, about half as fast: %s", find_missing()["cpu"])
         self.num_bad = 0
         self.sharing: Sharing[ImageBatch[torch.Tensor]] | None = None
@@ -224,10 +235,9 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return ImageDecoder(
             make_backend(
                 self._config,
-                self._backends,
+                self._choice.settle(self._draw_trial, question=self.state_dict() | {"batch_size": self.batch_size}),
                 framework=self._framework,
                 stopwatch=self.stopwatch,
-                on_choice=self._keep,
             ),
             framework=self._framework,
             plan=self._plan,
@@ -241,8 +251,23 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
 
     @property
     def decode(self) -> Backend:
-        """What decodes: "cpu", "gpu" or "pillow". Of "auto" with a GPU it is settled by the first batch."""
-        return self._backends[0]
+        """What decodes: "cpu", "gpu-window", "gpu-whole" or "pillow". On a GPU the first batch may settle it."""
+        return self._choice.backend
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Loader`; it also says what decodes, once that is settled: pixels differ between backends."""
+        decode = self._choice.state
+        return super().state_dict() | ({} if decode is None else {DECODE: decode})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, decoded as in the run that saved it where `decode` allows that, else with a warning.
+
+        Raises:
+            ConfigError, StateMismatchError: see `Loader`.
+        """
+        decode = parse_backend(state[DECODE]) if DECODE in state else None
+        super().load_state_dict(state)
+        self._choice.restore(decode)
 
     def _bad_samples(self, finished: ImageBatch[Any]) -> Collection[int]:
         return finished.bad
@@ -251,16 +276,27 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return dataclasses.replace(
             super()._means(),
             unit="images",
-            decoder=self._backends[0],
+            decoder=self.decode,
             num_threads=self._config.num_threads,
             num_processors=count_processors(),
             is_shared=self.sharing is not None,
         )
 
-    def _keep(self, chosen: Backend, rates: Mapping[Backend, float]) -> None:
-        self._backends = [chosen]
-        said = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in rates.items())
-        _LOG.info("decode='auto' is %r here: %s", chosen, said)
+    def _draw_trial(self) -> list[TrialBatch]:
+        """Return the next batches for a trial; where the run stands does not change."""
+        drawn: list[TrialBatch] = []
+        size_bytes = 0
+        try:
+            for batch in islice(self._batches.stream(self._cursor), _TRIAL_BATCHES):
+                if batch.blobs:
+                    drawn.append(TrialBatch([blob.tobytes() for blob in batch.blobs], self._plan.windows(batch)))
+                    size_bytes += sum(map(len, drawn[-1].images))
+                self._batches.retire(batch)  # or a cache without room for so many would wait for ever
+                if size_bytes > _TRIAL_BYTES:
+                    break
+        finally:
+            self._batches.close()
+        return drawn
 
 
 def _device_id(device: str) -> int | None:

@@ -253,7 +253,7 @@ class Loader(ABC, Generic[B]):
         return ()
 
     def _make_ledger(self, folder: Path | str) -> Ledger:
-        state = self.state_dict()
+        state = save_state(self.split, self.order, self._cursor)
         return Ledger(
             folder,
             order={name: value for name, value in state.items() if name not in {"epoch", "position"}},

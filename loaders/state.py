@@ -13,6 +13,8 @@ from loaders.mixture import Mixture
 from loaders.split_reader import Cursor
 
 MIXTURE_STATE_FORMAT: Final = 1
+DECODE: Final = "decode"
+"""What decodes, in the state of an image loader: no part of the order, and not in states from before it was kept."""
 _FORMAT: Final = "mixture_format"
 _CURSOR: Final = ("epoch", "position")
 
@@ -32,6 +34,7 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
         ConfigError: not a state, or one of a later format.
         StateMismatchError: it belongs to other samples, weights or another order; says both.
     """
+    state = {name: value for name, value in state.items() if name != DECODE}
     if isinstance(samples, Mixture):
         return _restore_mixture(state, samples, order)
     if _FORMAT in state:

@@ -29,7 +29,7 @@ class Means:
 
     Attributes:
         unit: what it serves, in the plural.
-        decoder: "cpu", "gpu" or "pillow"; None where nothing is decoded.
+        decoder: "cpu", "gpu-window", "gpu-whole" or "pillow"; None where nothing is decoded.
         num_threads: that decode.
         num_processors: that this process may use.
         prefetch: batches under way.
@@ -138,7 +138,7 @@ def _decode_advice(totals: Totals, means: Means) -> str:
         return f"some batches take longer than others: prefetch={2 * means.prefetch or 2} evens that out"
     if means.decoder is None:
         return "larger batches cost less per sample"
-    if means.decoder == "gpu":
+    if means.decoder.startswith("gpu"):
         return "compare decode='cpu', or store smaller images"
     other = "GPU decode" if means.decoder == "cpu" else "decode='cpu', with DALI"
     free = means.num_processors - means.num_threads

@@ -189,7 +189,8 @@ class Reading:
 
     def use(self) -> DataUse:
         """Return what was consumed up to now. Raises ConfigError: the loader was put back to before the run began."""
-        state = self._loader.state_dict()
+        # The order alone: which decoder the pixels came from is in the loader's state, beside the weights.
+        state = {name: value for name, value in self._loader.state_dict().items() if name != "decode"}
         splits = getattr(self._loader.split, "splits", None)
         if splits is None:
             dataset, split = self._loader.split.dataset, self._loader.split.name

@@ -92,6 +92,11 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
     return plain or _read_with_pillow(content, decode=decode)
 
 
+def is_plain_jpeg(content: bytes | memoryview) -> bool:
+    """Return whether an image is a whole JPEG of one picture, baseline or progressive, with 8 bits, grey or YCbCr."""
+    return _read_plain_jpeg(memoryview(content)) is not None
+
+
 def reencode(content: bytes | memoryview, how: Reencoding) -> bytes | None:
     """Return the image scaled down and encoded again as `how` says, upright; None where it stays as it is.
 

@@ -15,7 +15,7 @@ from loaders.decode.pixels import PixelFormat, Pixels
 if TYPE_CHECKING:
     import torch
 
-Backend = Literal["cpu", "gpu", "pillow"]
+Backend = Literal["cpu", "gpu-window", "gpu-whole", "pillow"]
 Framework = Literal["torch", "numpy"]
 # Changes an image of a batch in place: its index there, and `uint8[size, size, 3]`, upright and mirrored already.
 Edit = Callable[[int, Pixels], None]

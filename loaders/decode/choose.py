@@ -1,22 +1,19 @@
-"""Which backend decodes: what was asked for, or the fastest of those that can; measured where more than one can."""
+"""Which backends may decode, from what was asked for and what this machine has; and the fastest of those measured."""
 
 from __future__ import annotations
 
 import importlib.util
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, get_args
 
 from datasvc.errors import ConfigError
-from loaders.augment import Windows
-from loaders.decode.backend import Backend, ImageBackend
+from loaders.decode.backend import Backend
 from loaders.decode.crop import import_codec
 
-if TYPE_CHECKING:
-    from datasvc.shards.mapped_file import Bytes
+Decode = Literal["auto", "cpu", "gpu", "gpu-window", "gpu-whole", "pillow"]
 
-Decode = Literal["auto", "cpu", "gpu", "pillow"]
-_RUNS_MEASURED: Final = 3  # at least, however slow
+ON_GPU: Final[Sequence[Backend]] = ("gpu-window", "gpu-whole")
+"""Those that decode on a GPU: they are tried in a process of their own before one is used."""
 
 
 def find_missing() -> dict[Backend, str]:
@@ -27,14 +24,15 @@ def find_missing() -> dict[Backend, str]:
     except ConfigError as error:
         missing["cpu"] = str(error)
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
-        missing["gpu"] = "a GPU decodes with DALI, which is not installed; install nvidia-dali-cuda130"
+        reason = "a GPU decodes with DALI, which is not installed; install nvidia-dali-cuda130"
+        missing |= dict.fromkeys(ON_GPU, reason)
     return missing
 
 
 def plan_candidates(
     wanted: Decode, *, on_gpu: bool, has_edits: bool, missing: Mapping[Backend, str]
 ) -> Sequence[Backend]:
-    """Return the backends that may decode, at least one; more than one are to be measured.
+    """Return the backends that may decode, at least one; more than one are to be tried and measured.
 
     Args:
         wanted: by the user.
@@ -49,53 +47,24 @@ def plan_candidates(
         raise ConfigError(f"decode is {wanted!r}; expected one of {', '.join(get_args(Decode))}")
     refused = dict(missing)
     if has_edits:
-        refused["gpu"] = "colours and transforms are changed on the CPU; use decode='cpu', or none of them"
+        refused |= dict.fromkeys(
+            ON_GPU, "colours and transforms are changed on the CPU; use decode='cpu', or none of them"
+        )
     if not on_gpu:
-        refused["gpu"] = "decode='gpu' leaves the images on a GPU; give device='cuda' too"
-    if wanted != "auto":
+        refused |= dict.fromkeys(ON_GPU, f"decode={wanted!r} leaves the images on a GPU; give device='cuda' too")
+    if wanted not in ("auto", "gpu"):
         if wanted in refused:
             raise ConfigError(refused[wanted])
         return [wanted]
-    able: list[Backend] = [backend for backend in ("cpu", "gpu") if backend not in refused]
-    return able or ["pillow"]
+    able: list[Backend] = [backend for backend in ON_GPU if backend not in refused]
+    if wanted == "gpu":
+        if not able:
+            raise ConfigError(refused[ON_GPU[0]])
+        return able
+    # One of the CPU is always among them: it is what is left where no GPU decodes.
+    return ["pillow" if "cpu" in refused else "cpu", *able]
 
 
 def choose_fastest(rates: Mapping[Backend, float]) -> Backend:
     """Return the backend with the highest rate; the first of equals."""
     return max(rates, key=lambda backend: rates[backend])
-
-
-def measure_rate(
-    backend: ImageBackend,
-    images: Sequence[Bytes],
-    windows: Windows,
-    *,
-    prefetch: int,
-    duration_s: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Return how many images per second a backend decodes, with `prefetch` batches under way.
-
-    Args:
-        backend: newly made; it is closed.
-        images: of one batch, decoded again and again.
-        windows: one for each.
-        prefetch: batches under way.
-        duration_s: for about how long.
-        clock: seconds.
-    """
-    try:
-        for _ in range(prefetch):
-            backend.feed(images, windows)
-        num_runs, started = -1, 0.0
-        while True:
-            backend.take()
-            num_runs += 1
-            now = clock()
-            if num_runs == 0:
-                started = now  # the first run also starts threads and takes memory
-            elif num_runs >= _RUNS_MEASURED and now - started >= duration_s:
-                return num_runs * len(images) / (now - started)
-            backend.feed(images, windows)
-    finally:
-        backend.close()

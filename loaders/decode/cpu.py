@@ -47,7 +47,7 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Run:
+class CpuRun:
     """A batch under way."""
 
     images: npt.NDArray[Any]
@@ -92,12 +92,24 @@ class CpuBackend:
         self._own = threading.local()
         self._stopped = threading.Event()
         _WORKING.add(self._stopped)
-        self._under_way: deque[_Run] = deque()
+        self._under_way: deque[CpuRun] = deque()
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
         """See `ImageBackend`."""
+        self._under_way.append(self.start(images, windows, edit, read))
+
+    def take(self) -> DecodedImages:
+        """See `ImageBackend`."""
+        decoded = self.finish(self._under_way[0])
+        self._under_way.popleft()
+        return decoded
+
+    def start(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> CpuRun:
+        """Start on a batch beside those that `take` returns; the arguments are those of `feed`."""
         count = len(images)
         work = _Work(
             images,
@@ -113,15 +125,13 @@ class CpuBackend:
             self._pool.submit(self._decode, work, range(start, min(start + step, count)))
             for start in range(0, count, step)
         ]
-        self._under_way.append(_Run(work.out, parts))
+        return CpuRun(work.out, parts)
 
-    def take(self) -> DecodedImages:
-        """See `ImageBackend`."""
-        run = self._under_way[0]
+    def finish(self, run: CpuRun) -> DecodedImages:
+        """Return what became of a batch that was started, waiting for it."""
         bad: dict[int, str] = {}
         for part in run.parts:
             bad |= part.result()
-        self._under_way.popleft()
         return DecodedImages(self._deliver(run.images), bad)
 
     def close(self) -> None:

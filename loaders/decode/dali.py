@@ -1,4 +1,7 @@
-"""The DALI graph: decode a window of each image, scale it, flip it, normalise it. For GPUs; it runs on the CPU too.
+"""The DALI graphs: decode a window of each image, scale it, flip it, normalise it. For GPUs; they run on the CPU too.
+
+There are two. "window" decodes just the window (`decoders.image_slice`); "whole" decodes the image and then cuts the
+window out (`decoders.image`, `slice`), for GPUs on which nvImageCodec fails on windows. Both give the same pixels.
 
 Batches are fed by hand, one per run, so that epochs, prefetch and resume are ours: DALI keeps no position. Inputs are
 not copied; whoever feeds a batch keeps it alive until its output was taken. Outputs own their memory.
@@ -6,10 +9,12 @@ not copied; whoever feeds a batch keeps it alive until its output was taken. Out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, DeviceError
 from loaders.augment import Windows
 from loaders.decode.backend import DecodeConfig
 from loaders.decode.pixels import PixelFormat
@@ -18,6 +23,35 @@ if TYPE_CHECKING:
     import torch
 
     from datasvc.shards.mapped_file import Bytes
+
+Graph = Literal["window", "whole"]
+
+# What DALI, nvImageCodec, torch and the driver say of the device. Numbers are those of `nvimgcodecStatus_t`: a failed
+# allocation, a wrong architecture. Its internal error (8) is also that of a damaged image, so it is not among them.
+_DEVICE_FAILURE: Final = re.compile(
+    r"cudaError|CUDA_ERROR|CUDA (?:runtime|driver|error|failure)|CUDA out of|\bnvml\b|illegal memory access"
+    r"|device-side assert|out[ -]of[ -]memory|bad_alloc|(?:nvImageCodec|nvjpeg) (?:failure|error):? '?#?[57]\b",
+    re.IGNORECASE,
+)
+_MEMORY: Final = re.compile(r"memory ?allocation|out[ -]of[ -]memory|bad_alloc|failure:? '?#?5\b", re.IGNORECASE)
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Raise DeviceError for a RuntimeError or MemoryError that is about the device or its memory, not an image."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        said = str(error)
+        is_memory = isinstance(error, MemoryError) or _MEMORY.search(said) is not None
+        if not is_memory and not _DEVICE_FAILURE.search(said):
+            raise
+        what_to_do = (
+            "there is no memory left: use a smaller batch_size or prefetch, decode='gpu-window', or decode='cpu'"
+            if is_memory
+            else "the device or its driver failed: start the process again, with decode='cpu' if it fails again"
+        )
+        raise DeviceError(f"a batch of images was decoded on a GPU; {what_to_do}; DALI said: {said}") from error
 
 
 def decoder_arguments(config: DecodeConfig) -> dict[str, Any]:
@@ -48,16 +82,18 @@ class DaliPipeline:
 
     Args:
         config: what it is built from.
+        graph: which one.
 
     Raises:
         ConfigError: DALI is not installed.
+        DeviceError: the GPU cannot be used, or has too little memory.
     """
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: DecodeConfig, graph: Graph = "window") -> None:
         self.config = config
-        self._pipe = _build(config)
+        with device_errors():
+            self._pipe = _build(config, graph)
         self._copies = None if config.device_id is None else _make_stream(config.device_id)
-        self._num_fed = 0
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
         """Start a run. The arrays must stay alive and unchanged until `take` gave its output.
@@ -70,37 +106,59 @@ class DaliPipeline:
         self._pipe.feed_input("starts", windows.starts)
         self._pipe.feed_input("shapes", windows.shapes)
         self._pipe.feed_input("flips", windows.flips)
-        # DALI's first call schedules `prefetch` runs at once, so as many inputs must be there by then.
-        self._num_fed += 1
-        if self._num_fed >= self.config.prefetch:
-            self._pipe.schedule_run()
+        self._pipe.schedule_run()
 
     def take(self) -> torch.Tensor:
-        """Return the oldest run's output, as the format says, waiting for it; the caller owns it.
+        """Return the oldest run's output, as the format says; the caller owns it.
+
+        On a GPU it is ready in the order of the current stream: the host does not wait for it.
 
         Raises:
             RuntimeError: an image of the run does not decode; the pipeline cannot be used again.
+            DeviceError: the GPU failed, or has no memory left.
         """
-        import torch
-
-        (output,) = self._pipe.share_outputs()
-        # The default executor counts references, so the memory is not used again while the tensor lives.
-        shared: torch.Tensor = torch.utils.dlpack.from_dlpack(output.as_tensor())
-        self._pipe.release_outputs()
-        dtype = torch.bfloat16 if self.config.pixels.output == "bfloat16" else shared.dtype
-        if self._copies is None:
-            return shared.to(dtype)
-        # A batch may be dropped while kernels that read it still wait on the caller's stream. torch's allocator knows
-        # of them, DALI does not. On a stream of its own the copy does not wait for these kernels.
-        with torch.cuda.stream(self._copies):
-            owned = shared.to(dtype, copy=True)
-        self._copies.synchronize()
-        owned.record_stream(torch.cuda.current_stream(owned.device))
-        return owned
+        with device_errors():
+            return self._take_on_cpu() if self._copies is None else self._take_on_gpu(self._copies)
 
     def close(self) -> None:
         """Wait for the runs under way, which read what was fed; nothing can be fed or taken any more."""
         self._pipe = None  # its destructor waits
+
+    def _take_on_cpu(self) -> torch.Tensor:
+        (output,) = self._pipe.share_outputs()
+        # The default executor counts references, so the memory is not used again while the tensor lives.
+        shared = _to_torch(output)
+        self._pipe.release_outputs()
+        return shared.to(self._dtype(shared))
+
+    def _take_on_gpu(self, copies: torch.cuda.Stream) -> torch.Tensor:
+        from torch import cuda
+
+        current = cuda.current_stream(self.config.device_id)
+        # A batch may be dropped while kernels that read it still wait on the caller's stream. torch's allocator knows
+        # of them, DALI does not. On a stream of its own the copy does not wait for these kernels.
+        with cuda.stream(copies):
+            # Bound to that stream, DALI's memory is used again after the copy, in its order.
+            (output,) = self._pipe.share_outputs(cuda_stream=copies)
+            shared = _to_torch(output)
+            owned = shared.to(self._dtype(shared), copy=True)
+            self._pipe.release_outputs()
+        current.wait_stream(copies)  # on the device
+        owned.record_stream(current)
+        return owned
+
+    def _dtype(self, shared: torch.Tensor) -> torch.dtype:
+        import torch
+
+        return torch.bfloat16 if self.config.pixels.output == "bfloat16" else shared.dtype
+
+
+def _to_torch(output: Any) -> torch.Tensor:
+    """Return a `TensorList` of DALI as a tensor over the same memory."""
+    from torch.utils import dlpack
+
+    shared: torch.Tensor = dlpack.from_dlpack(output.as_tensor())
+    return shared
 
 
 def _make_stream(device_id: int) -> torch.cuda.Stream:
@@ -111,7 +169,7 @@ def _make_stream(device_id: int) -> torch.cuda.Stream:
     return stream
 
 
-def _build(config: DecodeConfig) -> Any:
+def _build(config: DecodeConfig, graph: Graph) -> Any:
     try:
         from nvidia.dali import Pipeline, fn, types
     except ImportError as error:
@@ -131,16 +189,17 @@ def _build(config: DecodeConfig) -> Any:
         starts = fn.external_source(name="starts", no_copy=True, dtype=types.INT32, ndim=1)
         shapes = fn.external_source(name="shapes", no_copy=True, dtype=types.INT32, ndim=1)
         flips = fn.external_source(name="flips", no_copy=True, dtype=types.INT32, ndim=0)
-        decoded = fn.decoders.image_slice(
-            images,
-            start=starts,
-            shape=shapes,
-            axes=[0, 1],
-            output_type=types.RGB,
-            **decoder_arguments(config),
-        )
+        how = {"output_type": types.RGB, **decoder_arguments(config)}
+        window = {"start": starts, "shape": shapes, "axes": [0, 1]}
+        if graph == "window":
+            decoded = fn.decoders.image_slice(images, **window, **how)
+        else:
+            decoded = fn.slice(fn.decoders.image(images, **how), **window)
         # DALI's own kernel: a fifth of a level off Pillow's in the mean; torch has none for bytes on a GPU.
         scaled = fn.resize(decoded, resize_x=size, resize_y=size, interp_type=types.INTERP_LINEAR, antialias=True)
         pipe.set_outputs(fn.crop_mirror_normalize(scaled, mirror=flips, **output_arguments(config.pixels)))
     pipe.build()
+    # Its first call would schedule `prefetch` runs at once, for which inputs may not be there: a batch without a JPEG
+    # gives it none. DALI has no public way to schedule one.
+    pipe._first_iter = False  # noqa: SLF001
     return pipe

@@ -1,20 +1,27 @@
-"""Batches decoded by DALI on a GPU. What DALI does not decode spoils its pipeline, so another one is built then."""
+"""Batches decoded by DALI on a GPU, and by threads of the CPU what is not for it.
+
+nvJPEG decodes JPEG alone, so all other formats go to the CPU as soon as a batch is fed, beside the JPEGs on the GPU.
+An image on which DALI fails ends its pipeline: the JPEGs of that batch go to the CPU too, which says what is bad, and
+another pipeline is built.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-import numpy.typing as npt
-
+from datasvc.errors import ConfigError, DeviceError
+from datasvc.shards.images import is_plain_jpeg
 from loaders.augment import Windows
-from loaders.decode.backend import DecodeConfig, DecodedImages, Edit, Read
-from loaders.decode.crop import is_jpeg_2000
-from loaders.decode.dali import DaliPipeline
-from loaders.decode.worker import ImageWorker
+from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Read
+from loaders.decode.cpu import CpuBackend, CpuRun
+from loaders.decode.crop import import_codec
+from loaders.decode.dali import DaliPipeline, Graph, device_errors
+from loaders.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +29,39 @@ if TYPE_CHECKING:
     from datasvc.shards.mapped_file import Bytes
 
 _LOG = logging.getLogger(__name__)
-_HARMLESS = np.frombuffer(b"P6 1 1 255\n\0\0\0", np.uint8)  # a PPM of one black pixel
+# Batches in a row on which DALI fails though each image of them decodes: from then on it is not the images.
+_MAX_UNEXPLAINED: Final = 3
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some images of a batch, by their indices in it; they stay alive until the batch is taken."""
+
+    indices: Sequence[int]
+    images: Sequence[Bytes]
+    windows: Windows
+    read: Read | None
+
+    @classmethod
+    def of(cls, indices: Sequence[int], images: Sequence[Bytes], windows: Windows, read: Read | None) -> _Part:
+        if len(indices) == len(images):
+            return cls(indices, images, windows, read)
+        own = Windows(windows.starts[indices], windows.shapes[indices], windows.flips[indices])
+        return cls(
+            indices,
+            [images[index] for index in indices],
+            own,
+            None if read is None else partial(_read_of_part, read, indices),
+        )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch under way: what DALI decodes, what the CPU does, and its run there."""
+
+    by_dali: _Part
+    by_cpu: _Part
+    run: CpuRun | None
 
 
 class GpuBackend:
@@ -30,37 +69,46 @@ class GpuBackend:
 
     Args:
         config: what it is built from.
+        graph: of DALI, see there.
+        stopwatch: times what the threads of the CPU do; None: nobody's.
 
     Raises:
         ConfigError: DALI is not installed.
+        DeviceError: the GPU cannot be used.
     """
 
-    def __init__(self, config: DecodeConfig) -> None:
-        self._config = config
-        self._pipeline = DaliPipeline(config)
-        self._under_way: deque[tuple[Sequence[Bytes], Windows]] = deque()
+    def __init__(self, config: DecodeConfig, graph: Graph = "window", *, stopwatch: Stopwatch | None = None) -> None:
+        self._config, self._graph = config, graph
+        self._stopwatch = stopwatch or Stopwatch()
+        self._pipeline = DaliPipeline(config, graph)
+        self._threads: CpuBackend | None = None  # made for the first image that is not for DALI
+        self._under_way: deque[_Batch] = deque()
+        self._num_unexplained = 0
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
-        """See `ImageBackend`; `edit` is not for GPUs, and `read` of no use: DALI reads the mapping."""
-        del read
+        """See `ImageBackend`; `edit` is not for GPUs, and DALI has no use for `read`: it reads the mapping."""
         assert edit is None, "colours and transforms are planned for the CPU"
-        self._under_way.append((images, windows))
-        self._feed(images, windows)
+        plain = [is_plain_jpeg(image.data) for image in images]
+        by_dali = _Part.of([index for index, is_plain in enumerate(plain) if is_plain], images, windows, read)
+        by_cpu = _Part.of([index for index, is_plain in enumerate(plain) if not is_plain], images, windows, read)
+        self._under_way.append(_Batch(by_dali, by_cpu, self._start_on_cpu(by_cpu)))
+        self._feed(by_dali)
 
     def take(self) -> DecodedImages:
-        """See `ImageBackend`."""
-        images, windows = self._under_way[0]
+        """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left; no sample is bad."""
+        batch = self._under_way[0]
         try:
-            decoded = self._taken(images, windows) if images else self._to_device(self._empty(0), {})
+            by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
         except RuntimeError as error:
-            if type(error).__name__ == "OutOfMemoryError":
-                raise
-            decoded = self._decode_one_by_one(images, windows)
-            if not decoded.bad:
-                _LOG.warning("DALI failed on a batch that Pillow decodes, which is slower: %s", error)
+            by_dali = self._decode_after_failure(batch.by_dali, error)
             self._build_again()
+        else:
+            self._num_unexplained = 0
+        by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
+        with device_errors():
+            decoded = self._join(batch, by_dali, by_cpu)
         self._under_way.popleft()
         return decoded
 
@@ -68,62 +116,84 @@ class GpuBackend:
         """See `ImageBackend`."""
         # First: DALI's threads read the images where they lie, and must be done before these go.
         self._pipeline.close()
+        if self._threads is not None:
+            self._threads.close()
         self._under_way.clear()
 
     def _build_again(self) -> None:
         """Replace the pipeline, and feed it all batches but the one that failed."""
         self._pipeline.close()  # before the next one takes its memory
-        self._pipeline = DaliPipeline(self._config)
-        for images, windows in list(self._under_way)[1:]:
-            self._feed(images, windows)
+        self._pipeline = DaliPipeline(self._config, self._graph)
+        for batch in list(self._under_way)[1:]:
+            self._feed(batch.by_dali)
 
-    def _feed(self, images: Sequence[Bytes], windows: Windows) -> None:
-        if not images:
-            return
-        others = _not_for_dali(images)
-        if others:
-            # Something harmless in their place: every batch that is fed must run.
-            images = [_HARMLESS if index in others else image for index, image in enumerate(images)]
-            starts, shapes = windows.starts.copy(), windows.shapes.copy()
-            starts[others], shapes[others] = 0, 1
-            windows = Windows(starts, shapes, windows.flips)
-        self._pipeline.feed(images, windows)
+    def _feed(self, part: _Part) -> None:
+        if part.images:
+            self._pipeline.feed(part.images, part.windows)
 
-    def _taken(self, images: Sequence[Bytes], windows: Windows) -> DecodedImages:
-        """Return what DALI made of the oldest batch, and Pillow of the images that are not for DALI."""
-        decoded = self._pipeline.take()
-        others = _not_for_dali(images)
-        if not others:
-            return DecodedImages(decoded, {})
-        few = Windows(windows.starts[others], windows.shapes[others], windows.flips[others])
-        by_pillow = self._decode_one_by_one([images[index] for index in others], few)
-        decoded[others] = cast("torch.Tensor", by_pillow.images)
-        return DecodedImages(decoded, {others[index]: reason for index, reason in by_pillow.bad.items()})
+    def _start_on_cpu(self, part: _Part) -> CpuRun | None:
+        return self._cpu().start(part.images, part.windows, read=part.read) if part.images else None
 
-    def _decode_one_by_one(self, images: Sequence[Bytes], windows: Windows) -> DecodedImages:
-        """Let Pillow decode a batch that DALI failed on; it says what is bad, and decodes what only DALI refuses."""
-        worker = ImageWorker(self._config.pixels, backend="pillow", framework="torch")
-        out, bad = self._empty(len(images)), {}
-        starts, shapes = windows.starts.tolist(), windows.shapes.tolist()
-        for index, image in enumerate(images):
-            flip = bool(windows.flips[index])
-            reason = worker.decode(image, starts[index], shapes[index], out[index], flip=flip)
-            if reason is not None:
-                bad[index] = reason
-        return self._to_device(out, bad)
+    def _decode_after_failure(self, part: _Part, error: RuntimeError) -> DecodedImages:
+        """Decode on the CPU what DALI failed on, in all threads; it says what is bad, and decodes the rest."""
+        run = self._start_on_cpu(part)
+        assert run is not None
+        decoded = self._cpu().finish(run)
+        if decoded.bad:
+            self._num_unexplained = 0
+            return decoded
+        self._num_unexplained += 1
+        if self._num_unexplained >= _MAX_UNEXPLAINED:
+            other = "gpu-whole" if self._graph == "window" else "gpu-window"
+            raise DeviceError(
+                f"DALI failed on {self._num_unexplained} batches in a row, of which every image decodes on the CPU; "
+                f"use decode={other!r} or decode='cpu'; DALI said: {error}"
+            ) from error
+        _LOG.warning("DALI failed on a batch that the CPU decodes, which is slower: %s", error)
+        return decoded
 
-    def _empty(self, count: int) -> npt.NDArray[Any]:
-        return np.empty(self._config.pixels.shape(count), self._config.pixels.dtype)
-
-    def _to_device(self, out: npt.NDArray[Any], bad: dict[int, str]) -> DecodedImages:
+    def _join(self, batch: _Batch, by_dali: DecodedImages | None, by_cpu: DecodedImages | None) -> DecodedImages:
+        """Return the two parts of a batch as one, on the device."""
         import torch
 
-        images = torch.from_numpy(out)
-        if self._config.pixels.output == "bfloat16":
-            images = images.view(torch.bfloat16)
-        return DecodedImages(images if self._config.device_id is None else images.cuda(self._config.device_id), bad)
+        count = len(batch.by_dali.images) + len(batch.by_cpu.images)
+        parts = [
+            (part.indices, self._to_device(decoded.images), decoded.bad)
+            for part, decoded in ((batch.by_dali, by_dali), (batch.by_cpu, by_cpu))
+            if decoded is not None
+        ]
+        bad: Mapping[int, str] = {indices[at]: why for indices, _, reasons in parts for at, why in reasons.items()}
+        if len(parts) == 1:
+            return DecodedImages(parts[0][1], bad)
+        pixels, device_id = self._config.pixels, self._config.device_id
+        device = "cpu" if device_id is None else f"cuda:{device_id}"
+        out = torch.empty(pixels.shape(count), dtype=getattr(torch, pixels.output), device=device)
+        for indices, images, _ in parts:
+            out[torch.as_tensor(indices, device=device)] = images
+        return DecodedImages(out, bad)
+
+    def _to_device(self, images: object) -> torch.Tensor:
+        import torch
+
+        tensor = torch.as_tensor(images)
+        return tensor if self._config.device_id is None else tensor.cuda(self._config.device_id)
+
+    def _cpu(self) -> CpuBackend:
+        if self._threads is None:
+            self._threads = CpuBackend(
+                self._config, backend=_cpu_decoder(), framework="torch", stopwatch=self._stopwatch
+            )
+        return self._threads
 
 
-def _not_for_dali(images: Sequence[Bytes]) -> list[int]:
-    """Return which images might end the process in DALI."""
-    return [index for index, image in enumerate(images) if is_jpeg_2000(image)]
+def _cpu_decoder() -> Backend:
+    try:
+        import_codec()
+    except ConfigError:
+        return "pillow"
+    return "cpu"
+
+
+def _read_of_part(read: Read, indices: Sequence[int], index: int, buffer: Bytes) -> Bytes:
+    """A `Read` of some images of a batch."""
+    return read(indices[index], buffer)

@@ -1,47 +1,31 @@
-"""Makes backends: one, or one of several that is still to be measured."""
+"""Makes a backend of the name that was chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-
 from loaders.decode.backend import Backend, DecodeConfig, Framework, ImageBackend
 from loaders.decode.cpu import CpuBackend
-from loaders.decode.fastest import FastestBackend
 from loaders.stopwatch import Stopwatch
 
 
 def make_backend(
-    config: DecodeConfig,
-    candidates: Sequence[Backend],
-    *,
-    framework: Framework,
-    stopwatch: Stopwatch,
-    on_choice: Callable[[Backend, Mapping[Backend, float]], None],
+    config: DecodeConfig, backend: Backend, *, framework: Framework, stopwatch: Stopwatch
 ) -> ImageBackend:
-    """Return the only candidate, or a backend that measures them on its first batch.
+    """Return a backend.
 
     Args:
         config: what it is built from.
-        candidates: at least one.
+        backend: which.
         framework: of the batches.
         stopwatch: times what the threads do.
-        on_choice: is told which was chosen, if there was a choice.
 
     Raises:
         ConfigError: software is missing.
+        DeviceError: the GPU cannot be used.
     """
-    makers = {backend: partial(_make, config, backend, framework, stopwatch) for backend in candidates}
-    if len(makers) == 1:
-        return makers[candidates[0]]()
-    return FastestBackend(makers, prefetch=config.prefetch, on_choice=on_choice, stopwatch=stopwatch)
-
-
-def _make(config: DecodeConfig, backend: Backend, framework: Framework, stopwatch: Stopwatch) -> ImageBackend:
-    if backend == "gpu":
+    if backend in {"gpu-window", "gpu-whole"}:
         from loaders.decode.gpu import GpuBackend
 
-        return GpuBackend(config)
+        return GpuBackend(config, "window" if backend == "gpu-window" else "whole", stopwatch=stopwatch)
     if config.device_id is None:
         return CpuBackend(config, backend=backend, framework=framework, stopwatch=stopwatch)
     from loaders.decode.upload import UploadBackend

@@ -96,7 +96,7 @@ STARVED = totals(consumer_s=10, decode=5, waiting_s=5, bound=100)
         (STARVED, {"num_processors": 5}, "one more decode thread, though 5 processors are too few: GPU decode"),
         (STARVED, {"num_processors": 4}, "all 4 processors decode already: GPU decode, or smaller images"),
         (STARVED, {"decoder": "pillow"}, "two more decode threads or decode='cpu'"),
-        (STARVED, {"decoder": "gpu"}, "compare decode='cpu', or store smaller images"),
+        (STARVED, {"decoder": "gpu-window"}, "compare decode='cpu', or store smaller images"),
         (STARVED, {"decoder": None}, "larger batches"),
         (STARVED, {"is_shared": True}, "more num_threads for the job that starts it"),
         (totals(consumer_s=10, decode=5, waiting_s=5, bound=20), {}, "prefetch=4"),

@@ -1,0 +1,151 @@
+"""Which backend a loader decodes with: as asked for, as its state says, or as a trial shows; once for all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from datasvc.errors import ConfigError, DeviceError
+from loaders.data_ranks import DataRanks
+from loaders.decode.agree import agree, default_store
+from loaders.decode.backend import Backend, DecodeConfig
+from loaders.decode.choose import ON_GPU, Decode, choose_fastest
+from loaders.decode.trial import TrialBatch, Trials, try_backends
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_LOG = logging.getLogger(__name__)
+Draw = Callable[[], Sequence[TrialBatch]]
+
+
+class DecodeChoice:
+    """The backend of one loader. Once settled it stays, whatever else is faster later: pixels differ between them.
+
+    Args:
+        wanted: by the user.
+        candidates: of `plan_candidates`.
+        config: of the backends.
+        ranks: that share the loader's global batches.
+        try_in_child: tries backends; `try_backends`.
+        find_store: returns the store of the process group, None without one.
+    """
+
+    def __init__(
+        self,
+        wanted: Decode,
+        candidates: Sequence[Backend],
+        *,
+        config: DecodeConfig,
+        ranks: DataRanks,
+        try_in_child: Callable[[DecodeConfig, Sequence[Backend], Sequence[TrialBatch]], Trials] = try_backends,
+        find_store: Callable[[], Store | None] = default_store,
+    ) -> None:
+        self._wanted, self._candidates = wanted, candidates
+        self._config, self._ranks = config, ranks
+        self._try_in_child, self._find_store = try_in_child, find_store
+        self._settled: Backend | None = candidates[0] if len(candidates) == 1 else None
+        self._stored: Backend | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """What decodes; before it is settled, what is likely."""
+        return self._settled or self._stored or self._candidates[0]
+
+    @property
+    def state(self) -> Backend | None:
+        """What a state says of it; None: nothing, as it is not settled."""
+        return self._settled or self._stored
+
+    def restore(self, stored: Backend | None) -> None:
+        """Decode as a state says from here on, or say why that is not done; None: it says nothing."""
+        if stored is None or stored == self._settled:
+            return
+        # Without a GPU "auto" is the CPU's decoder, but Pillow is always there.
+        if stored in self._candidates or (stored == "pillow" and self._wanted == "auto"):
+            self._stored, self._settled = stored, None if stored in ON_GPU else stored
+            return
+        _LOG.warning(
+            "the state was saved by a loader that decodes with %r; decode=%r is %r here, and pixels differ from "
+            "those of that run by a few levels of 255",
+            stored,
+            self._wanted,
+            self.backend,
+        )
+
+    def settle(self, draw: Draw, *, question: Mapping[str, Any]) -> Backend:
+        """Return what decodes, after a trial where there is something to try.
+
+        Args:
+            draw: returns batches to try backends on.
+            question: what makes this loader another than the rest of the job's, the same on all ranks.
+
+        Raises:
+            ConfigError: no candidate works.
+            DeviceError: what the state says does not work here.
+            UnavailableError: data rank 0 does not say what it chose.
+        """
+        if self._settled is None:
+            self._settled = self._choose(draw, question) if self._stored is None else self._prove(self._stored, draw)
+        return self._settled
+
+    def _prove(self, stored: Backend, draw: Draw) -> Backend:
+        """Try what another machine has chosen: each rank by itself, as there is nothing to choose."""
+        batches = draw()
+        refused = self._try_in_child(self._config, [stored], batches).refused if batches else {}
+        if refused:
+            other = next(each for each in ON_GPU if each != stored)
+            raise DeviceError(
+                f"the state was saved by a loader that decodes with {stored!r}, which does not work here: "
+                f"{refused[stored]}; to go on with pixels that differ by a few levels of 255 give decode='cpu' or "
+                f"decode={other!r}"
+            )
+        return stored
+
+    def _choose(self, draw: Draw, question: Mapping[str, Any]) -> Backend:
+        store = self._find_store() if self._ranks.world_size > 1 else None
+        if store is None:
+            if self._ranks.world_size > 1:
+                _LOG.warning(
+                    "decode=%r is chosen by each of %d ranks alone, as torch.distributed has no process group: "
+                    "pixels of a run that resumes may differ; give the same decode='cpu' or another to all ranks",
+                    self._wanted,
+                    self._ranks.world_size,
+                )
+            return self._choose_here(draw)
+        asked = repr([sorted(question.items()), self._wanted, self._ranks.world_size, self._config.pixels])
+        chosen = agree(
+            hashlib.sha256(asked.encode()).hexdigest(),
+            lambda: self._choose_here(draw),
+            is_first=self._ranks.rank == 0,
+            store=store,
+        )
+        return parse_backend(chosen)
+
+    def _choose_here(self, draw: Draw) -> Backend:
+        batches = draw()
+        if not batches:
+            return self._candidates[0]  # there is nothing to decode
+        trials = self._try_in_child(self._config, self._candidates, batches)
+        for backend, reason in trials.refused.items():
+            _LOG.warning("decode=%r cannot be used on this machine: %s", backend, reason)
+        if not trials.rates:
+            if self._wanted == "gpu":
+                reasons = "; ".join(f"{backend}: {reason}" for backend, reason in trials.refused.items())
+                raise ConfigError(f"decode='gpu' decodes nothing on this machine: {reasons}; use decode='cpu'")
+            return self._candidates[0]
+        chosen = choose_fastest(trials.rates)
+        measured = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in trials.rates.items())
+        _LOG.info("decode=%r is %r here: %s", self._wanted, chosen, measured)
+        return chosen
+
+
+def parse_backend(value: object) -> Backend:
+    """Return a backend by its name. Raises ConfigError: there is none of that name."""
+    for backend in get_args(Backend):
+        if value == backend:
+            found: Backend = backend
+            return found
+    raise ConfigError(f"decode of a loader's state is {value!r}; expected one of {', '.join(get_args(Backend))}")

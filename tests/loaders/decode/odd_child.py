@@ -1,0 +1,29 @@
+"""Run in place of the child that tries backends: it ends, hangs or answers as `ODD_CHILD` says."""
+
+import os
+import signal
+import sys
+
+BEHAVIOUR = os.environ["ODD_CHILD"]
+
+if __name__ == "__main__":
+    if BEHAVIOUR == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if BEHAVIOUR == "status":
+        os._exit(3)
+    if BEHAVIOUR == "hang":
+        signal.pause()
+    if BEHAVIOUR == "answer":
+        sys.stdout.write('{"rate": 50.0}\n{"rate": 70.0}\n')
+    if BEHAVIOUR == "segfault at windows":
+        from loaders.decode import trial
+        from loaders.decode.make import make_backend
+        from loaders.stopwatch import Stopwatch
+
+        def make(config, backend):
+            if backend == "gpu-window":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return make_backend(config, backend, framework="torch", stopwatch=Stopwatch())
+
+        trial._make = make
+        trial.main()
