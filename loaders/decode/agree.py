@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 _TIMEOUT: Final = timedelta(minutes=20)  # longer than all trials together
 
@@ -27,8 +28,13 @@ def default_store() -> Store | None:
         return None
     from torch.distributed import distributed_c10d
 
-    # There is no public way to it. A clone: who waits in a store keeps all other threads out of that connection.
-    return distributed_c10d._get_default_store().clone()  # noqa: SLF001
+    store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
+    # Who waits in a store keeps all other threads out of that connection, so it gets one of its own. A store written
+    # in Python, as those of elastic jobs, has no such lock, and cannot be cloned.
+    with suppress(RuntimeError):
+        store = store.clone()
+    found: Store = store
+    return found
 
 
 def agree(

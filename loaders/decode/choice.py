@@ -15,7 +15,7 @@ from loaders.decode.choose import ON_GPU, Decode, choose_fastest
 from loaders.decode.trial import TrialBatch, Trials, try_backends
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger(__name__)
 Draw = Callable[[], Sequence[TrialBatch]]

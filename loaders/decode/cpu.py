@@ -84,6 +84,8 @@ class CpuBackend:
     def __init__(self, config: DecodeConfig, *, backend: Backend, framework: Framework, stopwatch: Stopwatch) -> None:
         if backend == "cpu":
             import_codec()
+        if framework == "torch":
+            import torch  # noqa: F401 - before the threads: imported by several at once it may be seen half made
         self._config, self._backend, self._framework = config, backend, framework
         self._stopwatch = stopwatch
         shape = config.pixels.shape(config.batch_size)

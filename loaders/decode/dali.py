@@ -114,11 +114,10 @@ class DaliPipeline:
         On a GPU it is ready in the order of the current stream: the host does not wait for it.
 
         Raises:
-            RuntimeError: an image of the run does not decode; the pipeline cannot be used again.
-            DeviceError: the GPU failed, or has no memory left.
+            RuntimeError: an image of the run does not decode, or the device failed; see `device_errors`. The pipeline
+                cannot be used again.
         """
-        with device_errors():
-            return self._take_on_cpu() if self._copies is None else self._take_on_gpu(self._copies)
+        return self._take_on_cpu() if self._copies is None else self._take_on_gpu(self._copies)
 
     def close(self) -> None:
         """Wait for the runs under way, which read what was fed; nothing can be fed or taken any more."""

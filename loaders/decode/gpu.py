@@ -100,7 +100,8 @@ class GpuBackend:
         """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left; no sample is bad."""
         batch = self._under_way[0]
         try:
-            by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
+            with device_errors():
+                by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
         except RuntimeError as error:
             by_dali = self._decode_after_failure(batch.by_dali, error)
             self._build_again()
@@ -129,7 +130,8 @@ class GpuBackend:
 
     def _feed(self, part: _Part) -> None:
         if part.images:
-            self._pipeline.feed(part.images, part.windows)
+            with device_errors():
+                self._pipeline.feed(part.images, part.windows)
 
     def _start_on_cpu(self, part: _Part) -> CpuRun | None:
         return self._cpu().start(part.images, part.windows, read=part.read) if part.images else None

@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 
 from datasvc.errors import ConfigError, UnavailableError
 from loaders.decode.agree import agree, default_store
+from trainer.elastic.round_store import RoundStore
 
 SHORT = timedelta(milliseconds=50)
 
@@ -49,9 +50,15 @@ def test_where_the_first_rank_never_asks_the_others_say_so():
         agree("q", never, is_first=False, store=HashStore(), timeout=SHORT)
 
 
-def test_the_store_is_that_of_the_process_group_where_there_is_one():
+def elastic_store():
+    return RoundStore(HashStore(), prefix="round", broken_key="broken", timeout_s=10)
+
+
+@pytest.mark.parametrize("make_store", [HashStore, elastic_store])
+def test_the_store_is_that_of_the_process_group_where_there_is_one(make_store):
     assert default_store() is None
-    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    store = make_store()  # whoever makes one in Python keeps it
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert agree("q", lambda: "cpu", is_first=True, store=default_store()) == "cpu"
         assert agree("q", never, is_first=False, store=default_store()) == "cpu"
