@@ -105,11 +105,14 @@ def test_the_first_batch_settles_what_decodes_for_this_run_and_those_that_resume
     assert tried == [(["cpu", "pillow"], 4)]
 
 
-def test_a_trial_gets_the_next_distinct_batches_and_the_run_stays_where_it_is(digits):
+def test_a_trial_gets_the_next_distinct_batches_and_the_run_stays_where_it_is(digits, monkeypatch):
     loader = make(digits["val"])
     next(iter(loader))
-    before = loader.state_dict()
+    before, retired = loader.state_dict(), []
+    monkeypatch.setattr(loader._batches, "retire", retired.append)  # so that a cache needs no room for all of them
     drawn = loader._draw_trial()
+    monkeypatch.undo()
+    assert len(retired) == 4
     assert [len(batch.images) for batch in drawn] == [8] * 4
     assert len({image for batch in drawn for image in batch.images}) == 32
     assert drawn[0].windows.starts.shape == (8, 2)

@@ -190,7 +190,7 @@ def test_making_a_batch_of_the_samples_is_collate_s(make, clock, delays):
 
 
 def test_copying_to_the_device_is_transfer_s(make, clock, delays, monkeypatch):
-    def make_backend(config, candidates, *, framework, stopwatch, on_choice):
+    def make_backend(config, _backend, *, framework, stopwatch):
         return upload.UploadBackend(config, backend="cpu", device="cpu", stopwatch=stopwatch)
 
     monkeypatch.setattr(image, "make_backend", make_backend)

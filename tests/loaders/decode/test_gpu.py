@@ -1,6 +1,7 @@
 """DALI's graphs, here on the CPU: both give the same pixels, and what becomes of images that DALI does not decode."""
 
 import contextlib
+import re
 import weakref
 from itertools import count
 from types import SimpleNamespace
@@ -105,6 +106,14 @@ def test_both_graphs_give_the_same_pixels_of_upright_and_turned_images():
     assert not by_window.bad
     assert not whole.bad
     assert torch.equal(by_window.images, whole.images)
+
+
+@pytest.mark.parametrize(
+    ("graph", "operators"), [("window", [b"decoders__ImageSlice"]), ("whole", [b"decoders__Image", b"Slice"])]
+)
+def test_one_graph_decodes_windows_and_the_other_whole_images_of_which_it_cuts_them(graph, operators):
+    serialized = DaliPipeline(config(prefetch=1), graph)._pipe.serialize()
+    assert set(re.findall(rb"\b(?:decoders__Image\w*|Slice)\b", serialized)) == set(operators)
 
 
 def _orientation(value):
