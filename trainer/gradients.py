@@ -38,9 +38,9 @@ class Exchange:
         reduction: how they are combined, and among whom.
         compression: as what they travel.
         groups: positions of parameters that travel together.
-        sparse_as_dense: whether sparse gradients are made dense ones.
+        sparse_as_dense: whether sparse gradients travel as dense ones; they are sparse again afterwards.
         memory: what the compression remembers of each parameter on this rank.
-        sparse: positions of parameters that were found to have sparse gradients.
+        sparse: positions of parameters that were found to have sparse gradients, or must have such.
     """
 
     reduction: Reduction
@@ -78,7 +78,8 @@ class GradientReducer:
         self._exchange = exchange
         self._num_passes = dict.fromkeys(parameters, 0)
         trainable = {i: parameter for i, parameter in parameters.items() if parameter.requires_grad}
-        self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in exchange.sparse})
+        gathered = frozenset() if exchange.sparse_as_dense else exchange.sparse
+        self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in gathered})
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         for position in trainable.keys() - self._bucket_of.keys():
             self._give_own_bucket(position)
@@ -106,6 +107,7 @@ class GradientReducer:
                 bucket.go_on()
             for bucket in self._buckets:
                 bucket.collect()
+            self._make_sparse_again()
         finally:
             self.reset()
 
@@ -160,14 +162,25 @@ class GradientReducer:
                 bucket.launch()
 
     def _settle_layout(self, position: int) -> None:
-        """A sparse gradient becomes a dense one, or leaves its bucket: now, and in all steps to come."""
+        """A sparse gradient becomes a dense one for its journey, or leaves its bucket in all steps to come."""
         parameter = self._parameters[position]
         if parameter.grad is None or parameter.grad.layout is torch.strided:
             return
         if self._exchange.sparse_as_dense:
             parameter.grad = parameter.grad.to_dense()
+            self._exchange.sparse.add(position)
         elif position not in self._exchange.sparse:
             self._leave_bucket(position)
+
+    def _make_sparse_again(self) -> None:
+        """Gives the optimizer the kind of gradient that the model made: SparseAdam takes no other."""
+        if not self._exchange.sparse_as_dense:
+            return
+        for position in self._exchange.sparse & self._bucket_of.keys():
+            parameter = self._parameters[position]
+            # By rows, whatever this rank's gradient was like, so that all ranks have the same elements.
+            if parameter.requires_grad and parameter.grad is not None:
+                parameter.grad = parameter.grad.to_sparse(1)
 
     def _leave_bucket(self, position: int) -> None:
         bucket = self._bucket_of[position]

@@ -56,8 +56,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         num_groups: deprecated: ``groups``.
         groups: parameters whose gradients travel as one operation: lists of them, or a number of even runs of
             parameters, with which every rank's call waits for the others. Without, groups are made by size.
-        sparse_as_dense: whether sparse gradients are made dense. Otherwise indices and values are gathered; then a
-            parameter with sparse gradients must have one on every rank in its first step.
+        sparse_as_dense: whether sparse gradients travel as dense ones; afterwards they are sparse again. Otherwise
+            indices and values are gathered; then a parameter with sparse gradients must have one on every rank in its
+            first step, unless the optimizer is SparseAdam.
         process_set: whose gradients are combined. On other ranks the optimizer is as it was.
 
     Raises:
@@ -80,11 +81,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     # A learning-rate scheduler leaves a bound step() of the plain optimizer behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     placed = place_groups(groups, parameters_of(optimizer), names, process_set) if _takes_part(process_set) else []
-    wrapped.set_up(
-        names,
-        Exchange(reduction=reduction, compression=compression, groups=placed, sparse_as_dense=sparse_as_dense),
-        passes,
+    # SparseAdam takes no dense gradient, not even on a rank that has none in its first step.
+    sparse = set(range(len(names))) if isinstance(optimizer, torch.optim.SparseAdam) else set()
+    exchange = Exchange(
+        reduction=reduction,
+        compression=compression,
+        groups=placed,
+        sparse_as_dense=sparse_as_dense,
+        sparse=sparse,
     )
+    wrapped.set_up(names, exchange, passes)
     return wrapped
 
 

@@ -1,7 +1,7 @@
 """Makes all ranks start from the root's state. Every rank calls these in the same order.
 
-Objects travel as pickles: the ranks of one job run the same program and trust each other. Nothing here reads
-a pickle from a file or from outside the job.
+Objects travel as pickles, by cloudpickle where pickle cannot: lambdas, classes of functions and notebooks. The ranks
+of one job run the same program and trust each other. Nothing here reads a pickle from a file or from outside the job.
 """
 
 import pickle
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]  # has no types
 import torch
 from torch import Tensor
 
@@ -18,16 +19,18 @@ from trainer.ops import allgather, broadcast_, broadcast_async_
 from trainer.process_sets import ProcessSet, global_process_set
 
 
-def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Tensor]], root_rank: int) -> None:
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str | None, Tensor]] | Iterable[Tensor], root_rank: int
+) -> None:
     """Overwrites the tensors with the root's, in place.
 
     Args:
-        params: ``model.state_dict()`` or ``model.named_parameters()``; values that are no tensors are left
-            alone.
+        params: ``model.state_dict()``, ``model.named_parameters()``, or ``model.parameters()``, which must come in
+            the same order on every rank; values that are no tensors are left alone.
         root_rank: the rank to copy from.
 
     Raises:
-        ValueError: ``params`` is neither of the two.
+        ValueError: ``params`` is none of these.
         HorovodInternalError: ranks have different tensors under a name.
     """
     handles = [
@@ -45,7 +48,7 @@ def broadcast_object(
     """The root's object on every rank; a copy on all but the root.
 
     Args:
-        obj: anything that can be pickled; ignored on ranks other than the root.
+        obj: anything that cloudpickle can pickle; ignored on ranks other than the root.
         root_rank: the rank to copy from: its global number.
         name: needed only if several threads broadcast objects at a time.
         process_set: whose ranks take part.
@@ -55,7 +58,7 @@ def broadcast_object(
     """
     name = name or "object"
     is_root = runtime.rank() == root_rank
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if is_root else None
+    data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8) if is_root else None
     length = broadcast_(torch.tensor([0 if data is None else data.numel()]), root_rank, f"{name}.length", process_set)
     if data is None:
         data = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -67,7 +70,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Every rank's object, in rank order, as copies.
 
     Args:
-        obj: anything that can be pickled.
+        obj: anything that cloudpickle can pickle.
         name: needed only if several threads gather objects at a time.
         process_set: whose ranks take part.
 
@@ -75,7 +78,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         ValueError: this rank is not in the process set.
     """
     name = name or "object"
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8)
     lengths = allgather(torch.tensor([data.numel()]), f"{name}.length", process_set).tolist()
     parts = torch.split(allgather(data, f"{name}.data", process_set), lengths)
     return [pickle.loads(part.numpy().tobytes()) for part in parts]  # noqa: S301 - from ranks of this job
@@ -102,7 +105,10 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS is not kept per parameter")  # noqa: TRY004 - Horovod's type
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sparse = _sparse_parameters(model)
+    # SparseAdam takes no dense gradient.
+    sparse = (
+        _sparse_parameters(model) if not isinstance(optimizer, torch.optim.SparseAdam) else set(map(id, parameters))
+    )
     _add_zero_gradients([parameter for parameter in parameters if id(parameter) not in sparse])
     mine = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
     mine += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
@@ -118,6 +124,15 @@ def broadcast_optimizer_state(
             optimizer.adopt_shared_memory(shared)
     tensors = {f"optimizer.{i}.{key}": mine[i][key] for i, key in _described_tensors(wanted)}
     broadcast_parameters(tensors, root_rank)
+
+
+def _pickle(obj: Any) -> bytes:
+    # pickle first: it sends classes and functions of the program by name, so that what arrives is an instance of the
+    # receiver's own class, and a member of its own enum. cloudpickle sends a copy of the class.
+    try:
+        return pickle.dumps(obj)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return bytes(cloudpickle.dumps(obj))
 
 
 @dataclass(frozen=True)
@@ -179,10 +194,15 @@ def _add_zero_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _named_values(params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _named_values(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
     if isinstance(params, Mapping):
         return list(params.items())
-    named = list(params)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-        raise ValueError("params must be model.state_dict() or model.named_parameters()")
-    return named
+    # A tensor is iterable too: its rows would travel one by one.
+    listed = [] if isinstance(params, Tensor) else list(params)
+    pairs = [(None, entry) if isinstance(entry, Tensor) else entry for entry in listed]
+    if isinstance(params, Tensor) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            "params must be model.state_dict(), model.named_parameters() or a list of tensors such as "
+            f"list(model.parameters()), not {type(params).__name__}"
+        )
+    return [(f"unnamed.{i}" if name is None else name, value) for i, (name, value) in enumerate(pairs)]

@@ -21,9 +21,24 @@ from trainer.engine.wire import REDUCIBLE_DTYPES
 from trainer.process_sets import ProcessSet, global_process_set, members_of
 
 _UNNAMED = ".noname."
-_counters: dict[int, Iterator[int]] = {}
-_counted_round = 0
-_num_joins = 0
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Counts:
+    """Names made by counting since one ``init``.
+
+    Attributes:
+        num_inits: which ``init``.
+        num_joins: how often all ranks have joined since.
+        counters: of each process set, since the last of these.
+    """
+
+    num_inits: int = 0
+    num_joins: int = 0
+    counters: dict[int, Iterator[int]] = dataclasses.field(default_factory=dict)
+
+
+_counts = _Counts()
 
 
 def submit_allreduce(
@@ -238,9 +253,9 @@ def choose_name(kind: Kind, name: str | None) -> str:
 
 def restart_names() -> None:
     """Lets names made by counting begin anew: all ranks do so when all have joined, having made uneven numbers."""
-    global _num_joins  # noqa: PLW0603 - a count of this process
-    _num_joins += 1
-    _counters.clear()
+    counts = _current_counts()
+    counts.num_joins += 1
+    counts.counters.clear()
 
 
 def _submit(
@@ -252,9 +267,11 @@ def _submit(
     is_prescaled: bool = False,
 ) -> Handle:
     if request.name.endswith(_UNNAMED):
-        count = _next_count(request.process_set)
+        # Counts calls with valid arguments, for each set: equal on its ranks if these make their calls in one order.
+        counts = _current_counts()
+        count = next(counts.counters.setdefault(request.process_set, itertools.count(1)))
         # With the number of joins, because an operation from before the last one may still travel.
-        request = dataclasses.replace(request, name=f"{request.name}{_num_joins}.{count}")
+        request = dataclasses.replace(request, name=f"{request.name}{counts.num_joins}.{count}")
     handle = Handle(request.name)
     # Detached, so that the engine's writes are invisible to autograd; in-place stays recognisable as
     # identity.
@@ -272,13 +289,13 @@ def _submit(
     return handle
 
 
-def _next_count(process_set: int) -> int:
-    """Counts calls with valid arguments, for each set: equal on its ranks if these make their calls in one order."""
-    global _counted_round, _num_joins
-    if runtime.num_inits() != _counted_round:
-        _counters.clear()
-        _counted_round, _num_joins = runtime.num_inits(), 0
-    return next(_counters.setdefault(process_set, itertools.count(1)))
+def _current_counts() -> _Counts:
+    # Whoever comes first after an `init` starts anew, be it an operation or a join: a rank may join before it has
+    # submitted anything.
+    global _counts  # noqa: PLW0603 - of this process
+    if _counts.num_inits != runtime.num_inits():
+        _counts = _Counts(num_inits=runtime.num_inits())
+    return _counts
 
 
 def _number_of(process_set: ProcessSet) -> int:

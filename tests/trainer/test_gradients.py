@@ -126,13 +126,21 @@ def test_a_sparse_gradient_leaves_its_bucket_and_the_rest_stays():
     assert model[0].weight.grad._nnz() == 0
 
 
-def test_a_sparse_gradient_can_be_made_dense():
-    model = nn.Embedding(5, 3, sparse=True)
+def test_a_sparse_gradient_can_travel_as_a_dense_one_and_is_sparse_again_afterwards():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
     reducer, exchange = reducer_of(model, sparse_as_dense=True)
-    backward(model, torch.tensor([1, 4]))
-    reducer.finish()
-    assert not model.weight.grad.is_sparse
-    assert not exchange.sparse
+    for words, touched in ((torch.tensor([1, 4, 4]), [[1, 4]]), (torch.tensor([2]), [[2]]), (None, [[]])):
+        model.zero_grad()
+        if words is not None:
+            backward(model, words)
+        expected = gradients_of(model)[0].to_dense() if words is not None else torch.zeros(5, 3)
+        reducer.finish()
+        combined = model[0].weight.grad
+        assert combined.is_sparse
+        assert combined.coalesce().indices().tolist() == touched
+        torch.testing.assert_close(combined.to_dense(), expected)
+        assert not model[1].weight.grad.is_sparse
+    assert exchange.sparse == {0}
 
 
 def test_a_bucket_without_one_of_its_parameters_keeps_what_it_has_taken():

@@ -1,7 +1,9 @@
 """Everything works without a launcher and without a network."""
 
+import enum
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -162,3 +164,47 @@ def test_predividing_needs_an_average_and_passes_must_be_positive():
 def test_the_state_of_lbfgs_is_refused():
     with pytest.raises(ValueError, match="LBFGS"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]), 0)
+
+
+def test_the_names_of_unnamed_operations_after_a_join_do_not_depend_on_those_before():
+    hvd.join()
+    fresh = hvd.allreduce_async(torch.ones(1))
+    hvd.shutdown()
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    hvd.join()
+    used = hvd.allreduce_async(torch.ones(1))
+    hvd.shutdown()
+    assert fresh.name == used.name
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_objects_that_pickle_refuses_travel_too_and_classes_of_modules_stay_what_they_are():
+    class Local:
+        def __init__(self, value):
+            self.value = value
+
+    double, local, colour = hvd.allgather_object((lambda x: 2 * x, Local(3), Colour.RED))[0]
+    assert (double(4), local.value, type(local).__name__) == (8, 3, "Local")
+    assert colour is Colour.RED
+    with pytest.raises(TypeError, match="cannot pickle"):
+        hvd.allgather_object(threading.Lock())
+
+
+@pytest.mark.parametrize("params", [torch.ones(2, 2), [1, 2], [torch.ones(1), "b"]])
+def test_what_is_no_list_of_parameters_is_refused_before_anything_travels(params):
+    with pytest.raises(ValueError, match="list of tensors such as"):
+        hvd.broadcast_parameters(params, 0)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_adam_gets_no_dense_zero_gradient(sparse_as_dense):
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    plain = torch.optim.SparseAdam(embedding.parameters())
+    optimizer = hvd.DistributedOptimizer(plain, sparse_as_dense=sparse_as_dense)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()

@@ -41,6 +41,15 @@ def check_twenty_rounds():
         assert not dist.is_initialized()
 
 
+def check_unnamed_operations_match_after_a_join_however_many_each_rank_made_before():
+    hvd.init()
+    for _ in range(3 * RANK):
+        hvd.allreduce(torch.ones(1))
+    assert hvd.join() == 1
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+    hvd.shutdown()
+
+
 def check_a_rank_that_leaves_is_named_to_those_that_wait():
     hvd.init()
     if RANK == 1:

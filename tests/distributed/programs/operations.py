@@ -1,5 +1,6 @@
 """Every operation against what torch computes from all ranks' inputs, which each rank can make itself."""
 
+import enum
 import random
 
 import numpy as np
@@ -21,6 +22,10 @@ def input_of(rank, dtype=torch.float32, shape=(3, 5)):
 
 def inputs(dtype=torch.float32, shape=(3, 5)):
     return [input_of(rank, dtype, shape) for rank in range(SIZE)]
+
+
+class Colour(enum.Enum):
+    RED = 1
 
 
 def check_place():
@@ -108,6 +113,12 @@ def check_broadcast():
 def check_objects():
     assert hvd.broadcast_object({"rank": RANK}, SIZE - 1) == {"rank": SIZE - 1}
     assert hvd.allgather_object("x" * RANK * 1000) == ["x" * rank * 1000 for rank in range(SIZE)]
+    add = hvd.broadcast_object(lambda x: x + 1, 0)
+    assert add(1) == 2
+    functions = hvd.allgather_object(lambda rank=RANK: rank)
+    assert [function() for function in functions] == list(range(SIZE))
+    colour = hvd.broadcast_object(Colour.RED, 0)
+    assert colour is Colour.RED, "a class of the program has become another one"
 
 
 def check_gradients():
@@ -212,6 +223,13 @@ def check_broadcast_of_a_model_and_its_optimizer():
     before = next(iter(optimizer.state.values()))["exp_avg"]
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert next(iter(optimizer.state.values()))["exp_avg"] is before, "not in place"
+
+
+def check_parameters_without_names_are_broadcast_in_their_order():
+    tensors = [torch.nn.Parameter(torch.full((n,), float(RANK))) for n in (2, 3)]
+    hvd.broadcast_parameters(list(tensors), root_rank=1)
+    assert [tensor.tolist() for tensor in tensors] == [[1.0] * 2, [1.0] * 3]
+    hvd.broadcast_parameters(iter([(None, tensors[0]), ("b", tensors[1])]), root_rank=0)
 
 
 def check_state_that_the_root_lacks_is_dropped():

@@ -242,6 +242,29 @@ def check_a_closure_sees_combined_gradients():
     assert_equal(model, alone)
 
 
+def check_sparse_adam_gets_sparse_gradients_however_they_travel():
+    words = torch.tensor([[1, 2], [6, 2]])
+    trained = {}
+    for sparse_as_dense in (True, False, None):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(8, 3, sparse=True)
+        optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
+        if sparse_as_dense is not None:
+            optimizer = hvd.DistributedOptimizer(optimizer, sparse_as_dense=sparse_as_dense)
+        for step in range(3):
+            optimizer.zero_grad()
+            if sparse_as_dense is None:
+                (embedding(words[: 1 + (step > 0)] + step % 2).square().sum() / SIZE).backward()
+            # In the first step only rank 0 has a gradient.
+            elif RANK == 0 or (step > 0 and RANK == 1):
+                embedding(words[RANK] + step % 2).square().sum().backward()
+            optimizer.step()
+        trained[sparse_as_dense] = embedding
+        assert_equal_on_all_ranks(embedding)
+    for sparse_as_dense in (True, False):
+        assert_equal(trained[sparse_as_dense], trained[None])
+
+
 def check_the_state_fits_a_plain_optimizer():
     model = new_model()
     optimizer = hvd.DistributedOptimizer(sgd(model))
