@@ -1,6 +1,7 @@
 """Horovod-style data-parallel training over torch.distributed: ``import trainer as hvd``.
 
-torch is imported when the first of these names is used, so that the launcher starts its ranks at once.
+torch is imported when the first of these names is used, so that the launcher starts its ranks at once. Horovod's
+modules are here under their names below ``horovod.torch``, and its packages ``common`` and ``runner``.
 """
 
 import importlib
@@ -87,6 +88,9 @@ if TYPE_CHECKING:
         broadcast_parameters,
     )
     from trainer.sync_batch_norm import SyncBatchNorm
+
+__version__ = "0.28.1"
+"""Of Horovod, whose API this is: programs compare it with Horovod's releases. Ours is that of the package datasvc."""
 
 __all__ = [
     "Adasum",
@@ -176,9 +180,21 @@ _MODULES = (
 )
 
 
+_PUBLIC_MODULES = (
+    "common",
+    "compression",
+    "elastic",
+    "functions",
+    "mpi_ops",
+    "optimizer",
+    "runner",
+    "sync_batch_norm",
+)
+
+
 def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        return importlib.import_module("trainer.elastic")
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"trainer.{name}")
     if name in __all__:
         for module_name in _MODULES:
             module = importlib.import_module(f"trainer.{module_name}")
@@ -189,4 +205,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_PUBLIC_MODULES})

@@ -4,7 +4,7 @@ Combining gradients would be no use to optimizers that normalise them, such as A
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ def make_adasum_optimizer(
     optimizer: torch.optim.Optimizer,
     compression: type[Compressor] | CompressionWithMemory,
     process_set: ProcessSet,
+    *,
+    names: Mapping[Tensor, str],
+    passes_per_step: int,
 ) -> Any:
     """Wraps an optimizer; see `DistributedOptimizer`.
 
@@ -35,22 +38,31 @@ def make_adasum_optimizer(
     if runtime.size() & (runtime.size() - 1):
         raise ValueError(f"Adasum needs a power of two of ranks, not {runtime.size()}")
     base = type(optimizer)
-    subclass: Any = type(base.__name__, (_Adasum, base), {})
-    wrapped: _Adasum = subclass.__new__(subclass)
+    subclass: Any = type(base.__name__, (_DistributedAdasumOptimizer, base), {})
+    wrapped: _DistributedAdasumOptimizer = subclass.__new__(subclass)
     # A learning-rate scheduler leaves a bound step() of the plain optimizer behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     assert not isinstance(compression, CompressionWithMemory)
-    wrapped.set_up(compression)
+    wrapped.set_up(compression, names, passes_per_step)
     return wrapped
 
 
-class _Adasum(torch.optim.Optimizer):
-    def set_up(self, compression: type[Compressor]) -> None:
+class _DistributedAdasumOptimizer(torch.optim.Optimizer):
+    # What `DistributedOptimizer` was given, for programs that look.
+    op = ReduceOp.ADASUM
+    gradient_predivide_factor = 1.0
+    process_set = global_process_set
+    sparse_as_dense = False
+
+    def set_up(self, compression: type[Compressor], names: Mapping[Tensor, str], passes_per_step: int) -> None:
         self._compression = compression
+        self._parameter_names = names
+        self.backward_passes_per_step = passes_per_step
         self._name = f"adasum.{take_number('adasum')}"
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Means nothing here: the ranks communicate in ``step``, however many passes came before."""
+        """Changes the attribute and no more: ranks communicate in ``step``, however many passes came before."""
+        self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
         """Does nothing: there is nothing to combine before the step."""

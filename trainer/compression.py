@@ -10,7 +10,7 @@ from trainer.top_k import TopK
 
 
 class Compressor:
-    """Leaves tensors as they are."""
+    """Base of compressors, also of a user's own; it leaves tensors as they are."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -21,6 +21,10 @@ class Compressor:
     def decompress(tensor: Tensor, context: Any) -> Tensor:  # noqa: ARG004 - compressors have one signature
         """What came, as the caller had it."""
         return tensor
+
+
+class NoneCompressor(Compressor):
+    """Leaves tensors as they are."""
 
 
 class _As16Bits(Compressor):
@@ -54,7 +58,7 @@ class BF16Compressor(_As16Bits):
 class Compression:
     """The compressors, as Horovod's scripts name them; the last two are ours, and only for `DistributedOptimizer`."""
 
-    none: Final = Compressor
+    none: Final = NoneCompressor
     fp16: Final = FP16Compressor
     bf16: Final = BF16Compressor
     topk: Final = TopK

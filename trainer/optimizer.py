@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from trainer import runtime
-from trainer.adasum_optimizer import make_adasum_optimizer
+from trainer.adasum_optimizer import (
+    _DistributedAdasumOptimizer,  # noqa: F401 - programs look for it here
+    make_adasum_optimizer,
+)
 from trainer.compression import Compression, Compressor
 from trainer.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, copied
 from trainer.engine.requests import ReduceOp
@@ -73,11 +76,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     names = name_parameters(optimizer, named_parameters)
     passes = _checked_passes(backward_passes_per_step)
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
-        return make_adasum_optimizer(optimizer, compression, process_set)
+        return make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
     reduction = Reduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
     base = type(optimizer)
-    subclass: Any = type(base.__name__, (_Distributed, base), {})
-    wrapped: _Distributed = subclass.__new__(subclass)
+    subclass: Any = type(base.__name__, (_DistributedOptimizer, base), {})
+    wrapped: _DistributedOptimizer = subclass.__new__(subclass)
     # A learning-rate scheduler leaves a bound step() of the plain optimizer behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     placed = place_groups(groups, parameters_of(optimizer), names, process_set) if _takes_part(process_set) else []
@@ -94,12 +97,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     return wrapped
 
 
-class _Distributed(torch.optim.Optimizer):
+class _DistributedOptimizer(torch.optim.Optimizer):
     """What the subclass adds: nothing in a world of one, nor out of the process set: there is nobody to wait for."""
 
     def set_up(self, names: dict[Tensor, str], exchange: Exchange, passes_per_step: int) -> None:
         """Takes the place of a constructor, which would make a new state and new parameter groups."""
-        self._names = names
+        self._parameter_names = names
         self._exchange = exchange
         self._reducer_name = f"gradients.{take_number('gradients')}"
         self._should_synchronize = True
@@ -108,6 +111,35 @@ class _Distributed(torch.optim.Optimizer):
         self._passes_per_step = passes_per_step
         if _takes_part(exchange.reduction.process_set):
             self._reducer = self._hook_parameters(parameters_of(self), self._reducer_name)
+
+    @property
+    def op(self) -> ReduceOp:
+        """As given, as the four below."""
+        return self._exchange.reduction.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """See `DistributedOptimizer`."""
+        return self._exchange.reduction.predivide_factor
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """See `DistributedOptimizer`."""
+        return self._exchange.reduction.process_set
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """See `DistributedOptimizer`."""
+        return self._exchange.sparse_as_dense
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Can be set: see `set_backward_passes_per_step`."""
+        return self._passes_per_step
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes accumulate; only between ``step`` and ``backward``, on all ranks.
@@ -237,7 +269,7 @@ class _Distributed(torch.optim.Optimizer):
         return GradientReducer(
             {positions[parameter]: parameter for parameter in parameters},
             {
-                positions[parameter]: self._names.get(parameter, f"parameter {positions[parameter]}")
+                positions[parameter]: self._parameter_names.get(parameter, f"parameter {positions[parameter]}")
                 for parameter in parameters
             },
             exchange=self._exchange,

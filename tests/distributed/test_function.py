@@ -176,9 +176,11 @@ def test_arguments_that_describe_no_job_are_refused():
         run(len, ((),), num_proc=3, hosts="localhost:2")
     with pytest.raises(ValueError, match="cannot use the host file"):
         run(len, hostfile="no-such-file")
-    with pytest.raises(TypeError, match="has no argument speed"):
-        run(len, speed=3)
 
 
-def test_arguments_of_horovod_that_mean_nothing_here_are_accepted():
-    assert run(len, ((1, 2),), use_gloo=True, use_mpi=False, mpi_args="x") == [2]
+def test_the_python_that_runs_the_ranks_can_be_another(tmp_path, capfd):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "started as $0"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert run(len, ((1, 2),), use_gloo=True, use_mpi=False, disable_cache=True, executable=python) == [2]
+    assert capfd.readouterr().out == f"started as {python}\n"

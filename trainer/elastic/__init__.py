@@ -45,7 +45,13 @@ _MODULE_OF = {
 }
 
 
+# Horovod's modules.
+_PUBLIC_MODULES = ("sampler", "state")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"trainer.elastic.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'trainer.elastic' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"trainer.elastic.{_MODULE_OF[name]}"), name)
@@ -53,4 +59,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PUBLIC_MODULES})

@@ -111,3 +111,7 @@ class ShareHandler(StateDictHandler):
     def reset(self) -> None:
         """Takes this rank's share of what is left."""
         self.value.reset()
+
+
+# Horovod's names.
+ModelStateHandler, OptimizerStateHandler, SamplerStateHandler = ModelHandler, OptimizerHandler, ShareHandler

@@ -1,6 +1,7 @@
 """What the ranks of an elastic job have in common, and how far it is committed."""
 
 import copy
+import importlib
 import queue
 import time
 from collections.abc import Callable, Iterable
@@ -159,3 +160,22 @@ class ObjectState(State):
     def _set_attrs(self) -> None:
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
+
+
+# Horovod has these in its module of this name; here they are in modules that import this one.
+_MODULE_OF = {
+    "ElasticSampler": "elastic_sampler",
+    "TorchState": "torch_state",
+    "StateHandler": "handlers",
+    "ModelStateHandler": "handlers",
+    "OptimizerStateHandler": "handlers",
+    "SamplerStateHandler": "handlers",
+    "get_handler_registry": "registry",
+    "set_handler_registry": "registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'trainer.elastic.state' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"trainer.elastic.{_MODULE_OF[name]}"), name)

@@ -4,9 +4,10 @@ import dataclasses
 import os
 import secrets
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.errors import HorovodInternalError
 from trainer.function.pickling import pickle_call, unpickle_error, unpickle_result
@@ -17,20 +18,10 @@ from trainer.launch.hosts import parse_host_file, parse_hosts
 from trainer.launch.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
 from trainer.launch.remote_shell import is_local
 
+T = TypeVar("T")
+
 # The search path of this process, so that ranks find the same modules, this one to begin with.
 _PROGRAM = "import sys; sys.path[:] = {paths!r}; from trainer.function.worker import main; main()"
-_WITHOUT_MEANING = frozenset(
-    {
-        "use_gloo",
-        "use_mpi",
-        "mpi_args",
-        "network_interface",
-        "disable_cache",
-        "prefix_output_with_timestamp",
-        "executable",
-        "nics",
-    }
-)
 
 
 def run(
@@ -49,12 +40,20 @@ def run(
     start_timeout: float | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | os.PathLike[str] | None = None,
+    disable_cache: bool | None = None,  # noqa: ARG001 - Horovod's: there is no check whose result could be kept
     output_filename: str | os.PathLike[str] | None = None,
-    verbose: bool | int = False,
+    verbose: bool | int | None = False,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
     network_interfaces: Sequence[str] | str | None = None,
-    env: Mapping[str, str] | None = None,
+    executable: str | os.PathLike[str] | None = None,
     np: int | None = None,
-    **ignored: Any,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Runs ``func(*args, **kwargs)`` as a data-parallel job, each rank in a process of its own.
 
@@ -78,40 +77,48 @@ def run(
         start_timeout: seconds after which a rank that has not come ends the job.
         ssh_port: of the other hosts.
         ssh_identity_file: a private key for them.
+        disable_cache: means nothing here.
         output_filename: a folder for ``rank.N/stdout`` and ``rank.N/stderr``.
         verbose: whether to say what is started where.
-        network_interfaces: by which other hosts reach this one.
-        env: the ranks' environment in place of this process's.
+        use_gloo: is so anyway.
+        use_mpi: warns that the ranks talk over gloo: there is no MPI.
+        mpi_args: likewise.
+        network_interface: the older name of ``network_interfaces``.
+        network_interfaces: by which other hosts reach this one: names, or one text with commas.
+        executable: the Python that runs the ranks, of this one's version and with its packages.
         np: the older name of ``num_proc``.
-        ignored: arguments of Horovod that mean nothing here: ``use_gloo``, ``use_mpi``, ``mpi_args``, ...
+        min_np: the older name of ``min_num_proc``.
+        max_np: the older name of ``max_num_proc``.
+        env: the ranks' environment in place of this process's.
 
     Returns:
         What the function returned on each rank; of an elastic job, on the ranks at its end.
 
     Raises:
         HorovodInternalError: a rank ended without an answer: killed, out of reach, or left by ``os._exit``.
-        TypeError: the function, an argument, or a result cannot be pickled; or ``run`` has no such argument.
+        TypeError: the function, an argument, or a result cannot be pickled.
         ValueError: the arguments describe no job.
         Exception: what the function raised on the first rank that failed, caused by that rank's traceback.
     """
-    unknown = sorted(set(ignored) - _WITHOUT_MEANING)
-    if unknown:
-        raise TypeError(f"run() has no argument {', '.join(unknown)}")
-    if np is not None and num_proc is not None and np != num_proc:
-        raise ValueError(f"np={np} is the older name of num_proc={num_proc}: give one of them")
-    num_ranks = num_proc or np or min_num_proc or 1
+    _check_controller(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
+    num_proc = _choose_name("np", np, "num_proc", num_proc)
+    min_num_proc = _choose_name("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = _choose_name("max_np", max_np, "max_num_proc", max_num_proc)
+    interfaces = _choose_name("network_interface", network_interface, "network_interfaces", network_interfaces)
+    num_ranks = num_proc or min_num_proc or 1
     if num_ranks < 1:
         raise ValueError(f"there must be at least one rank, not {num_ranks}")
     call = pickle_call(func, tuple(args), dict(kwargs or {}))
     environ = dict(os.environ if env is None else env)
+    program = _PROGRAM.format(paths=[str(Path(path).absolute()) for path in sys.path])
     job = Job(
-        command=[sys.executable, "-c", _PROGRAM.format(paths=[str(Path(path).absolute()) for path in sys.path])],
+        command=[str(executable or sys.executable), "-c", program],
         num_ranks=num_ranks,
         hosts=_read_hosts(hosts, hostfile, slots or 1),
         remote=RemoteSettings(
             ssh_port=ssh_port,
             ssh_identity_file=None if ssh_identity_file is None else Path(ssh_identity_file),
-            network_interfaces=_split(network_interfaces),
+            network_interfaces=_split(interfaces),
         ),
         start_timeout_s=start_timeout,
         prefixes_lines=num_ranks > 1,
@@ -168,6 +175,23 @@ def _choose_error(failure: JobFailure, post: Post) -> BaseException:
     if errors and not has_died:
         return errors[0]
     return HorovodInternalError(failure.describe())
+
+
+def _choose_name(older: str, older_value: T | None, newer: str, value: T | None) -> T | None:
+    """The value of an argument that has two names."""
+    if older_value is not None and value is not None and older_value != value:
+        raise ValueError(f"{older}={older_value!r} is the older name of {newer}={value!r}: give one of them")
+    return older_value if value is None else value
+
+
+def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: str | None) -> None:
+    if use_gloo and use_mpi:
+        raise ValueError("use_gloo=True and use_mpi=True: give one of them; the ranks talk over gloo either way")
+    if use_mpi or mpi_args:
+        given = "use_mpi=True" if use_mpi else f"mpi_args={mpi_args!r}"
+        warnings.warn(
+            f"{given} has no effect: there is no MPI here, the ranks talk over gloo, and NCCL on GPUs", stacklevel=3
+        )
 
 
 def _read_hosts(hosts: str | None, hostfile: str | os.PathLike[str] | None, slots: int) -> tuple[Host, ...]:

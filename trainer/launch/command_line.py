@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.launch.config_file import read_config_file
-from trainer.launch.engine_flags import add_engine_flags, list_ignored, read_engine_flags
+from trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
 from trainer.launch.hosts import parse_host_file, parse_hosts, read_allocation
 from trainer.launch.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
 from trainer.launch.rank_process import StartError
@@ -91,7 +91,8 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     hosts, shell = _read_hosts(options, environ, is_elastic=elastic is not None)
     num_ranks = _count_ranks(options, hosts)
     for flag in list_ignored(options):
-        _say(f"{flag} means nothing on torch.distributed and is ignored")
+        note = ": the ranks talk over gloo, and NCCL on GPUs" if flag in CONTROLLERS else ""
+        _say(f"{flag} means nothing on torch.distributed and is ignored{note}")
     variables = read_engine_flags(options)
     named = [text.partition("=") for text in options.x]
     variables.update({name: value for name, equals, value in named if equals})

@@ -15,6 +15,8 @@ _FLAGS = {
 }
 # The flags whose values are words of their own; other lists are one word with commas.
 _OF_SEVERAL_WORDS = frozenset({"--blacklist-cooldown-range"})
+# The key "controller" has one of these: each is a flag of its own.
+_CONTROLLERS = ("gloo", "mpi")
 _PREFIXES = {
     "params": "",
     "autotune": "autotune-",
@@ -74,14 +76,18 @@ def _parse(path: Path) -> Any:
 def _list_arguments(content: Mapping[str, Any], path: Path, switches: Collection[str]) -> Iterator[str]:
     for key, settings in content.items():
         section = _dashed(key)
-        if not isinstance(settings, Mapping):
+        if section == "controller":
+            if str(settings).lower() not in _CONTROLLERS:
+                raise ValueError(f"{path}: the controller must be {' or '.join(_CONTROLLERS)}, not {settings!r}")
+            yield f"--{str(settings).lower()}"
+        elif not isinstance(settings, Mapping):
             yield from _argument(f"--{section}", settings, path, switches)
-            continue
-        if section not in _PREFIXES:
+        elif section not in _PREFIXES:
             raise ValueError(f"{path} has a section {key}; known are {', '.join(_PREFIXES)}")
-        for name, value in settings.items():
-            flag = _FLAGS.get((section, _dashed(name)), f"--{_PREFIXES[section]}{_dashed(name)}")
-            yield from _argument(flag, value, path, switches)
+        else:
+            for name, value in settings.items():
+                flag = _FLAGS.get((section, _dashed(name)), f"--{_PREFIXES[section]}{_dashed(name)}")
+                yield from _argument(flag, value, path, switches)
 
 
 def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -> Iterator[str]:

@@ -150,12 +150,22 @@ WITHOUT_MEANING = {
     "--log-with-timestamp": False,
     "--log-without-timestamp": False,
     "--log-hide-timestamp": False,
+    "--no-log-hide-timestamp": False,
     "--prefix-output-with-timestamp": False,
+    "-prefix-timestamp": False,
     "--mpi": False,
     "--jsrun": False,
 }
+# Of these, what other processes would run the job with.
+CONTROLLERS = ("--mpi", "--jsrun", "--mpi-args")
 # Without meaning too, and what they ask for is so anyway: no word is lost about them.
-ALREADY_SO = ("--gloo", "--disable-cache", "--no-hierarchical-allreduce", "--no-torus-allreduce")
+ALREADY_SO = (
+    "--gloo",
+    "--disable-cache",
+    "--no-hierarchical-allreduce",
+    "--no-torus-allreduce",
+    "--no-log-hide-timestamp",
+)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """What ``trainer.run`` asks for before it starts anything, and where it listens."""
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -42,3 +43,80 @@ def test_only_this_machine_is_listened_to_if_no_other_has_ranks(elastic):
 def test_an_argument_of_elastic_jobs_alone_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} is for elastic jobs"):
         run(len, ((),), **{name: (1, 2) if name == "cooldown_range" else 3})
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """What would be started, in place of starting it."""
+    started = []
+    monkeypatch.setattr("trainer.function.job._run", lambda job, elastic, *_: started.append((job, elastic)) or [])
+    return started
+
+
+def test_older_names_of_arguments_mean_the_newer_ones(jobs):
+    run(len, np=3, min_np=2, max_np=4, network_interface="eth0,eth1")
+    run(len, num_proc=3, min_num_proc=2, max_num_proc=4, network_interfaces=["eth0", "eth1"])
+    assert jobs[0] == jobs[1]
+    job, elastic = jobs[0]
+    assert (job.num_ranks, elastic.min_num_ranks, elastic.max_num_ranks) == (3, 2, 4)
+    assert job.remote.network_interfaces == ("eth0", "eth1")
+
+
+def test_arguments_come_in_horovod_s_order():
+    assert list(inspect.signature(run).parameters)[:28] == [
+        "func",
+        "args",
+        "kwargs",
+        "num_proc",
+        "min_num_proc",
+        "max_num_proc",
+        "slots",
+        "reset_limit",
+        "cooldown_range",
+        "hosts",
+        "hostfile",
+        "host_discovery_script",
+        "start_timeout",
+        "ssh_port",
+        "ssh_identity_file",
+        "disable_cache",
+        "output_filename",
+        "verbose",
+        "use_gloo",
+        "use_mpi",
+        "mpi_args",
+        "network_interface",
+        "network_interfaces",
+        "executable",
+        "np",
+        "min_np",
+        "max_np",
+        "env",
+    ]
+
+
+@pytest.mark.parametrize("asked", [{"use_mpi": True}, {"mpi_args": "--bind-to core"}])
+def test_who_asks_for_mpi_is_told_that_it_is_gloo(jobs, asked):
+    with pytest.warns(UserWarning, match="there is no MPI here, the ranks talk over gloo") as caught:
+        run(len, **asked)
+    assert caught[0].filename == __file__
+    assert len(jobs) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_np": 2, "min_num_proc": 3}, "min_np=2 is the older name of min_num_proc=3"),
+        ({"network_interface": "a", "network_interfaces": ["b"]}, "network_interface='a' is the older name of"),
+        ({"use_gloo": True, "use_mpi": True}, "give one of them; the ranks talk over gloo either way"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(jobs, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(len, **arguments)
+    assert not jobs
+
+
+def test_an_argument_that_nobody_has_is_refused(jobs):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        run(len, speed=3)

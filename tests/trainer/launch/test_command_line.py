@@ -213,6 +213,24 @@ def read_config(tmp_path, content):
     return parse("-np", "2", "--config-file", str(tmp_path / "c.json"))
 
 
+@pytest.mark.parametrize(
+    ("controller", "note"),
+    [("gloo", ""), ("MPI", "--mpi means nothing on torch.distributed and is ignored: the ranks")],
+)
+def test_the_controller_of_a_configuration_file_is_gloo_or_said_to_be(capsys, tmp_path, controller, note):
+    job, _ = read_config(tmp_path, {"controller": controller, "verbose": True})
+    assert job.is_verbose
+    said = capsys.readouterr().err
+    assert (note in said) if note else not said
+
+
+def test_flags_about_time_stamps_are_accepted(capsys):
+    job_of("-np", "2", "-prefix-timestamp", "--no-log-hide-timestamp", "-p", "2222")
+    assert capsys.readouterr().err == (
+        "trainer.launch: -prefix-timestamp means nothing on torch.distributed and is ignored\n"
+    )
+
+
 def test_a_list_in_a_configuration_file_is_written_with_commas(tmp_path):
     job, _ = read_config(tmp_path, {"params": {"hosts": ["a:1", "b:1"], "network-interface": ["lo"]}})
     assert job.command == ["python", "train.py", "--np", "9"]
@@ -251,6 +269,7 @@ def test_names_in_a_configuration_file_may_have_dashes(tmp_path):
         ('{"parms": {}}', "has a section parms; known are params"),
         ('{"params": {"cycle_time_ms": {}}}', "the value of cycle-time-ms must be"),
         ("{", "cannot read"),
+        ('{"controller": "ring"}', "the controller must be gloo or mpi, not 'ring'"),
         ('{"params": {"speed": 3}}', "unrecognized arguments: --speed=3"),
         ('{"params": {"speed": false}}', "unrecognized arguments: --no-speed"),
         ('{"timeline": {"filename": false}}', "unrecognized arguments: --no-timeline-filename"),

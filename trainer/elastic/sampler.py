@@ -1,0 +1,5 @@
+"""Horovod's module of the sampler: ``horovod.torch.elastic.sampler``."""
+
+from trainer.elastic.elastic_sampler import ElasticSampler
+
+__all__ = ["ElasticSampler"]
