@@ -35,7 +35,7 @@ NAMES = {
     "trainer.elastic.state": """ElasticSampler ModelStateHandler ObjectState OptimizerStateHandler SamplerStateHandler
         StateHandler TorchState get_handler_registry set_handler_registry""",
     "trainer.common.exceptions": "HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt",
-    "trainer.common.elastic": "State ObjectState HorovodInternalError HostsUpdatedInterrupt HostUpdateResult",
+    "trainer.common.elastic": "State ObjectState run_fn HorovodInternalError HostsUpdatedInterrupt HostUpdateResult",
     "trainer.common.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
     "trainer.common.util": """EXTENSIONS ccl_built check_extension ddl_built env extension_available gloo_built
         get_average_backwards_compatibility_fun gpu_available is_iterable is_version_greater_equal_than mpi_built
@@ -111,6 +111,25 @@ def test_an_optimizer_of_adasum_says_so_too(monkeypatch):
     assert list(optimizer._parameter_names.values()) == ["weight", "bias"]
     optimizer.set_backward_passes_per_step(3)
     assert optimizer.backward_passes_per_step == 3
+
+
+@pytest.mark.usefixtures("world")
+def test_the_elastic_loop_enters_the_job_anew_by_the_reset_that_it_is_given():
+    called = []
+
+    def train(state):
+        called.append("train")
+        if len(called) == 1:
+            raise hvd.elastic.HostsUpdatedInterrupt
+        return state.epoch
+
+    def reset():
+        called.append("reset")
+        hvd.shutdown()
+        hvd.init()
+
+    assert hvd.common.elastic.run_fn(train, reset)(hvd.elastic.ObjectState(epoch=5)) == 5
+    assert called == ["train", "reset", "train"]
 
 
 def test_the_compressor_that_changes_nothing_is_a_class_of_its_own():

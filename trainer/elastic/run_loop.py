@@ -22,7 +22,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def run(
+    func: Callable[Concatenate[S, P], R], reset: Callable[[], object] | None = None
+) -> Callable[Concatenate[S, P], R]:
     """Makes ``func(state, ...)`` start again, from the last commit, when ranks come, go or die.
 
     All ranks call the result after ``init``; the state is then that of rank 0. When a rank is lost, the others
@@ -30,6 +32,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     change, the state's reset callbacks run, and ``func`` is called again, in the same process.
 
     Any other error of ``func`` ends the job.
+
+    Args:
+        func: takes the state first.
+        reset: leaves the job and enters it anew, by ``shutdown`` and ``init``, on every rank; None does just that.
 
     Raises:
         ValueError: not initialized.
@@ -40,7 +46,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         rendezvous = open_rendezvous(os.environ)
         try:
-            return _Loop(state, rendezvous).run(lambda: func(state, *args, **kwargs))
+            return _Loop(state, rendezvous, reset).run(lambda: func(state, *args, **kwargs))
         except BaseException as error:
             if rendezvous is not None and not (isinstance(error, SystemExit) and not error.code):
                 rendezvous.report_error(error)
@@ -50,10 +56,13 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
 
 class _Loop:
-    def __init__(self, state: State, rendezvous: Rendezvous | None) -> None:
+    def __init__(
+        self, state: State, rendezvous: Rendezvous | None, reset: Callable[[], object] | None = None
+    ) -> None:
         self._state = state
         self._rendezvous = rendezvous
         self._settings = runtime.current_job().engine.settings
+        self._reset = reset or self._init_again
         self._should_sync = True
         self._last_failure: tuple[str, int] | None = None
         self._num_repeats = 0
@@ -87,8 +96,11 @@ class _Loop:
         rendezvous = self._rendezvous
         if rendezvous is not None:
             rendezvous.serial, rendezvous.wants_sync = self._state.serial, should_sync
-        runtime.shutdown()
-        runtime.init(settings=self._settings)
+        self._reset()
         # The others may want it although this rank does not.
         seat = None if rendezvous is None else rendezvous.seat
         self._should_sync = should_sync if seat is None else seat.needs_sync
+
+    def _init_again(self) -> None:
+        runtime.shutdown()
+        runtime.init(settings=self._settings)
