@@ -2,7 +2,8 @@
 
     python examples/lightning_checkpoints.py --repo REPO --data digits@1
 
-The first three classes are for any LightningModule, on one device or with DDP: copy them.
+The first three classes are for any LightningModule, on one device or with DDP: copy them. The second and third take
+any loader: one of datasvc goes on at its sample, and its versions tell which samples they consumed.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from torch import nn
 
 import datasvc
 from datasvc.api import DataRepository
-from datasvc.models import Model, Reading
+from datasvc.models import Model, Reading, ReadLoader
 from loaders import ImageLoader
 from trainer.recipes.random_state import capture, reinstate
 
@@ -75,15 +76,17 @@ class SaveVersions(lightning.Callback):
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Take the loader's place, and this rank's random states where there are as many ranks as there were."""
-        self._place, states = checkpoint["loader"], checkpoint["rank_state"]
+        self._place, states = checkpoint.get("loader"), checkpoint.get("rank_state", ())
         self._random = states[trainer.global_rank] if len(states) == trainer.world_size else None
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         """Open the model: by now the ranks have met, and Lightning has taken the signals that `grace` takes over."""
         self._model = self._repo.model(self._name, **self._options)
-        if self._place is not None:
-            trainer.train_dataloader.load_state_dict(self._place)  # Lightning forgets it at the end of a fit
-        self._reading = Reading(trainer.train_dataloader, step=trainer.global_step)
+        loader, self._reading = trainer.train_dataloader, None
+        if isinstance(loader, ReadLoader):  # any other does not tell which samples it has served
+            if self._place is not None:
+                loader.load_state_dict(self._place)  # Lightning forgets it at the end of a fit
+            self._reading = Reading(loader, step=trainer.global_step)
         self._parent, self._step = trainer.ckpt_path, trainer.global_step
         self._saved_step = -1
         if self._random is not None:
@@ -113,11 +116,13 @@ class SaveVersions(lightning.Callback):
     def _save(self, trainer: Any) -> None:
         # On every rank: `trainer.save_checkpoint` makes the same on all of them, but has rank 0 alone save it.
         state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001
+        if self._reading is not None:
+            state["loader"] = trainer.train_dataloader.state_dict()
         self._model.save(
-            state | {"loader": trainer.train_dataloader.state_dict()},
+            state,
             rank_state=capture(),
             step=self._step,
-            data=[self._reading.use()],
+            data=[] if self._reading is None else [self._reading.use()],
             metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
             parent=self._parent,
         )

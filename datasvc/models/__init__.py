@@ -2,7 +2,7 @@
 
 from datasvc.models.checkpoint import Checkpoint, restore, save
 from datasvc.models.code import CodeRevision, describe_code
-from datasvc.models.data_use import DataUse, Reading, Span
+from datasvc.models.data_use import DataUse, Reading, ReadLoader, Span
 from datasvc.models.environment import describe_environment
 from datasvc.models.lineage import Lineage, read_lineage
 from datasvc.models.model import Model
@@ -18,6 +18,7 @@ __all__ = [
     "Lineage",
     "Model",
     "ModelVersion",
+    "ReadLoader",
     "Reading",
     "SaveHandle",
     "Saw",

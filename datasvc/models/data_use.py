@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.order import Tail, parse_tail
@@ -107,6 +107,7 @@ class DataUse:
             raise CorruptDataError(f"this does not say which data was used: {error!r}; found {use!r}") from error
 
 
+@runtime_checkable
 class ReadLoader(Protocol):
     """What a `Reading` asks of a loader: those of `loaders` have it."""
 
@@ -140,6 +141,9 @@ class Reading:
     Args:
         loader: of the training data; one batch of it, over all ranks, is one optimizer step.
         step: optimizer steps behind the weights now.
+
+    Raises:
+        ConfigError: the loader is none of datasvc, so that it does not tell where it stands.
     """
 
     def __init__(self, loader: ReadLoader, *, step: int = 0) -> None:
@@ -200,6 +204,11 @@ class Reading:
         return DataUse(str(dataset), str(split), state, run=self._run, spans=spans)
 
     def _begin(self, loader: ReadLoader, step: int) -> None:
+        if not isinstance(loader, ReadLoader):
+            raise ConfigError(
+                f"a {type(loader).__name__} does not tell which samples it has served: save versions without data=, "
+                "or read with a loader of `loaders`, such as loaders.torch.ResumableDataLoader"
+            )
         self._loader = loader
         self._start, self._step = cursor_of(loader.state_dict()), step
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -121,3 +121,39 @@ def test_a_training_that_is_told_to_end_commits_its_last_step_and_goes_on_from_i
         check_equal(found.state[part], whole.state[part], part)
     spans = found.entry["data"][0]["spans"]
     assert [span["step"] for span in spans] == [stopped["step"]]
+
+
+@pytest.fixture
+def lightning_example():
+    if find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    spec = spec_from_file_location("lightning_checkpoints", ROOT / "examples/lightning_checkpoints.py")
+    example = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_lightning_saves_with_any_loader_and_goes_on(lightning_example, tmp_path, several):
+    import lightning
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Net(lightning_example.SmallNet):
+        def training_step(self, batch, index):
+            return super().training_step(batch["a"] if several else batch, index)
+
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    loader = DataLoader(TensorDataset(torch.rand(24, 3, 8, 8), torch.randint(4, (24,))), batch_size=4)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    for number, steps in enumerate((9, 15), 1):
+        versions = lightning_example.SaveVersions(repo, "net", every=100)
+        plugin = lightning_example.VersionPlugin(repo)
+        trainer = lightning.Trainer(
+            max_steps=steps, callbacks=[versions], plugins=[plugin], enable_checkpointing=False, **quiet
+        )
+        trainer.fit(Net(4, 8), {"a": loader} if several else loader, ckpt_path="net@1" if number > 1 else None)
+        found = repo.restore("net")
+        assert (found.version.version, found.entry["step"], found.entry["data"]) == (number, steps, [])
+        assert "loader" not in found.state
+        assert found.state["optimizer_states"][0]["state"][0]["step"] == steps
+    assert found.entry["parent"] == "net@1"

@@ -331,3 +331,22 @@ def test_a_version_that_is_pushed_alone_answers_as_at_home(pets, tmp_path):
     assert (there.gaps, there.versions[0].num_samples, here.versions[0].num_samples) == ({}, 6, 6)
     told = [[each._replace(version="") for each in found.all_sightings()] for found in (here, there)]
     assert Counter(told[0]) == Counter(told[1])
+
+
+def test_of_steps_without_recorded_samples_not_all_is_known(pets):
+    repository, _ = pets
+    loader = Numbers(open_dataset(repository, "pets@1")["train"], 2, prefetch=0)
+    next(iter(loader))
+    for step, parent, use in ((0, None, []), (1, "plain@1", [Reading(loader).use()]), (4, "plain@2", [])):
+        save(repository, "plain", {}, step=step, data=use, parent=parent, code=UNKNOWN)
+    save(repository, "plain", {}, step=4, parent="plain@3", code=UNKNOWN)
+    found = saw(repository, ["plain"], keys=["0"])
+    assert found.gaps == {"plain@3": ("it does not say which data its steps consumed",)}
+    assert [each.is_complete for each in found.versions] == [True, True, False, False]
+
+
+def test_a_loader_that_does_not_tell_what_it_served_is_refused_by_its_name():
+    with pytest.raises(
+        ConfigError, match="a list does not tell which samples it has served: save versions without data="
+    ):
+        Reading([1, 2])

@@ -86,6 +86,8 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     )
     if entry.get("num_nonfinite"):
         print_facts({"NOT FINITE (NaN or infinite elements)": entry["num_nonfinite"]})
+    if not entry["data"]:
+        print_facts({"data": "no consumed samples were recorded"})
     for use in entry["data"]:
         print_facts({f"data {use['dataset']}/{use['split']}": use["state"]})
     print_facts({part: entry[part] for part in ("environment", "duration", "config", "metrics") if part in entry})
