@@ -44,6 +44,28 @@ def read_place(environ: Mapping[str, str]) -> Place:
     return Place(rank, size, local_rank, local_size, cross_rank, cross_size)
 
 
+def place_variables(place: Place) -> dict[str, str]:
+    """What the environment says of a place: torchrun's variables, and Horovod's."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "HOROVOD_RANK": str(place.rank),
+        "HOROVOD_SIZE": str(place.size),
+        "HOROVOD_LOCAL_RANK": str(place.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(place.local_size),
+        "HOROVOD_CROSS_RANK": str(place.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(place.cross_size),
+    }
+
+
+def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
+    """Gloo's own variable, from the one that Horovod has for it; empty if it is set already, or neither is."""
+    name = environ.get("HOROVOD_GLOO_IFACE")
+    return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in environ else {}
+
+
 def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """The place among the nodes, if the launcher says it: it cannot be computed where nodes differ."""
     for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):

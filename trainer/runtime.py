@@ -20,7 +20,13 @@ from trainer.engine.engine import Engine
 from trainer.engine.settings import EngineSettings
 from trainer.engine.timeline import Timeline, TraceFile
 from trainer.engine.transport import GroupTransport, LoopbackTransport, Transport
-from trainer.environment import Place, read_engine_settings, read_place
+from trainer.environment import (
+    Place,
+    choose_gloo_interface,
+    place_variables,
+    read_engine_settings,
+    read_place,
+)
 from trainer.errors import HorovodInternalError
 from trainer.foreign_launchers import translate
 from trainer.gpus import name_own_gpu
@@ -78,12 +84,15 @@ def init(
         place = read_place(os.environ)
         _check_comm(comm, place)
         _num_inits += 1
+        os.environ.update(choose_gloo_interface(os.environ))
         try:
             elastic = open_rendezvous(os.environ)
             if elastic is None:
                 transport, owns_default_group = _connect(place, settings)
             else:
                 place, transport = join_round(elastic, settings)
+                # Devices, folders for logs and seeds are often chosen by these; the launcher could only foresee them.
+                os.environ.update(place_variables(place))
                 owns_default_group = True
         except BaseException:
             _num_inits -= 1  # it can be tried again, with others that may be at this round still

@@ -33,16 +33,73 @@ def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_pr
     assert result["pid"] == int(pid)
 
 
-@pytest.mark.slow
-def test_a_programs_own_error_ends_the_job_and_is_named(elastic):
-    elastic.launcher.environ["FAULT"] = "error"
-    done = elastic.run(2, SHRINKING, faults={"1": ["step", 3]})
-    assert done.returncode == 1
-    last = done.stderr[done.stderr.index("was the first to fail") - 40 :]
+def run_failing(launcher, victims, how, *more):
+    """Two ranks that count to 6, of which these fail at step 3."""
+    program = launcher.program("elastic_failing.py")
+    return launcher.run(2, sys.executable, program, victims, how, options=(*SHRINKING, *more))
+
+
+def test_an_exception_of_one_rank_is_its_death_and_the_other_goes_on_in_the_place_it_then_has(launcher):
+    done = run_failing(launcher, "1", "error")
+    assert done.returncode == 0, done.stderr
+    assert "[localhost:0] started as 0 2 0 2 0 0 2" in done.stdout
+    assert "[127.0.0.1:0] started as 1 2 1 2 0 1 2" in done.stdout
+    assert "[localhost:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
     assert (
-        "rank 1 (worker 127.0.0.1:0:1) was the first to fail: it exited with status 1: TypeError: a program" in last
-    )
-    assert last.splitlines()[-1].endswith("TypeError: a program's own fault")
+        "rank 1, worker 127.0.0.1:0:1 exited with status 1: MemoryError: no memory left on rank 1; "
+        "host 127.0.0.1 gets no new ranks, the others go on"
+    ) in done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_an_exit_with_a_status_is_a_death_too_and_one_without_a_good_end(launcher):
+    done = run_failing(launcher, "0", "3")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0, worker localhost:0:0 exited with status 3; host localhost gets no new ranks" in done.stderr
+    assert "[127.0.0.1:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
+    done = run_failing(launcher, "0", "0")
+    assert done.returncode == 0, done.stderr
+    assert "gets no new ranks" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--blacklist-cooldown-range", "0.01", "0.01")])
+def test_a_program_that_fails_alike_on_all_ranks_ends_the_job_and_each_is_named(launcher, more):
+    done = run_failing(launcher, "all", "error", *more)
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("trainer.launch: ") :]
+    first, other = re.findall(r"exited with status 1: MemoryError: no memory left on rank (\d)", last)[:2]
+    assert {first, other} == {"0", "1"}
+    assert f"trainer.launch: rank {first} (worker" in last
+    assert "no rank that had the training's state is left" in last
+    assert last.splitlines()[-1].endswith(f"MemoryError: no memory left on rank {first}")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_and_stays_is_ended(launcher):
+    done = run_failing(launcher, "1", "stay", "--grace-s", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1, worker 127.0.0.1:0:1 did not end in time and is ended: MemoryError" in done.stderr
+    assert "[localhost:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
+
+
+@pytest.mark.slow
+def test_ranks_that_raise_one_after_the_other_are_replaced_and_nothing_differs(elastic, undisturbed):
+    elastic.launcher.environ["FAULT"] = "error"
+    result = elastic.result(2, REPLACING, faults={"1": ["backward", 7], "0": ["commit", 12]})
+    check_equal(result, undisturbed)
+    assert "rank 1, worker 127.0.0.1:0:1 exited with status 1: TypeError: a program's own fault" in result["errors"]
+    assert "rank 0, worker localhost:0:0 exited with status 1: TypeError: a program's own fault" in result["errors"]
+
+
+@pytest.mark.slow
+def test_the_time_for_slots_does_not_limit_imports(launcher):
+    launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
+    # Loading torch alone takes far longer.
+    done = run_failing(launcher, "none", "error", "--elastic-timeout", "0.2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ends at 6 as") == 2
 
 
 def random_faults(seed, num_faults):
@@ -126,7 +183,7 @@ def test_a_host_comes_in_the_middle_of_an_epoch_and_another_goes(elastic, undist
 @pytest.mark.timeout(300)
 def test_a_rank_that_hangs_is_left_behind_and_ended(elastic, undisturbed):
     elastic.launcher.environ.update({"FAULT": "stop", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3"})
-    options = (*SHRINKING, "--elastic-timeout", "45", "--grace-s", "1")
+    options = (*SHRINKING, "--grace-s", "1")
     result = elastic.result(2, options, faults={"1": ["step", 5]})
     check_alike(result, undisturbed)
     assert "rank 1, worker 127.0.0.1:0:1 did not ask for a place in time and is ended" in result["errors"]

@@ -1,7 +1,7 @@
 import pytest
 
 from trainer.engine.settings import EngineSettings
-from trainer.environment import Place, read_engine_settings, read_place
+from trainer.environment import Place, choose_gloo_interface, place_variables, read_engine_settings, read_place
 
 
 def launched(rank, size, local_rank, local_size):
@@ -16,6 +16,17 @@ def test_without_a_launcher_the_process_is_a_world_of_one():
 def test_the_place_among_nodes_follows_from_the_place_in_the_job():
     place = read_place(launched(5, 8, 1, 4))
     assert (place.cross_rank, place.cross_size) == (1, 2)
+
+
+def test_a_place_is_read_as_it_was_written():
+    place = Place(rank=5, size=9, local_rank=1, local_size=4, cross_rank=1, cross_size=3)
+    assert read_place(place_variables(place)) == place
+
+
+def test_horovods_name_for_gloos_interface_is_heeded_unless_gloo_has_one():
+    assert choose_gloo_interface({"HOROVOD_GLOO_IFACE": "eth1"}) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert choose_gloo_interface({"HOROVOD_GLOO_IFACE": "eth1", "GLOO_SOCKET_IFNAME": "eth2"}) == {}
+    assert choose_gloo_interface({"HOROVOD_GLOO_IFACE": ""}) == {}
 
 
 def test_a_half_set_environment_names_what_is_missing():

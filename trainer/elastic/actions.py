@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 
 from trainer.elastic.messages import Notice, Seat
+from trainer.environment import Place
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start a worker's process."""
+    """Start a worker's process; ``place`` is the one that it will have if all others come too."""
 
     worker: str
     host: str
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,10 @@ class Break:
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell the members of the round that hosts have changed."""
+    """Tell these members of the round that hosts have changed."""
 
     notice: Notice
+    workers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,13 @@ class Finish:
         exit_status: of the launcher.
         reason: why it did not end well; empty if it did.
         worker: the one that failed first, if one did; ``reason`` then follows its name.
+        others: what happened to further ones since the ranks met last, a line each.
     """
 
     exit_status: int
     reason: str = ""
     worker: str | None = None
+    others: tuple[str, ...] = ()
 
 
 Action = Start | Stop | Dismiss | Seated | Break | Announce | Say | Finish

@@ -20,27 +20,26 @@ from trainer.elastic.discovery import Discovery
 from trainer.elastic.limits import plan_limits, read_discovery_interval_s
 from trainer.elastic.membership import Membership
 from trainer.elastic.messages import (
-    HOSTS_KEY,
+    END_OF_QUEUE,
     WORDS_QUEUE,
     Ask,
     Leave,
-    Notice,
     answer_key,
     broken_key,
     decode_word,
     encode,
+    notice_queue,
 )
 from trainer.elastic.worker_start import plan_worker_start
 from trainer.launch.job import ElasticOptions, Host, Job, JobFailure
 from trainer.launch.rank_group import RankGroup
-from trainer.launch.rank_process import RankEnd
+from trainer.launch.rank_process import RankEnd, RankProcess
 from trainer.launch.remote_shell import is_local
 from trainer.launch.store import LOOPBACK, open_listener, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
-_END_OF_WORDS = b""
 _JOIN_TIMEOUT_S = 30.0
 
 Event = Callable[[], list[Action]]
@@ -55,14 +54,16 @@ class ElasticFailure:
     worker: str | None = None
     rank: int | None = None
     last_lines: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Which worker failed first, if one did, how, and the end of its standard error."""
+        """Which worker failed first, if one did, how, what befell others, and the end of its standard error."""
+        others = [f"  {other}" for other in self.others]
         if self.worker is None:
-            return self.reason
+            return "\n".join([self.reason, *others])
         name = f"worker {self.worker}" if self.rank is None else f"rank {self.rank} (worker {self.worker})"
         text = f"{name} was the first to fail: it {self.reason}"
-        return "\n".join([text, *(f"  [{self.worker}] {line}" for line in self.last_lines)])
+        return "\n".join([text, *others, *(f"  [{self.worker}] {line}" for line in self.last_lines)])
 
 
 def run_elastic_job(job: Job, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
@@ -139,8 +140,9 @@ class _Driver:
 
     def interrupt(self, number: int) -> None:
         """The launcher got a signal; the ranks get it too. Safe in a signal handler."""
-        self._group.pass_on(number)
+        # First, so that no rank that ends of it is taken for one that died.
         self._events.put(lambda: [Finish(128 + number, f"ended by {signal.Signals(number).name}")])
+        self._group.pass_on(number)
 
     def run(self) -> ElasticFailure | None:
         """Serves events until the job is over."""
@@ -152,7 +154,7 @@ class _Driver:
                 # Only now, because torch takes seconds to load: the workers' own imports run meanwhile.
                 self._store = self._open_store()
         if self._store is not None:
-            self._store.queue_push(WORDS_QUEUE, _END_OF_WORDS)
+            self._store.queue_push(WORDS_QUEUE, END_OF_QUEUE)
             # An interpreter that ends while a thread is inside the store aborts.
             self._words_thread.join(_JOIN_TIMEOUT_S)
         return self._describe(self._finish)
@@ -178,8 +180,10 @@ class _Driver:
                 self._set(answer_key(worker, number), encode(Leave(reason)))
             case Break(round_number, reason):
                 self._set(broken_key(round_number), reason)
-            case Announce(notice):
-                self._set(HOSTS_KEY, encode(notice))
+            case Announce(notice, workers):
+                assert self._store is not None
+                for worker in workers:
+                    self._store.queue_push(notice_queue(worker), encode(notice))
             case Say(text):
                 print(f"trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for whoever started the job
             case Finish():
@@ -204,10 +208,22 @@ class _Driver:
             other_hosts=None if self._is_here else others,
         )
         try:
-            self._group.start(plan)
+            process = self._group.start(plan)
         except OSError as error:
             text = f"{start.worker} cannot be started: {error}"
             self._events.put(lambda: [Say(text), *self._ended(RankEnd(start.worker, 127, has_started=False))])
+            return
+        if process.has_come.is_set():
+            self._note_coming(process)
+        else:
+            threading.Thread(target=self._await_coming, args=(process,), daemon=True).start()
+
+    def _await_coming(self, process: RankProcess) -> None:
+        process.has_come.wait()
+        self._note_coming(process)
+
+    def _note_coming(self, process: RankProcess) -> None:
+        self._events.put(lambda: self._membership.worker_came(process.worker_id, time.monotonic()))
 
     def _stop(self, worker: str) -> None:
         process = self._group.processes.get(worker)
@@ -245,7 +261,6 @@ class _Driver:
 
     def _open_store(self) -> "TCPStore":
         store = serve_store(self._listener)
-        store.set(HOSTS_KEY, encode(Notice()))
         # A connection of its own, because one that waits answers nobody else.
         self._words_thread.start()
         return store
@@ -255,14 +270,14 @@ class _Driver:
 
         port = self._listener.getsockname()[1]
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=dt.timedelta(days=1000))
-        while (data := store.queue_pop(WORDS_QUEUE)) != _END_OF_WORDS:
+        while (data := store.queue_pop(WORDS_QUEUE)) != END_OF_QUEUE:
             self._events.put(lambda data=data: self._heard(data))  # type: ignore[misc]  # see above
 
     def _heard(self, data: bytes) -> list[Action]:
         word = decode_word(data)
         if isinstance(word, Ask):
             return self._membership.worker_asked(word, time.monotonic())
-        return self._membership.script_failed(word.worker, word.text)
+        return self._membership.script_failed(word, time.monotonic())
 
     def _describe(self, finish: Finish) -> ElasticFailure | None:
         if not finish.exit_status:
@@ -274,6 +289,7 @@ class _Driver:
             worker,
             None if worker is None else self._ranks.get(worker),
             () if worker is None else self._last_lines.get(worker, ()),
+            finish.others,
         )
 
 

@@ -1,4 +1,4 @@
-"""How a rank hears that hosts have come or gone."""
+"""How a rank hears that hosts have come or gone. Without torch: the worker of ``trainer.run`` imports it."""
 
 
 class HostUpdateResult:
@@ -20,3 +20,10 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name; it is
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("hosts have changed; the ranks meet anew")
         self.skip_sync = skip_sync
+
+
+class LeaveJob(SystemExit):
+    """Raised in a worker for which there is no place any more: its process ends with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)

@@ -4,8 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.environment import read_engine_settings
 from trainer.launch.job import ElasticOptions, Job
 
+# Horovod's name, and the one that was ours alone.
+_TIMEOUT_VARIABLES = ("HOROVOD_ELASTIC_TIMEOUT", "HVD_ELASTIC_TIMEOUT")
 _DEFAULT_TIMEOUT_S = 600.0
 _DEFAULT_INTERVAL_S = 1.0
 
@@ -18,8 +21,9 @@ class Limits:
         first_num_ranks: how many the first round waits for.
         min_num_ranks: fewer do not go on.
         max_num_ranks: slots beyond are left empty; None for no limit.
-        elastic_timeout_s: how long to wait for the minimum, for a worker to start, and for one that does not ask
-            while the others do.
+        elastic_timeout_s: how long to wait for slots, while there are too few.
+        start_timeout_s: how long a worker may take to start, and then keep the others waiting; None for no limit.
+        hang_timeout_s: how long a member may go on in a round that has ended for the others.
         reset_limit: how many rounds may follow the first; None for no limit.
         cooldown_range_s: see ``Blacklist``.
         hosts_can_change: whether hosts are discovered; if not, waiting for more is in vain.
@@ -32,6 +36,8 @@ class Limits:
     min_num_ranks: int = 1
     max_num_ranks: int | None = None
     elastic_timeout_s: float = 600.0
+    start_timeout_s: float | None = None
+    hang_timeout_s: float = 1800.0
     reset_limit: int | None = None
     cooldown_range_s: tuple[float, float] | None = None
     hosts_can_change: bool = False
@@ -51,16 +57,20 @@ def plan_limits(job: Job, options: ElasticOptions, environ: Mapping[str, str]) -
     """The limits of a job.
 
     Raises:
-        ValueError: the numbers are not in order, or ``HVD_ELASTIC_TIMEOUT`` is not a number of seconds.
+        ValueError: the numbers are not in order, or a variable is not a number of seconds.
     """
     timeout_s = options.elastic_timeout_s
+    if timeout_s is None:
+        name = next((name for name in _TIMEOUT_VARIABLES if name in environ), _TIMEOUT_VARIABLES[0])
+        timeout_s = _seconds(environ, name, _DEFAULT_TIMEOUT_S)
     return Limits(
         first_num_ranks=job.num_ranks,
         min_num_ranks=options.min_num_ranks,
         max_num_ranks=options.max_num_ranks,
-        elastic_timeout_s=_seconds(environ, "HVD_ELASTIC_TIMEOUT", _DEFAULT_TIMEOUT_S)
-        if timeout_s is None
-        else timeout_s,
+        elastic_timeout_s=timeout_s,
+        start_timeout_s=job.start_timeout_s,
+        # What the ranks themselves give each other: one that waits longer for another takes it for lost.
+        hang_timeout_s=read_engine_settings({**environ, **job.variables}).timeout_s,
         reset_limit=options.reset_limit,
         cooldown_range_s=options.cooldown_range_s,
         hosts_can_change=options.discovery_script is not None,

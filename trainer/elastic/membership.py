@@ -9,35 +9,18 @@ Invariants:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trainer.elastic.actions import Action, Announce, Break, Dismiss, Finish, Say, Seated, Start, Stop
 from trainer.elastic.blacklist import Blacklist
+from trainer.elastic.deaths import Death, Deaths
 from trainer.elastic.limits import Limits
-from trainer.elastic.messages import Ask, Notice, Seat
+from trainer.elastic.messages import Ask, Notice, ScriptError, Seat
 from trainer.elastic.places import plan_places
-from trainer.elastic.workers import Phase, Worker, Workers
-from trainer.launch.job import Host, describe_end
+from trainer.elastic.workers import NOTE_TIME_S, Deadline, Phase, Worker, Workers
+from trainer.launch.job import Host
 
 RESET_LIMIT_STATUS = 3
-_UNREACHABLE_STATUS = 255
 _REMOVED, _ADDED = 1, 2
-
-
-@dataclass(frozen=True)
-class _Failure:
-    worker: str
-    returncode: int
-    trouble: str | None = None
-
-    def describe(self) -> str:
-        """What happened, in words that follow its name."""
-        return self.trouble or describe_end(self.returncode)
-
-    def finish(self, why: str = "") -> Finish:
-        """The end of the job because of it."""
-        status = self.returncode if self.returncode > 0 else 128 - self.returncode
-        return Finish(status, self.describe() + why, self.worker)
 
 
 class Membership:
@@ -58,8 +41,7 @@ class Membership:
         self._round = 0
         self._has_state = False
         self._runs_down = False
-        self._failures: list[_Failure] = []
-        self._script_errors: dict[str, str] = {}
+        self._deaths = Deaths()
         self._notice = Notice()
         self._noticed: set[str] = set()
         self._short_since_s: float | None = now_s
@@ -84,10 +66,20 @@ class Membership:
         self._has_state = self._has_state or ask.serial > 0
         return self._advance(now_s)
 
-    def script_failed(self, worker: str, text: str) -> list[Action]:
-        """The program of a worker says that it cannot go on; its end will follow."""
-        self._script_errors[worker] = text
-        return []
+    def worker_came(self, name: str, now_s: float) -> list[Action]:
+        """The command of a worker runs."""
+        worker = self._workers.by_name.get(name)
+        if worker is not None:
+            worker.come_s = now_s
+        return self._advance(now_s)
+
+    def script_failed(self, error: ScriptError, now_s: float) -> list[Action]:
+        """The program of a worker says that it ends with an error; its end will follow, or is made to."""
+        self._deaths.errors[error.worker] = error
+        worker = self._workers.by_name.get(error.worker)
+        if worker is not None and not error.ends_job:
+            worker.failing_since_s = now_s
+        return self._advance(now_s)
 
     def worker_ended(
         self, name: str, returncode: int, now_s: float, *, has_started: bool = True, trouble: str | None = None
@@ -107,8 +99,7 @@ class Membership:
             if returncode == 0 and (worker.may_have_state or not self._round):
                 self._runs_down = True
             else:
-                failure = _Failure(worker.name, returncode, trouble)
-                actions += self._fail(worker, failure, now_s, has_started=has_started)
+                actions += self._bury(Death(worker, returncode, trouble, has_started), now_s)
         return self._finishing([*actions, *self._advance(now_s)])
 
     def time_passed(self, now_s: float) -> list[Action]:
@@ -117,26 +108,30 @@ class Membership:
 
     def next_deadline_s(self, now_s: float) -> float | None:
         """When ``time_passed`` is due, if nothing else happens."""
-        times = [deadline_s for deadline_s, _, _ in self._workers.deadlines(self._limits.elastic_timeout_s)]
-        if self._short_since_s is not None:
+        times = [deadline.at_s for deadline in self._deadlines()]
+        if self._short_since_s is not None and not self._has_waited_too_long(now_s):
             times.append(self._short_since_s + self._limits.elastic_timeout_s)
         release_s = self._blacklist.next_release_s(now_s)
         return min([*times, *([] if release_s is None else [release_s])], default=None)
 
-    def _fail(self, worker: Worker, failure: _Failure, now_s: float, *, has_started: bool) -> list[Action]:
-        if worker.name in self._script_errors:
-            return [failure.finish(f": {self._script_errors[worker.name]}")]
-        is_programs_fault = has_started and 0 < failure.returncode != _UNREACHABLE_STATUS
-        if worker.phase is Phase.STARTING and is_programs_fault and self._round == 0:
-            return [failure.finish(" before it had joined the job")]
-        if failure.returncode:
-            self._failures.append(failure)
+    def _deadlines(self) -> list[Deadline]:
+        return self._workers.deadlines(
+            start_timeout_s=self._limits.start_timeout_s, hang_timeout_s=self._limits.hang_timeout_s
+        )
+
+    def _bury(self, death: Death, now_s: float) -> list[Action]:
+        """Of whatever a rank dies, others may be without it: an error of its program is no exception."""
+        worker = death.worker
+        if self._deaths.ends_job(worker.name):
+            return [self._deaths.finish(death)]
+        self._deaths.add(death)
         until_s = self._blacklist.bar(worker.host, now_s)
         how_long = "" if until_s == math.inf else f" for {until_s - now_s:g} s"
+        going_on = ", the others go on" if any(other is not worker for other in self._workers.staying()) else ""
         return [
             Say(
-                f"{worker.describe()} {failure.describe()}; "
-                f"host {worker.host} gets no new ranks{how_long}, the others go on"
+                f"{worker.describe()} {self._deaths.describe(death)}; "
+                f"host {worker.host} gets no new ranks{how_long}{going_on}"
             )
         ]
 
@@ -175,13 +170,19 @@ class Membership:
         is_last_round = bool(self._round) and self._resets_left() <= 0
         if self._runs_down or (is_last_round and len(self._workers.wanted()) >= self._limits.min_num_ranks):
             return []
-        actions: list[Action] = []
-        for host in self._hosts:
-            for _ in range(self._num_free(host, now_s)):
-                if len(self._workers.wanted()) >= (self._limits.max_num_ranks or math.inf):
-                    return actions
-                actions.append(Start(self._workers.start(host.name, now_s).name, host.name))
-        return actions
+        free = self._list_free(now_s)
+        # Nobody before there are slots for all: the first would see a smaller job in their environment.
+        if not self._workers.num_started and len(free) < self._num_needed(now_s):
+            return []
+        started = [self._workers.start(host, now_s) for host in free]
+        places = plan_places([worker.candidate() for worker in self._workers.wanted()])
+        return [Start(worker.name, worker.host, places[worker.name]) for worker in started]
+
+    def _list_free(self, now_s: float) -> list[str]:
+        """The host of every slot that may get a worker now."""
+        free = [host.name for host in self._hosts for _ in range(self._num_free(host, now_s))]
+        most = self._limits.max_num_ranks
+        return free if most is None else free[: max(0, most - len(self._workers.wanted()))]
 
     def _num_free(self, host: Host, now_s: float) -> int:
         if self._blacklist.bars(host.name, now_s):
@@ -192,14 +193,22 @@ class Membership:
 
     def _end_late(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        for deadline_s, worker, duty in self._workers.deadlines(self._limits.elastic_timeout_s):
-            if deadline_s > now_s:
+        for deadline in self._deadlines():
+            worker, duty = deadline.worker, deadline.duty
+            if deadline.at_s > now_s or worker.is_stopped:
+                continue
+            if not deadline.is_binding:
+                worker.is_noted = True
+                actions.append(Say(f"still waiting: {worker.describe()} did not {duty} within {NOTE_TIME_S:g} s"))
                 continue
             was_member = worker.phase is Phase.MEMBER
-            if worker.phase is not Phase.LEAVING:
-                self._blacklist.bar(worker.host, now_s)
+            trouble = f"did not {duty} in time and is ended"
+            if worker.phase is Phase.LEAVING:
+                actions.append(Say(f"{worker.describe()} {trouble}"))
+            else:
+                actions += self._bury(Death(worker, 1, trouble, has_started=False), now_s)
             worker.stop(now_s)
-            actions += [Say(f"{worker.describe()} did not {duty} in time and is ended"), Stop(worker.name)]
+            actions.append(Stop(worker.name))
             if was_member:
                 actions.append(Break(self._round, f"{worker.describe()} hangs"))
         return actions
@@ -215,7 +224,7 @@ class Membership:
         self._noticed |= added | removed
         result = (_REMOVED if removed else 0) | (_ADDED if added else 0)
         self._notice = Notice(self._notice.number + 1, result)
-        return [Announce(self._notice)]
+        return [Announce(self._notice, tuple(worker.name for worker in members))]
 
     def _seat(self, now_s: float) -> list[Action]:
         """Makes the next round, if everyone who must be in it waits for it."""
@@ -230,39 +239,49 @@ class Membership:
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
             return []
         if not self._is_enough(chosen, now_s):
-            return self._wait(chosen, now_s)
+            return self._wait(now_s)
         if self._has_state and not any(worker.ask and worker.ask.serial for worker in chosen):
             return [self._give_up("no rank that had the training's state is left")]
         if self._round and self._resets_left() <= 0:
-            return [Finish(RESET_LIMIT_STATUS, f"the reset limit of {self._limits.reset_limit} is reached")]
+            reason = f"the reset limit of {self._limits.reset_limit} is reached"
+            return [Finish(RESET_LIMIT_STATUS, reason, others=self._deaths.list_others())]
         dismissed: list[Action] = [self._dismiss(worker, now_s) for worker in asking if worker not in chosen]
         return [*dismissed, *self._begin_round(chosen, now_s)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:
-        if not chosen:
+        if not chosen or (self._round == 0 and self._workers.in_phase(Phase.STARTING)):
             return False
-        if self._round == 0 and not self._has_waited_too_long(now_s):
-            if self._workers.in_phase(Phase.STARTING):
-                return False
-            return self._runs_down or len(chosen) >= self._limits.first_num_ranks
-        if self._runs_down:
-            return True
-        return len(chosen) >= self._limits.min_num_ranks
+        return self._runs_down or len(chosen) >= self._num_needed(now_s)
+
+    def _num_needed(self, now_s: float) -> int:
+        if (
+            self._round
+            or self._has_waited_too_long(now_s)
+            or (self._deaths.since_round and not self._can_grow(now_s))
+        ):
+            return self._limits.min_num_ranks
+        return self._limits.first_num_ranks
 
     def _has_waited_too_long(self, now_s: float) -> bool:
         return self._short_since_s is not None and self._short_since_s + self._limits.elastic_timeout_s <= now_s
 
-    def _wait(self, chosen: Sequence[Worker], now_s: float) -> list[Action]:
-        """Waits for more ranks, says so, and gives up when that is in vain."""
-        if self._runs_down:
-            self._short_since_s = None
+    def _wait(self, now_s: float) -> list[Action]:
+        """Waits for more slots, says so, and gives up when that is in vain. Ranks on their way take their time."""
+        ended = self._conclude()
+        if ended or self._runs_down:
+            return ended
+        needed, num_slots = self._num_needed(now_s), len(self._workers.wanted())
+        if not self._workers.num_started:
+            num_slots += len(self._list_free(now_s))
+        if num_slots >= needed:
+            # Where ranks fail again and again as they start, the time goes on: it bounds that.
+            if not self._deaths.since_round and not self._has_waited_too_long(now_s):
+                self._short_since_s = None
             return []
         if self._short_since_s is None:
             self._short_since_s = now_s
-        needed, flag = self._limits.first_num_ranks, "-np"
-        if self._round:
-            needed, flag = self._limits.min_num_ranks, "--min-num-proc"
-        text = f"{len(chosen)} of the {needed} ranks that are needed ({flag}) are there"
+        flag = "-np" if needed == self._limits.first_num_ranks and not self._round else "--min-num-proc"
+        text = f"{num_slots} of the {needed} ranks that are needed ({flag}) are there"
         if self._has_waited_too_long(now_s):
             return [self._give_up(f"{text}: no more came in {self._limits.elastic_timeout_s:g} s")]
         if not self._can_grow(now_s):
@@ -280,9 +299,8 @@ class Membership:
         )
 
     def _give_up(self, reason: str) -> Finish:
-        if self._failures:
-            return self._failures[0].finish(f"; {reason}" if reason else "")
-        return Finish(1, reason)
+        cause = self._deaths.choose_cause()
+        return Finish(1, reason) if cause is None else self._deaths.finish(cause, f"; {reason}" if reason else "")
 
     def _dismiss(self, worker: Worker, now_s: float) -> Dismiss:
         assert worker.ask is not None
@@ -302,9 +320,10 @@ class Membership:
             worker = self._workers.by_name[name]
             worker.old_rank = place.rank
             worker.enter(Phase.MEMBER, now_s)
-            seat = Seat(self._round, place, needs_sync, self._notice.number)
+            seat = Seat(self._round, place, needs_sync, self._notice.number, self._deaths.num_all)
             actions.append(Seated(name, asks[name].number, seat))
-        self._failures, self._noticed, self._short_since_s, self._said = [], set(), None, None
+        self._deaths.since_round.clear()
+        self._noticed, self._short_since_s, self._said = set(), None, None
         return actions
 
     def _resets_left(self) -> float:
@@ -316,8 +335,15 @@ class Membership:
         staying = self._workers.staying()
         if self._round and any(worker.may_have_state for worker in staying):
             return []
-        if not self._round and (staying or not self._runs_down):
+        if not self._round and not ((self._runs_down and not staying) or self._has_failed_everywhere(staying)):
             return []
-        if self._failures:
-            return [self._give_up("no rank that had the training's state is left" if self._round else "")]
-        return [Finish(0)]
+        if not self._deaths.since_round:
+            return [Finish(0)]
+        if self._round:
+            return [self._give_up("no rank that had the training's state is left")]
+        return [self._give_up("" if self._runs_down else "no rank has joined the job")]
+
+    def _has_failed_everywhere(self, staying: Sequence[Worker]) -> bool:
+        """Whether the program fails in every slot before it asks: new workers there would only repeat that."""
+        is_trying = all(worker.phase is Phase.STARTING for worker in staying)
+        return is_trying and self._deaths.have_filled({(worker.host, worker.slot) for worker in staying})

@@ -1,7 +1,7 @@
 """What workers and the driver of an elastic job say to each other, through the job's store.
 
-A worker pushes its words onto one queue, the driver answers under a key of the worker's own. The newest change of
-hosts lies under one key, which rank 0 reads at every commit.
+A worker pushes its words onto one queue, the driver answers under a key of the worker's own. Changes of hosts are
+pushed onto a queue of each worker's, at which a thread of it waits.
 """
 
 import dataclasses
@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from trainer.environment import Place
 
 WORDS_QUEUE = "elastic/words"
-HOSTS_KEY = "elastic/hosts"
+# Ends whoever waits at a queue.
+END_OF_QUEUE = b""
+
+
+def notice_queue(worker: str) -> str:
+    """Where a worker hears of changes of hosts."""
+    return f"elastic/notices/{worker}"
 
 
 def answer_key(worker: str, number: int) -> str:
@@ -43,10 +49,17 @@ class Ask:
 
 @dataclass(frozen=True)
 class ScriptError:
-    """The program of a worker fails for a reason that no new round would mend."""
+    """The program of a worker is about to end with an exception.
+
+    Args:
+        worker: whose.
+        text: the exception.
+        ends_job: whether no new round would mend it, so that the others need not try.
+    """
 
     worker: str
     text: str
+    ends_job: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,12 +71,14 @@ class Seat:
         place: in this round.
         needs_sync: whether the ranks must copy rank 0's state before they go on.
         notice: the newest change of hosts that this round has in it.
+        num_deaths: how many workers have died before this round.
     """
 
     round_number: int
     place: Place
     needs_sync: bool
     notice: int
+    num_deaths: int = 0
 
 
 @dataclass(frozen=True)

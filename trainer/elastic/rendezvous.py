@@ -3,19 +3,24 @@
 Invariant: a process asks for one place at a time, after it has left its last round.
 """
 
+import atexit
 import contextlib
 import datetime as dt
+import logging
+import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 from torch.distributed.distributed_c10d import Store
 
+from trainer.elastic.host_update import LeaveJob
 from trainer.elastic.messages import (
-    HOSTS_KEY,
+    END_OF_QUEUE,
     WORDS_QUEUE,
     Ask,
     Leave,
@@ -27,14 +32,25 @@ from trainer.elastic.messages import (
     decode_answer,
     decode_notice,
     encode,
+    notice_queue,
 )
 from trainer.elastic.round_store import RoundStore
 from trainer.errors import HorovodInternalError
+
+logger = logging.getLogger(__name__)
 
 WORKER_VARIABLE = "TRAINER_ELASTIC_WORKER"
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
 _CONNECT_TIMEOUT_S = 60.0
+_JOIN_TIMEOUT_S = 10.0
+
+
+class Listener(Protocol):
+    """Whoever is told of changes of hosts: an elastic state."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """See ``State``."""
 
 
 class Rendezvous:
@@ -53,12 +69,16 @@ class Rendezvous:
         self._store = store
         self._round_store: Store | None = None
         self._num_asks = 0
+        # Guards the seat, the newest notice and the listeners: notices come in a thread of their own.
+        self._lock = threading.Lock()
+        self._notice = Notice()
+        self._listeners: list[Listener] = []
 
     def join_round(self) -> Seat:
         """Asks for a place in the next round and waits for it, however long the others take.
 
         Raises:
-            SystemExit: there is no place for this worker any more; its status is 0.
+            LeaveJob: there is no place for this worker any more.
             RuntimeError: the driver is gone.
         """
         self._num_asks += 1
@@ -72,8 +92,9 @@ class Rendezvous:
         answer = decode_answer(self._store.get(key))
         if isinstance(answer, Leave):
             sys.stderr.write(f"this worker leaves the job: {answer.reason}\n")
-            raise SystemExit(0)
-        self.seat = answer
+            raise LeaveJob
+        with self._lock:
+            self.seat = answer
         return answer
 
     def round_store(self, seat: Seat, *, timeout_s: float) -> Store:
@@ -87,17 +108,57 @@ class Rendezvous:
         )
         return self._round_store
 
-    def read_notice(self) -> Notice | None:
-        """The newest change of hosts that this round does not have in it, if there is one."""
-        notice = decode_notice(self._store.get(HOSTS_KEY))
-        is_news = self.seat is not None and notice.number > self.seat.notice
-        return notice if is_news else None
+    @contextlib.contextmanager
+    def notifying(self, listener: Listener) -> Iterator[None]:
+        """While inside, the listener is told of each change of hosts as soon as the driver says so."""
+        with self._lock:
+            self._listeners.append(listener)
+        try:
+            self.repeat_notice()
+            yield
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
 
-    def report_error(self, error: BaseException) -> None:
-        """Tells the driver that this program cannot go on, and why."""
+    def repeat_notice(self) -> None:
+        """Tells the listeners of the newest change of hosts once more, unless this round has it in it."""
+        with self._lock:
+            self._notify()
+
+    def receive_notices(self, store: Store) -> None:
+        """Passes changes of hosts on until the queue or the driver ends.
+
+        Args:
+            store: a connection of its own, because one that waits does nothing else.
+        """
+        # Without the driver there are no changes; who asks for a place next hears of that.
+        with contextlib.suppress(RuntimeError):
+            while (data := store.queue_pop(notice_queue(self._worker))) != END_OF_QUEUE:
+                with self._lock:
+                    self._notice = decode_notice(data)
+                    self._notify()
+
+    def end_notices(self) -> None:
+        """Makes ``receive_notices`` return."""
+        with contextlib.suppress(RuntimeError):
+            self._store.queue_push(notice_queue(self._worker), END_OF_QUEUE)
+
+    def report_error(self, error: BaseException, *, ends_job: bool = False) -> None:
+        """Tells the driver that this program ends with an error, and whether no other rank need go on."""
         # A driver that is gone needs no words, and the error itself must not be lost to another.
         with contextlib.suppress(RuntimeError):
-            self._say(ScriptError(self._worker, f"{type(error).__name__}: {error}"))
+            self._say(ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
+
+    def _notify(self) -> None:
+        # A late notice may be in the round already: told then, it would end the round for nothing.
+        if self.seat is None or self._notice.number <= self.seat.notice:
+            return
+        for listener in self._listeners:
+            try:
+                listener.on_hosts_updated(self._notice.number, self._notice.result)
+            except Exception:
+                # A state may override it; the thread must live, for the changes that come later.
+                logger.exception("on_hosts_updated has failed")
 
     def _say(self, word: Ask | ScriptError) -> None:
         self._store.queue_push(WORDS_QUEUE, encode(word))
@@ -108,10 +169,11 @@ def report_uncaught_errors(rendezvous: Rendezvous) -> None:
 
     Not of a ``HorovodInternalError``: that is the loss of another rank, or was told already.
     """
-    shown_by = sys.excepthook
+    shown_by, pid = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, HorovodInternalError):
+        # A child that was forked is not the rank.
+        if not isinstance(error, HorovodInternalError) and os.getpid() == pid:
             rendezvous.report_error(error)
         shown_by(kind, error, traceback)
 
@@ -133,15 +195,27 @@ def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     global _rendezvous  # noqa: PLW0603 - a process is in one job
     with _lock:
         if _rendezvous is None and WORKER_VARIABLE in environ:
-            store = TCPStore(
-                environ["MASTER_ADDR"],
-                int(environ["MASTER_PORT"]),
-                is_master=False,
-                timeout=dt.timedelta(seconds=_CONNECT_TIMEOUT_S),
-            )
+            store = _connect(environ, dt.timedelta(seconds=_CONNECT_TIMEOUT_S))
             _rendezvous = Rendezvous(environ[WORKER_VARIABLE], store)
             report_uncaught_errors(_rendezvous)
+            _start_notices(_rendezvous, _connect(environ, dt.timedelta(days=1000)))
         return _rendezvous
+
+
+def _connect(environ: Mapping[str, str], timeout: dt.timedelta) -> TCPStore:
+    return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+
+
+def _start_notices(rendezvous: Rendezvous, store: Store) -> None:
+    thread = threading.Thread(target=rendezvous.receive_notices, args=(store,), name="elastic-notices", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        # An interpreter that ends while a thread is inside the store may abort.
+        rendezvous.end_notices()
+        thread.join(_JOIN_TIMEOUT_S)
+
+    atexit.register(end)
 
 
 def current_rendezvous() -> Rendezvous | None:

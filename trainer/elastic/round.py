@@ -31,7 +31,7 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[Place,
 
     Raises:
         HorovodInternalError: the members could not connect, in several rounds one after the other; the driver knows.
-        SystemExit: there is no place for this process any more.
+        LeaveJob: there is no place for this process any more.
         ValueError: there is a default process group already.
     """
     if dist.is_initialized():
@@ -56,7 +56,7 @@ def _give_up(rendezvous: Rendezvous, place: Place, reason: RuntimeError) -> Horo
         f"rank {place.rank} could not connect to the other ranks in {_MAX_ROUNDS} rounds, one after the other; is "
         f"GLOO_SOCKET_IFNAME right, and does the network let them through? The last time: {reason}"
     )
-    rendezvous.report_error(error)
+    rendezvous.report_error(error, ends_job=True)
     return error
 
 

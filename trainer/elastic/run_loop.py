@@ -1,5 +1,6 @@
 """``hvd.elastic.run``: the loop around a training function that survives the loss of ranks."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -31,7 +32,8 @@ def run(
     restore their last commit; when hosts have come or gone, they keep what they have. They meet anew, ranks and size
     change, the state's reset callbacks run, and ``func`` is called again, in the same process.
 
-    Any other error of ``func`` ends the job.
+    Any other error of ``func`` is raised, and unless it is caught it is the death of this rank: the others go on from
+    their last commit.
 
     Args:
         func: takes the state first.
@@ -45,12 +47,9 @@ def run(
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         rendezvous = open_rendezvous(os.environ)
-        try:
-            return _Loop(state, rendezvous, reset).run(lambda: func(state, *args, **kwargs))
-        except BaseException as error:
-            if rendezvous is not None and not (isinstance(error, SystemExit) and not error.code):
-                rendezvous.report_error(error)
-            raise
+        loop = _Loop(state, rendezvous, reset)
+        with contextlib.nullcontext() if rendezvous is None else rendezvous.notifying(state):
+            return loop.run(lambda: func(state, *args, **kwargs))
 
     return cast("Callable[Concatenate[S, P], R]", wrapper)
 
@@ -64,7 +63,7 @@ class _Loop:
         self._settings = runtime.current_job().engine.settings
         self._reset = reset or self._init_again
         self._should_sync = True
-        self._last_failure: tuple[str, int] | None = None
+        self._last_failure: tuple[str, int, int] | None = None
         self._num_repeats = 0
 
     def run(self, train: Callable[[], R]) -> R:
@@ -82,13 +81,20 @@ class _Loop:
             except HostsUpdatedInterrupt as interrupt:
                 self._meet(should_sync=not interrupt.skip_sync)
             self._state.on_reset()
+            if self._rendezvous is not None:
+                # One that has come since the seat may have been forgotten by the reset.
+                self._rendezvous.repeat_notice()
 
     def _check_progress(self, error: HorovodInternalError) -> None:
         """Gives up on an error that a new round does not mend: ranks that disagree would do so for ever."""
-        failure = (str(error), self._state.num_commits)
+        seat = None if self._rendezvous is None else self._rendezvous.seat
+        # Where ranks have died in between, these are the cause, and the launcher counts them.
+        failure = (str(error), self._state.num_commits, 0 if seat is None else seat.num_deaths)
         self._num_repeats = self._num_repeats + 1 if failure == self._last_failure else 0
         self._last_failure = failure
         if self._num_repeats >= _MAX_REPEATS:
+            if self._rendezvous is not None:
+                self._rendezvous.report_error(error, ends_job=True)
             raise error
 
     def _meet(self, *, should_sync: bool) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer import runtime
 from trainer.elastic.host_update import HostsUpdatedInterrupt, HostUpdateResult
-from trainer.elastic.rendezvous import current_rendezvous
 from trainer.state import broadcast_object
 
 BroadcastObject = Callable[..., Any]
@@ -54,7 +53,9 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts have changed; the next ``check_host_updates`` of rank 0 tells all ranks.
+        """Hosts have changed: called on every rank as soon as the launcher says so, from a thread of its own.
+
+        The next ``check_host_updates`` of rank 0 makes all ranks meet anew.
 
         Args:
             timestamp: greater than that of the change before.
@@ -110,9 +111,6 @@ class State:
         """Adapts to the new rank and size, before the reset callbacks run."""
 
     def _drain_messages(self) -> tuple[float, int]:
-        rendezvous = current_rendezvous()
-        if rendezvous is not None and self._rank() == 0 and (notice := rendezvous.read_notice()) is not None:
-            self.on_hosts_updated(notice.number, notice.result)
         newest, result = self._last_updated_timestamp, HostUpdateResult.no_update
         while not self._host_messages.empty():
             timestamp, change = self._host_messages.get()

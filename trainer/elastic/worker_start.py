@@ -4,24 +4,14 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from trainer.elastic.actions import Start
-from trainer.environment import WORLD_VARIABLES
 from trainer.launch.job import Job
-from trainer.launch.placement import plan_threads
+from trainer.launch.placement import plan_environment, plan_threads
 from trainer.launch.rank_process import RankStart
 from trainer.launch.remote_shell import choose_passed, is_local, plan_remote_command
-from trainer.launch.store import LOOPBACK, list_addresses, plan_interfaces
+from trainer.launch.store import list_addresses, plan_interfaces
 
-# Places change from round to round, so those of a launcher around this one would only mislead.
-_NOT_INHERITED = frozenset(WORLD_VARIABLES) | {
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_CROSS_RANK",
-    "HOROVOD_CROSS_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-}
+# Of a launcher around this one: its nodes are not the job's.
+_NOT_INHERITED = frozenset({"GROUP_RANK", "GROUP_WORLD_SIZE"})
 
 
 def plan_worker_start(
@@ -36,7 +26,7 @@ def plan_worker_start(
     """What to start for a worker.
 
     Args:
-        start: the worker and its host.
+        start: the worker, its host, and the place that it will have if all others come too.
         job: the command, and how hosts are reached.
         environ: the launcher's.
         listener: where the store is, or will be, served.
@@ -48,11 +38,9 @@ def plan_worker_start(
     """
     given = {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED}
     own = {
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(listener.getsockname()[1]),
+        **plan_environment(start.place, start.host, listener.getsockname()[1]),
         "TRAINER_ELASTIC_WORKER": start.worker,
         "HOROVOD_ELASTIC": "1",
-        "HOROVOD_HOSTNAME": start.host,
     }
     slot, _, incarnation = start.worker.removeprefix(f"{start.host}:").partition(":")
     is_here = is_local(start.host, environ)

@@ -10,12 +10,14 @@ from trainer.elastic.messages import Ask
 from trainer.elastic.places import Candidate
 
 _LEAVE_TIME_S = 30.0
+# After which it is said which worker keeps the others waiting, where no limit is set.
+NOTE_TIME_S = 60.0
 
 
 class Phase(enum.Enum):
     """Where a worker stands."""
 
-    STARTING = "its process runs, it has not asked for a place yet"
+    STARTING = "its process is being started or runs, it has not asked for a place yet"
     ASKING = "it waits for a place in the next round"
     MEMBER = "it is in the newest round"
     LEAVING = "it was told to end"
@@ -34,7 +36,10 @@ class Worker:
         phase: where it stands.
         old_rank: in the newest round in which it was; None before it has been in one.
         ask: its newest.
+        come_s: when its command began to run; None before.
+        is_noted: whether it was said that it keeps others waiting.
         unwanted_since_s: when its slot went away; None while there is one.
+        failing_since_s: when it said that it ends with an error; None before.
         is_stopped: whether its process is being ended from outside.
     """
 
@@ -46,7 +51,10 @@ class Worker:
     phase: Phase = Phase.STARTING
     old_rank: int | None = None
     ask: Ask | None = None
+    come_s: float | None = None
+    is_noted: bool = False
     unwanted_since_s: float | None = None
+    failing_since_s: float | None = None
     is_stopped: bool = False
 
     @property
@@ -64,12 +72,11 @@ class Worker:
         return math.inf if self.old_rank is None else self.old_rank, self.seniority
 
     def candidate(self) -> Candidate:
-        """What counts for its place in the next round, for which it has asked."""
-        assert self.ask is not None
+        """What counts for its place in the next round."""
         return Candidate(
             worker=self.name,
             host=self.host,
-            serial=self.ask.serial,
+            serial=0 if self.ask is None else self.ask.serial,
             old_rank=self.old_rank,
             seniority=self.seniority,
         )
@@ -87,6 +94,16 @@ class Worker:
         """For people: its rank, if it has one, and its name."""
         rank = "" if self.old_rank is None else f"rank {self.old_rank}, "
         return f"{rank}worker {self.name}"
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """By when a worker must have done its duty."""
+
+    at_s: float
+    worker: Worker
+    duty: str
+    is_binding: bool = True
 
 
 @dataclass
@@ -117,18 +134,39 @@ class Workers:
         """Those that stand there, oldest first."""
         return [worker for worker in self.by_name.values() if worker.phase is phase]
 
-    def deadlines(self, timeout_s: float) -> list[tuple[float, Worker, str]]:
-        """By when workers must have done something, and what.
+    def deadlines(self, *, start_timeout_s: float | None, hang_timeout_s: float) -> list[Deadline]:
+        """By when workers must have done something.
 
         Args:
-            timeout_s: for a start, and for a member to ask for the next round.
+            start_timeout_s: for a process to come, and for one to ask while others wait for it; None for no limit:
+                the deadlines are then for a note alone.
+            hang_timeout_s: for a member to ask for the next round, once its round is over.
         """
-        deadlines = [(worker.since_s + timeout_s, worker, "start") for worker in self.in_phase(Phase.STARTING)]
-        asks_s = sorted(worker.since_s for worker in self.in_phase(Phase.ASKING) if worker.may_have_state)
+        asking = self.in_phase(Phase.ASKING)
+        deadlines = self._start_deadlines(start_timeout_s, [worker.since_s for worker in asking])
+        asks_s = sorted(worker.since_s for worker in asking if worker.may_have_state)
         for worker in self.in_phase(Phase.MEMBER):
             # Once a member asks, its round is over for all.
             since_s = asks_s[:1] if worker.unwanted_since_s is None else [*asks_s[:1], worker.unwanted_since_s]
             if since_s:
-                deadlines.append((max(min(since_s), worker.since_s) + timeout_s, worker, "ask for a place"))
-        leaving = [worker for worker in self.in_phase(Phase.LEAVING) if not worker.is_stopped]
-        return [*deadlines, *((worker.since_s + _LEAVE_TIME_S, worker, "end") for worker in leaving)]
+                at_s = max(min(since_s), worker.since_s) + hang_timeout_s
+                deadlines.append(Deadline(at_s, worker, "ask for a place"))
+        for worker in self.by_name.values():
+            since = worker.since_s if worker.phase is Phase.LEAVING else worker.failing_since_s
+            if since is not None and not worker.is_stopped:
+                deadlines.append(Deadline(since + _LEAVE_TIME_S, worker, "end"))
+        return deadlines
+
+    def _start_deadlines(self, timeout_s: float | None, asks_s: list[float]) -> list[Deadline]:
+        deadlines = []
+        limit_s = NOTE_TIME_S if timeout_s is None else timeout_s
+        for worker in self.in_phase(Phase.STARTING):
+            if timeout_s is None and worker.is_noted:
+                continue
+            if worker.come_s is None:
+                deadlines.append(Deadline(worker.since_s + limit_s, worker, "start", timeout_s is not None))
+            elif asks_s and not self.in_phase(Phase.MEMBER):
+                # A program need not ask, and may take its time until others wait for it.
+                at_s = max(worker.come_s, min(asks_s)) + limit_s
+                deadlines.append(Deadline(at_s, worker, "call hvd.init()", timeout_s is not None))
+        return deadlines

@@ -92,10 +92,11 @@ def run(
         env: the ranks' environment in place of this process's.
 
     Returns:
-        What the function returned on each rank; of an elastic job, on the ranks at its end.
+        What the function returned on each rank; of an elastic job, on the ranks that came to its end.
 
     Raises:
-        HorovodInternalError: a rank ended without an answer: killed, out of reach, or left by ``os._exit``.
+        HorovodInternalError: a rank ended without an answer: killed, out of reach, or left by ``os._exit``. An
+            elastic job goes on without it, but not without any answer.
         TypeError: the function, an argument, or a result cannot be pickled.
         ValueError: the arguments describe no job.
         Exception: what the function raised on the first rank that failed, caused by that rank's traceback.
@@ -156,12 +157,12 @@ def _run(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str], c
         except OSError as error:
             raise HorovodInternalError(f"cannot start the ranks: {error}") from error
     if failure is not None:
-        raise _choose_error(failure, post)
+        raise _choose_error(failure, post) if elastic is None else _choose_elastic_error(failure, post)
     results = post.results
-    missing = [] if elastic is not None else sorted(set(range(job.num_ranks)) - set(results))
-    if missing:
+    missing = sorted(set(range(job.num_ranks)) - {answer.rank for answer in results})
+    if missing and (elastic is None or not results):
         raise HorovodInternalError(f"rank {missing[0]} ended with status 0 before the function returned")
-    return [unpickle_result(results[rank]) for rank in sorted(results)]
+    return [unpickle_result(answer) for answer in results]
 
 
 def _choose_error(failure: JobFailure, post: Post) -> BaseException:
@@ -192,6 +193,12 @@ def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: 
         warnings.warn(
             f"{given} has no effect: there is no MPI here, the ranks talk over gloo, and NCCL on GPUs", stacklevel=3
         )
+
+
+def _choose_elastic_error(failure: JobFailure, post: Post) -> BaseException:
+    """The exception of the worker that ended the job: the job has gone on from those of others."""
+    own = [answer for answer in post.errors if answer.worker is not None and answer.worker == failure.worker]
+    return unpickle_error(own[-1]) if own else HorovodInternalError(failure.describe())
 
 
 def _read_hosts(hosts: str | None, hostfile: str | os.PathLike[str] | None, slots: int) -> tuple[Host, ...]:

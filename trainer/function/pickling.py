@@ -24,11 +24,13 @@ class Answer:
     """What came of the call on one rank.
 
     ``content`` is the pickled result, or exception if it could be pickled and ``text``, the traceback, is not empty.
+    ``worker`` is the name of the process in an elastic job, where ranks change hands.
     """
 
     rank: int
     content: bytes | None
     text: str = ""
+    worker: str | None = None
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:

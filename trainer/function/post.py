@@ -40,10 +40,10 @@ class Post:
         return int(self._server.server_address[1])
 
     @property
-    def results(self) -> dict[int, Answer]:
-        """The results that have come, by rank."""
+    def results(self) -> list[Answer]:
+        """The results that have come, in rank order: one from each process."""
         with self._lock:
-            return {answer.rank: answer for answer in self._answers if not answer.text}
+            return sorted((answer for answer in self._answers if not answer.text), key=lambda answer: answer.rank)
 
     @property
     def errors(self) -> list[Answer]:
@@ -72,7 +72,7 @@ class Post:
         head = json.loads(connection.recv_bytes())
         content = connection.recv_bytes() if head["has_content"] else None
         with self._lock:
-            self._answers.append(Answer(head["rank"], content, head["text"]))
+            self._answers.append(Answer(head["rank"], content, head["text"], head["worker"]))
         connection.send_bytes(b"")
 
 
@@ -97,7 +97,8 @@ def tell(address: tuple[str, int], key: bytes, answer: Answer) -> None:
     """
     with Client(address, authkey=key) as connection:
         connection.send_bytes(_TELL)
-        head = {"rank": answer.rank, "text": answer.text, "has_content": answer.content is not None}
+        head = {"rank": answer.rank, "text": answer.text, "worker": answer.worker}
+        head["has_content"] = answer.content is not None
         connection.send_bytes(json.dumps(head).encode())
         if answer.content is not None:
             connection.send_bytes(answer.content)

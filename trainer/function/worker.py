@@ -1,9 +1,10 @@
 """What runs as a rank of ``trainer.run``: fetches the call, makes it, sends its result or exception back."""
 
+import dataclasses
 import os
 import sys
-import traceback
 
+from trainer.elastic.host_update import LeaveJob
 from trainer.function.pickling import call_pickled, pickle_error, pickle_result
 from trainer.function.post import ask, tell
 
@@ -11,26 +12,25 @@ PORT, KEY = "TRAINER_POST_PORT", "TRAINER_POST_KEY"
 
 
 def main() -> None:
-    """Exits with status 1 if the function raised."""
+    """Exits with status 1 if the function raised; in an elastic job ``sys.exit`` keeps its meaning."""
+    worker = os.environ.get("TRAINER_ELASTIC_WORKER")
     address = (os.environ["MASTER_ADDR"], int(os.environ.pop(PORT)))
     # Not for what the function may start.
     key = bytes.fromhex(os.environ.pop(KEY))
     try:
         result = call_pickled(ask(address, key))
         answer = pickle_result(_rank(), result)
+    except LeaveJob:
+        raise
     except BaseException as error:
-        if isinstance(error, SystemExit) and _may_leave():
+        tell(address, key, dataclasses.replace(pickle_error(_rank(), error), worker=worker))
+        if worker is not None and isinstance(error, SystemExit):
             raise
-        traceback.print_exc()
-        tell(address, key, pickle_error(_rank(), error))
+        # The hook and not only a traceback: in an elastic job the launcher hears of the error by it.
+        sys.excepthook(type(error), error, error.__traceback__)
         # Through SystemExit, not os._exit: the trainer leaves its job in order, and other ranks hear of it.
         sys.exit(1)
-    tell(address, key, answer)
-
-
-def _may_leave() -> bool:
-    """Whether the process may end without an answer: one that an elastic job has no place for."""
-    return "TRAINER_ELASTIC_WORKER" in os.environ
+    tell(address, key, dataclasses.replace(answer, worker=worker))
 
 
 def _rank() -> int:

@@ -233,7 +233,7 @@ def _add_elastic_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-num-proc", "--min-np", type=_positive, metavar="N", help="wait while there are fewer")
     group.add_argument("--max-num-proc", "--max-np", type=_positive, metavar="N", help="use no more")
     group.add_argument("--host-discovery-script", metavar="PATH", help="prints lines such as: a:2")
-    group.add_argument("--elastic-timeout", type=_seconds, metavar="S", help="for which too few ranks are waited for")
+    group.add_argument("--elastic-timeout", type=_seconds, metavar="S", help="for which too few slots are waited for")
     group.add_argument("--reset-limit", type=_positive, metavar="N", help="end with status 3 after so many changes")
     group.add_argument(
         "--blacklist-cooldown-range",

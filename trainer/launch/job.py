@@ -73,7 +73,7 @@ class ElasticOptions:
         max_num_ranks: slots beyond are left empty; None for no limit.
         discovery_script: prints ``host`` or ``host:slots`` lines; None to keep to the hosts of the job.
         slots_per_host: for lines without slots; None if every line must have them.
-        elastic_timeout_s: how long to wait for ``min_num_ranks``; None for ``HVD_ELASTIC_TIMEOUT`` or its default.
+        elastic_timeout_s: how long to wait for slots; None for ``HOROVOD_ELASTIC_TIMEOUT`` or its default.
         reset_limit: how often ranks may come and go before the job ends with status 3; None for no limit.
         cooldown_range_s: least and greatest time for which a host that failed gets no ranks; None for ever.
     """
@@ -95,6 +95,10 @@ class JobFailure(Protocol):
         """The rank that failed first, if it was one."""
 
     @property
+    def worker(self) -> str | None:
+        """The name of its process, if the job was elastic."""
+
+    @property
     def exit_status(self) -> int:
         """What the launcher exits with."""
 
@@ -114,6 +118,7 @@ class RankFailure:
     last_lines: tuple[str, ...]
     host: str | None = None
     reason: str | None = None
+    worker: None = None
 
     @property
     def exit_status(self) -> int:

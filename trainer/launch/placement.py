@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.environment import Place
+from trainer.environment import Place, place_variables
 from trainer.launch.job import Host
 from trainer.launch.store import AGENT_STORE, LOOPBACK
 
@@ -49,21 +49,12 @@ def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
 
 
 def plan_environment(place: Place, host: str, port: int) -> dict[str, str]:
-    """What the launcher tells a rank: torchrun's variables, and Horovod's."""
+    """What the launcher tells a rank: its place, and where the ranks meet."""
     return {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
+        **place_variables(place),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         **AGENT_STORE,
-        "HOROVOD_RANK": str(place.rank),
-        "HOROVOD_SIZE": str(place.size),
-        "HOROVOD_LOCAL_RANK": str(place.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(place.local_size),
-        "HOROVOD_CROSS_RANK": str(place.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(place.cross_size),
         "HOROVOD_HOSTNAME": host,
     }
 

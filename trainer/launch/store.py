@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from trainer.environment import choose_gloo_interface
 from trainer.launch.job import RemoteSettings
 from trainer.launch.remote_guard import address_of_interface, find_interface
 
@@ -63,6 +64,8 @@ def plan_interfaces(settings: RemoteSettings, addresses: Sequence[str], environ:
     if settings.network_interfaces:
         names = ",".join(settings.network_interfaces)
         return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}
+    if chosen := choose_gloo_interface(environ):
+        return chosen
     name = find_interface(addresses[0]) if addresses and "GLOO_SOCKET_IFNAME" not in environ else None
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name}
 

@@ -72,6 +72,16 @@ def test_times_come_from_the_command_line_or_else_from_the_environment():
     job, options = Job(command=["x"], num_ranks=2), ElasticOptions(min_num_ranks=1)
     assert plan_limits(job, options, {}).elastic_timeout_s == 600.0
     assert plan_limits(job, options, {"HVD_ELASTIC_TIMEOUT": "7"}).elastic_timeout_s == 7.0
+    both = {"HVD_ELASTIC_TIMEOUT": "7", "HOROVOD_ELASTIC_TIMEOUT": "8"}
+    assert plan_limits(job, options, both).elastic_timeout_s == 8.0
+    assert plan_limits(job, ElasticOptions(elastic_timeout_s=9.0), both).elastic_timeout_s == 9.0
+    with pytest.raises(ValueError, match="HOROVOD_ELASTIC_TIMEOUT must be a number of seconds above 0, not 'soon'"):
+        plan_limits(job, options, {"HOROVOD_ELASTIC_TIMEOUT": "soon"})
+    hang = Job(command=["x"], num_ranks=2, variables={"HOROVOD_GLOO_TIMEOUT_SECONDS": "3"}, start_timeout_s=4.0)
+    assert (plan_limits(hang, options, {}).hang_timeout_s, plan_limits(hang, options, {}).start_timeout_s) == (
+        3.0,
+        4.0,
+    )
     assert read_discovery_interval_s({}) == 1.0
     assert read_discovery_interval_s({"HVD_DISCOVERY_INTERVAL": "0.5"}) == 0.5
     for value in ("soon", "0", "-1", "inf"):

@@ -5,7 +5,7 @@ import pytest
 from trainer.elastic.actions import Announce, Break, Dismiss, Finish, Say, Seated, Start, Stop
 from trainer.elastic.limits import Limits
 from trainer.elastic.membership import Membership
-from trainer.elastic.messages import Ask
+from trainer.elastic.messages import Ask, ScriptError
 from trainer.launch.job import Host
 
 TIMEOUT_S = 100.0
@@ -18,15 +18,16 @@ class World:
         self.limits = Limits(**{"elastic_timeout_s": TIMEOUT_S, **limits})
         self.now_s = 0.0
         self.membership = Membership(self.limits, now_s=0.0)
-        self.started, self.seats, self.said, self.num_asks = [], {}, [], {}
+        self.started, self.seats, self.said, self.num_asks, self.foreseen = [], {}, [], {}, {}
         self.last, self.finish = [], None
 
     def take(self, actions):
         self.last = actions
         for action in actions:
             match action:
-                case Start(worker, _):
+                case Start(worker, _, place):
                     self.started.append(worker)
+                    self.foreseen[worker] = place
                 case Seated(worker, _, seat):
                     self.seats[worker] = seat
                 case Say(text):
@@ -44,6 +45,15 @@ class World:
             ask = Ask(worker, self.num_asks[worker], serial, wants_sync)
             self.take(self.membership.worker_asked(ask, self.now_s))
         return self.last
+
+    def come(self, *workers):
+        for worker in workers:
+            self.take(self.membership.worker_came(worker, self.now_s))
+
+    def fail(self, worker, text="MemoryError: full", returncode=1, *, ends_job=False):
+        """The program of a worker raises, which its process reports before it ends."""
+        self.take(self.membership.script_failed(ScriptError(worker, text, ends_job), self.now_s))
+        return self.end(worker, returncode)
 
     def end(self, worker, returncode=-9, **how):
         return self.take(self.membership.worker_ended(worker, returncode, self.now_s, **how))
@@ -107,7 +117,8 @@ def test_what_happened_on_the_way_to_a_host_is_said_where_the_return_code_does_n
     assert "worker b:0:1 was lost: ssh to b exited with status 255; host b gets no new ranks" in world.said[-1]
     world.end("a:0:0", 126, trouble="was not started: no way to the launcher")
     assert (world.finish.exit_status, world.finish.worker) == (255, "b:0:1")
-    assert world.finish.reason.startswith("was lost: ssh to b exited with status 255; 0 of the 1 ranks")
+    assert world.finish.reason.startswith("was lost: ssh to b exited with status 255; no rank that had the")
+    assert world.finish.others == ("rank 0, worker a:0:0 was not started: no way to the launcher",)
 
 
 def test_the_round_is_not_made_before_all_living_members_have_asked():
@@ -248,23 +259,98 @@ def test_when_all_members_die_the_job_ends_with_the_first_of_them():
     assert (world.finish.worker, world.finish.exit_status) == ("b:0:1", 128 + 11)
 
 
-def test_a_script_error_ends_the_job_with_its_words():
+def test_an_error_that_no_round_would_mend_ends_the_job_with_its_words():
     world = running()
-    world.membership.script_failed("b:0:1", "TypeError: no")
     world.ask("a:0:0", serial=2)
-    world.end("b:0:1", 1)
-    assert world.finish == Finish(1, "exited with status 1: TypeError: no", "b:0:1")
+    world.fail("b:0:1", "HorovodInternalError: no", ends_job=True)
+    assert world.finish == Finish(1, "exited with status 1: HorovodInternalError: no", "b:0:1")
 
 
-def test_a_program_that_cannot_start_ends_the_job_at_once_but_not_one_that_runs():
-    world = World(first_num_ranks=2)
-    world.hosts(a=2)
+def test_an_exception_of_one_rank_is_its_death_and_the_others_go_on():
+    world = running(3, {"a": 1, "b": 1, "c": 1})
+    world.fail("b:0:1", "MemoryError: full")
+    assert world.kinds(Break)
+    assert world.said[-1] == (
+        "rank 1, worker b:0:1 exited with status 1: MemoryError: full; host b gets no new ranks, the others go on"
+    )
+    world.ask("a:0:0", "c:0:2", serial=5)
+    assert world.ranks() == ["a:0:0", "c:0:2"]
+    assert {seat.num_deaths for worker, seat in world.seats.items() if worker != "b:0:1"} == {1}
+
+
+def test_when_all_ranks_of_a_round_raise_the_job_ends_with_the_first_error_and_names_the_others():
+    world = running(3, {"a": 1, "b": 1, "c": 1}, cooldown_range_s=(0.0, 0.0), hosts_can_change=True)
+    # One that has lost another, and says no more, may be the first to end.
     world.end("a:0:0", 1)
-    assert world.finish == Finish(1, "exited with status 1 before it had joined the job", "a:0:0")
+    world.fail("c:0:2", "KeyError: 'x'", 3)
+    assert world.finish is None
+    world.fail("b:0:1", "KeyError: 'y'", 3)
+    reason = "exited with status 3: KeyError: 'x'; no rank that had the training's state is left"
+    others = (
+        "rank 0, worker a:0:0 exited with status 1",
+        "rank 1, worker b:0:1 exited with status 3: KeyError: 'y'",
+    )
+    assert world.finish == Finish(3, reason, "c:0:2", others)
+    assert "go on" not in world.said[-1] or world.kinds(Start)
+
+
+def test_of_many_that_fail_only_some_are_listed():
+    world = running(12, {"a": 12})
+    for worker in world.started:
+        world.fail(worker)
+    assert len(world.finish.others) == 9
+    assert world.finish.others[-1] == "and 3 more"
+
+
+def test_a_rank_that_raises_and_does_not_end_is_ended_so_that_the_others_can_go_on():
+    world = running()
+    error = ScriptError("b:0:1", "MemoryError: full")
+    world.take(world.membership.script_failed(error, world.now_s))
+    world.wait(29.0)
+    assert not world.last
+    world.wait(1.0)
+    assert world.kinds(Stop) == [Stop("b:0:1")]
+    assert world.kinds(Break)
+    assert "did not end in time and is ended: MemoryError: full; host b gets no new ranks" in world.said[-1]
+    world.ask("a:0:0", serial=2)
+    assert world.ranks() == ["a:0:0"]
+
+
+def test_a_program_that_fails_on_one_host_before_it_joins_does_not_end_the_job():
+    world = World(first_num_ranks=2)
+    world.hosts(a=1, b=1)
+    world.end("a:0:0", 1)
+    assert world.finish is None
+    world.ask("b:0:1")
+    assert world.ranks() == ["b:0:1"], "nobody else can come, and one is enough"
     world = running(hosts_can_change=True)
     world.hosts(a=1, b=1, c=1)
     world.end("c:0:2", 1)
     assert world.finish is None
+
+
+@pytest.mark.parametrize("cooldown_range_s", [None, (0.0, 0.0)])
+def test_a_program_that_fails_everywhere_before_it_joins_ends_the_job_at_once(cooldown_range_s):
+    world = World(first_num_ranks=2, hosts_can_change=True, cooldown_range_s=cooldown_range_s)
+    world.hosts(a=1, b=1)
+    world.end("a:0:0", 2)
+    assert world.finish is None
+    world.end("b:0:1", 1)
+    assert world.finish == Finish(
+        2, "exited with status 2; no rank has joined the job", "a:0:0", ("worker b:0:1 exited with status 1",)
+    )
+
+
+def test_a_rank_that_fails_again_and_again_as_it_starts_is_given_no_more_time_than_slots_are():
+    world = World(first_num_ranks=2, cooldown_range_s=(10.0, 10.0))
+    world.hosts(a=1, b=1)
+    world.ask("a:0:0")
+    for _ in range(11):
+        world.end(world.started[-1], 1)
+        world.wait(10.0)
+        if world.seats:
+            break
+    assert world.ranks() == ["a:0:0"]
 
 
 @pytest.mark.parametrize("how", [{"returncode": 255}, {"returncode": 127, "has_started": False}])
@@ -277,7 +363,7 @@ def test_a_host_out_of_reach_is_left_out(how):
 
 
 def test_a_member_that_does_not_ask_while_the_others_do_is_ended_and_left_out():
-    world = running(3, {"a": 1, "b": 1, "c": 1})
+    world = running(3, {"a": 1, "b": 1, "c": 1}, hang_timeout_s=TIMEOUT_S, elastic_timeout_s=1.0)
     world.ask("a:0:0", serial=2)
     world.wait(TIMEOUT_S / 2)
     world.ask("c:0:2", serial=2)
@@ -288,13 +374,70 @@ def test_a_member_that_does_not_ask_while_the_others_do_is_ended_and_left_out():
     assert world.finish is None
 
 
-def test_a_worker_that_does_not_start_is_ended_and_the_others_begin():
-    world = World(first_num_ranks=2)
+def test_the_time_for_slots_does_not_limit_how_long_a_rank_takes_to_start():
+    world = World(first_num_ranks=2, elastic_timeout_s=1.0)
     world.hosts(a=1, b=1)
+    world.come("a:0:0", "b:0:1")
+    world.wait(60.0)
+    assert not world.last
+    world.ask("a:0:0")
+    world.wait(60.0)
+    assert world.last == [Say("still waiting: worker b:0:1 did not call hvd.init() within 60 s")]
+    world.wait(3600.0)
+    assert not world.last
+    world.ask("b:0:1")
+    assert world.ranks() == ["a:0:0", "b:0:1"]
+
+
+def test_nor_does_it_for_one_that_replaces_another():
+    world = running(min_num_ranks=2, elastic_timeout_s=5.0, cooldown_range_s=(1.0, 1.0))
+    world.end("b:0:1")
+    world.ask("a:0:0", serial=2)
+    world.wait(1.0)
+    (start,) = world.kinds(Start)
+    world.wait(500.0)
+    assert world.finish is None
+    world.ask(start.worker)
+    assert world.ranks() == ["a:0:0", start.worker]
+
+
+def test_the_start_timeout_ends_one_that_does_not_come_or_keeps_the_others_waiting():
+    world = World(first_num_ranks=3, start_timeout_s=TIMEOUT_S)
+    world.hosts(a=1, b=1, c=1)
+    world.come("a:0:0", "b:0:1")
+    world.wait(TIMEOUT_S)
+    assert world.kinds(Stop) == [Stop("c:0:2")]
+    assert "worker c:0:2 did not start in time and is ended; host c gets no new ranks" in world.said[-1]
     world.ask("a:0:0")
     world.wait(TIMEOUT_S)
     assert world.kinds(Stop) == [Stop("b:0:1")]
+    assert "worker b:0:1 did not call hvd.init() in time and is ended" in world.said[-1]
+    world.end("c:0:2", -15)
+    world.end("b:0:1", -15)
     assert world.ranks() == ["a:0:0"]
+
+
+def test_ranks_are_started_once_there_are_slots_for_all_and_see_the_place_that_they_will_have():
+    world = World(first_num_ranks=3, hosts_can_change=True)
+    world.hosts(a=1)
+    assert not world.started
+    world.hosts(a=1, b=2)
+    world.ask("b:0:1", "b:1:2", "a:0:0")
+    assert world.foreseen == {worker: seat.place for worker, seat in world.seats.items()}
+    world.hosts(a=2, b=2)
+    world.ask("a:1:3")
+    world.ask("b:0:1", "b:1:2", "a:0:0", serial=4)
+    assert world.foreseen["a:1:3"] == world.seats["a:1:3"].place
+
+
+def test_with_slots_for_the_least_the_job_begins_when_no_more_have_come_in_time():
+    world = World(first_num_ranks=3, min_num_ranks=2, hosts_can_change=True)
+    world.hosts(a=2)
+    assert "2 of the 3 ranks that are needed (-np) are there: waiting for hosts" in world.said[-1]
+    world.wait(TIMEOUT_S)
+    world.ask(*world.started)
+    assert world.ranks() == ["a:0:0", "a:1:1"]
+    assert world.foreseen == {worker: seat.place for worker, seat in world.seats.items()}
 
 
 def test_one_that_was_told_to_leave_and_does_not_is_ended_once():
@@ -342,6 +485,7 @@ def test_the_reset_limit_ends_the_job_with_status_3():
     world.end("b:0:1")
     world.ask("a:0:0", serial=2)
     assert world.finish.exit_status == 3
+    assert world.finish.others == ("rank 1, worker b:0:1 was killed by SIGKILL",)
 
 
 def test_at_the_reset_limit_a_job_that_runs_is_not_made_to_grow():

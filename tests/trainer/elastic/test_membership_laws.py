@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from trainer.elastic.actions import Dismiss, Finish, Say, Seated, Start, Stop
 from trainer.elastic.limits import Limits
 from trainer.elastic.membership import Membership
-from trainer.elastic.messages import Ask
+from trainer.elastic.messages import Ask, ScriptError
 from trainer.launch.job import Host
 
 TIMEOUT_S = 50.0
@@ -34,13 +34,16 @@ class MembershipLaws(RuleBasedStateMachine):
         most=st.none() | st.integers(3, 4),
         cooldown=st.sampled_from([None, COOLDOWN_S]),
         reset_limit=st.none() | st.integers(0, 3),
+        start_timeout_s=st.none() | st.just(TIMEOUT_S),
     )
-    def begin(self, first, least, most, cooldown, reset_limit):
+    def begin(self, first, least, most, cooldown, reset_limit, start_timeout_s):
         self.limits = Limits(
             first_num_ranks=max(first, least),
             min_num_ranks=least,
             max_num_ranks=most,
             elastic_timeout_s=TIMEOUT_S,
+            hang_timeout_s=TIMEOUT_S,
+            start_timeout_s=start_timeout_s,
             reset_limit=reset_limit,
             cooldown_range_s=cooldown,
             hosts_can_change=True,
@@ -62,7 +65,8 @@ class MembershipLaws(RuleBasedStateMachine):
         seated = [action for action in actions if isinstance(action, Seated)]
         for action in actions:
             match action:
-                case Start(worker, host):
+                case Start(worker, host, place):
+                    assert 0 <= place.rank < place.size
                     assert host in self.slots
                     assert self.now_s >= self.barred_until_s.get(host, -math.inf), "a barred host got a worker"
                     self.alive[worker] = Process(worker, host)
@@ -148,6 +152,18 @@ class MembershipLaws(RuleBasedStateMachine):
     def a_worker_dies(self, data, returncode):
         process = self.pick(data, self.alive.values())
         self.end(process, returncode)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def a_program_raises(self, data):
+        process = self.pick(data, self.alive.values())
+        self.take(self.membership.script_failed(ScriptError(process.name, "KeyError: 1"), self.now_s))
+        self.end(process, 1)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def a_command_runs(self, data):
+        self.take(self.membership.worker_came(self.pick(data, self.alive.values()).name, self.now_s))
 
     @precondition(lambda self: any(p.seat for p in self.processes(asking=False)))
     @rule(data=st.data())

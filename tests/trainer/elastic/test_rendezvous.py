@@ -2,6 +2,7 @@
 
 import datetime as dt
 import os
+import queue
 import socket
 import sys
 import threading
@@ -10,7 +11,6 @@ import pytest
 from torch.distributed import TCPStore
 
 from trainer.elastic.messages import (
-    HOSTS_KEY,
     WORDS_QUEUE,
     Ask,
     Leave,
@@ -21,6 +21,7 @@ from trainer.elastic.messages import (
     broken_key,
     decode_word,
     encode,
+    notice_queue,
 )
 from trainer.elastic.rendezvous import Rendezvous, report_uncaught_errors
 from trainer.elastic.round_store import RoundStore
@@ -59,20 +60,75 @@ def test_a_worker_that_is_told_to_leave_ends_well(store, capsys):
     assert capsys.readouterr().err == "this worker leaves the job: its slot is gone\n"
 
 
-def test_only_news_that_the_round_does_not_have_in_it_are_news(store):
-    rendezvous = Rendezvous(WORKER, store)
-    store.set(HOSTS_KEY, encode(Notice(4, 2)))
-    assert rendezvous.read_notice() is None
+class Notified:
+    """A state that is told of changes of hosts."""
+
+    def __init__(self, *, fails=False):
+        self.told = queue.SimpleQueue()
+        self.fails = fails
+
+    def on_hosts_updated(self, timestamp, update_res):
+        self.told.put((timestamp, update_res))
+        if self.fails:
+            raise KeyError("the user's own")
+
+
+@pytest.fixture
+def seated(store):
+    """A worker in a round, whose thread waits for changes of hosts."""
+    rendezvous = Rendezvous(WORKER, store.clone())
+    thread = threading.Thread(target=rendezvous.receive_notices, args=(store.clone(),))
+    thread.start()
     store.set(answer_key(WORKER, 1), encode(SEAT))
     rendezvous.join_round()
-    assert rendezvous.read_notice() is None
-    store.set(HOSTS_KEY, encode(Notice(5, 1)))
-    assert rendezvous.read_notice() == Notice(5, 1)
+    yield rendezvous
+    rendezvous.end_notices()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_change_of_hosts_reaches_the_states_at_once_and_without_a_commit(store, seated):
+    states = [Notified(fails=True), Notified()]
+    with seated.notifying(states[0]), seated.notifying(states[1]):
+        for notice in (Notice(5, 1), Notice(6, 2)):
+            store.queue_push(notice_queue(WORKER), encode(notice))
+            assert [state.told.get(timeout=20) for state in states] == [(notice.number, notice.result)] * 2
+    store.queue_push(notice_queue(WORKER), encode(Notice(7, 1)))
+    seated.end_notices()
+    assert states[1].told.empty()
+
+
+def test_changes_that_the_round_has_in_it_are_no_news(store, seated):
+    state = Notified()
+    with seated.notifying(state):
+        store.queue_push(notice_queue(WORKER), encode(Notice(4, 2)))
+        store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
+        assert state.told.get(timeout=20) == (5, 1)
+        assert state.told.empty()
+
+
+def test_a_state_that_comes_late_or_was_reset_is_told_of_what_came_before(store, seated):
+    early, late = Notified(), Notified()
+    with seated.notifying(early):
+        store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
+        assert early.told.get(timeout=20) == (5, 1)
+    with seated.notifying(late):
+        assert late.told.get_nowait() == (5, 1)
+        seated.repeat_notice()
+        assert late.told.get_nowait() == (5, 1)
+        store.set(answer_key(WORKER, 2), encode(Seat(3, SEAT.place, needs_sync=True, notice=5)))
+        seated.join_round()
+        seated.repeat_notice()
+        assert late.told.empty()
 
 
 def test_a_programs_error_is_reported_with_its_kind(store):
-    Rendezvous(WORKER, store).report_error(KeyError("x"))
-    assert decode_word(store.queue_pop(WORDS_QUEUE)) == ScriptError(WORKER, "KeyError: 'x'")
+    rendezvous = Rendezvous(WORKER, store)
+    rendezvous.report_error(KeyError("x"))
+    rendezvous.report_error(HorovodInternalError("no"), ends_job=True)
+    words = [decode_word(store.queue_pop(WORDS_QUEUE)) for _ in range(2)]
+    assert words[0] == ScriptError(WORKER, "KeyError: 'x'")
+    assert words[1] == ScriptError(WORKER, "HorovodInternalError: no", ends_job=True)
 
 
 def test_an_error_outside_the_training_function_is_reported_and_still_shown(store, monkeypatch):

@@ -31,3 +31,4 @@ def test_a_worker_that_can_never_connect_gives_up_after_some_rounds_and_says_why
     words = [decode_word(store.queue_pop(WORDS_QUEUE)) for _ in range(6)]
     assert [type(word) for word in words] == [Ask] * 5 + [ScriptError]
     assert "no-such-card" in words[-1].text
+    assert words[-1].ends_job

@@ -4,11 +4,12 @@ import pytest
 
 from trainer.elastic.actions import Start
 from trainer.elastic.worker_start import plan_worker_start
+from trainer.environment import Place
 from trainer.launch.job import Job, RemoteSettings
 from trainer.launch.remote_guard import find_interface
 from trainer.launch.store import list_addresses, open_listener
 
-ENVIRON = {"PATH": "/bin", "RANK": "3"}
+ENVIRON = {"PATH": "/bin", "RANK": "3", "GROUP_RANK": "7"}
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def plan():
 
         def plan(host, *, environ=ENVIRON, other_hosts=(), **settings):
             job = Job(command=["true"], num_ranks=1, remote=RemoteSettings(**settings))
-            start = Start(f"{host}:0:4", host)
+            start = Start(f"{host}:0:4", host, Place(1, 3, 0, 2, 1, 2))
             return plan_worker_start(start, job, environ, listener, num_neighbours=2, other_hosts=other_hosts)
 
         yield plan
@@ -52,8 +53,23 @@ def test_a_worker_elsewhere_shares_the_processors_with_those_beside_it(plan):
 
 
 @pytest.mark.parametrize("host", ["localhost", "node7"])
-def test_chosen_interfaces_are_for_all_workers_and_an_old_place_for_none(plan, host):
+def test_a_worker_sees_the_place_that_it_will_have_and_none_of_another_launcher(plan, host):
+    environ = plan(host, other_hosts=["node7"]).environ
+    place = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "3", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2"}
+    place |= {"HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2", "HOROVOD_HOSTNAME": host}
+    assert {name: environ[name] for name in place} == place
+    assert "GROUP_RANK" not in environ
+
+
+@pytest.mark.parametrize("host", ["localhost", "node7"])
+def test_horovods_name_for_the_interface_is_heeded(plan, host):
+    environ = plan(host, environ={"HOROVOD_GLOO_IFACE": "mine"}, other_hosts=["node7"]).environ
+    assert environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+@pytest.mark.parametrize("host", ["localhost", "node7"])
+def test_chosen_interfaces_are_for_all_workers(plan, host):
     _, name = socket.if_nameindex()[0]
     environ = plan(host, network_interfaces=(name,), other_hosts=["node7"]).environ
     assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == (name, name)
-    assert "RANK" not in environ

@@ -26,7 +26,7 @@ def test_ranks_get_the_call_and_their_answers_are_kept(post):
     tell(address, KEY, Answer(0, large))
     tell(address, KEY, Answer(2, None, "Traceback"))
     tell(address, KEY, Answer(1, b"error", "Traceback"))
-    assert post.results == {0: Answer(0, large)}
+    assert post.results == [Answer(0, large)]
     assert [answer.rank for answer in post.errors] == [2, 1]
 
 
@@ -35,7 +35,7 @@ def test_a_stranger_gets_nothing_and_can_say_nothing(post):
         ask(("127.0.0.1", post.port), b"wrong")
     with pytest.raises((multiprocessing.AuthenticationError, OSError, EOFError)):
         tell(("127.0.0.1", post.port), b"wrong", Answer(0, b"evil"))
-    assert post.results == {}
+    assert post.results == []
 
 
 def test_a_silent_connection_keeps_nobody_from_asking(post):

@@ -1,0 +1,84 @@
+"""Of what workers of an elastic job have died, and which of them is to blame when the job ends of it. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainer.elastic.actions import Finish
+from trainer.elastic.messages import ScriptError
+from trainer.elastic.workers import Worker
+from trainer.launch.job import describe_end
+
+_UNREACHABLE_STATUS = 255
+_MAX_OTHERS = 8
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a worker that should have gone on.
+
+    Args:
+        worker: whose.
+        returncode: negative for a signal.
+        trouble: what happened, in words that follow its name, where the return code does not say so.
+        has_started: False if its command never ran.
+    """
+
+    worker: Worker
+    returncode: int
+    trouble: str | None = None
+    has_started: bool = True
+
+    @property
+    def is_programs_fault(self) -> bool:
+        """Whether the program says itself that it failed; it may do so everywhere."""
+        return self.has_started and 0 < self.returncode != _UNREACHABLE_STATUS
+
+
+@dataclass
+class Deaths:
+    """The deaths of a job, and the errors that programs have reported."""
+
+    num_all: int = 0
+    since_round: list[Death] = field(default_factory=list)
+    errors: dict[str, ScriptError] = field(default_factory=dict)
+
+    def add(self, death: Death) -> None:
+        """Takes note of a death."""
+        self.num_all += 1
+        if death.returncode:
+            self.since_round.append(death)
+
+    def ends_job(self, worker: str) -> bool:
+        """Whether the program of this worker has said that no new round would mend its error."""
+        return worker in self.errors and self.errors[worker].ends_job
+
+    def describe(self, death: Death) -> str:
+        """What happened, in words that follow the worker's name."""
+        how = death.trouble or describe_end(death.returncode)
+        error = self.errors.get(death.worker.name)
+        return how if error is None else f"{how}: {error.text}"
+
+    def choose_cause(self) -> Death | None:
+        """The first death in this round; one of an error of its own goes before those that may follow from it."""
+        own = [death for death in self.since_round if death.worker.name in self.errors]
+        return next(iter([*own, *self.since_round]), None)
+
+    def finish(self, cause: Death, why: str = "") -> Finish:
+        """The end of the job because of a death, with the others of this round."""
+        status = cause.returncode if cause.returncode > 0 else 128 - cause.returncode
+        return Finish(status, self.describe(cause) + why, cause.worker.name, self.list_others(cause))
+
+    def list_others(self, cause: Death | None = None) -> tuple[str, ...]:
+        """The deaths in this round but one, a line each."""
+        others = [
+            f"{death.worker.describe()} {self.describe(death)}" for death in self.since_round if death is not cause
+        ]
+        if len(others) > _MAX_OTHERS:
+            others[_MAX_OTHERS:] = [f"and {len(others) - _MAX_OTHERS} more"]
+        return tuple(others)
+
+    def have_filled(self, slots: set[tuple[str, int]]) -> bool:
+        """Whether the program has failed by itself, and in each of these slots of a host."""
+        failed = {(each.worker.host, each.worker.slot) for each in self.since_round if each.is_programs_fault}
+        return bool(failed) and slots <= failed
