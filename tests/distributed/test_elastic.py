@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.elastic_jobs import SAME_SIZE, TWO_HOSTS, ListedHosts, check_alike, check_equal
+from tests.distributed.elastic_jobs import SAME_SIZE, TWO_HOSTS, ListedHosts, Running, check_alike, check_equal
 
 REPLACING = (*SAME_SIZE, *TWO_HOSTS)
 SHRINKING = ("--min-num-proc", "1", *TWO_HOSTS)
@@ -177,6 +177,22 @@ def test_a_host_comes_in_the_middle_of_an_epoch_and_another_goes(elastic, undist
     assert result["sizes"] == [2] * 5 + [3] * 7 + [2] * 8
     assert "this worker leaves the job: its slot on 127.0.0.1 is gone" in result["errors"]
     assert "was killed" not in result["errors"]
+
+
+@pytest.mark.slow
+def test_ranks_are_told_of_a_change_of_hosts_before_they_commit(launcher, tmp_path):
+    hosts = ListedHosts(tmp_path, "localhost:1", "127.0.0.1:1")
+    launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
+    program = launcher.program("elastic_notified.py")
+    options = ("--min-num-proc", "1", *hosts.options)
+    job = Running(launcher.start(2, sys.executable, program, options=options), None)
+    for _ in range(2):
+        job.read_until("trains on as rank")
+    hosts.set("localhost:1")
+    done = job.end()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("told of 1 before a commit, with 1 message") == 2
+    assert "[localhost:0] ends at 1 with last change 1" in done.stdout
 
 
 @pytest.mark.slow

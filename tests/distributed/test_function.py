@@ -123,6 +123,52 @@ def test_a_rank_that_leaves_without_a_result_is_an_error():
         run(lambda: os._exit(0))
 
 
+ELASTIC = {"num_proc": 2, "min_num_proc": 1, "hosts": "localhost:1,127.0.0.1:1"}
+
+
+def test_an_elastic_function_that_needs_no_other_rank_gives_a_result_for_each():
+    assert run(place, **ELASTIC) == [(0, 2), (1, 2)]
+
+
+def test_an_elastic_function_that_fails_on_all_ranks_raises_what_the_first_has_raised():
+    def fail():
+        raise KeyError(f"rank {place()[0]}")
+
+    with pytest.raises(KeyError, match=r"rank [01]") as caught:
+        run(fail, **ELASTIC)
+    assert isinstance(caught.value.__cause__, RankTracebackError)
+
+
+def test_an_elastic_function_that_leaves_without_any_result_is_an_error():
+    with pytest.raises(HorovodInternalError, match="rank 0 ended with status 0 before the function returned"):
+        run(lambda: sys.exit(0), **ELASTIC)
+
+
+@pytest.mark.slow
+def test_an_elastic_function_goes_on_without_a_rank_that_raises(capfd):
+    def train():
+        import trainer as hvd
+
+        hvd.init()
+        first_rank = hvd.rank()
+
+        @hvd.elastic.run
+        def count(state):
+            while state.step < 4:
+                if state.step == 2 and first_rank == 1:
+                    raise OSError("no space left")
+                state.step += 1
+                state.commit()
+            return hvd.rank(), hvd.size(), os.environ["RANK"], os.environ["HOROVOD_SIZE"]
+
+        return count(hvd.elastic.ObjectState(step=0))
+
+    assert run(train, **ELASTIC) == [(0, 1, "0", "1")]
+    errors = capfd.readouterr().err
+    assert "exited with status 1: OSError: no space left; host 127.0.0.1 gets no new ranks" in errors
+    assert errors.count("Traceback") == 1
+
+
 def test_it_works_from_a_thread_and_where_output_has_no_bytes_below_it():
     output, results = io.StringIO(), []
     with contextlib.redirect_stdout(output):

@@ -1,6 +1,7 @@
 """Everything works without a launcher and without a network."""
 
 import enum
+import os
 import subprocess
 import sys
 import threading
@@ -26,6 +27,15 @@ def test_every_public_name_resolves():
 def test_the_package_alone_does_not_load_torch():
     code = "import sys, trainer, trainer.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_horovods_name_for_the_interface_is_what_gloo_gets(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth1")
+    hvd.shutdown()
+    hvd.init()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
 def test_the_place_is_that_of_a_single_rank():

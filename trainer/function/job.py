@@ -74,7 +74,7 @@ def run(
         hosts: as ``a:2,b:2``; by default this machine.
         hostfile: a file of lines ``a slots=2``.
         host_discovery_script: prints the hosts of an elastic job.
-        start_timeout: seconds after which a rank that has not come ends the job.
+        start_timeout: seconds after which a rank that has not come ends the job, or is left out if it is elastic.
         ssh_port: of the other hosts.
         ssh_identity_file: a private key for them.
         disable_cache: means nothing here.

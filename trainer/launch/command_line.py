@@ -198,7 +198,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="end the job when a rank has not come by then, and name it (default: name it after a minute)",
+        help="end the job when a rank has not come by then; an elastic one goes on (default: name it after a minute)",
     )
     parser.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]", help="variable for all ranks")
     parser.add_argument("--verbose", action="store_true", help="say what is started where")
