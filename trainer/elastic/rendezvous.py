@@ -195,15 +195,22 @@ def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     global _rendezvous  # noqa: PLW0603 - a process is in one job
     with _lock:
         if _rendezvous is None and WORKER_VARIABLE in environ:
-            store = _connect(environ, dt.timedelta(seconds=_CONNECT_TIMEOUT_S))
+            store, notice_store = _connect(environ), _connect(environ)
+            # Changes may be days apart.
+            notice_store.set_timeout(dt.timedelta(days=1000))
             _rendezvous = Rendezvous(environ[WORKER_VARIABLE], store)
             report_uncaught_errors(_rendezvous)
-            _start_notices(_rendezvous, _connect(environ, dt.timedelta(days=1000)))
+            _start_notices(_rendezvous, notice_store)
         return _rendezvous
 
 
-def _connect(environ: Mapping[str, str], timeout: dt.timedelta) -> TCPStore:
-    return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+def _connect(environ: Mapping[str, str]) -> TCPStore:
+    return TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=dt.timedelta(seconds=_CONNECT_TIMEOUT_S),
+    )
 
 
 def _start_notices(rendezvous: Rendezvous, store: Store) -> None:

@@ -1,5 +1,6 @@
 """Elastic states in a world of one: save, restore, commit, notices of hosts, and the loop around a training."""
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from trainer.elastic import (
     get_handler_registry,
     set_handler_registry,
 )
+from trainer.elastic.messages import Seat
+from trainer.environment import Place
 
 
 @pytest.fixture(autouse=True)
@@ -292,6 +295,47 @@ def test_an_error_that_comes_again_and_again_without_a_commit_between_is_raised(
     with pytest.raises(hvd.HorovodInternalError, match="ranks disagree"):
         train(Failing())
     assert num_calls == 5
+
+
+class Meetings:
+    """A rendezvous whose every round follows a death, or none."""
+
+    def __init__(self, *, deaths):
+        self.deaths, self.num_rounds, self.reported = deaths, 0, []
+
+    @property
+    def seat(self):
+        self.num_rounds += 1
+        return Seat(1, Place(), needs_sync=True, notice=0, num_deaths=self.num_rounds if self.deaths else 0)
+
+    def notifying(self, _):
+        return contextlib.nullcontext()
+
+    def repeat_notice(self):
+        pass
+
+    def report_error(self, error, *, ends_job):
+        self.reported.append((str(error), ends_job))
+
+
+@pytest.mark.parametrize("deaths", [True, False])
+def test_losses_of_ranks_are_not_counted_among_errors_that_come_again_and_again(monkeypatch, deaths):
+    meetings = Meetings(deaths=deaths)
+    monkeypatch.setattr("trainer.elastic.run_loop.open_rendezvous", lambda _: meetings)
+    errors = iter([hvd.HorovodInternalError("rank 1 left the job")] * 10)
+
+    @hvd.elastic.run
+    def train(state):
+        for error in errors:
+            raise error
+
+    if deaths:
+        train(Failing())
+        assert not meetings.reported
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1 left"):
+            train(Failing())
+        assert meetings.reported == [("rank 1 left the job", True)]
 
 
 def test_the_program_on_the_page_goes_on_when_hosts_change_at_the_last_batch_of_an_epoch():
