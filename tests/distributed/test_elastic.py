@@ -95,7 +95,6 @@ def test_ranks_that_raise_one_after_the_other_are_replaced_and_nothing_differs(e
 
 @pytest.mark.slow
 def test_the_time_for_slots_does_not_limit_imports(launcher):
-    launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
     # Loading torch alone takes far longer.
     done = run_failing(launcher, "none", "error", "--elastic-timeout", "0.2")
     assert done.returncode == 0, done.stderr

@@ -57,7 +57,7 @@ class ElasticFailure:
     others: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Which worker failed first, if one did, how, what befell others, and the end of its standard error."""
+        """Which worker failed first, if one did, how, what happened to others, and the end of its standard error."""
         others = [f"  {other}" for other in self.others]
         if self.worker is None:
             return "\n".join([self.reason, *others])

@@ -99,7 +99,7 @@ class Membership:
             if returncode == 0 and (worker.may_have_state or not self._round):
                 self._runs_down = True
             else:
-                actions += self._bury(Death(worker, returncode, trouble, has_started), now_s)
+                actions += self._add_death(Death(worker, returncode, trouble, has_started), now_s)
         return self._finishing([*actions, *self._advance(now_s)])
 
     def time_passed(self, now_s: float) -> list[Action]:
@@ -119,8 +119,8 @@ class Membership:
             start_timeout_s=self._limits.start_timeout_s, hang_timeout_s=self._limits.hang_timeout_s
         )
 
-    def _bury(self, death: Death, now_s: float) -> list[Action]:
-        """Of whatever a rank dies, others may be without it: an error of its program is no exception."""
+    def _add_death(self, death: Death, now_s: float) -> list[Action]:
+        """Any end of a rank is a death, an error of its program too: what fails on one host may work on the others."""
         worker = death.worker
         if self._deaths.ends_job(worker.name):
             return [self._deaths.finish(death)]
@@ -206,7 +206,7 @@ class Membership:
             if worker.phase is Phase.LEAVING:
                 actions.append(Say(f"{worker.describe()} {trouble}"))
             else:
-                actions += self._bury(Death(worker, 1, trouble, has_started=False), now_s)
+                actions += self._add_death(Death(worker, 1, trouble, has_started=False), now_s)
             worker.stop(now_s)
             actions.append(Stop(worker.name))
             if was_member:
