@@ -120,7 +120,7 @@ class Membership:
         )
 
     def _add_death(self, death: Death, now_s: float) -> list[Action]:
-        """Any end of a rank is a death, an error of its program too: what fails on one host may work on the others."""
+        """An error of the program is a death as well: what fails on one host may work on the others."""
         worker = death.worker
         if self._deaths.ends_job(worker.name):
             return [self._deaths.finish(death)]
