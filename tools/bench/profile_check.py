@@ -33,12 +33,21 @@ WORKLOADS = {
 }
 
 
-def measure(options: list[str], repository: str, repeats: int, steps: int, threads: int) -> dict[str, Any]:
+def measure(
+    options: list[str],
+    repository: str,
+    repeats: int,
+    steps: int,
+    threads: int,
+    *,
+    data: str = "digits",
+    ranks: int = RANKS,
+) -> dict[str, Any]:
     """Return the profile of a workload, whose ranks compute in so many threads each."""
     # The ranks must not find this folder's trainer.py where they import the package: -P.
     python = [sys.executable, "-P", "-m"]
-    command = [*python, "trainer.launch", "-np", str(RANKS), "--no-prefix", *python, "trainer", "profile"]
-    told = ["--data", "digits", "--repo", repository, *options, "--check", "--json"]
+    command = [*python, "trainer.launch", "-np", str(ranks), "--no-prefix", *python, "trainer", "profile"]
+    told = ["--data", data, "--repo", repository, *options, "--check", "--json"]
     counts = ["--rounds", str(repeats), "--steps", str(steps)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([*command, *told, *counts], env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -59,17 +68,22 @@ def main() -> None:
         ingest(Repository.create(repository), str(digits), "digits")
         for workload, options in WORKLOADS.items():
             profile = measure(options, repository, arguments.repeats, arguments.steps, arguments.threads)
-            for mode in profile["measured"]:
-                measured_s, predicted_s = (
-                    [each[name][mode] for each in profile["rounds"]] for name in ("measured_s", "predicted_s")
-                )
-                report.add_row(f"{workload}, {mode}: measured", "ms/step", [1e3 * seconds for seconds in measured_s])
-                report.add_ratio(f"{workload}, {mode}: predicted / measured", predicted_s, measured_s)
+            add_profile(report, workload, profile)
     report.show(as_json=arguments.as_json)
     if arguments.within is not None:
         off = far_off(report.ratios, arguments.within)
         if off:
             sys.exit(f"farther than {arguments.within:.0%} from what was measured: {', '.join(off)}")
+
+
+def add_profile(report: Report, workload: str, profile: dict[str, Any]) -> None:
+    """Add the measured steps of a profile, and the predicted ones by them."""
+    for mode in profile["measured"]:
+        measured_s, predicted_s = (
+            [each[name][mode] for each in profile["rounds"]] for name in ("measured_s", "predicted_s")
+        )
+        report.add_row(f"{workload}, {mode}: measured", "ms/step", [1e3 * seconds for seconds in measured_s])
+        report.add_ratio(f"{workload}, {mode}: predicted / measured", predicted_s, measured_s)
 
 
 def far_off(ratios: Sequence[Figure], within: float) -> list[str]:

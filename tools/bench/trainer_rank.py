@@ -45,11 +45,11 @@ class SummedParameters(nn.Module):
         return torch.stack([tensor.sum() for tensor in self.tensors]).sum()
 
 
-def make_resnet18_step(wrap: Wrap) -> Step:
+def make_resnet18_step(wrap: Wrap, device: str = "cpu") -> Step:
     """Return a step of ResNet-18 on images that stay the same."""
     torch.manual_seed(0)
-    model, optimizer = wrap(build_model("resnet18", CLASSES))
-    images, labels = torch.randn(BATCH, 3, SIDE, SIDE), torch.randint(CLASSES, (BATCH,))
+    model, optimizer = wrap(build_model("resnet18", CLASSES).to(device))
+    images, labels = torch.randn(BATCH, 3, SIDE, SIDE).to(device), torch.randint(CLASSES, (BATCH,)).to(device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -59,10 +59,10 @@ def make_resnet18_step(wrap: Wrap) -> Step:
     return step
 
 
-def make_sizes_step(wrap: Wrap) -> Step:
+def make_sizes_step(wrap: Wrap, device: str = "cpu") -> Step:
     """Return a step of ResNet-50's parameters without its work."""
     shapes = [tuple(parameter.shape) for parameter in build_model("resnet50", CLASSES).parameters()]
-    model, optimizer = wrap(SummedParameters(shapes))
+    model, optimizer = wrap(SummedParameters(shapes).to(device))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -106,8 +106,12 @@ def say(**values: Any) -> None:
         print(json.dumps(values), flush=True)
 
 
-def time_block(step: Step, num_steps: int, settings: hvd.EngineSettings | None) -> tuple[float, float]:
+def time_block(
+    step: Step, num_steps: int, settings: hvd.EngineSettings | None, wait: Step = lambda: None
+) -> tuple[float, float]:
     """Return milliseconds per step of the slower rank: by the clock, and of processor time in all its threads.
+
+    `wait` returns once the device has done its work.
 
     Every rank calls this in the same order.
     """
@@ -115,10 +119,12 @@ def time_block(step: Step, num_steps: int, settings: hvd.EngineSettings | None) 
         hvd.init(settings=settings)
     for _ in range(WARM_UP_STEPS):
         step()
+    wait()
     dist.barrier()
     started = torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
     for _ in range(num_steps):
         step()
+    wait()
     ended = torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
     elapsed_ms = 1e3 * (ended - started) / num_steps
     dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
@@ -126,25 +132,26 @@ def time_block(step: Step, num_steps: int, settings: hvd.EngineSettings | None) 
     return float(elapsed_ms[0]), float(elapsed_ms[1])
 
 
-def make_step(make: Callable[[Wrap], Step], way: str) -> Step:
+def make_step(make: Callable[[Wrap, str], Step], way: str, device: str = "cpu") -> Step:
     """Return a step of a way to train, with a model of its own."""
     wrap, settings = WAYS[way]
     if settings is not None:
         hvd.init(settings=settings)
-    step = make(wrap)
+    step = make(wrap, device)
     hvd.shutdown()
     return step
 
 
-def compare(ways: list[str], repeats: int, seconds: float) -> None:
+def compare(ways: list[str], repeats: int, seconds: float, device: str = "cpu") -> None:
     """Time blocks of all ways to train, in turn, each as long as asked for."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for workload, make in WORKLOADS.items():
-        steps = {way: make_step(make, way) for way in ways}
-        first_ms, _ = time_block(steps["alone"], 2, None)
+        steps = {way: make_step(make, way, device) for way in ways}
+        first_ms, _ = time_block(steps["alone"], 2, None, wait)
         num_steps = max(3, round(seconds * 1e3 / first_ms / 2))
         for repeat in range(repeats):
             for way in ways if repeat % 2 == 0 else list(reversed(ways)):
-                ms, processor_ms = time_block(steps[way], num_steps, WAYS[way][1])
+                ms, processor_ms = time_block(steps[way], num_steps, WAYS[way][1], wait)
                 say(workload=workload, way=way, ms=ms, processor_ms=processor_ms, number=repeat, of=repeats)
 
 
@@ -226,13 +233,14 @@ def main() -> None:
     parser.add_argument("part", choices=("compare", "alone", "negotiation", "wire"))
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of `compare` and `alone`")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")  # ours uses it too, and leaves it standing
     match arguments.part:
         case "compare":
-            compare(list(WAYS), arguments.repeats, arguments.seconds)
+            compare(list(WAYS), arguments.repeats, arguments.seconds, arguments.device)
         case "alone":
-            compare(["ours", "alone"], arguments.repeats, arguments.seconds)
+            compare(["ours", "alone"], arguments.repeats, arguments.seconds, arguments.device)
         case "negotiation":
             negotiate(arguments.repeats)
         case "wire":

@@ -1,0 +1,71 @@
+"""The loader alone, photos of 110 kB: from shards in memory and from a node's cache, by every way to decode.
+
+"Memory" is a local repository that is mapped in place, whose pages are there since they were just written. A ratio
+is to the same loader with decode="cpu", which decodes on the processors and uploads bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+from datasvc.cache import Cache
+from gpu_stages.loading_rate import measure
+from gpu_stages.photo_data import make_photos
+from gpu_stages.stage import Stage, last_json
+
+ON_GPU = ("cpu", "gpu-window", "gpu-whole", "auto")
+PROGRAM = Path(__file__).with_name("loading_rate.py")
+REPEATS = 3
+
+
+def run(stage: Stage) -> None:
+    """Measure every way to decode, in turn and each in a process of its own."""
+    with stage.timed("photos"):
+        _, split = make_photos(stage.folder, num_images=stage.choose(6000, 24))
+        cache = Cache(stage.folder / "cache", budget=2 * split.table.size_bytes)
+        cache.stage([split])
+    if not stage.has_gpu:
+        with stage.timed("loaders on the CPU"), cache:
+            tiny = argparse.Namespace(batch=4, size=32, threads=1, seconds=0.01, decode="cpu", device="cpu")
+            for place, held in (("memory", None), ("cache", cache)):
+                stage.report.add_row(f"{place}, cpu", "images/s", [measure(split, held, tiny)["images_per_s"]])
+        stage.need_gpu("decoding to a GPU was not measured")
+    cache.close()
+    with stage.timed("loaders"):
+        rates = measure_all(stage)
+    for name, values in rates.items():
+        place, _, decode = name.partition(", ")
+        if decode != "cpu" and len(values) == len(rates.get(f"{place}, cpu", ())):
+            stage.report.add_ratio(f"{name} / cpu", values, rates[f"{place}, cpu"])
+
+
+def measure_all(stage: Stage) -> dict[str, list[float]]:
+    """Return images per second by place and decoder; one whose process ended is not run again, and named as such."""
+    places = {"memory": (), "cache": ("--cache", stage.folder / "cache")}
+    commands = {
+        f"{place}, {decode}": (*options, "--decode", decode) for place, options in places.items() for decode in ON_GPU
+    }
+    rates: dict[str, list[float]] = {name: [] for name in commands}
+    problems: dict[str, str] = {}
+    repository = stage.folder / "repository"
+    for repeat in range(REPEATS):
+        for name in list(commands) if repeat % 2 == 0 else reversed(commands):
+            if name in problems:
+                continue
+            try:
+                printed = stage.run("-P", PROGRAM, repository, *commands[name])
+            except subprocess.CalledProcessError as error:
+                problems[name] = f"ended with status {error.returncode}"
+                print(f"{name}: {problems[name]}", flush=True)
+            else:
+                rates[name].append(last_json(printed)["images_per_s"])
+                print(f"{name}: {json.dumps(last_json(printed))}", flush=True)
+    for name, values in rates.items():
+        if values:
+            stage.report.add_row(name, "images/s", values)
+        if name in problems:
+            stage.report.add_row(f"{name}: {problems[name]}, after so many runs", "runs", [len(values)])
+    return rates

@@ -1,0 +1,31 @@
+"""`python -m trainer profile --check` of ResNet-50 and AlexNet on one GPU: predicted by measured step time."""
+
+from __future__ import annotations
+
+from profile_check import add_profile, measure
+
+from datasvc.processors import count_processors
+from gpu_stages.photo_data import make_photos
+from gpu_stages.stage import Stage
+
+WORKLOADS = {
+    "ResNet-50": ["--model", "resnet50", "--batch-size", "128"],
+    "AlexNet": ["--model", "alexnet", "--batch-size", "256"],
+}
+ON_GPU = ["--size", "224", "--device", "cuda", "--precision", "bf16", "--channels-last"]
+TINY = {"small CNN": ["--model", "small-cnn", "--batch-size", "4", "--size", "32"]}
+REPEATS, STEPS = 5, 20
+
+
+def run(stage: Stage) -> None:
+    """Profile both models, or a small one on the CPU."""
+    with stage.timed("photos"):
+        make_photos(stage.folder, num_images=stage.choose(6000, 24))
+    repository, threads = str(stage.folder / "repository"), stage.choose(count_processors(), 1)
+    repeats, steps = stage.choose((REPEATS, STEPS), (1, 1))
+    for workload, options in stage.choose(WORKLOADS, TINY).items():
+        with stage.timed(workload):
+            given = [*options, *stage.choose(ON_GPU, [])]
+            profile = measure(given, repository, repeats, steps, threads, data="photos", ranks=1)
+            add_profile(stage.report, workload, profile)
+    stage.need_gpu("a small model was profiled on the CPU; nothing was profiled on a GPU")
