@@ -24,7 +24,7 @@ REPEATS = 3
 def run(stage: Stage) -> None:
     """Measure every way to decode, in turn and each in a process of its own."""
     with stage.timed("photos"):
-        _, split = make_photos(stage.folder, num_images=stage.choose(6000, 24))
+        _, split = make_photos(stage.folder, num_images=stage.choose(6000, 8))
         cache = Cache(stage.folder / "cache", budget=2 * split.table.size_bytes)
         cache.stage([split])
     if not stage.has_gpu:

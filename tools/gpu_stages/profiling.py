@@ -20,7 +20,7 @@ REPEATS, STEPS = 5, 20
 def run(stage: Stage) -> None:
     """Profile both models, or a small one on the CPU."""
     with stage.timed("photos"):
-        make_photos(stage.folder, num_images=stage.choose(6000, 24))
+        make_photos(stage.folder, num_images=stage.choose(6000, 12))
     repository, threads = str(stage.folder / "repository"), stage.choose(count_processors(), 1)
     repeats, steps = stage.choose((REPEATS, STEPS), (1, 1))
     for workload, options in stage.choose(WORKLOADS, TINY).items():

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -107,15 +108,23 @@ class Stage:
         content = {
             "status": status,
             "reason": reason,
-            "commit": describe_commit(),
-            "machine": describe_machine(),
-            "device": describe_device(),
-            "versions": describe_versions(),
+            **describe_surroundings(),
             "durations_s": {name: round(seconds, 3) for name, seconds in self.durations.items()},
             "rows": [row.to_dict() for row in self.report.rows],
             "ratios": [ratio.to_dict() for ratio in self.report.ratios],
         }
         write_file(self.folder / FIGURES, json.dumps(content).encode(), synced=False)
+
+
+@cache
+def describe_surroundings() -> dict[str, Any]:
+    """Return what the figures of this process depend on."""
+    return {
+        "commit": describe_commit(),
+        "machine": describe_machine(),
+        "device": describe_device(),
+        "versions": describe_versions(),
+    }
 
 
 def describe_device() -> dict[str, Any] | None:

@@ -37,9 +37,9 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 def run(stage: Stage) -> None:
     """Time the steps of both models on all three, in turn."""
-    batch, size = stage.choose((256, 224), (2, 64))
+    batch, size = stage.choose((256, 224), (2, 32))
     with stage.timed("photos"):
-        photos, split = make_photos(stage.folder, num_images=stage.choose(8000, 8))
+        photos, split = make_photos(stage.folder, num_images=stage.choose(8000, 4))
         cache = Cache(stage.folder / "cache", budget=2 * split.table.size_bytes)
         cache.stage([split])
     # fmt: off
