@@ -274,3 +274,19 @@ def test_a_batch_is_ready_for_a_stream_that_was_current_when_it_was_taken(splits
         found = [batch.images.long().sum() for batch in take(splits["plain"], ("cuda", "cpu"), output="uint8")]
     stream.synchronize()
     assert [each.item() for each in found] == expected
+
+
+@on_gpu
+def test_pinned_batches_are_uploaded_without_a_wait_and_are_not_written_before_that_is_done(splits):
+    with make(splits["plain"], output="uint8") as loader:
+        expected = [batch.images for _ in range(3) for batch in loader]
+    uploaded = []
+    with make(splits["plain"], output="uint8") as loader:
+        for _ in range(3):
+            for batch in loader.pin():
+                assert batch.images.is_pinned()
+                assert batch.labels.is_pinned()
+                torch.cuda._sleep(100_000_000)  # the copy below is queued behind this
+                uploaded.append(batch.images.to("cuda", non_blocking=True))
+                del batch
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(uploaded, expected, strict=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from gpu_stages.stage import synchronize
 from trainer import runtime
 from trainer.engine.settings import EngineSettings
 from trainer.engine.transport import GroupTransport
-from trainer.environment import Place
+from trainer.environment import Place, read_place
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8)
 WARM_UPS = 3
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=25_600_000, help="float32, of the large all-reduce")
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
-    if runtime.read_place(runtime.os.environ).size == 1:
+    if read_place(os.environ).size == 1:
         connect_one_rank(arguments.device)
     hvd.init()
     num_checks, loss = check_operations(arguments.device), check_training(arguments.device)

@@ -98,8 +98,9 @@ class Stage:
         print(f"$ python {' '.join(words[1:])}", flush=True)
         environment = {**os.environ, "PYTHONPATH": SEARCHED, **(environment or {})}
         done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode and check:
+        if done.returncode:
             print(done.stdout, flush=True)  # the log says why
+        if done.returncode and check:
             raise subprocess.CalledProcessError(done.returncode, words)
         return done.stdout
 
