@@ -165,7 +165,13 @@ class Objects:
         return info
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
-        """Store `content`, which has that digest and size and cannot be reused. Raises UnavailableError."""
+        """Store `content`, which has that digest and size and cannot be reused.
+
+        Raises:
+            ConfigError: see `Storage.check_writable`.
+            UnavailableError: the store failed.
+        """
+        self._storage.check_writable()
         self._storage.put_bytes(self.path(info.digest), content)
 
     @contextmanager
@@ -185,6 +191,7 @@ class Objects:
 
     def begin(self) -> ObjectWriter:
         """Open a new object, as `writing` does; `finish` it from any thread, or `abandon` it."""
+        self._storage.check_writable()
         temporary = self._temporary_path()
         with translated("write", str(temporary)):
             return ObjectWriter(temporary, stays_here=self._storage.is_local)

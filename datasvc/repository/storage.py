@@ -1,16 +1,19 @@
 """The few calls we need of a store, over fsspec: read, ranged read, list, put, and create-only put.
 
-`create` is what every commit rests on. On local files it is a link of a finished temporary file; elsewhere it
-is fsspec's `pipe_file(mode="create")`, always followed by a read-back, because a store may answer with an error
-after having written, or ignore the condition. Foreign exceptions end here: callers see `datasvc.errors` only.
+`create` is what every commit rests on. On local files it is a link of a finished temporary file; elsewhere it is
+fsspec's `pipe_file(mode="create")`, of a driver that does it in one step (see `exclusive_create`). A read-back always
+follows it, because a store may answer with an error after it has written, or ignore the condition. Foreign exceptions
+end here: callers see `datasvc.errors` only.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -23,11 +26,12 @@ from datasvc.errors import (
     ConfigError,
     ConflictError,
     CorruptDataError,
+    DatasvcError,
     NotFoundError,
     UnavailableError,
     UnknownOutcomeError,
 )
-from datasvc.repository import age
+from datasvc.repository import age, exclusive_create
 from datasvc.repository.asking import ask, translated
 from datasvc.repository.http_stream import Take
 from datasvc.repository.interrupt import Interrupt
@@ -99,6 +103,7 @@ class Storage:
         self._fs, self._root = resolve_url(url)
         self._ranges = Ranges(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
+        self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
 
     @property
     def is_local(self) -> bool:
@@ -122,6 +127,15 @@ class Storage:
     def location(self, path: str) -> str:
         """Return `path` as a full URL or local path, for messages."""
         return self._full(path) if self.is_local else f"{redact_url(self.url)}/{path}"
+
+    def check_writable(self) -> None:
+        """Raise ConfigError where commits could be lost: the store's driver does not create a file in one step."""
+        if not self._is_writable:
+            raise ConfigError(
+                f"a repository at {redact_url(self.url)} cannot be written: its driver {type(self._fs).__name__} is "
+                "not known to create a file in one step, so of two commits at once one could be lost. Reading it is "
+                f"possible. Write to {exclusive_create.WRITABLE_STORES}, and copy the files from there"
+            )
 
     def read(self, path: str, most_bytes: int | None = None) -> bytes:
         """Return the whole content.
@@ -213,14 +227,30 @@ class Storage:
         """Write `content` to `path` only if nothing is there. `content` must be unique to this call's intent.
 
         Raises:
+            ConfigError: see `check_writable`.
             ConflictError: something else is there.
             UnavailableError: the store failed and `path` is known to be empty still.
             UnknownOutcomeError: the store failed and could not be asked whether it wrote.
         """
+        self.check_writable()
         if self.is_local:
             self._create_local(path, content)
         else:
             self._create_remote(path, content)
+
+    def create_temporary(self, content: bytes) -> str:
+        """Write a file of a new random name, for as long as this process needs it; returns its path.
+
+        To be removed by `remove_temporary`: `gc` removes that of a process that died. Raises as `create`.
+        """
+        path = f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}"
+        self.create(path, content)
+        return path
+
+    def remove_temporary(self, path: str) -> None:
+        """Remove such a file; where the store does not let it, it is left to `gc`."""
+        with suppress(DatasvcError), translated("delete", self.location(path)):
+            self._fs.rm_file(self._full(path))
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool = True) -> None:
         """Write an immutable object; writing the same content again is harmless.
@@ -376,7 +406,7 @@ class Storage:
     def _create_remote(self, path: str, content: bytes) -> None:
         failure: Exception | None = None
         try:
-            self._fs.pipe_file(self._full(path), content, mode="create")
+            exclusive_create.create(self._fs, self._full(path), content)
         except Exception as error:  # noqa: BLE001 - whatever it says, only the read-back knows the outcome
             failure = error
         found = self._read_back(path, failure)
