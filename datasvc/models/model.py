@@ -25,6 +25,7 @@ from datasvc.models.data_use import DataUse
 from datasvc.models.preemption import Preemption
 from datasvc.models.ranks import describe_error, open_channels, raise_together
 from datasvc.models.saver import SaveHandle, Saver
+from datasvc.models.shared_store import check_same_store
 from datasvc.models.snapshot import HostBuffer, HostCopies
 from datasvc.models.store import CODECS, Codec
 from datasvc.repository import Repository, Resolved
@@ -64,8 +65,9 @@ class Model:
         stop_signal: number of the signal that all ranks have agreed to end for; None: go on.
 
     Raises:
-        ConfigError: a setting means nothing; or a `grace` outside the main thread.
-        UnavailableError: the ranks cannot connect.
+        ConfigError: a setting means nothing; or a `grace` outside the main thread; or the ranks do not store to one
+            place, which all of them learn here; or the store cannot be written, see `Storage.check_writable`.
+        UnavailableError: the ranks cannot connect, or the store does not answer.
     """
 
     def __init__(
@@ -97,6 +99,12 @@ class Model:
         self._saver = Saver(limit=_NUM_BUFFERS, overlap=overlap)
         grace_s = None if grace is None else parse_duration(grace)
         self._front, self._back = open_channels(group, timeout_s)
+        try:
+            check_same_store(self._front, repository.storage)
+        except BaseException:
+            self._front.close()
+            self._back.close()
+            raise
         if self._front.rank == 0:
             capture_code()  # what runs, not what lies there when the first save is committed
         self._preemption = None if grace_s is None else Preemption(grace_s)

@@ -13,7 +13,7 @@ from datasvc.models import model_log, restore
 from datasvc.repository import Repository
 
 ROOT = Path(__file__).parents[2]
-SCENARIOS = ("unlike", "refused", "fails", "dies", "stops", "overlaps", "in_groups")
+SCENARIOS = ("unlike", "refused", "fails", "dies", "stops", "overlaps", "in_groups", "apart")
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +115,13 @@ def test_two_jobs_at_one_name_both_land(seen, folder):
     assert sorted(job for job, _ in landed) == [0, 0, 0, 1, 1, 1]
     assert all(restore(repository, f"m@{n}").state["w"].unique().numel() == 1 for _, n in landed)
     assert seen["in_groups"][1] == seen["in_groups"][2]
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_store_to_one_place_are_named_on_all_and_commit_nothing(seen):
+    assert seen["apart"][0] == seen["apart"][1] == seen["apart"][2]
+    (kind, text), (sharded,), models = seen["apart"][0]
+    assert kind == "ConfigError"
+    assert text.startswith("rank 2 (of 3) does not store to the same place as rank 0")
+    assert sharded == text
+    assert models == []

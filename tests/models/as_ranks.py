@@ -36,8 +36,9 @@ class Block(torch.Tensor):
 
 
 def save_as_ranks(url, states, **options):
-    """What torch's `save` does, with all ranks in this process. Returns the writers."""
-    writers = [Writer(url, **options) for _ in states]
+    """What torch's `save` does, with all ranks in this process; `url`: one, or one for each. Returns the writers."""
+    urls = [url] * len(states) if isinstance(url, str) else url
+    writers = [Writer(each, **options) for each in urls]
     planners = [DefaultSavePlanner() for _ in states]
     plans = []
     for rank, (writer, planner, state) in enumerate(zip(writers, planners, states, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.metadata import encode_sharding
 from datasvc.models.dcp.saving import join_shares, sizes_by_name, store_share
 from datasvc.models.records import TensorRecord
+from datasvc.models.shared_store import Marker, check_markers, leave_marker
 from datasvc.models.store import CODECS, Codec
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.references import check_name
@@ -81,6 +83,7 @@ class Writer(StorageWriter):
         self._given_id: str | os.PathLike[str] = path
         self._repository: Repository | None = None
         self._base: Sequence[TensorRecord] = ()
+        self._is_coordinator = False
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -123,17 +126,38 @@ class Writer(StorageWriter):
         with errors_that_travel():
             self.committed = None
             self._repository = Repository.create(self.url)
+            self._is_coordinator = is_coordinator
             # Each rank looks for itself. Should they find different versions no harm is done: a table is complete.
             needs_base = self.codec == "delta"
             self._base = base_records(self._repository, self.name, self.about.parent) if needs_base else ()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is: where pieces lie follows from their bytes."""
-        return plan
+        """Return the plan with the marker that this rank has left: where pieces lie follows from their bytes.
+
+        Raises:
+            UnavailableError: the store did not answer.
+        """
+        assert self._repository is not None, "torch sets a writer up before it plans"
+        if self._is_coordinator:
+            return plan
+        with errors_that_travel():
+            return replace(plan, storage_data=leave_marker(self._repository.storage))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
-        return plans
+        """Return the plans as they are, once it is certain that all ranks store to one place.
+
+        Before any of them stores a tensor. A planner that hands no marker on is not checked here: the commit looks
+        whether all objects are there.
+
+        Raises:
+            ConfigError: ranks store elsewhere; names them.
+            UnavailableError: the store did not answer.
+        """
+        assert self._repository is not None, "torch sets a writer up before it plans"
+        markers = [plan.storage_data if isinstance(plan.storage_data, Marker) else None for plan in plans]
+        with errors_that_travel():
+            check_markers(self._repository.storage, markers)
+        return [replace(plan, storage_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Store this rank's share. Nothing of it is visible before `finish`.

@@ -13,10 +13,15 @@ import traceback
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import datasvc
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.models import cadence, joint_save
+from datasvc.models.dcp import Writer
 from datasvc.repository.batch import ObjectBatch
 from datasvc.repository.objects import Objects
 
@@ -187,6 +192,20 @@ def in_groups(repo, rank):
         for step in range(1, 4):
             model.save({"w": torch.full((20_000,), float(step)), "job": job}, step=step)
     return str(model.version)
+
+
+def apart(repo, rank):
+    """Rank 2 has a folder of its own under the path of the others, as a node whose disk is not shared."""
+    url = f"{repo.repository.url}.of-node-{rank // 2}"
+    own = datasvc.open(url, create=True)
+    errors = [caught(lambda: own.model("m"))]
+    try:
+        dcp.save(
+            {"w": DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (RANKS,)))}, storage_writer=Writer(url)
+        )
+    except CheckpointException as error:
+        errors.append([str(each) for each, _ in error.failures.values()])
+    return [*errors, own.models()]
 
 
 def run_rank(folder, scenario, rank):
