@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from datasvc import durable
@@ -29,6 +30,7 @@ LEAST_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _DELETES_AT_ONCE = 8
+_MOST_CLOCK_DIFFERENCE_S: Final = 3600
 
 
 @dataclass
@@ -95,10 +97,11 @@ def gc(
         grace_s: what is younger, in seconds, is kept. Work without a journal must commit in less time than that.
         dry_run: remove nothing, only say what would be removed.
         no_writers: the caller knows that nobody writes: any grace is allowed.
-        now_s: the time, seconds since 1970; default the clock's.
+        now_s: the time, seconds since 1970; default that of the store, see `Storage.now_s`.
 
     Raises:
-        ConfigError: the grace is too short for running writers; or an entry or table has a later format.
+        ConfigError: the grace is too short for running writers; or this machine's clock and the store's differ by
+            more than an hour; or an entry or table has a later format; or the store cannot be written.
         CorruptDataError, NotFoundError: an entry or a table cannot be read, so nobody knows what it names; nothing
             was removed.
         UnavailableError: the store did not answer; what was removed until then was garbage.
@@ -108,7 +111,7 @@ def gc(
             f"a grace of {grace_s:.0f} s could remove what a running writer is about to name; take at least "
             f"{LEAST_GRACE_S // 3600} h, or say that nobody writes: --no-writers"
         )
-    before_s = (time.time() if now_s is None else now_s) - grace_s
+    before_s = (_store_time_s(repository.storage) if now_s is None else now_s) - grace_s
     # Objects are listed before the marks are read. An entry committed in between is seen by the marks; one committed
     # later names objects that were written or made young after the list, and sweeping looks at their age again.
     garbage = list_old(repository, before_s)
@@ -128,6 +131,18 @@ def gc(
         tuple(sorted(garbage.journals)),
         num_listed - len(objects),
     )
+
+
+def _store_time_s(storage: Storage) -> float:
+    """Return the time by the clock that dates the files: this machine's may be fast, and all files be old to it."""
+    store_s, own_s = storage.now_s(), time.time()
+    if abs(store_s - own_s) > _MOST_CLOCK_DIFFERENCE_S:
+        store, own = (datetime.fromtimestamp(each, UTC).isoformat(timespec="seconds") for each in (store_s, own_s))
+        raise ConfigError(
+            f"the clock of this machine shows {own}, that of {storage.location('')} {store}. One of them is wrong, "
+            "and gc goes by the age of files: nothing was removed. Set the clock, such as by NTP, and run gc again"
+        )
+    return store_s
 
 
 def list_old(repository: Repository, before_s: float) -> Garbage:

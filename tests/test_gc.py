@@ -388,3 +388,52 @@ def test_what_was_removed_just_now_counts_as_named_for_whoever_builds_on_it(repo
     assert gc(repository, dry_run=False).objects == ()
     make_old(repository)
     assert len(gc(repository, dry_run=False).objects) >= 3
+
+
+# ---------------------------------------------------------------------------------------------- clocks
+
+
+class FastClock:
+    """This machine's clock, some seconds ahead of the store's; times of files are the store's."""
+
+    def __init__(self, ahead_s):
+        self.ahead_s = ahead_s
+
+    def time(self):
+        return time.time() + self.ahead_s
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+
+@pytest.fixture
+def saving(anywhere):
+    """A repository in which a save has stored its tensors, and not yet committed."""
+    save(anywhere, "cnn", tensors(1.0), step=1)
+    return anywhere, anywhere.objects.put(b"stored by a save that runs now")
+
+
+@pytest.mark.parametrize("ahead_s", [GRACE_S + DAY, -GRACE_S, 3700])
+def test_on_a_machine_with_a_wrong_clock_gc_is_refused_and_removes_nothing(saving, ahead_s, monkeypatch):
+    repository, stored = saving
+    monkeypatch.setattr("datasvc.gc.time", FastClock(ahead_s))
+    with pytest.raises(ConfigError, match=r"clock of this machine shows .* nothing was removed\. Set the clock"):
+        gc(repository, dry_run=False)
+    assert repository.objects.read(stored.digest) == b"stored by a save that runs now"
+
+
+def test_gc_goes_by_the_stores_clock_and_leaves_nothing_of_what_it_asked_it_with(saving, monkeypatch):
+    repository, stored = saving
+    before = {file.path for file in repository.storage.walk("")}
+    monkeypatch.setattr("datasvc.gc.time", FastClock(3500))
+    # By this machine's clock all of it is old enough.
+    assert gc(repository, grace_s=3000, no_writers=True, dry_run=False).objects == ()
+    assert {file.path for file in repository.storage.walk("")} == before
+    assert repository.objects.size(stored.digest) == stored.size_bytes
+
+
+def test_what_gc_asked_the_time_with_is_removed_by_the_next_one_if_it_was_killed(repository, monkeypatch):
+    monkeypatch.setattr(type(repository.storage), "remove_temporary", lambda *_: None)
+    repository.storage.now_s()
+    make_old(repository)
+    assert len(gc(repository, dry_run=False).temporary_files) == 1

@@ -8,6 +8,7 @@ end here: callers see `datasvc.errors` only.
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import shutil
@@ -103,6 +104,10 @@ class Storage:
         self._fs, self._root = resolve_url(url)
         self._ranges = Ranges(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
+        # Another thread's answer may be cached after the listing was forgotten. Some drivers can be told not to use
+        # it.
+        self._fresh = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
+        self._clock: float | None = None
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
 
     @property
@@ -241,10 +246,17 @@ class Storage:
     def create_temporary(self, content: bytes) -> str:
         """Write a file of a new random name, for as long as this process needs it; returns its path.
 
-        To be removed by `remove_temporary`: `gc` removes that of a process that died. Raises as `create`.
+        To be removed by `remove_temporary`: `gc` removes that of a process that died.
+
+        Raises:
+            ConfigError: see `check_writable`; or the store refuses.
+            UnavailableError: the store failed.
         """
+        self.check_writable()
         path = f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}"
-        self.create(path, content)
+        # Not by `create`: nobody else looks for this name before it is complete.
+        with translated("write", self.location(path)):
+            self._fs.pipe_file(self._full(path), content)
         return path
 
     def remove_temporary(self, path: str) -> None:
@@ -279,7 +291,28 @@ class Storage:
         if self.is_local:
             return age.refresh_local(Path(self._full(path)), size_bytes)
         found = self._file(path)
-        return found is not None and found.size_bytes == size_bytes and found.modified_s > time.time() - age.REWRITE_S
+        if found is None or found.size_bytes != size_bytes:
+            return False
+        if self._clock is None:
+            self._clock = self.now_s() - time.monotonic()
+        return found.modified_s > self._clock + time.monotonic() - age.REWRITE_S
+
+    def now_s(self) -> float:
+        """Return the time by the clock that dates the store's files: that of one which is written now and removed.
+
+        This machine's clock may differ, so an age is only ever told by this one. Raises as `create_temporary`, and
+        ConfigError where the store does not say how old a file is.
+        """
+        path = self.create_temporary(b"what time is it?")
+        try:
+            found = self._file(path)
+        finally:
+            self.remove_temporary(path)
+        if found is None:
+            raise UnavailableError(
+                f"cannot read the clock of {self.location('')}: {path}, just written, is not there"
+            )
+        return found.modified_s
 
     def delete_if_older(self, path: str, before_s: float) -> bool:
         """Delete the file at `path` if it changed last before `before_s`; returns whether it did.
@@ -333,17 +366,24 @@ class Storage:
     def _info(self, path: str) -> dict[str, Any] | None:
         """Return what the store says of the file at `path`, None where nothing is there."""
         full = self._full(path)
+
+        def told() -> dict[str, Any]:
+            self._forget_listings(full)
+            return dict(self._fs.info(full, **self._fresh))
+
         try:
-            return self._ask("look at", path, lambda: dict(self._fs.info(full, **self._fresh())))
+            info = self._ask("look at", path, told)
         except NotFoundError:
             return None
+        # Of a file that a cached listing lacks some drivers say that it is a folder.
+        return None if info["type"] == "directory" and not self.is_local else info
 
     def _entries(self, folder: str, *, detail: bool) -> Sequence[Any]:
         """Return what lies directly below `folder` as the store says it; [] where there is no such folder."""
         full = self._full(folder)
 
         def listed() -> Sequence[Any]:
-            self._fs.invalidate_cache(full)
+            self._forget_listings(full)
             entries: Sequence[Any] = self._fs.ls(full, detail=detail)
             return entries
 
@@ -427,9 +467,19 @@ class Storage:
                 "look at the log before trying again"
             ) from error
 
-    def _fresh(self) -> dict[str, Any]:
-        # s3fs answers info() from a listing it cached; a reader of logs needs today's answer.
-        return {"refresh": True} if "s3" in self._fs.protocol else {}
+    def _forget_listings(self, full: str) -> None:
+        """Make the driver ask the store: a listing that it has cached lacks what other processes wrote since.
+
+        Drivers answer for a file from the listing of its folder, and for a folder from that of the one above it.
+        """
+        if self.is_local:
+            return
+        folder = full
+        while folder:
+            # fsspec's cache looks a listing up and then deletes it: another thread may have deleted it in between.
+            with suppress(KeyError):
+                self._fs.invalidate_cache(folder)
+            folder = folder.rpartition("/")[0]
 
     def _full(self, path: str) -> str:
         assert ".." not in path.split("/"), path

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import secrets
 import time
 from datetime import UTC, datetime
 
@@ -147,3 +148,21 @@ def test_the_age_is_read_from_whatever_a_store_says(info, expected):
 def test_a_store_that_tells_no_age_is_refused():
     with pytest.raises(ConfigError, match="does not say how old s3://b/x is"):
         modified_s({"size": 3}, "s3://b/x")
+
+
+@pytest.mark.parametrize("ahead_s", [-3 * REWRITE_S, 3 * REWRITE_S])
+def test_whether_a_remote_object_is_old_is_told_by_the_stores_clock_alone(monkeypatch, ahead_s):
+    storage = Storage(f"memory://{secrets.token_hex(8)}")
+    for path, age_s in (("young", HOUR), ("old", REWRITE_S + HOUR)):
+        storage.put_bytes(path, b"123")
+        make_old(storage, path, age_s)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    assert storage.refresh("young", 3)
+    assert not storage.refresh("old", 3)
+
+
+def test_the_time_of_a_store_is_that_of_a_file_which_is_gone_afterwards(storage):
+    storage.put_bytes("a", b"x")
+    assert abs(storage.now_s() - time.time()) < HOUR
+    assert [file.path for file in storage.walk("")] == ["a"]

@@ -5,10 +5,12 @@ import secrets
 import threading
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
-from datasvc.repository import Storage
+from datasvc.repository import Repository, Storage
 from datasvc.repository.storage import redact_url
 
 
@@ -228,3 +230,87 @@ def test_a_store_that_lists_the_folder_itself_gives_its_children_only(remote, mo
     real = type(remote._fs).ls
     monkeypatch.setattr(type(remote._fs), "ls", lambda self, path, **options: [path, *real(self, path, **options)])
     assert remote.list("marked") == ["1"]
+
+
+class ListingCache(MemoryFileSystem):
+    """Keeps its files as memory does, and answers from listings that it has cached, as the driver of Azure does."""
+
+    protocol = "listingcache"
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("listingcache://", "memory://"))
+
+    def ls(self, path, detail=True, **_options):
+        path = self._strip_protocol(path)
+        if path not in self.dircache:
+            self._ls_from_cache(path)  # raises where the folder above was listed without this one
+            self.dircache[path] = super().ls(path, detail=True)
+        found = self.dircache[path]
+        return found if detail else [entry["name"] for entry in found]
+
+    def info(self, path, **_options):
+        path = self._strip_protocol(path)
+        cached = self._ls_from_cache(path)
+        for entry in cached or ():
+            if entry["name"] == path:
+                return entry
+        if cached is not None:
+            return {"name": path, "size": None, "type": "directory"}
+        return super().info(path)
+
+    def invalidate_cache(self, path=None):
+        if path is None:
+            self.dircache.clear()
+        else:
+            self.dircache.pop(path, None)  # of this folder alone, not of those that it lies in
+
+
+@pytest.fixture
+def caching():
+    """Two clients of one store, each with listings of its own; the second has its log's folder in its cache."""
+    fsspec.register_implementation("listingcache", ListingCache, clobber=True)
+    url = f"listingcache://{secrets.token_hex(8)}"
+    writer, reader = Repository.create(url), Repository.open(url)
+    assert writer.storage._fs is not reader.storage._fs
+    writer.versions("models", "cnn").append(lambda _head: {})
+    for folder in ("", "models", "models/cnn", "models/cnn/versions"):
+        reader.storage._fs.ls(reader.storage._full(folder))
+    return writer, reader
+
+
+def test_a_driver_that_answers_from_cached_listings_sees_what_another_process_commits(caching):
+    writer, reader = caching
+    writer.versions("models", "cnn").append(lambda _head: {})
+    writer.versions("models", "cnn").append(lambda _head: {})
+    assert list(reader.versions("models", "cnn").numbers_after(1)) == [2, 3]
+    assert reader.storage.size("models/cnn/versions/00000003.json") > 0
+    assert reader.versions("models", "cnn").head() == 3
+
+
+def test_a_folder_that_another_process_makes_is_seen_though_the_folder_above_was_listed(caching):
+    writer, reader = caching
+    writer.tag("models", "cnn@1", "prod")
+    assert reader.tags("models", "cnn") == {"prod": 1}
+    writer.versions("datasets", "pets").append(lambda _head: {})
+    assert reader.names("datasets") == ["pets"]
+
+
+def test_what_is_gone_or_was_never_there_has_no_size_whatever_was_listed(caching):
+    writer, reader = caching
+    assert reader.storage.size("models/cnn/versions/00000009.json") is None
+    reader.storage._fs.ls(reader.storage._full("models/cnn/versions"))
+    writer.storage._fs.rm_file(writer.storage._full("models/cnn/versions/00000001.json"))
+    assert reader.storage.size("models/cnn/versions/00000001.json") is None
+
+
+def test_threads_that_forget_one_listing_at_once_do_not_trip_over_each_other(caching, monkeypatch):
+    """fsspec's cache of listings looks for a folder and then deletes it: of two threads one finds it gone."""
+    _, reader = caching
+
+    def losing(_driver, _path=None):
+        raise KeyError("another thread was faster")
+
+    monkeypatch.setattr(ListingCache, "invalidate_cache", losing)
+    assert reader.storage.list("models") == ["cnn"]
