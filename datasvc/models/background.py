@@ -44,6 +44,7 @@ class Writer:
         self._records: tuple[str, Sequence[TensorRecord]] = ("", ())
         # Copies that the save before wrote: the training may be overwriting them, which `store_pieces` sees.
         self._held: Mapping[str, torch.Tensor] = {}
+        self._trusts_base = True
         self.newest: Resolved | None = None
 
     def write(
@@ -77,16 +78,19 @@ class Writer:
             on_copied(device_s)
             return content.with_tensors(copies[0].tensors)
 
+        trusts_base, self._trusts_base = self._trusts_base, False
         version = save_together(
             self._channel,
             self._repository.objects,
             prepare,
             lambda stored: self._commit(stored, about, handle, began_s),
             step=about.step,
-            base=lambda: self._base(about) if self._codec == "delta" else (),
+            # After a failure in full: should the version before lack objects, whoever builds on it fails for ever.
+            base=lambda: self._base(about) if self._codec == "delta" and trusts_base else (),
             held=self._held,
             codec=self._codec,
         )
+        self._trusts_base = True
         self._held = copies[0].tensors
         self.newest = version
         return version

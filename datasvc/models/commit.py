@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, overload
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.about import About
 from datasvc.models.code import keep_code
+from datasvc.models.entry_objects import objects_of_entry
 from datasvc.models.environment import describe_environment
 from datasvc.models.records import TensorRecord, digest_of_content, encode_table, read_table
 from datasvc.models.tree import encode_state
-from datasvc.repository import Repository, Resolved
+from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects import parse_digest
+from datasvc.repository.presence import check_present
 from datasvc.repository.references import check_name, parse_reference
 
 # An entry is read by whoever lists versions: it does not grow with the model.
@@ -39,7 +41,13 @@ class StoredState:
 
 
 def commit(
-    repository: Repository, name: str, state: StoredState, about: About, *, extra: Mapping[str, Any] | None = None
+    repository: Repository,
+    name: str,
+    state: StoredState,
+    about: About,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    extra_objects: Iterable[Digest] = (),
 ) -> Resolved:
     """Commit a state as the next version of model `name`. Until this returns nothing of it is visible.
 
@@ -49,10 +57,12 @@ def commit(
         state: what was stored.
         about: what is said of it.
         extra: further fields of the entry.
+        extra_objects: that they name, beside those of every entry.
 
     Raises:
         ConfigError: bad name; or the table, the state or the entry is larger than any that can be read again.
-        NotFoundError: `about.parent` or one of `about.merged` is no version of its model.
+        NotFoundError: `about.parent` or one of `about.merged` is no version of its model; or an object that was
+            stored, or was there, is not there any more.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     check_name(name, "model")
@@ -75,6 +85,9 @@ def commit(
         **({"merged": [exact_version(repository, each) for each in about.merged]} if about.merged else {}),
         **(extra or {}),
     }
+    pieces = (piece for record in state.records for piece in record.pieces)
+    links = (link.object for piece in pieces for link in piece.chain)
+    check_present(repository.objects, {*objects_of_entry(entry, name).all, *links, *extra_objects}, f"{name!r}")
     committed = repository.versions("models", name).append(lambda _head: entry)
     return Resolved("models", name, committed.number)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO, Final, cast
 
-from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.signing_keys import PublicKey
 from datasvc.models.sources import find_damage
@@ -17,8 +15,8 @@ from datasvc.models.threads import run_in_threads
 from datasvc.models.verify import ModelVerifyReport, verify
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.asking import translated
+from datasvc.repository.intact import QUARANTINE, keep_aside
 
-QUARANTINE: Final = "quarantine"
 _OBJECTS_AT_ONCE: Final = 4
 _PART_BYTES: Final = 8 << 20
 _REPAIRABLE: Final = ("missing", "changed", "unreadable")
@@ -176,19 +174,12 @@ def _keep(repository: Repository, digest: Digest) -> str | None:
     size_bytes = storage.size(path)
     if size_bytes is None:
         return None
-    kept = f"{QUARANTINE}/{digest}.{secrets.token_hex(4)}"
     local = storage.local_path(path)
     if local is not None:
-        target = storage.local_path(kept)
-        assert target is not None
-        with translated("keep", str(target)):
-            durable.make_folder(target.parent)
-            try:
-                os.link(local, target)
-            except PermissionError:  # no second names on this file system, or none for what is no file
-                local.rename(target)
-            durable.fsync_folder(target.parent)
-        return str(target)
+        root = storage.local_path("")
+        assert root is not None
+        return str(keep_aside(root, local))
+    kept = f"{QUARANTINE}/{digest}.{secrets.token_hex(4)}"
     _copy_remote(repository, path, size_bytes, kept)
     return storage.location(kept)
 

@@ -21,6 +21,7 @@ from typing import Final, Self, TypeVar
 
 from datasvc import durable
 from datasvc.repository.asking import translated
+from datasvc.repository.intact import mark_intact
 from datasvc.repository.objects import Digest, ObjectInfo, Objects
 
 _MOST_OPEN: Final = 128
@@ -129,6 +130,7 @@ class ObjectBatch:
         except BaseException:
             _remove(written.file, written.temporary)
             raise
+        mark_intact(written.target)
         with self._lock:
             self._unsynced.add(written.target.parent)
 

@@ -25,6 +25,7 @@ from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository.asking import translated
 from datasvc.repository.http_stream import Take
+from datasvc.repository.intact import is_known_intact, mark_intact, report_rot
 from datasvc.repository.interrupt import Interrupt
 from datasvc.repository.storage import Storage, check_size
 
@@ -152,15 +153,38 @@ class Objects:
         It then counts as new: `gc` would otherwise remove an old object that nothing names yet in the time until
         the entry that names it is committed. False also where it cannot be made to count as new without writing it
         again, as remote objects that are older than a day. A size that differs is damage: write it again rather
-        than trust it. Raises UnavailableError.
+        than trust it. So are other bytes of the same size: a local object that this process has not written is read
+        and hashed, once. What is bad is kept in the quarantine, with a warning.
+
+        Raises UnavailableError.
         """
+        path = self.local_path(info.digest)
+        if path is None or is_known_intact(path):
+            return self.refresh(info)
+        if not self.refresh(info):
+            return False
+        try:
+            with translated("read", str(path)):
+                is_intact = digest_of_file(path) == info.digest
+        except NotFoundError:
+            return False
+        if is_intact:
+            mark_intact(path)
+        else:
+            report_rot(path.parents[2], path)
+        return is_intact
+
+    def refresh(self, info: ObjectInfo) -> bool:
+        """Do the same as `reuse`, and compare the size alone: for those that do not have the right bytes in hand."""
         return self._storage.refresh(self.path(info.digest), info.size_bytes)
 
     def put(self, content: bytes | memoryview) -> ObjectInfo:
         """Store `content`; an object that exists already is not written again. Raises UnavailableError."""
         view = memoryview(content)
         info = ObjectInfo(digest_of(view), view.nbytes)
-        if not self.reuse(info):
+        if self.reuse(info):
+            self._sync_name(info.digest)
+        else:
             self.write(info, view)
         return info
 
@@ -173,6 +197,21 @@ class Objects:
         """
         self._storage.check_writable()
         self._storage.put_bytes(self.path(info.digest), content)
+        self.mark_intact(info.digest)
+
+    def mark_intact(self, digest: Digest) -> None:
+        """Remember that this process has written the object: `reuse` need not read it."""
+        path = self.local_path(digest)
+        if path is not None:
+            mark_intact(path)
+
+    def _sync_name(self, digest: Digest) -> None:
+        """Let the name of an object that is there survive a power cut: another writer may have just renamed it."""
+        path = self.local_path(digest)
+        if path is not None:
+            with translated("write", str(path)):
+                durable.fsync_folder(path.parent)
+                durable.fsync_folder(path.parent.parent)
 
     @contextmanager
     def writing(self) -> Iterator[ObjectWriter]:
@@ -200,11 +239,14 @@ class Objects:
         """Sync the object and let it exist under its digest. Raises UnavailableError."""
         with translated("write", str(writer.path)):
             writer.sync()
-        if self.reuse(writer.info):
+        info = writer.info
+        if self.reuse(info):
+            self._sync_name(info.digest)
             writer.path.unlink()
         else:
-            self._storage.adopt(self.path(writer.info.digest), writer.path)
-        return writer.info
+            self._storage.adopt(self.path(info.digest), writer.path)
+            self.mark_intact(info.digest)
+        return info
 
     def abandon(self, writer: ObjectWriter) -> None:
         """Close the object and remove what is not finished of it; after `finish` this does nothing."""

@@ -353,7 +353,6 @@ class Storage:
     def _listing(self, folder: str) -> Sequence[dict[str, Any]]:
         """Return what a remote store says of each entry of `folder`, without the folder itself."""
         entries = self._entries(folder, detail=True)
-        self._fs.invalidate_cache(self._full(folder))  # a whole repository's listings would stay in memory
         own = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's own name for its documented rule
         return [entry for entry in entries if self._fs._strip_protocol(entry["name"]) != own]  # noqa: SLF001
 
@@ -385,6 +384,7 @@ class Storage:
         def listed() -> Sequence[Any]:
             self._forget_listings(full)
             entries: Sequence[Any] = self._fs.ls(full, detail=detail)
+            self._forget_listings(full)  # a whole repository's listings would stay in memory
             return entries
 
         try:

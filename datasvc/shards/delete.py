@@ -137,7 +137,7 @@ class _DeleteBuild:
             if count == tables[split].num_samples:
                 raise ConfigError(f"nothing would be left of split {split!r} of {self.parent}: nothing was committed")
         changed = {split: delete_samples(objects, tables[split], chosen) for split, chosen in rows.items()}
-        splits = {**dataset.entry.content["splits"], **describe_tables(objects, changed)}
+        splits = {**dataset.entry.content["splits"], **describe_tables(objects, changed, before=tables.values())}
         return derived_entry(
             splits, self._describe(), message=self._message, parent=self.parent, source=str(self.parent)
         )

@@ -309,7 +309,9 @@ def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
     assert index is not None
     index_bytes = objects.size(index)
     return (
-        index_bytes is not None and objects.reuse(ObjectInfo(index, index_bytes)) and objects.reuse(shard.row.shard)
+        index_bytes is not None
+        and objects.refresh(ObjectInfo(index, index_bytes))
+        and objects.refresh(shard.row.shard)
     )
 
 
@@ -352,7 +354,7 @@ def _commit(
             split: joined[split].num_samples - (old[split].num_samples if split in old else 0) for split in tables
         }
         # A split that nothing is added to keeps its table, and with it the loader states that refer to it.
-        touched = describe_tables(objects, {split: joined[split] for split in tables})
+        touched = describe_tables(objects, {split: joined[split] for split in tables}, before=old.values())
         return {
             **about,
             "ingest": ingest_id,

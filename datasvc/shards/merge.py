@@ -110,13 +110,13 @@ class _MergeBuild:
         for place in self._moving:
             self.versions[place] = own
         objects = self._repository.objects
-        self.tables = read_tables(self._repository, self.versions[0])
-        for version in self.versions[1:]:
-            added = read_tables(self._repository, version)
+        merging = [read_tables(self._repository, version) for version in self.versions]
+        self.tables = merging[0]
+        for added in merging[1:]:
             self.tables = append_splits(objects, self.tables, added, on_common=self._on_common)
         merged = [str(version) for version in self.versions]
         return derived_entry(
-            describe_tables(objects, self.tables),
+            describe_tables(objects, self.tables, before=[table for tables in merging for table in tables.values()]),
             {"kind": "merge", "versions": merged},
             message=self._message,
             parent=own if own in self.versions else None,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from datasvc.repository import Objects, Repository, Resolved
+from datasvc.repository import Digest, Objects, Repository, Resolved
+from datasvc.repository.presence import check_present
 from datasvc.shards.dataset import open_dataset
 from datasvc.shards.table import ShardTable
 
@@ -15,9 +16,21 @@ def read_tables(repository: Repository, version: Resolved) -> dict[str, ShardTab
     return {name: split.table for name, split in open_dataset(repository, str(version)).items()}
 
 
-def describe_tables(objects: Objects, tables: Mapping[str, ShardTable]) -> dict[str, dict[str, Any]]:
-    """Store tables and return what a version's entry says of its splits. Raises UnavailableError."""
-    return {
+def describe_tables(
+    objects: Objects, tables: Mapping[str, ShardTable], *, before: Iterable[ShardTable] = ()
+) -> dict[str, dict[str, Any]]:
+    """Store tables and return what a version's entry says of its splits.
+
+    Args:
+        objects: where to.
+        tables: by split.
+        before: of the versions that these were made from; what they name is not looked at.
+
+    Raises:
+        NotFoundError: an object that is new in the tables is not there any more.
+        UnavailableError: the store did not answer.
+    """
+    described = {
         split: {
             "table": objects.put(table.encode()).digest,
             "samples": table.num_samples,
@@ -26,6 +39,11 @@ def describe_tables(objects: Objects, tables: Mapping[str, ShardTable]) -> dict[
         }
         for split, table in tables.items()
     }
+    named = set[Digest]().union(*(table.objects() for table in tables.values()))
+    known = set[Digest]().union(*(table.objects() for table in before))
+    stored = [split["table"] for split in described.values()]
+    check_present(objects, [*(named - known), *stored], "a version with the splits " + ", ".join(tables))
+    return described
 
 
 def derived_entry(

@@ -114,6 +114,7 @@ def import_model(
         StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite),
         About(step, config=foreign.config, parent=parent, message=message, code=elsewhere),
         extra={"imported": {"format": foreign.format, "path": str(path), **files}},
+        extra_objects=kept.values(),
     )
     size = sum(record.nbytes for record in stored.records)
     return ImportReport(version, foreign.format, len(tensors), size, stored.new_bytes, foreign.ignored)

@@ -91,7 +91,7 @@ def _copy(
     is_named: Callable[[ObjectInfo], bool],
 ) -> int | None:
     """Return the bytes of an object that was copied, None for one that was there."""
-    is_there = target.reuse(info) or (target.size(info.digest) == info.size_bytes and is_named(info))
+    is_there = target.refresh(info) or (target.size(info.digest) == info.size_bytes and is_named(info))
     if not is_there:
         _check_size(source, info)
         # Twice from a remote store: a bit that flipped on the way does not do so again.

@@ -20,6 +20,7 @@ from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.transfer.named import named_objects
 from datasvc.models.transfer.promise import promised
 from datasvc.repository import Entry, Kind, ObjectInfo, Repository, Resolved
+from datasvc.repository.presence import check_present
 from datasvc.repository.references import check_name
 from datasvc.repository.storage import redact_url
 
@@ -90,7 +91,7 @@ def transfer(
         The versions there, and what moved. Those that were there already are left alone.
 
     Raises:
-        NotFoundError: a version or an object of it is not there.
+        NotFoundError: a version or an object of it is not there; or one is not there any more at the target.
         CorruptDataError: an entry, table or object was changed at the source; its version is not committed.
         ConfigError: both are one repository, or a bad name; or the target has an unrelated data set of the name of
             one that would move, see `data_names`: nothing is ever appended to that.
@@ -126,6 +127,7 @@ def transfer(
                 wanted = [info for info in objects[version] if info not in known]
                 moved += copy_missing(source.objects, target.objects, wanted, report, named=logs.named, keep=keep)
                 known.update(wanted)
+                check_present(target.objects, (info.digest for info in objects[version]), str(version))
                 # The commit point of this version: everything that it names is there.
                 found, is_new = logs.commit(version)
             done.append(Transferred(version, found, is_new))
