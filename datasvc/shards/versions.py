@@ -30,7 +30,7 @@ def describe_tables(
         NotFoundError: an object that is new in the tables is not there any more.
         UnavailableError: the store did not answer.
     """
-    described = {
+    described: dict[str, dict[str, Any]] = {
         split: {
             "table": objects.put(table.encode()).digest,
             "samples": table.num_samples,
