@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
+from loaders.profiler_ranges import BATCH, WAIT, open_range
 from loaders.step_times import Span, Stage, StepTimes, Sums, Totals
 
 _STEPS_KEPT: Final = 4096
@@ -173,6 +174,7 @@ class StageTimer:
         if not timers:
             self._stopwatch.enter_beside(self)
         timers.append(self)
+        self._close_range = open_range(WAIT if self.is_wait else self.stage)
         self._start_ns = self._stopwatch.clock()
         return self
 
@@ -182,6 +184,8 @@ class StageTimer:
         # Every call of a function would show here.
         stopwatch, stage, timers = self._stopwatch, self.stage, self._timers
         duration_ns = stopwatch.clock() - self._start_ns
+        if self._close_range is not None:
+            self._close_range()
         timers.pop()
         own_ns = duration_ns - self.inside_ns
         step = None
@@ -231,6 +235,7 @@ class StepTimer:
         )
 
     def __enter__(self) -> Self:
+        self._close_range = open_range(BATCH)
         self._stopwatch.begin_step(self)
         return self
 
@@ -238,6 +243,8 @@ class StepTimer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopwatch.end_step(self, failed=kind is not None)
+        if self._close_range is not None:
+            self._close_range()
 
 
 class _Thread(threading.local):

@@ -102,6 +102,13 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
     )
 
 
+def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
+    """Whether a tool that reads NVTX started this process, or ``DATASVC_NVTX=1`` asks for its ranges."""
+    # Every tool hooks into NVTX by an injection library; Nsight Systems names its session too.
+    tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+    return _is_set(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)
+
+
 def _is_set(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "0").strip().lower() not in ("", "0", "false", "no", "off")
 

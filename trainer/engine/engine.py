@@ -18,6 +18,7 @@ from trainer.engine.execution import Executor
 from trainer.engine.handles import Result, Submission
 from trainer.engine.messages import CycleMessage, Tuning, decode_message, encode_message
 from trainer.engine.negotiation import JOIN, Negotiation, Outcome, Ready, Refused
+from trainer.engine.profiler_ranges import profiled
 from trainer.engine.request_cache import RequestCache
 from trainer.engine.requests import Key, Kind, Request
 from trainer.engine.settings import EngineSettings
@@ -155,7 +156,8 @@ class Engine:
         """Exchanges, negotiates and runs once; returns what the ranks said."""
         message = self._collect()
         self._activity = "the exchange of requests"
-        messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
+        with profiled("negotiate"):
+            messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
         self._raise_lost()
         submitted = [[self._resolve(entry) for entry in message.entries] for message in messages]
         if any(submitted):

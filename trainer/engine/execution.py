@@ -10,6 +10,7 @@ from trainer.engine.completion import Completions
 from trainer.engine.handles import Finish, Handle, Submission
 from trainer.engine.movements import Movements
 from trainer.engine.negotiation import Ready
+from trainer.engine.profiler_ranges import profiled
 from trainer.engine.reductions import Reductions
 from trainer.engine.requests import Kind, ReduceOp, Request
 from trainer.engine.streams import EngineStreams, record_submission
@@ -73,7 +74,8 @@ class Executor:
         for ready, mine in operations:
             if ready.request.kind is not Kind.ALLREDUCE and mine is not None:
                 timeline.begin([ready.key], ready.request.kind.value.upper())
-                self._run(ready, mine)
+                with profiled(ready.request.kind.value):
+                    self._run(ready, mine)
                 timeline.end([ready.key])
 
     def _run(self, ready: Ready, mine: Submission) -> None:

@@ -11,6 +11,7 @@ from trainer.engine.completion import Completions
 from trainer.engine.fusion import Buffer, plan_fusion
 from trainer.engine.handles import Finish, Submission
 from trainer.engine.negotiation import Ready
+from trainer.engine.profiler_ranges import profiled
 from trainer.engine.requests import GLOBAL_SET, ReduceOp, Request
 from trainer.engine.rows import split_rows
 from trainer.engine.scaling import scale_
@@ -73,21 +74,25 @@ class Reductions:
         timeline.begin(keys, request.kind.value.upper())
         with self._streams.working_on(outputs[0].device, moments, inputs + outputs):
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
-            flat, scratch = self._pack(buffer, inputs, outputs)
-            if not any(submissions[operation].is_prescaled for operation in buffer.operations):
-                scale_(flat, factor=request.prescale_factor)
-            else:
-                self._prescale(buffer, submissions, flat)
+            with profiled("pack"):
+                flat, scratch = self._pack(buffer, inputs, outputs)
+                if not any(submissions[operation].is_prescaled for operation in buffer.operations):
+                    scale_(flat, factor=request.prescale_factor)
+                else:
+                    self._prescale(buffer, submissions, flat)
             timeline.activity(keys, "ALLREDUCE")
-            work = self._reduce(buffer, request, flat)
+            with profiled("reduce"):
+                work = self._reduce(buffer, request, flat)
 
         def complete(work: Work) -> None:
             with self._streams.working_on(outputs[0].device, (), ()):
-                work.wait()
+                with profiled("wait"):
+                    work.wait()
                 timeline.activity(keys, "MEMCPY_OUT_FUSION_BUFFER")
-                divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
-                scale_(flat, factor=request.postscale_factor, divisor=divisor)
-                _unpack(buffer, flat, outputs)
+                with profiled("unpack"):
+                    divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
+                    scale_(flat, factor=request.postscale_factor, divisor=divisor)
+                    _unpack(buffer, flat, outputs)
             if scratch is not None:
                 self._buffers.give_back(scratch)
             timeline.end(keys)
