@@ -15,7 +15,6 @@ import numpy.typing as npt
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.order import OrderConfig, Shuffle, Tail
-from datasvc.processors import count_processors
 from datasvc.shards import Split
 from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH
 from loaders.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
@@ -32,6 +31,7 @@ from loaders.image_plan import ImagePlan
 from loaders.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_tail
 from loaders.mixture import Mixture, check_column, columns_of, largest
 from loaders.other_columns import sort_columns
+from loaders.rank_processors import count_rank_processors
 from loaders.shared import Share, Sharing, parse_share
 from loaders.state import DECODE
 from loaders.transform import Transform
@@ -92,8 +92,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             first batches, on data rank 0 for all ranks of a torch.distributed process group; it is logged, and part
             of the state. The windows are the same, and so are the pixels, to a level or two of 255 between "cpu" and
             "pillow", to some eight on a GPU.
-        num_threads: decoding threads in all; default the processors this process may use, so give ranks of one node
-            their share.
+        num_threads: decoding threads in all; default the processors this process may use, divided among the ranks
+            that the launcher started on this node. Where it binds each to its own processors, give their number.
         prefetch: batches under way while the caller trains; 0: each is decoded in the call for it.
         ledger: folder that records what was handed over, see `Loader`.
         share: jobs of this node that give the same name, or `Share`, and otherwise the same arguments, let one
@@ -168,7 +168,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         self._config = DecodeConfig(
             batch_size=batch_size,
             pixels=PixelFormat(size, output, layout, mean, std),
-            num_threads=count_processors() if num_threads is None else num_threads,
+            num_threads=count_rank_processors() if num_threads is None else num_threads,
             prefetch=max(1, prefetch),  # in the call there is one
             device_id=_device_id(device),
             max_width=largest(split, "max_width"),
@@ -278,7 +278,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             unit="images",
             decoder=self.decode,
             num_threads=self._config.num_threads,
-            num_processors=count_processors(),
+            num_processors=count_rank_processors(),
             is_shared=self.sharing is not None,
         )
 

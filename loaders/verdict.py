@@ -31,7 +31,7 @@ class Means:
         unit: what it serves, in the plural.
         decoder: "cpu", "gpu-window", "gpu-whole" or "pillow"; None where nothing is decoded.
         num_threads: that decode.
-        num_processors: that this process may use.
+        num_processors: this rank's share of those that the process may use.
         prefetch: batches under way.
         has_cache: whether shards come through a node's cache.
         is_shared: whether another process decodes, for several jobs.
