@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
 from datasvc.keyed import Integers
-from loaders.augment import AugmentConfig, generators, plan_colours
+from loaders.augment import AugmentConfig, ColourFactors, generators, plan_colours
 from loaders.colour import augment_colour
-from loaders.decode.backend import Edit
-from loaders.decode.pixels import Pixels
-from loaders.transform import Transform, apply_transform
+from loaders.transform import Image, Transform, apply_transform
+
+
+@dataclass(frozen=True)
+class Edits:
+    """An `Edit` of a batch.
+
+    Attributes:
+        positions: of the samples in the epoch, `int64[n]`.
+        epoch: of the batch.
+        colours: factors for each image; None leaves colours alone.
+        transform: the user's; None: none.
+        random: its generator for each image.
+    """
+
+    positions: Integers
+    epoch: int
+    colours: ColourFactors | None
+    transform: Transform | None
+    random: Sequence[np.random.Generator]
+
+    def __call__(self, index: int, image: Image) -> None:
+        """Change an image of the batch in place: its index there, and `uint8[size, size, 3]`."""
+        if self.colours is not None:
+            augment_colour(image[None], self.colours[index : index + 1])
+        if self.transform is not None:
+            try:
+                apply_transform(self.transform, image, self.random[index])
+            except Exception as error:
+                error.add_note(
+                    f"in the transform of the sample at position {self.positions[index]} of epoch {self.epoch}"
+                )
+                raise
 
 
 def plan_edit(
     positions: Integers, *, seed: int, epoch: int, colours: AugmentConfig | None, transform: Transform | None
-) -> Edit | None:
-    """Return what is done to each image of a batch, given its index there; None: nothing.
+) -> Edits | None:
+    """Return what is done to each image of a batch; None: nothing.
 
     Args:
         positions: of the samples in the epoch, `int64[n]`.
@@ -24,17 +59,10 @@ def plan_edit(
     """
     if colours is None and transform is None:
         return None
-    factors = None if colours is None else plan_colours(positions, seed=seed, epoch=epoch, config=colours)
-    random = [] if transform is None else generators(seed, epoch, positions)
-
-    def edit(index: int, image: Pixels) -> None:
-        if factors is not None:
-            augment_colour(image[None], factors[index : index + 1])
-        if transform is not None:
-            try:
-                apply_transform(transform, image, random[index])
-            except Exception as error:
-                error.add_note(f"in the transform of the sample at position {positions[index]} of epoch {epoch}")
-                raise
-
-    return edit
+    return Edits(
+        positions,
+        epoch,
+        None if colours is None else plan_colours(positions, seed=seed, epoch=epoch, config=colours),
+        transform,
+        [] if transform is None else generators(seed, epoch, positions),
+    )

@@ -22,6 +22,7 @@ from loaders.data_ranks import choose_data_ranks
 from loaders.decode.backend import Backend, DecodeConfig, Framework
 from loaders.decode.choice import DecodeChoice, parse_backend
 from loaders.decode.choose import Decode, find_missing, plan_candidates
+from loaders.decode.device_stream import current_gpu
 from loaders.decode.make import make_backend
 from loaders.decode.pixels import Layout, Output, PixelFormat
 from loaders.decode.trial import TrialBatch
@@ -31,6 +32,7 @@ from loaders.image_plan import ImagePlan
 from loaders.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_tail
 from loaders.mixture import Mixture, check_column, columns_of, largest
 from loaders.other_columns import sort_columns
+from loaders.pinned import PinnedDecoder, warn_without_gpu
 from loaders.rank_processors import count_rank_processors
 from loaders.shared import Share, Sharing, parse_share
 from loaders.state import DECODE
@@ -84,7 +86,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             and mirrored, and a random generator of (seed, epoch, position); it returns such pixels.
         on_bad: "raise" where a sample does not decode, or "mask": its image is zeros, its mask False, its name in
             `batch.bad`.
-        device: where the images shall lie, "cpu", "cuda" or "cuda:1".
+        device: where images, labels, mask and numbers shall lie: "cpu", "cuda:1", or "cuda", which is torch's current
+            device when the loader is made.
         decode: "cpu" decodes just the window of each image, in threads; "pillow" is slower and needs nothing else
             installed; "gpu-window" lets DALI decode the window on `device`, "gpu-whole" the image, of which it then
             cuts the window; "gpu" is the faster of these two that works. "auto" is the CPU, or without that decoder
@@ -173,11 +176,16 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             device_id=_device_id(device),
             max_width=largest(split, "max_width"),
             max_height=largest(split, "max_height"),
+            changes_colours=self._plan.changes_colours,
         )
         self._on_bad = on_bad
         self._framework: Framework = "torch"
+        self._is_pinned = False
         candidates = plan_candidates(
-            decode, on_gpu=self._config.device_id is not None, has_edits=self._plan.has_edits, missing=find_missing()
+            decode,
+            on_gpu=self._config.device_id is not None,
+            has_transform=transform is not None,
+            missing=find_missing(),
         )
         self._choice = DecodeChoice(decode, candidates, config=self._config, ranks=self.ranks)
         if decode == "auto" and candidates[0] == "pillow":
@@ -208,13 +216,29 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             raise ConfigError("NumPy arrays lie in the memory of the CPU and have no bfloat16; give other arguments")
         return self._serve("numpy")
 
-    def _serve(self, framework: Framework) -> Iterator[ImageBatch[Any]]:
+    def pin(self) -> Iterator[ImageBatch[torch.Tensor]]:
+        """Yield the rest of the epoch in page-locked memory, for copies to a GPU with `non_blocking=True`.
+
+        It is the same run as that of `for batch in loader`. A batch is yours until you drop it; copies of it that are
+        still under way then end before its memory is used again. Where torch finds no GPU the memory is ordinary, and
+        a warning says so.
+
+        Raises:
+            ConfigError: `device` is a GPU: batches are there already.
+            BadSampleError, CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Loader`.
+        """
+        if self._config.device_id is not None:
+            raise ConfigError(f"pin() is for batches on the CPU, and device is 'cuda:{self._config.device_id}'")
+        warn_without_gpu()
+        return self._serve("torch", is_pinned=True)
+
+    def _serve(self, framework: Framework, *, is_pinned: bool = False) -> Iterator[ImageBatch[Any]]:
         batches = super().__iter__()
         while True:
-            if self._framework != framework:
+            if (self._framework, self._is_pinned) != (framework, is_pinned):
                 with self._alone:
                     self._discard()
-                    self._framework = framework
+                    self._framework, self._is_pinned = framework, is_pinned
             batch = next(batches, None)
             if batch is None:
                 return
@@ -228,13 +252,18 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             self.sharing.close()
 
     def _make_decoder(self) -> Decoder[ImageBatch[Any]]:
+        decoder = self._make_unpinned()
+        return PinnedDecoder(decoder) if self._is_pinned else decoder
+
+    def _make_unpinned(self) -> Decoder[ImageBatch[Any]]:
+        """Return a decoder that leaves everything but images of its own in ordinary memory."""
         if self.sharing is not None:
             return self.sharing.make_decoder(
                 iter if self._framework == "torch" else methodcaller("numpy"), self._framework
             )
         return ImageDecoder(
             make_backend(
-                self._config,
+                dataclasses.replace(self._config, is_pinned=self._is_pinned),
                 self._choice.settle(self._draw_trial, question=self.state_dict() | {"batch_size": self.batch_size}),
                 framework=self._framework,
                 stopwatch=self.stopwatch,
@@ -246,6 +275,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             lists=self._lists,
             on_bad=self._on_bad,
             is_mixture=isinstance(self.split, Mixture),
+            device=None if self._config.device_id is None else f"cuda:{self._config.device_id}",
             stopwatch=self.stopwatch,
         )
 
@@ -303,6 +333,8 @@ def _device_id(device: str) -> int | None:
     kind, _, number = device.partition(":")
     if kind == "cpu" and number in {"", "0"}:
         return None
-    if kind == "cuda" and (not number or number.isdecimal()):
-        return int(number or 0)
+    if kind == "cuda" and number.isdecimal():
+        return int(number)
+    if device == "cuda":
+        return current_gpu()
     raise ConfigError(f"device is {device!r}; expected 'cpu', 'cuda' or 'cuda:N'")

@@ -18,14 +18,14 @@ class ImageBatch(Generic[A]):
     Attributes:
         images: `[n, 3, size, size]` or `[n, size, size, 3]` of the loader's output type, on its device; zeros where a
             sample does not decode. Yours: memory is used again only once nothing refers to it any more.
-        labels: `int64[n]` on the CPU; None where the data set has none.
+        labels: `int64[n]` on that device, as are all tensors; None where the data set has none.
         mask: `bool[n]`, False for samples that only pad the last batch, or do not decode.
         epoch: of the batch.
         positions: `int64[n]`, of the samples in that epoch; a NumPy array.
-        columns: the others that were asked for, by name: `[n]` on the CPU for numbers and booleans, else a list of
-            Python values, None for null.
+        columns: the others that were asked for, by name: `[n]` for numbers and booleans, else a list of Python
+            values, None for null.
         bad: samples that do not decode: index in the batch -> its name and the reason.
-        sources: `int64[n]` on the CPU, of a mixture: the number of each sample's split in `mixture.splits`, whose
+        sources: `int64[n]`, of a mixture: the number of each sample's split in `mixture.splits`, whose
             name is `mixture.names[number]`; None where the loader reads a split alone.
     """
 

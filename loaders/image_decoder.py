@@ -15,6 +15,7 @@ from datasvc.shards.mapped_file import Bytes
 from datasvc.shards.schema import LABEL
 from loaders.batches import SampleBatch
 from loaders.decode.backend import DecodedImages, Framework, ImageBackend
+from loaders.decode.device_stream import place
 from loaders.image_batch import ImageBatch
 from loaders.image_plan import ImagePlan
 from loaders.other_columns import read_lists
@@ -36,6 +37,7 @@ class ImageDecoder:
         lists: others, that are read from the shards.
         on_bad: "raise" or "mask" where samples do not decode.
         is_mixture: batches say which split each sample is of.
+        device: where labels, mask and numbers go, "cuda:1"; None leaves them on the CPU.
         stopwatch: of the loader.
     """
 
@@ -50,6 +52,7 @@ class ImageDecoder:
         lists: Sequence[str] = (),
         on_bad: OnBad = "raise",
         is_mixture: bool = False,
+        device: str | None = None,
         stopwatch: Stopwatch,
     ) -> None:
         self._backend = backend
@@ -58,7 +61,7 @@ class ImageDecoder:
         self._describe = describe
         self._numbers, self._lists = numbers, lists
         self._on_bad = on_bad
-        self._is_mixture = is_mixture
+        self._is_mixture, self._device = is_mixture, device
         self._stopwatch = stopwatch
         self._under_way: deque[SampleBatch] = deque()
 
@@ -110,12 +113,12 @@ class ImageDecoder:
         )
 
     def _deliver(self, values: Any) -> Any:
-        """Return an array as the caller's framework has it, over the same memory."""
+        """Return an array as the caller's framework has it: over the same memory, or on the device."""
         if self._framework == "numpy" or not isinstance(values, np.ndarray):
             return values
         import torch
 
-        return torch.from_numpy(values)
+        return torch.from_numpy(values) if self._device is None else place(values, self._device)
 
 
 def _read(blobs: Sequence[Bytes], holders: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:

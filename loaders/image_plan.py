@@ -49,9 +49,9 @@ class ImagePlan:
         return round(self.size * _RESIZE_SHARE) if self.resize is None else self.resize
 
     @property
-    def has_edits(self) -> bool:
-        """Whether images are changed beside crop and flip."""
-        return self.transform is not None or self._colours is not None
+    def changes_colours(self) -> bool:
+        """Whether colours are changed."""
+        return self._colours is not None
 
     def windows(self, batch: SampleBatch) -> Windows:
         """Return the window of each image of a batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from datasvc.shards.sources.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER, TO
 from loaders.data_ranks import choose_data_ranks
 from loaders.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_tail
 from loaders.mixture import Mixture, weighted_splits
+from loaders.pinned import pin_batch, warn_without_gpu
 from loaders.token_batch import TokenBatch, to_torch
 from loaders.token_blocks import choose_format
 from loaders.token_decoder import Labels, TokenConfig, TokenDecoder
@@ -107,7 +108,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             end=end,
         )
         _check_config(self._config, splits)
-        self._as_arrays = False
+        self._deliver: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]] = to_torch
         super().__init__(
             split,
             blob=None,
@@ -139,13 +140,21 @@ class TokenLoader(Loader[TokenBatch[Any]]):
 
     def numpy(self) -> Iterator[TokenBatch[npt.NDArray[Any]]]:
         """Yield the rest of the epoch as arrays, as `for` does; torch is not imported."""
+        return self._serve(lambda batch: batch)
+
+    def pin(self) -> Iterator[TokenBatch[torch.Tensor]]:
+        """Yield the rest of the epoch as tensors in page-locked memory, see `ImageLoader.pin`."""
+        warn_without_gpu()
+        return self._serve(lambda batch: pin_batch(to_torch(batch)))
+
+    def _serve(self, deliver: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
         batches = super().__iter__()
         while True:
-            self._as_arrays = True
+            self._deliver = deliver
             try:
                 batch = next(batches, None)
             finally:
-                self._as_arrays = False
+                self._deliver = to_torch
             if batch is None:
                 return
             yield batch
@@ -163,7 +172,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         return dataclasses.replace(super()._means(), unit="blocks")
 
     def _finish(self, batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[Any]:
-        return batch if self._as_arrays else to_torch(batch)
+        return self._deliver(batch)
 
 
 def _common_block(splits: Sequence[Split], column: str, block_tokens: int | None, dtype: str | None) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy.typing as npt
 
 from datasvc.shards.mapped_file import Bytes
-from loaders.augment import Windows
+from loaders.augment import ColourFactors, Windows
 from loaders.decode.pixels import PixelFormat, Pixels
 
 if TYPE_CHECKING:
@@ -17,10 +17,23 @@ if TYPE_CHECKING:
 
 Backend = Literal["cpu", "gpu-window", "gpu-whole", "pillow"]
 Framework = Literal["torch", "numpy"]
-# Changes an image of a batch in place: its index there, and `uint8[size, size, 3]`, upright and mirrored already.
-Edit = Callable[[int, Pixels], None]
 # Returns the bytes of an image of a batch: its index there, and a buffer to put them in, or not, `uint8[size]`.
 Read = Callable[[int, Bytes], Bytes]
+
+
+class Edit(Protocol):
+    """What is done to the images of a batch beside crop and flip: colours first, then a transform."""
+
+    @property
+    def colours(self) -> ColourFactors | None:
+        """How colours change, for who changes those of the whole batch; None: not at all."""
+
+    @property
+    def transform(self) -> object | None:
+        """The user's, which is for the CPU; None: none."""
+
+    def __call__(self, index: int, image: Pixels) -> None:
+        """Do all of it to one image in place: its index, and `uint8[size, size, 3]`, upright and mirrored already."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,8 @@ class DecodeConfig:
         device_id: GPU that receives the images; None for the CPU.
         max_width: widest image of the data set, 0 if unknown: GPU memory is allocated once, for it.
         max_height: likewise.
+        changes_colours: whether batches may come with an `Edit` of colours.
+        is_pinned: whether batches lie in page-locked memory of the host.
     """
 
     batch_size: int
@@ -44,6 +59,8 @@ class DecodeConfig:
     device_id: int | None = None
     max_width: int = 0
     max_height: int = 0
+    changes_colours: bool = False
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True)

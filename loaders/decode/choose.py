@@ -30,14 +30,14 @@ def find_missing() -> dict[Backend, str]:
 
 
 def plan_candidates(
-    wanted: Decode, *, on_gpu: bool, has_edits: bool, missing: Mapping[Backend, str]
+    wanted: Decode, *, on_gpu: bool, has_transform: bool, missing: Mapping[Backend, str]
 ) -> Sequence[Backend]:
     """Return the backends that may decode, at least one; more than one are to be tried and measured.
 
     Args:
         wanted: by the user.
         on_gpu: whether images shall lie on a GPU.
-        has_edits: whether colours or a transform change the images, which is done on the CPU.
+        has_transform: whether a transform of the user's changes the images, which is done on the CPU.
         missing: backends that cannot be used here, and why.
 
     Raises:
@@ -46,10 +46,8 @@ def plan_candidates(
     if wanted not in get_args(Decode):
         raise ConfigError(f"decode is {wanted!r}; expected one of {', '.join(get_args(Decode))}")
     refused = dict(missing)
-    if has_edits:
-        refused |= dict.fromkeys(
-            ON_GPU, "colours and transforms are changed on the CPU; use decode='cpu', or none of them"
-        )
+    if has_transform:
+        refused |= dict.fromkeys(ON_GPU, "a transform changes images on the CPU; use decode='cpu', or no transform")
     if not on_gpu:
         refused |= dict.fromkeys(ON_GPU, f"decode={wanted!r} leaves the images on a GPU; give device='cuda' too")
     if wanted != "auto" and wanted != "gpu":  # noqa: PLR1714 - a set would not narrow the type

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 
 from loaders.augment import Windows
@@ -18,6 +19,7 @@ from loaders.buffer_ring import BufferRing
 from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Framework, Read
 from loaders.decode.crop import import_codec
 from loaders.decode.worker import ImageWorker
+from loaders.pinned import empty_pinned
 from loaders.step_times import Stage
 from loaders.stopwatch import Stopwatch
 
@@ -50,8 +52,13 @@ class _Work:
 class CpuRun:
     """A batch under way."""
 
-    images: npt.NDArray[Any]
+    images: npt.NDArray[Any] | torch.Tensor
     parts: list[Future[dict[int, str]]]
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether `finish` returns at once, and raises nothing."""
+        return all(part.done() and not part.cancelled() and part.exception() is None for part in self.parts)
 
 
 _WORKING: weakref.WeakSet[threading.Event] = weakref.WeakSet()
@@ -109,10 +116,26 @@ class CpuBackend:
         return decoded
 
     def start(
-        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+        self,
+        images: Sequence[Bytes],
+        windows: Windows,
+        edit: Edit | None = None,
+        read: Read | None = None,
+        *,
+        out: npt.NDArray[Any] | None = None,
     ) -> CpuRun:
-        """Start on a batch beside those that `take` returns; the arguments are those of `feed`."""
+        """Start on a batch beside those that `take` returns.
+
+        Args:
+            images: see `feed`.
+            windows: likewise.
+            edit: likewise.
+            read: likewise.
+            out: memory of a whole batch to decode to, left alone until `finish`; None: some that nobody uses.
+        """
         count = len(images)
+        memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out
+        array: npt.NDArray[Any] = memory if isinstance(memory, np.ndarray) else memory.numpy()
         work = _Work(
             images,
             windows.starts.tolist(),
@@ -120,14 +143,14 @@ class CpuBackend:
             windows.flips.astype(bool).tolist(),
             edit,
             read,
-            self._ring.take()[:count],
+            array[:count],
         )
         step = max(1, min(_MOST_AT_ONCE, count // (_SHARES_OF_A_THREAD * self._config.num_threads)))
         parts = [
             self._pool.submit(self._decode, work, range(start, min(start + step, count)))
             for start in range(0, count, step)
         ]
-        return CpuRun(work.out, parts)
+        return CpuRun(memory[:count], parts)
 
     def finish(self, run: CpuRun) -> DecodedImages:
         """Return what became of a batch that was started, waiting for it."""
@@ -167,12 +190,18 @@ class CpuBackend:
                 bad[index] = reason
         return bad
 
-    def _deliver(self, images: npt.NDArray[Any]) -> npt.NDArray[Any] | torch.Tensor:
+    def _take_memory(self) -> npt.NDArray[Any] | torch.Tensor:
+        """Return memory of a whole batch that nobody uses."""
+        if not self._config.is_pinned:
+            return self._ring.take()
+        return empty_pinned(self._config.pixels.shape(self._config.batch_size), self._config.pixels.dtype)
+
+    def _deliver(self, images: npt.NDArray[Any] | torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
         if self._config.pixels.output != "bfloat16":
             return images
         import torch
 
-        return torch.from_numpy(images).view(torch.bfloat16)
+        return torch.as_tensor(images).view(torch.bfloat16)
 
     def _worker(self) -> ImageWorker:
         if not hasattr(self._own, "worker"):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from loaders.decode.backend import Backend, DecodeConfig, Framework, ImageBackend
 from loaders.decode.cpu import CpuBackend
 from loaders.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from loaders.decode.dali import Graph
 
 
 def make_backend(
@@ -25,7 +31,12 @@ def make_backend(
     if backend in {"gpu-window", "gpu-whole"}:
         from loaders.decode.gpu import GpuBackend
 
-        return GpuBackend(config, "window" if backend == "gpu-window" else "whole", stopwatch=stopwatch)
+        graph: Graph = "window" if backend == "gpu-window" else "whole"
+        if config.changes_colours:
+            from loaders.decode.gpu_colours import ColourBackend
+
+            return ColourBackend(config, partial(GpuBackend, graph=graph, stopwatch=stopwatch))
+        return GpuBackend(config, graph, stopwatch=stopwatch)
     if config.device_id is None:
         return CpuBackend(config, backend=backend, framework=framework, stopwatch=stopwatch)
     from loaders.decode.upload import UploadBackend

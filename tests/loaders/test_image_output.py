@@ -93,7 +93,7 @@ print(count, "torch" in sys.modules)
     assert done.stdout.split() == ["360", "False"]
 
 
-@pytest.mark.parametrize("options", [{"output": "bfloat16"}, {"device": "cuda"}])
+@pytest.mark.parametrize("options", [{"output": "bfloat16"}, {"device": "cuda:0"}])
 def test_what_numpy_does_not_have_is_refused_at_once(digits, options):
     with ImageLoader(digits["val"], **FAST, **options) as loader, pytest.raises(ConfigError, match="NumPy"):
         loader.numpy()

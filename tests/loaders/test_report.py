@@ -12,12 +12,13 @@ from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.shards import ingest, open_dataset
 from loaders import ImageLoader, image
-from loaders.decode import upload
 from loaders.decode.cpu import CpuBackend
+from loaders.decode.upload import UploadBackend
 from loaders.image_decoder import ImageDecoder
 from loaders.metrics import LoaderCollector
 from loaders.step_times import Span, Stage
 from loaders.trace import trace_events
+from tests.loaders.decode.recorded_stream import RecordedStream
 from tests.loaders.test_stopwatch import Clock
 
 CONSUMER_MS = 10
@@ -190,11 +191,13 @@ def test_making_a_batch_of_the_samples_is_collate_s(make, clock, delays):
 
 
 def test_copying_to_the_device_is_transfer_s(make, clock, delays, monkeypatch):
+    stream = RecordedStream()
+
     def make_backend(config, _backend, *, framework, stopwatch):
-        return upload.UploadBackend(config, backend="cpu", device="cpu", stopwatch=stopwatch)
+        return UploadBackend(config, backend="cpu", device="cpu", stopwatch=stopwatch, stream=stream)
 
     monkeypatch.setattr(image, "make_backend", make_backend)
-    delays.add(upload, "normalise_on_device")
+    delays.add(stream, "copy")
     loader = make()
     train(loader, clock)
     assert_starved_by(loader, Stage.TRANSFER)

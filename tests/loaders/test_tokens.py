@@ -23,6 +23,7 @@ from datasvc.shards.dataset import Split
 from datasvc.shards.schema import shard_schema
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.tokens import TOKENIZER
+from loaders import pinned
 from loaders.mixture import Mixture
 from loaders.tokens import TokenLoader
 from tests.shards.sources.test_tokens import TEXTS, train
@@ -146,6 +147,20 @@ def test_arrays_and_tensors_in_turns_go_on_in_one_epoch(numbered):
             batch = next(tensors if number % 2 else arrays)
             assert isinstance(batch.tokens, torch.Tensor if number % 2 else np.ndarray)
             assert np.array_equal(np.asarray(batch.tokens), expected.tokens)
+
+
+def test_pinned_batches_are_those_of_the_run_and_only_they_are_copied(numbered, monkeypatch):
+    copied = []
+    monkeypatch.setattr(pinned, "can_pin", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tuple(tensor.shape)) or tensor)
+    with make(numbered) as loader:
+        expected = [batch.tokens for batch in loader]
+    with make(numbered) as loader:
+        found = [next(loader.pin()).tokens]
+        assert copied == [(4, BLOCK), (4,), (4,)]
+        found.append(next(iter(loader)).tokens)
+        assert len(copied) == 3
+    assert all(map(torch.equal, found, expected[:2]))
 
 
 def test_the_path_of_arrays_does_not_import_torch(numbered):

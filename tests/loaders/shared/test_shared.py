@@ -693,4 +693,4 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 def test_a_share_needs_the_cpu(digits):
     with pytest.raises(ConfigError, match="give device='cpu'"):
-        make(digits["val"], "x", device="cuda")
+        make(digits["val"], "x", device="cuda:0")

@@ -1,0 +1,54 @@
+"""Colours of batches that a GPU decodes: the decoder gives levels, torch does the rest where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from loaders.augment import ColourFactors, Windows
+from loaders.decode.backend import DecodeConfig, DecodedImages, Edit, ImageBackend, Read
+from loaders.decode.finish import DeviceFinish
+
+if TYPE_CHECKING:
+    import torch
+
+    from datasvc.shards.mapped_file import Bytes
+
+
+class ColourBackend:
+    """An `ImageBackend` that changes the colours of what another one leaves on its device.
+
+    Args:
+        config: what it is built from.
+        make: builds the other one, which has no `Edit`.
+    """
+
+    def __init__(self, config: DecodeConfig, make: Callable[[DecodeConfig], ImageBackend]) -> None:
+        levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
+        self._inner = make(dataclasses.replace(config, pixels=levels, changes_colours=False))
+        device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
+        self._finish = DeviceFinish(config.pixels, device)
+        self._under_way: deque[ColourFactors | None] = deque()
+
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
+        """See `ImageBackend`; the transform of `edit` is not for GPUs."""
+        assert edit is None or edit.transform is None, "transforms are planned for the CPU"
+        self._inner.feed(images, windows, None, read)
+        self._under_way.append(None if edit is None else edit.colours)
+
+    def take(self) -> DecodedImages:
+        """See `ImageBackend`."""
+        decoded = self._inner.take()
+        colours = self._under_way.popleft()
+        # The batch is valid on the caller's stream, and is finished there.
+        images = self._finish.finish(cast("torch.Tensor", decoded.images), colours, decoded.bad)
+        return DecodedImages(images, decoded.bad)
+
+    def close(self) -> None:
+        """See `ImageBackend`."""
+        self._inner.close()
+        self._under_way.clear()
