@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # What each room may import, beside itself. Rooms of one line may not import each other.
 ALLOWED = {
     "datasvc.errors": set(),
+    "datasvc.extras": set(),
     "datasvc.orphans": set(),
     "datasvc.processors": set(),
     "datasvc.progress": set(),
@@ -21,7 +22,7 @@ ALLOWED = {
     "datasvc.spans": {"datasvc.keyed"},
     "datasvc.order": {"datasvc.errors", "datasvc.keyed", "datasvc.spans"},
     "datasvc.mix_order": {"datasvc.keyed", "datasvc.order"},
-    "datasvc.repository": {"datasvc.errors", "datasvc.durable"},
+    "datasvc.repository": {"datasvc.errors", "datasvc.durable", "datasvc.extras"},
 }
 ALLOWED["datasvc.shards"] = {
     "datasvc.repository",
@@ -29,6 +30,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.keyed",
     "datasvc.durable",
     "datasvc.errors",
+    "datasvc.extras",
     "datasvc.orphans",
     "datasvc.processors",
 }

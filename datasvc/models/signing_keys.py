@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
 from datasvc.repository.objects import digest_of
 
 if TYPE_CHECKING:
@@ -196,6 +197,4 @@ def _need_cryptography() -> None:
     try:
         import cryptography  # noqa: F401 - only whether it is there
     except ImportError as error:
-        raise ConfigError(
-            "signatures need the package `cryptography`: install it, or datasvc with its extra `sign`"
-        ) from error
+        raise ConfigError(f"signatures need the package cryptography: {how_to_install('sign')}") from error

@@ -15,6 +15,7 @@ import fsspec
 import tenacity
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
+from datasvc.extras import how_to_install_driver
 
 ATTEMPTS: Final = 4
 _FIRST_PAUSE_S = 0.2
@@ -48,7 +49,9 @@ def translated(action: str, location: str) -> Iterator[None]:
     except (OSError, TimeoutError) as error:
         raise UnavailableError(f"cannot {action} {location}: {error}") from error
     except ImportError as error:
-        raise ConfigError(f"cannot {action} {location}: its driver is missing ({error})") from error
+        raise ConfigError(
+            f"cannot {action} {location}: its driver is missing ({error}): {how_to_install_driver(location)}"
+        ) from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _CLIENT_PACKAGES:
             raise

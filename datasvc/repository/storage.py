@@ -32,6 +32,7 @@ from datasvc.errors import (
     UnavailableError,
     UnknownOutcomeError,
 )
+from datasvc.extras import how_to_install_driver
 from datasvc.repository import age, exclusive_create
 from datasvc.repository.asking import ask, translated
 from datasvc.repository.http_stream import Take
@@ -69,8 +70,10 @@ def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url))
     except OSError as error:
         raise UnavailableError(f"cannot reach {redact_url(url)!r}: {error}") from error
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"cannot use {redact_url(url)!r}: {error}; is the driver's extra installed?") from error
+    except ImportError as error:
+        raise ConfigError(f"cannot use {redact_url(url)!r} ({error}): {how_to_install_driver(url)}") from error
+    except ValueError as error:
+        raise ConfigError(f"cannot use {redact_url(url)!r}: {error}") from error
     return file_system, root.rstrip("/") or "/"
 
 

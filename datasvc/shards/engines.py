@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, Final, Literal
 
 from datasvc.errors import ConfigError, UnavailableError
+from datasvc.extras import how_to_install
 from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
 from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
@@ -216,7 +217,7 @@ def _run_ray(
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("--engine ray needs Ray: pip install 'datasvc[ray]'") from error
+        raise ConfigError(f"--engine ray needs Ray: {how_to_install('ray')}") from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     shared = ray.put(work)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
 from datasvc.repository import Repository
 from datasvc.shards.dataset import Dataset, open_dataset
 from datasvc.shards.object_files import ObjectFiles
@@ -71,7 +72,7 @@ def _duckdb() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise ConfigError("SQL needs DuckDB, which is not installed: pip install 'datasvc[sql]'") from error
+        raise ConfigError(f"SQL needs DuckDB, which is not installed: {how_to_install('sql')}") from error
     return duckdb
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
 from datasvc.keyed import Integers
 from datasvc.repository import Objects
 from datasvc.shards.keys import SplitKeys
@@ -110,7 +111,7 @@ def _connect() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise ConfigError("SQL needs DuckDB, which is not installed: pip install 'datasvc[sql]'") from error
+        raise ConfigError(f"SQL needs DuckDB, which is not installed: {how_to_install('sql')}") from error
     # Without external access there are neither files nor the tables of the program that calls us.
     return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
 

@@ -247,7 +247,7 @@ def test_without_duckdb_the_error_says_how_to_have_it(pets, monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install 'datasvc\[sql\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'duckdb>="):
         query(pets, "pets", "select 1")
 
 

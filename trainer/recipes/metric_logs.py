@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
 
 
 class MetricLog(Protocol):
@@ -116,8 +117,7 @@ def _import_extra(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"logging to {module} needs a package that is not installed ({error.name}): "
-            f"pip install 'datasvc[{extra}]'"
+            f"logging to {module} needs a package that is not installed ({error.name}): {how_to_install(extra)}"
         ) from error
 
 

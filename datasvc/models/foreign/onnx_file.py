@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
 from datasvc.models.fit import LoadReport
 from datasvc.models.foreign.whole_folder import check_target, filling
 from datasvc.models.loading import load_version_into
@@ -79,7 +80,7 @@ def export_onnx(
 
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
-        raise ConfigError(f"an export to ONNX needs {' and '.join(missing)}: pip install 'datasvc[onnx]'")
+        raise ConfigError(f"an export to ONNX needs {' and '.join(missing)}: {how_to_install('onnx')}")
     check_target(Path(folder))
     version = repository.resolve("models", ref)
     loaded = load_version_into(

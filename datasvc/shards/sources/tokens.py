@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.extras import how_to_install
 from datasvc.repository.objects import Digest, digest_of
 from datasvc.repository.storage import redact_url, resolve_url
 from datasvc.shards.schema import KEY
@@ -176,7 +177,9 @@ def load_tokenizer(content: bytes, location: str) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ConfigError(f"text becomes tokens by the package tokenizers, which is missing: {error}") from error
+        raise ConfigError(
+            f"text becomes tokens by the package tokenizers, which is missing ({error}): {how_to_install('text')}"
+        ) from error
     try:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # it raises nothing narrower

@@ -1,0 +1,44 @@
+"""The optional packages, and the one sentence that says how to install them.
+
+It names packages that are on an index, so that it is true wherever datasvc itself comes from.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Final
+
+# As in pyproject.toml: a test holds the two equal.
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "s3": ("s3fs>=2025.3",),
+    "gcs": ("gcsfs>=2025.3",),
+    "azure": ("adlfs>=2024.12",),
+    "sql": ("duckdb>=1.2",),
+    "yaml": ("pyyaml>=6",),
+    "tensorboard": ("tensorboard>=2.16",),
+    "wandb": ("wandb>=0.17",),
+    "mlflow": ("mlflow>=2.14",),
+    "text": ("tokenizers>=0.21",),
+    "sign": ("cryptography>=43",),
+    "onnx": ("onnx>=1.18", "onnxscript>=0.5"),
+    "ray": ("ray>=2.40",),
+    "demo": ("scikit-learn>=1.6",),
+}
+_OF_SCHEME: Final = {
+    **dict.fromkeys(("s3", "s3a"), "s3"),
+    **dict.fromkeys(("gs", "gcs"), "gcs"),
+    **dict.fromkeys(("abfs", "abfss", "az", "adl"), "azure"),
+}
+
+
+def how_to_install(extra: str) -> str:
+    """Return the end of a message: what to type for the packages of one of `EXTRAS`."""
+    packages = shlex.join(EXTRAS[extra])
+    return f"pip install {packages}, or in the source folder of datasvc: pip install '.[{extra}]'"
+
+
+def how_to_install_driver(url: str) -> str:
+    """Return what to type for the driver of a URL's store; "install its driver" where that is none of ours."""
+    extra = _OF_SCHEME.get(url.partition("://")[0])
+    return how_to_install(extra) if extra is not None else "install its driver for fsspec"
