@@ -8,7 +8,7 @@ word after it of any other meaning makes another quantity of it (`loss_scale`), 
 from __future__ import annotations
 
 import re
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from datasvc.errors import ConfigError
 
@@ -37,8 +37,8 @@ def choose_metric_mode(metric: str, given: str | None = None, *, option: str = "
     Raises:
         ConfigError: the name does not tell, or `given` is neither.
     """
-    if given == "max" or given == "min":  # noqa: PLR1714 - a type checker follows this
-        return given
+    if given in {"max", "min"}:
+        return cast("MetricMode", given)
     if given is not None:
         raise ConfigError(f"{given!r}: whether a high or a low {metric} is better is 'max' or 'min'")
     found = _direction(metric)

@@ -109,6 +109,7 @@ def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[t
             f"no version has a finite metric {policy.metric!r}, so none is the best; there are: "
             f"{', '.join(metrics) or 'none'}"
         )
+    assert policy.mode is not None  # there is a metric
     word = "highest" if policy.mode == "max" else "lowest"
     for place, number in enumerate(_ranked(scores, policy.metric, policy.mode)[: policy.best or 1], 1):
         yield number, f"{word} {policy.metric}" if place == 1 else f"{word} {policy.metric}, place {place}"

@@ -77,7 +77,7 @@ def retain(
     from datasvc.models.retention import RetentionPolicy
     from datasvc.repository import Repository
 
-    policy = RetentionPolicy(last, best, metric, mode and mode.value, every, every_steps)
+    policy = RetentionPolicy(last, best, metric, None if mode is None else mode.value, every, every_steps)
     versions, plan = run_retain(Repository.open(repo), name, policy, dry_run=not apply)
     if as_json:
         kept = {str(number): list(reasons) for number, reasons in plan.kept.items()}
