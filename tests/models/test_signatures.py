@@ -227,4 +227,4 @@ def test_without_cryptography_whoever_wants_signatures_is_told_and_nobody_else()
     )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
-    assert "extra `sign`" in done.stdout
+    assert "pip install '.[sign]'" in done.stdout
