@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import Final
 
 import pyarrow as pa
-import pyarrow.fs as arrow_fs
 
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.repository import Digest, Objects, Storage
 from datasvc.repository.asking import translated
 
+_TAIL_BYTES: Final = 16 << 10
 
-class ObjectFiles(arrow_fs.FileSystemHandler):  # type: ignore[misc]
+
+class ObjectFiles:
     """The objects of a repository as files named by their digest, for Arrow's own readers.
 
     Only the ranges that a reader asks for are read, so they cannot be checked against the digest; sizes are.
@@ -28,32 +29,17 @@ class ObjectFiles(arrow_fs.FileSystemHandler):  # type: ignore[misc]
     """
 
     def __init__(self, storage: Storage, sizes: Mapping[Digest, int]) -> None:
-        super().__init__()
         self.failure: DatasvcError | None = None
         self._storage = storage
         self._sizes = sizes
 
-    def get_type_name(self) -> str:
-        """Return a name for messages."""
-        return "datasvc"
-
-    def normalize_path(self, path: str) -> str:
-        """Return `path`: digests have one way to be written."""
-        return path
-
-    def get_file_info(self, paths: list[str]) -> list[arrow_fs.FileInfo]:
-        """Return the sizes that the table says."""
-        return [arrow_fs.FileInfo(path, arrow_fs.FileType.File, size=self._sizes[Digest(path)]) for path in paths]
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
+    def open(self, digest: Digest) -> pa.NativeFile:
         """Open an object. Raises NotFoundError, CorruptDataError (of another size), UnavailableError."""
         try:
-            return self._open(Digest(path))
+            return self._open(digest)
         except DatasvcError as error:
             self.failure = self.failure or error
             raise
-
-    open_input_stream = open_input_file
 
     def _open(self, digest: Digest) -> pa.NativeFile:
         path = Objects.path(digest)
@@ -80,13 +66,6 @@ class ObjectFiles(arrow_fs.FileSystemHandler):  # type: ignore[misc]
             self.failure = self.failure or error
             raise
 
-    def _refuse(self, *_arguments: Any) -> Any:
-        raise NotImplementedError("objects are read, never listed or changed, by Arrow")
-
-    get_file_info_selector = _refuse
-    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
-    move = copy_file = open_output_stream = open_append_stream = _refuse
-
 
 class _RangedFile:
     """A remote object as a seekable file; used by one thread at a time."""
@@ -98,13 +77,23 @@ class _RangedFile:
         self._path = path
         self._size_bytes = size_bytes
         self._offset = 0
+        self._tail: bytes | None = None
 
     def read(self, length: int = -1) -> bytes:
         left = max(self._size_bytes - self._offset, 0)
         length = left if length < 0 else min(length, left)
-        content = self._files.read_range(self._path, self._offset, length) if length else b""
+        content = self._read(length) if length else b""
         self._offset += len(content)
         return content
+
+    def _read(self, length: int) -> bytes:
+        tail_start = max(self._size_bytes - _TAIL_BYTES, 0)
+        if self._offset < tail_start:
+            return self._files.read_range(self._path, self._offset, length)
+        # Opening an IPC file takes several small reads at its end: one request answers them all.
+        if self._tail is None:
+            self._tail = self._files.read_range(self._path, tail_start, self._size_bytes - tail_start)
+        return self._tail[self._offset - tail_start :][:length]
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._size_bytes}[whence]

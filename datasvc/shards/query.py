@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -55,10 +55,14 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
     dataset = open_dataset(repository, ref)
     sizes = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
     files = ObjectFiles(repository.storage, sizes)
-    with _connected() as connection:
+    samples = {name: LiveSamples.of(split, files) for name, split in dataset.items()}
+    # A query may end before its scans do, such as by LIMIT: none may read on while the interpreter ends.
+    with ExitStack() as scans, _connected() as connection:
+        for each in samples.values():
+            scans.callback(each.close)
         try:
             _check_reads_live_samples(connection)
-            _register(connection, dataset, files)
+            _register(connection, dataset, samples)
             # No files, no network, no variables of this program, and no way back.
             connection.execute("SET enable_external_access = false; SET lock_configuration = true")
             return connection.sql(_only_query(connection, sql)).to_arrow_table()
@@ -96,12 +100,12 @@ def _only_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
     return statements[0]
 
 
-def _register(connection: duckdb.DuckDBPyConnection, dataset: Dataset, files: ObjectFiles) -> None:
+def _register(connection: duckdb.DuckDBPyConnection, dataset: Dataset, samples: Mapping[str, LiveSamples]) -> None:
     names = {name.lower() for name in dataset}
     _check_names(str(dataset.resolved), list(dataset))
     for split in dataset.values():
         _check_names(f"{split.dataset}/{split.name}", split.table.sample_schema.names)
-        connection.register(split.name, LiveSamples.of(split, files))
+        connection.register(split.name, samples[split.name])
     # A split that is named like one of these is what its name means.
     if CLASSES not in names:
         connection.register(CLASSES, _class_table(dataset))

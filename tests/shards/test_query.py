@@ -2,6 +2,10 @@
 
 import builtins
 import io
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -334,15 +338,15 @@ def test_a_scan_of_no_column_still_counts_the_live_samples(pets):
     train = open_dataset(pets, "pets")["train"]
     sizes = {shard.digest: shard.size_bytes for shard in train.table.shards()}
     samples = LiveSamples.of(train, ObjectFiles(pets.storage, sizes))
-    assert samples.scanner(columns=[]).count_rows() == 19
-    assert samples.scanner().to_table().column("key").to_pylist() == [sample["key"] for sample in train]
+    assert sum(batch.num_rows for batch in samples.scanner(columns=[]).to_reader()) == 19
+    assert samples.scanner().to_reader().read_all().column("key").to_pylist() == [sample["key"] for sample in train]
 
 
 def test_objects_behave_as_files(monkeypatch):
     repository = Repository.create("memory://object-files")
     info = repository.objects.put(b"0123456789")
     files = ObjectFiles(repository.storage, {info.digest: 10})
-    with pa.fs.PyFileSystem(files).open_input_file(info.digest) as file:
+    with files.open(info.digest) as file:
         python = io.BytesIO(b"0123456789")
         for offset, whence, length in ((3, 0, 4), (-2, 2, 5), (0, 0, 10), (8, 0, None)):
             assert file.seek(offset, whence) == python.seek(offset, whence)
@@ -350,4 +354,70 @@ def test_objects_behave_as_files(monkeypatch):
             assert file.tell() == python.tell()
         assert file.size() == 10
     with pytest.raises(NotFoundError):
-        ObjectFiles(repository.storage, {Digest("0" * 64): 1}).open_input_file("0" * 64)
+        ObjectFiles(repository.storage, {Digest("0" * 64): 1}).open(Digest("0" * 64))
+
+
+@pytest.fixture(scope="module")
+def large_pets(tmp_path_factory):
+    """Thirty megabytes in eight shards, some with deletions: enough that a LIMIT ends a scan long before its end."""
+    repository = Repository.create(str(tmp_path_factory.mktemp("large") / "repo"))
+    noise = np.random.default_rng(0)
+    shards = [
+        [{"key": f"k{shard}-{number}", "blob": noise.bytes(100_000), "label": number % 3} for number in range(40)]
+        for shard in range(8)
+    ]
+    write_version(repository, "pets", {"train": shards}, LABELLED_SCHEMA, ("cat", "dog", "eel"))
+    delete(repository, "pets", keys=[f"k{shard}-{number}" for shard in (0, 1, 4) for number in range(shard, 40, 7)])
+    return repository
+
+
+_LIMITED = "select * from train limit 5"
+_IN_PYTHON = f"import datasvc; assert datasvc.open({{url!r}}).sql('pets', {_LIMITED!r}).num_rows == 5"
+_ON_THE_COMMAND_LINE = (
+    "import sys; from datasvc.cli.main import main; "
+    f"sys.argv[1:] = ['sql', 'pets', {_LIMITED!r}, '--repo', {{url!r}}]; main()"
+)
+
+
+def run_to_its_end(program, repository):
+    program = program.format(url=repository.url)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("program", [_IN_PYTHON, _ON_THE_COMMAND_LINE])
+def test_a_process_whose_query_ends_its_scan_early_ends_too(large_pets, program):
+    run_to_its_end(program, large_pets)
+
+
+@pytest.mark.slow
+def test_thirty_processes_whose_query_ends_its_scan_early_all_end(large_pets):
+    programs = [_IN_PYTHON, _ON_THE_COMMAND_LINE] * 15
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run_to_its_end, programs, [large_pets] * 30))
+
+
+def test_a_query_that_ends_early_reads_no_further_and_leaves_no_thread():
+    repository = Repository.create("memory://query-early")
+    shards = [[{"key": f"k{shard}", "blob": b"x" * (17 << 20), "label": 0}] for shard in range(6)]
+    write_version(repository, "pets", {"train": shards}, LABELLED_SCHEMA)
+    with pytest.MonkeyPatch.context() as patch:
+        counting = Counting(repository.storage, patch)
+        assert ask(repository, "select key from (select * from train) where octet_length(blob) > 0 limit 1") == [
+            ("k0",)
+        ]
+    assert counting.read_bytes < 6 * (17 << 20)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("datasvc-scan")]
+
+
+def test_a_scan_that_is_left_half_way_ends_when_its_samples_are_closed(pets):
+    train = open_dataset(pets, "pets")["train"]
+    sizes = {shard.digest: shard.size_bytes for shard in train.table.shards()}
+    samples = LiveSamples.of(train, ObjectFiles(pets.storage, sizes))
+    reader = samples.scanner().to_reader()
+    assert reader.read_next_batch().num_rows
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("datasvc-scan")]
+    samples.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("datasvc-scan")]
+    with pytest.raises(StopIteration):
+        reader.read_next_batch()
