@@ -30,6 +30,7 @@ from datasvc.models.transfer import TransferReport, transfer
 from datasvc.repository import Kind, Repository, Resolved
 from datasvc.repository.storage import redact_url
 from datasvc.restoring import restore
+from datasvc.shards.class_names import name_classes
 from datasvc.shards.dataset import Dataset, open_dataset
 from datasvc.shards.delete import DeleteReport, delete
 from datasvc.shards.diff import Difference, diff
@@ -89,6 +90,10 @@ class DataRepository:
     def diff(self, a: str, b: str) -> Difference:
         """Return how two data-set versions differ. Raises as `shards.diff`."""
         return diff(self.repository, a, b)
+
+    def name_classes(self, ref: str, names: Sequence[str], *, message: str = "") -> Resolved:
+        """Commit a version with names for its integer labels; arguments and errors are those of `name_classes`."""
+        return name_classes(self.repository, ref, names, message=message)
 
     def sql(self, ref: str, sql: str) -> pa.Table:
         """Return what an SQL query over a data-set version gives. Raises as `shards.query`."""

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datasvc.cli.key_file import read_lines
 from datasvc.cli.output import JsonOption, RepoOption, print_facts, print_json_line
+from datasvc.cli.values import text_value
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from datasvc.shards.build_options import BuildOptions
     from datasvc.shards.ingest import IngestReport
     from datasvc.shards.sources import Source
+    from datasvc.shards.split_overlap import Overlap
 
 EXIT_LEFT_OUT = 6
 _EVENT_INTERVAL_S = 1.0
@@ -50,6 +53,14 @@ class OnCommon(StrEnum):
     replace_ = "replace"
 
 
+class OnSplitOverlap(StrEnum):
+    """What becomes of samples that two splits share."""
+
+    fail = "fail"
+    drop = "drop"
+    keep = "keep"
+
+
 class Engine(StrEnum):
     """Who builds the shards."""
 
@@ -67,6 +78,9 @@ def ingest(
     manifest: Annotated[
         str | None, typer.Option(help="CSV, JSON lines or Parquet file that names files, labels and more columns.")
     ] = None,
+    classes: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Names of integer labels, one a line, that of 0 first.")
+    ] = None,
     ground_truth: Annotated[str | None, typer.Option(help="ImageNet validation: its ground-truth file.")] = None,
     synsets: Annotated[str | None, typer.Option(help="ImageNet validation: list of synsets, one a line.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Text to token blocks: a tokenizer.json.")] = None,
@@ -77,7 +91,10 @@ def ingest(
     quality: Annotated[int | None, typer.Option(help="Of images that are encoded again, 1 to 100.")] = None,
     keep_order: Annotated[bool, typer.Option(help="Keep the source's order: no permutation.")] = False,
     seed: Annotated[int, typer.Option(help="Of the permutation that deals samples to shards.")] = 0,
-    val_fraction: Annotated[float, typer.Option(help='Share of "train" that becomes "val", by key hash.')] = 0.0,
+    val_fraction: Annotated[
+        float | None,
+        typer.Option(help='Share of "train" that becomes "val", by key hash; default: none, of an append its own.'),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="So many samples of each split only.")] = None,
     on_bad: Annotated[OnBad, typer.Option(help="Bad samples: commit nothing, or leave them out.")] = OnBad.fail,
     decode_check: Annotated[bool, typer.Option(help="Decode every image fully.")] = False,
@@ -88,6 +105,12 @@ def ingest(
     on_common: Annotated[
         OnCommon, typer.Option(help="Append, keys that are there: drop equal samples, keep the old, or replace it.")
     ] = OnCommon.fail,
+    on_split_overlap: Annotated[
+        OnSplitOverlap,
+        typer.Option(
+            help="Keys or equal images in two splits: commit nothing, drop them from training, or keep both."
+        ),
+    ] = OnSplitOverlap.fail,
     workers: Annotated[int | None, typer.Option(help="Processes that build shards; default: one a core.")] = None,
     engine: Annotated[Engine, typer.Option(help="This machine, or a Ray cluster.")] = Engine.local,
     dry_run: Annotated[bool, typer.Option(help="Say what would be made, and make nothing.")] = False,
@@ -105,20 +128,24 @@ def ingest(
     from datasvc.repository.references import check_name
     from datasvc.shards.build_options import BuildOptions
     from datasvc.shards.images import Reencoding
+    from datasvc.shards.ingest import choose_val_fraction, held_out_of
     from datasvc.shards.ingest import ingest as run_ingest
     from datasvc.shards.sources import SourceOptions
     from datasvc.shards.sources.choose import open_source
     from datasvc.sizes import parse_size
 
     check_name(name, "data set")
-    built = BuildOptions(
-        parse_size(shard_size), decode_check, Reencoding(max_side, quality), keep_order, seed, val_fraction, limit
-    )
+    shard_bytes = parse_size(shard_size)
     options = SourceOptions(
         format, split, key, manifest, ground_truth, synsets, tokenizer, block_tokens=block_tokens, text=text
     )
     listed = open_source(source, options)
     if dry_run:
+        own = choose_val_fraction(Repository.open(repo), name, val_fraction, append=True) if append else val_fraction
+        fraction = held_out_of(listed, own or 0.0, is_given=val_fraction is not None)
+        built = BuildOptions(
+            shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, fraction, limit
+        )
         _dry_run(listed, built, workers, as_json=as_json)
         return
     with _reporting(name, listed, as_json=as_json) as report:
@@ -127,7 +154,8 @@ def ingest(
             listed,
             name,
             source_options=options,
-            shard_bytes=built.shard_bytes,
+            classes=None if classes is None else read_lines(classes, "class names"),
+            shard_bytes=shard_bytes,
             on_bad=on_bad.value,
             decode_check=decode_check,
             duplicates=duplicates.value,
@@ -139,6 +167,7 @@ def ingest(
             seed=seed,
             append=append,
             on_common=on_common.value,
+            on_split_overlap=on_split_overlap.value,
             engine=engine.value,
             workers=workers,
             message=message,
@@ -224,9 +253,20 @@ def _facts(done: IngestReport) -> dict[str, Any]:
         "added": done.num_added,
         "skipped": [asdict(sample) for sample in done.bad],
         "duplicates": {split: [asdict(each) for each in found] for split, found in done.duplicates.items()},
+        "overlaps": [overlap_facts(overlap) for overlap in done.overlaps],
         "ignored": dict(done.ignored),
         "resumed_shards": done.num_resumed,
         "source_changed": done.has_source_changed,
+    }
+
+
+def overlap_facts(overlap: Overlap) -> dict[str, Any]:
+    """Return what two splits share as JSON values."""
+    return {
+        "kind": overlap.kind,
+        "split": overlap.split,
+        "other": overlap.other,
+        "samples": [{"key": sample.key, "other_key": sample.other_key} for sample in overlap.samples],
     }
 
 
@@ -252,5 +292,7 @@ def _print_report(done: IngestReport) -> None:
         typer.echo(f"duplicate {split}/{repeat.key}: holds the same as {repeat.first_key}", err=True)
     if len(repeats) > _SHOWN:
         typer.echo(f"{len(repeats)} duplicates in all", err=True)
+    for overlap in done.overlaps:
+        typer.echo(text_value(str(overlap)), err=True)
     if done.ignored:
         typer.echo(f"ignored: {dict(done.ignored)}", err=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from datasvc.cli.ingest import overlap_facts
 from datasvc.cli.output import JsonOption, RepoOption, print_json
 from datasvc.cli.values import text_value
 from datasvc.errors import ConfigError, CorruptDataError
@@ -30,7 +31,7 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare every sample.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Look for missing, truncated and changed objects of a data-set version; names the samples hit.
+    """Look for missing, truncated and changed objects of a data-set version, and for samples that two splits share.
 
     Example: datasvc verify pets@1 --deep --repo s3://bucket/repo
 
@@ -43,7 +44,7 @@ def verify(
     with byte_progress(f"verifying {ref}") as (set_total, advance):
         done = run_verify(Repository.open(repo), ref, deep=deep, begin=set_total, report=advance)
     if as_json:
-        print_json(asdict(done))
+        print_json({**asdict(done), "overlaps": [overlap_facts(overlap) for overlap in done.overlaps]})
     else:
         how = "read and compared" if deep else "looked at by size; --deep reads every byte"
         typer.echo(
@@ -52,8 +53,15 @@ def verify(
         )
         for problem in done.problems:
             typer.echo(text_value(str(problem)))
-        typer.echo(f"{len(done.problems)} problems" if done.problems else "all is well")
-    if done.problems:
+        for overlap in done.overlaps:
+            typer.echo(
+                text_value(f"{overlap}; `datasvc delete REF --keys FILE --split {overlap.split}` removes them")
+            )
+        if done.num_unchecked:
+            typer.echo(f"{done.num_unchecked} samples have no sample index: equal images in two splits are not found")
+        num_problems = len(done.problems) + len(done.overlaps)
+        typer.echo(f"{num_problems} problems" if num_problems else "all is well")
+    if done.problems or done.overlaps:
         raise typer.Exit(CorruptDataError.exit_code)
 
 

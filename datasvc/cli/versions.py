@@ -1,4 +1,4 @@
-"""`datasvc delete | diff | merge`: versions of data sets made from versions, and what is different between them."""
+"""`datasvc delete | classes | diff | merge`: versions of data sets made from versions, and how they differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.key_file import read_keys
+from datasvc.cli.ingest import OnSplitOverlap, overlap_facts
+from datasvc.cli.key_file import read_keys, read_lines
 from datasvc.cli.output import JsonOption, RepoOption, print_facts, print_json
 from datasvc.cli.values import text_value
 
@@ -75,6 +76,28 @@ def delete(
     typer.echo(f"committed {done.version}: deleted {_counted(done.deleted)} samples")
 
 
+def classes(
+    ref: RefArgument,
+    names: Annotated[str, typer.Argument(metavar="FILE", help="Class names, one a line, that of label 0 first.")],
+    repo: RepoOption,
+    message: MessageOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Commit the next version with names for the classes of its integer labels; shards are shared.
+
+    Example: datasvc classes pets names.txt --repo ./repo
+    """
+    from datasvc.repository import Repository
+    from datasvc.shards.class_names import name_classes
+
+    given = read_lines(names, "class names")
+    version = name_classes(Repository.open(repo), ref, given, message=message)
+    if as_json:
+        print_json({"version": str(version), "classes": given})
+    else:
+        typer.echo(f"committed {version}: {len(given)} classes have names")
+
+
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="NAME, NAME@VERSION or NAME@TAG.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The version to compare with it.")],
@@ -115,6 +138,12 @@ def merge(
     refs: Annotated[list[str], typer.Argument(metavar="REF...", help="Two versions or more.")],
     repo: RepoOption,
     on_common: Annotated[OnCommon, typer.Option(help="Keys that several have: see the text above.")] = OnCommon.fail,
+    on_split_overlap: Annotated[
+        OnSplitOverlap,
+        typer.Option(
+            help="Keys or equal images in two splits: commit nothing, drop them from training, or keep both."
+        ),
+    ] = OnSplitOverlap.fail,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -129,7 +158,14 @@ def merge(
     from datasvc.shards.merge import merge as run_merge
     from datasvc.sizes import format_size
 
-    done = run_merge(Repository.open(repo), refs, name, on_common=on_common.value, message=message)
+    done = run_merge(
+        Repository.open(repo),
+        refs,
+        name,
+        on_common=on_common.value,
+        on_split_overlap=on_split_overlap.value,
+        message=message,
+    )
     merged = [str(version) for version in done.merged]
     if as_json:
         print_json(
@@ -139,6 +175,7 @@ def merge(
                 "samples": done.num_samples,
                 "shards": done.num_shards,
                 "bytes": done.size_bytes,
+                "overlaps": [overlap_facts(overlap) for overlap in done.overlaps],
             }
         )
         return
@@ -146,6 +183,8 @@ def merge(
         f"committed {done.version} from {', '.join(merged)}: {_counted(done.num_samples)} samples, "
         f"{sum(done.num_shards.values())} shards, {format_size(done.size_bytes)}"
     )
+    for overlap in done.overlaps:
+        typer.echo(text_value(str(overlap)), err=True)
 
 
 def _facts(split: SplitDifference, shown: int | None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Digest, ObjectInfo, Objects
-from datasvc.shards.common_keys import find_common_keys, first_keys
-from datasvc.shards.deletions import Deletions, Flags, delete_samples, load_deletions
+from datasvc.shards.common_keys import CommonKeys, find_common_keys, first_keys
+from datasvc.shards.deletions import Deletions, Flags, delete_samples, load_deletions, only_samples
 from datasvc.shards.digests import blob_views, digest_batch
 from datasvc.shards.index import SampleIndex
 from datasvc.shards.labels import check_unnamed, combine_classes, map_labels, plan_labels
@@ -63,6 +63,32 @@ def append_splits(
     return result
 
 
+def keep_splits(
+    objects: Objects,
+    head: Mapping[str, ShardTable],
+    new: Mapping[str, ShardTable],
+    *,
+    on_common: OnCommon = "fail",
+) -> dict[str, ShardTable]:
+    """Return `new` without keys that `head` has in another split: a key stays in the split where it is.
+
+    `on_common` says what becomes of such a key, as of one that both have in the same split; with "replace" the new
+    sample moves to the split that has the key. Raises as `append_table`.
+    """
+    result = dict(new)
+    for split, other in ((split, other) for split in new for other in head if other != split):
+        common = find_common_keys(objects, head[other], result[split])
+        if not len(common):
+            continue
+        _check_common(common, on_common, f" (in {other!r} of the data set, in {split!r} of what is added)")
+        rows = common.b.by_shard()
+        if on_common == "replace":
+            moved = only_samples(objects, result[split], rows)
+            result[other] = append_table(objects, result[other], moved) if other in result else moved
+        result[split] = delete_samples(objects, result[split], rows)
+    return {split: table for split, table in result.items() if table.num_samples or split in head}
+
+
 def append_table(
     objects: Objects,
     head: ShardTable,
@@ -106,8 +132,8 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
     """Return the columns of both, those of `head` first; a column that one side lacks becomes nullable.
 
     Raises:
-        ConfigError: a column has two types, or `new` lacks `key`, `image` or `label`, which `head` has; or their
-            tokens were made by different tokenizers.
+        ConfigError: a column has two types, or `new` lacks `key`, `image` or `label`, which `head` has, or has labels
+            where `head` has none; or their tokens were made by different tokenizers.
     """
     tokenizers = [(schema.metadata or {}).get(TOKENIZER) for schema in (head, new)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
@@ -118,6 +144,11 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
     missing = [name for name in _REQUIRED if name in head.names and name not in new.names]
     if missing:
         raise ConfigError(f"what is added has no column {missing[0]!r}, which every sample of the data set has")
+    if LABEL in new.names and LABEL not in head.names and len(head.names):
+        raise ConfigError(
+            f"what is added has a column {LABEL!r}, and the data set has no labels: ingest it as a data set of its "
+            "own, or all of it again with labels"
+        )
     fields = []
     for name in (*head.names, *(name for name in new.names if name not in head.names)):
         sides = [schema.field(name) for schema in (head, new) if name in schema.names]
@@ -202,20 +233,25 @@ def _settle(
     common = find_common_keys(objects, head, new)
     if not len(common):
         return head, new
+    _check_common(common, on_common)
+    if on_common == "replace":
+        return delete_samples(objects, head, common.a.by_shard()), new
+    return head, delete_samples(objects, new, common.b.by_shard())
+
+
+def _check_common(common: CommonKeys, on_common: OnCommon, where: str = "") -> None:
+    """Raise ConflictError where `on_common` does not settle what becomes of common keys."""
     if on_common == "fail":
         raise ConflictError(
-            f"{len(common)} keys are on both sides: {first_keys(common.keys)}; rename the samples, or say which of "
-            "two equal keys stays"
+            f"{len(common)} keys are on both sides{where}: {first_keys(common.keys)}; rename the samples, or say "
+            "which of two equal keys stays"
         )
     if on_common == "drop" and not common.equal.all():
         unequal = common.keys.filter(pa.array(~common.equal))
         raise ConflictError(
-            f"{len(unequal)} keys are on both sides with different samples: {first_keys(unequal)}; rename the "
+            f"{len(unequal)} keys are on both sides with different samples{where}: {first_keys(unequal)}; rename the "
             "samples, or say which of two equal keys stays"
         )
-    if on_common == "replace":
-        return delete_samples(objects, head, common.a.by_shard()), new
-    return head, delete_samples(objects, new, common.b.by_shard())
 
 
 def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTable:

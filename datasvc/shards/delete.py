@@ -15,7 +15,7 @@ from datasvc.shards.dataset import choose_split, open_dataset
 from datasvc.shards.deletions import delete_samples
 from datasvc.shards.keys import SplitKeys
 from datasvc.shards.table import ShardTable
-from datasvc.shards.versions import derived_entry, describe_tables
+from datasvc.shards.versions import derived_entry, describe_tables, inherited
 from datasvc.shards.where import Condition
 
 _NAMED_KEYS = 10
@@ -139,7 +139,12 @@ class _DeleteBuild:
         changed = {split: delete_samples(objects, tables[split], chosen) for split, chosen in rows.items()}
         splits = {**dataset.entry.content["splits"], **describe_tables(objects, changed, before=tables.values())}
         return derived_entry(
-            splits, self._describe(), message=self._message, parent=self.parent, source=str(self.parent)
+            splits,
+            self._describe(),
+            message=self._message,
+            parent=self.parent,
+            source=str(self.parent),
+            **inherited(dataset.entry.content),
         )
 
     def _describe(self) -> dict[str, Any]:

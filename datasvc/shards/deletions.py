@@ -185,6 +185,17 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
     return with_deletions(objects, counted, flags)
 
 
+def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
+    """Return the table with no samples but these, which are live; `rows` and errors as of `delete_samples`."""
+    flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
+    labels: Counter[int] = Counter()
+    for shard, chosen in rows.items():
+        flags[shard][chosen] = False
+        if table.label_counts:
+            labels.update(_labels(objects, table, shard, chosen))
+    return with_deletions(objects, replace(table, label_counts=dict(sorted(labels.items()))), flags)
+
+
 def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flags]) -> ShardTable:
     """Return `table` with exactly these samples deleted, without the shards that are empty then.
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
+from datasvc.errors import ConfigError, ConflictError, SourceChangedError, UnavailableError
 from datasvc.processors import count_processors
 from datasvc.repository import Entry, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.journal import Journal
@@ -25,13 +25,14 @@ from datasvc.repository.references import check_name
 from datasvc.repository.storage import redact_url
 from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
 from datasvc.shards.build_options import SHARD_BYTES, BuildOptions
-from datasvc.shards.combine import OnCommon, append_splits
+from datasvc.shards.class_names import name_tables
+from datasvc.shards.combine import OnCommon, append_splits, keep_splits
 from datasvc.shards.dataset import open_dataset
 from datasvc.shards.engines import EngineName, run_units
 from datasvc.shards.images import Reencoding
 from datasvc.shards.labels import combine_classes, plan_labels
 from datasvc.shards.lean_memory import lean_arrow
-from datasvc.shards.plan import Unit, plan_units, relabelled
+from datasvc.shards.plan import HELD_OUT_SPLIT, Unit, plan_units, relabelled
 from datasvc.shards.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.repeats import Repeat, Repeats, drop_repeats
 from datasvc.shards.schema import stored_schema
@@ -39,9 +40,11 @@ from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.files import FileReader
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.python_samples import PythonSamples
-from datasvc.shards.sources.source import BadSample, ListedSource, Source
+from datasvc.shards.sources.source import BadSample, ListedSource, Source, StreamedSource
+from datasvc.shards.sources.splits import DEFAULT_SPLIT
+from datasvc.shards.split_overlap import ENTRY_FIELD, OnSplitOverlap, Overlap, check_on_overlap, settle_overlaps
 from datasvc.shards.table import ShardTable, TableRow
-from datasvc.shards.versions import describe_tables
+from datasvc.shards.versions import VAL_FRACTION, describe_tables, read_val_fraction
 
 OnBad = Literal["fail", "skip"]
 Duplicates = Literal["keep", "drop", "fail"]
@@ -62,6 +65,7 @@ class IngestReport:
         num_added: by how many samples each split grew; without `append` all of them.
         bad: samples that were left out because they are damaged or repeat a key.
         duplicates: samples that hold the same as an earlier one of their split, by split; left out with "drop".
+        overlaps: samples that two splits shared: left out of one with "drop".
         ignored: files of the source that it does not ingest, by extension.
         num_resumed: shards that an earlier, interrupted run had stored.
         has_source_changed: an interrupted run was of another state of the source, so that it was not continued.
@@ -74,6 +78,7 @@ class IngestReport:
     num_added: dict[str, int]
     bad: list[BadSample] = field(default_factory=list)
     duplicates: Mapping[str, Sequence[Repeat]] = field(default_factory=dict)
+    overlaps: Sequence[Overlap] = ()
     ignored: Counter[str] = field(default_factory=Counter)
     num_resumed: int = 0
     has_source_changed: bool = False
@@ -86,6 +91,7 @@ def ingest(
     name: str,
     *,
     source_options: SourceOptions | None = None,
+    classes: Sequence[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
     on_bad: OnBad = "fail",
     decode_check: bool = False,
@@ -93,11 +99,12 @@ def ingest(
     max_side: int | None = None,
     quality: int | None = None,
     keep_order: bool = False,
-    val_fraction: float = 0.0,
+    val_fraction: float | None = None,
     limit: int | None = None,
     seed: int = 0,
     append: bool = False,
     on_common: OnCommon = "fail",
+    on_split_overlap: OnSplitOverlap = "fail",
     engine: EngineName = "local",
     workers: int | None = 1,
     message: str = "",
@@ -111,6 +118,7 @@ def ingest(
             Python values by column, which is read once and by this process.
         name: of the data set, made when new.
         source_options: what the source is and how to read it.
+        classes: names of the classes of a source whose labels are integers without names; that of label 0 first.
         shard_bytes: sample bytes at which a shard is full.
         on_bad: "fail" commits nothing when a sample is bad, after all were looked at; "skip" leaves it out.
         decode_check: decode every image fully rather than check its header and its end.
@@ -119,11 +127,14 @@ def ingest(
         max_side: scale longer images down to so many pixels on their longer side, and encode them again.
         quality: of images that are encoded again, 1 to 100; without `max_side` all JPEG and WebP images are.
         keep_order: keep the source's order rather than deal samples to shards by a permutation.
-        val_fraction: share of "train" that becomes "val", by the hash of each key, so it stays when data is added.
+        val_fraction: share of "train" that becomes "val", by the hash of each key, so it stays when data is added;
+            None: none, and of an append that of the data set.
         limit: ingest so many samples of each split only: the first of the source.
         seed: of the permutation that deals samples to shards.
         append: add the samples to those of the newest version.
-        on_common: append: what becomes of keys that the newest version has, see `combine.append_table`.
+        on_common: append: what becomes of keys that the newest version has, in whatever split, see
+            `combine.append_table`, `combine.keep_splits`.
+        on_split_overlap: what becomes of samples that two splits of the version share, by key or by equal blobs.
         engine: "local" processes, or a "ray" cluster.
         workers: processes that build shards; 1: this one; None: one for each core.
         message: kept with the version.
@@ -135,25 +146,33 @@ def ingest(
         NotFoundError: the source is not there or holds no sample.
         BadSampleError: samples are bad and `on_bad` is "fail", or duplicates and "fail"; names and counts them.
         SourceChangedError: a file changed after it was listed.
-        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`, `combine.append_table`.
+        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`, `combine.append_table`,
+            `split_overlap.settle_overlaps`.
     """
     check_name(name, "data set")
+    check_on_overlap(on_split_overlap)
     _check_choice("on_bad", on_bad, ("fail", "skip"))
     _check_choice("duplicates", duplicates, ("keep", "drop", "fail"))
     _check_choice("engine", engine, ("local", "ray"))
-    options = BuildOptions(
-        shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, val_fraction, limit
-    )
     opened = open_any_source(source, source_options)
+    own_fraction = choose_val_fraction(repository, name, val_fraction, append=append)
+    fraction = held_out_of(opened, own_fraction, is_given=val_fraction is not None)
+    options = BuildOptions(
+        shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, fraction, limit
+    )
+    if classes is not None and opened.classes:
+        raise ConfigError(f"{redact_url(opened.url)} has class names of its own; leave --classes away")
     num_workers = count_workers(opened, workers, engine)
     head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
-    classes = combine_classes(head_classes, [opened.classes])
-    plan = _make_plan(repository, name, opened, options, classes)
+    source_classes = combine_classes(head_classes, [opened.classes])
+    plan = _make_plan(repository, name, opened, options, source_classes)
     with ExitStack() as until:
         results, num_resumed = _build(plan, engine, num_workers, report or _ignore, until)
         if isinstance(source, str) or source_options is not None:
             _check_unchanged(plan, source_options)
         tables = _tables(plan, results)
+        if classes is not None:
+            tables |= name_tables(tables, classes)
         # A file system gives no two files one path.
         repeats = Repeats.find(repository.objects, tables, by_key=not isinstance(opened, ListedSource))
         bad = [sample for result in results for sample in result.bad]
@@ -168,8 +187,10 @@ def ingest(
             "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
             "skipped": len(bad),
             "quarantine": store_quarantine(repository.objects, bad),
+            VAL_FRACTION: own_fraction,
         }
-        committed = _commit(plan, tables, about, append=append, on_common=on_common)
+        commit = _Commit(plan, tables, about, append=append, on_common=on_common, on_overlap=on_split_overlap)
+        committed = commit.run()
         with suppress(UnavailableError):  # it is committed: what is left of the journal is for `gc`
             plan.journal.remove()
     splits = committed.content["splits"]
@@ -181,6 +202,7 @@ def ingest(
         num_added=committed.content["added"],
         bad=bad,
         duplicates=repeats.payloads,
+        overlaps=commit.overlaps,
         ignored=opened.ignored,
         num_resumed=num_resumed,
         has_source_changed=plan.has_source_changed,
@@ -332,42 +354,118 @@ class _CommittedError(Exception):
         self.entry = entry
 
 
-def _commit(
-    plan: _Plan, tables: Mapping[str, ShardTable], about: Mapping[str, Any], *, append: bool, on_common: OnCommon
-) -> Entry:
-    """Commit the tables once, whoever else commits meanwhile, a twin of this ingest included."""
-    objects = plan.repository.objects
-    options = json.dumps([append, on_common, about["message"], about["source"]], sort_keys=True)
-    ingest_id = f"{plan.attempt}-{digest_of(options.encode())[:16]}"
+class _Commit:
+    """Commits the tables once, whoever else commits meanwhile, a twin of this ingest included.
 
-    def build(head: int) -> dict[str, Any]:
-        committed = plan.find_committed(ingest_id)
+    Attributes:
+        overlaps: samples that two splits share, of the last attempt.
+    """
+
+    def __init__(
+        self,
+        plan: _Plan,
+        tables: Mapping[str, ShardTable],
+        about: Mapping[str, Any],
+        *,
+        append: bool,
+        on_common: OnCommon,
+        on_overlap: OnSplitOverlap,
+    ) -> None:
+        self.overlaps: list[Overlap] = []
+        self._plan = plan
+        self._tables = tables
+        self._append = append
+        self._on_common: OnCommon = on_common
+        self._on_overlap: OnSplitOverlap = on_overlap
+        names = [list(table.classes) for table in tables.values()]
+        options = json.dumps(
+            [append, on_common, on_overlap, names, about["message"], about["source"]], sort_keys=True
+        )
+        self._about = {**about, "ingest": f"{plan.attempt}-{digest_of(options.encode())[:16]}"}
+
+    def run(self) -> Entry:
+        """Return the committed version. Raises as `ingest`."""
+        try:
+            return self._plan.repository.versions("datasets", self._plan.name).append(self._build)
+        except _CommittedError as already:
+            return already.entry
+
+    def _build(self, head: int) -> dict[str, Any]:
+        committed = self._plan.find_committed(self._about["ingest"])
         if committed is not None:
             raise _CommittedError(committed)
-        if not (append and head):
-            added = {split: table.num_samples for split, table in tables.items()}
-            return {**about, "ingest": ingest_id, "added": added, "splits": describe_tables(objects, tables)}
-        before = open_dataset(plan.repository, f"{plan.name}@{head}")
+        if self._append and head:
+            return self._build_append(head)
+        objects = self._plan.repository.objects
+        tables, shared, self.overlaps = settle_overlaps(objects, self._tables, self._on_overlap)
+        added = {split: table.num_samples for split, table in tables.items()}
+        return {**self._about, "added": added, ENTRY_FIELD: shared, "splits": describe_tables(objects, tables)}
+
+    def _build_append(self, head: int) -> dict[str, Any]:
+        repository = self._plan.repository
+        objects = repository.objects
+        before = open_dataset(repository, f"{self._plan.name}@{head}")
+        if read_val_fraction(repository, before.resolved) != self._about[VAL_FRACTION]:
+            raise ConflictError(
+                f"{before.resolved}, committed meanwhile, holds out another share; run this once more"
+            )
         old = {split: each.table for split, each in before.items()}
-        joined = append_splits(objects, old, tables, on_common=on_common)
-        added = {
-            split: joined[split].num_samples - (old[split].num_samples if split in old else 0) for split in tables
-        }
+        accepted = before.entry.content.get(ENTRY_FIELD)  # None: nobody compared the splits yet
+        new = self._tables
+        if "key" not in (accepted or ()):
+            new = keep_splits(objects, old, new, on_common=self._on_common)
+        joined = append_splits(objects, old, new, on_common=self._on_common)
+        joined, shared, self.overlaps = settle_overlaps(
+            objects,
+            joined,
+            self._on_overlap,
+            accepted=accepted or (),
+            checked=old if accepted is not None else None,
+        )
+        added = {split: joined[split].num_samples - (old[split].num_samples if split in old else 0) for split in new}
         # A split that nothing is added to keeps its table, and with it the loader states that refer to it.
-        touched = describe_tables(objects, {split: joined[split] for split in tables}, before=old.values())
+        touched = {split: table for split, table in joined.items() if split in new or table is not old[split]}
         return {
-            **about,
-            "ingest": ingest_id,
+            **self._about,
             "parent": str(before.resolved),
             "change": {"kind": "append"},
             "added": added,
-            "splits": {**before.entry.content["splits"], **touched},
+            ENTRY_FIELD: shared,
+            "splits": {
+                **before.entry.content["splits"],
+                **describe_tables(objects, touched, before=old.values()),
+            },
         }
 
-    try:
-        return plan.repository.versions("datasets", plan.name).append(build)
-    except _CommittedError as already:
-        return already.entry
+
+def choose_val_fraction(repository: Repository, name: str, given: float | None, *, append: bool) -> float:
+    """Return the share of `train` that a data set holds out as `val`: `given`, or of an append the data set's own.
+
+    Raises:
+        ConfigError: an append is given another than the data set's own.
+        CorruptDataError, UnavailableError: the data set's entries cannot be read.
+    """
+    head = repository.versions("datasets", name).head() if append else 0
+    if not head:
+        return given or 0.0
+    newest = Resolved("datasets", name, head)
+    own = read_val_fraction(repository, newest)
+    if given is not None and given != own:
+        raise ConfigError(
+            f"{newest} holds out {own:g} of its samples as {HELD_OUT_SPLIT!r}, and an append keeps that share: got "
+            f"--val-fraction {given:g}; leave it away"
+        )
+    return own
+
+
+def held_out_of(source: Source, fraction: float, *, is_given: bool) -> float:
+    """Return the share to hold out of a source: none where it has splits of its own, unless one `is_given`."""
+    if isinstance(source, ListedSource):
+        splits = set(source.splits)
+    else:
+        assert isinstance(source, StreamedSource)
+        splits = {part.split for part in source.parts}
+    return fraction if is_given or (DEFAULT_SPLIT in splits and HELD_OUT_SPLIT not in splits) else 0.0
 
 
 def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:

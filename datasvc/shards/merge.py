@@ -10,8 +10,9 @@ from datasvc.errors import ConfigError
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.references import check_name, parse_reference
 from datasvc.shards.combine import OnCommon, append_splits
+from datasvc.shards.split_overlap import ENTRY_FIELD, OnSplitOverlap, Overlap, check_on_overlap, settle_overlaps
 from datasvc.shards.table import ShardTable
-from datasvc.shards.versions import derived_entry, describe_tables, read_tables
+from datasvc.shards.versions import VAL_FRACTION, derived_entry, describe_tables, read_tables, read_val_fraction
 
 OnCommonKey = Literal["fail", "drop", "first", "last"]
 """What becomes of a key that several versions have: nothing is committed; equal samples are taken once and unequal
@@ -30,6 +31,7 @@ class MergeReport:
         num_samples: samples in each split.
         num_shards: shards in each split.
         size_bytes: bytes of all shards, most of them shared with the versions merged.
+        overlaps: samples that two splits shared: left out with "drop".
     """
 
     version: Resolved
@@ -37,6 +39,7 @@ class MergeReport:
     num_samples: dict[str, int]
     num_shards: dict[str, int]
     size_bytes: int
+    overlaps: Sequence[Overlap] = ()
 
 
 def merge(
@@ -45,6 +48,7 @@ def merge(
     name: str,
     *,
     on_common: OnCommonKey = "fail",
+    on_split_overlap: OnSplitOverlap = "fail",
     message: str = "",
 ) -> MergeReport:
     """Commit the next version of data set `name`: the samples of all `refs`, split by split.
@@ -57,12 +61,14 @@ def merge(
         refs: at least two versions; the first gives the order of columns and classes.
         name: of the data set, made when new.
         on_common: what becomes of a key that several have in one split.
+        on_split_overlap: what becomes of samples that two splits of the result share, by key or by equal blobs.
         message: kept with the version.
 
     Raises:
         ConfigError: fewer than two references; columns or labels do not go together, see `combine.append_table`.
         NotFoundError: no such version.
-        ConflictError: a key is in several, and `on_common` does not settle it; or as `Log.append`.
+        ConflictError: a key is in several, and `on_common` does not settle it; splits share samples, see
+            `split_overlap.settle_overlaps`; or as `Log.append`.
         CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
     """
     check_name(name, "data set")
@@ -70,7 +76,8 @@ def merge(
         raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(_RULES)}")
     if len(refs) < 2:
         raise ConfigError(f"a merge needs at least two versions; got {len(refs)}")
-    build = _MergeBuild(repository, refs, name, _RULES[on_common], message)
+    check_on_overlap(on_split_overlap)
+    build = _MergeBuild(repository, refs, name, _RULES[on_common], on_split_overlap, message)
     committed = repository.versions("datasets", name).append(build)
     tables = build.tables
     return MergeReport(
@@ -79,6 +86,7 @@ def merge(
         num_samples={split: table.num_samples for split, table in tables.items()},
         num_shards={split: table.num_shards for split, table in tables.items()},
         size_bytes=sum(table.size_bytes for table in tables.values()),
+        overlaps=build.overlaps,
     )
 
 
@@ -88,13 +96,21 @@ class _MergeBuild:
     Attributes:
         versions: merged by the last call.
         tables: what came of it, by split.
+        overlaps: samples that splits shared.
     """
 
     def __init__(
-        self, repository: Repository, refs: Sequence[str], name: str, on_common: OnCommon, message: str
+        self,
+        repository: Repository,
+        refs: Sequence[str],
+        name: str,
+        on_common: OnCommon,
+        on_overlap: OnSplitOverlap,
+        message: str,
     ) -> None:
         self.versions = [repository.resolve("datasets", ref) for ref in refs]
         self.tables: dict[str, ShardTable] = {}
+        self.overlaps: list[Overlap] = []
         self._repository = repository
         parsed = [parse_reference(ref) for ref in refs]
         # These mean the newest version of what is being committed, and follow it.
@@ -103,6 +119,7 @@ class _MergeBuild:
         ]
         self._name = name
         self._on_common = on_common
+        self._on_overlap = on_overlap
         self._message = message
 
     def __call__(self, head: int) -> Mapping[str, Any]:
@@ -114,6 +131,11 @@ class _MergeBuild:
         self.tables = merging[0]
         for added in merging[1:]:
             self.tables = append_splits(objects, self.tables, added, on_common=self._on_common)
+        before = [self._repository.entry(version).content for version in self.versions]
+        accepted = {kind for content in before for kind in content.get(ENTRY_FIELD, ())}
+        self.tables, shared, self.overlaps = settle_overlaps(
+            objects, self.tables, self._on_overlap, accepted=accepted
+        )
         merged = [str(version) for version in self.versions]
         return derived_entry(
             describe_tables(objects, self.tables, before=[table for tables in merging for table in tables.values()]),
@@ -121,4 +143,6 @@ class _MergeBuild:
             message=self._message,
             parent=own if own in self.versions else None,
             source=", ".join(merged),
+            **{VAL_FRACTION: read_val_fraction(self._repository, own if own in self.versions else self.versions[0])},
+            **{ENTRY_FIELD: shared},
         )

@@ -33,7 +33,7 @@ _COLUMNS = pa.schema(
     ]
 )
 _METADATA_KEY = b"datasvc.table"
-_MOST_LABELS = 1 << 16
+MAX_CLASSES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _upgraded(rows: pa.Table) -> pa.Table:
 
 def _bounded(counts: dict[Any, int]) -> dict[Any, int]:
     """Return the counts, {} of so many that they are no classes: metadata never grows with the data."""
-    return counts if len(counts) <= _MOST_LABELS else {}
+    return counts if len(counts) <= MAX_CLASSES else {}
 
 
 def _total(counts: Sequence[Mapping[Any, int]]) -> dict[Any, int]:

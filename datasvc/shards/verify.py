@@ -21,6 +21,7 @@ from datasvc.shards.damage import marks_of, readable_marks, rows_not_among
 from datasvc.shards.dataset import Split, open_dataset
 from datasvc.shards.deletions import Deletions
 from datasvc.shards.index import SampleIndex
+from datasvc.shards.split_overlap import ENTRY_FIELD, KINDS, Overlap, count_unchecked, find_overlaps
 
 # Each holds one shard at most, in memory where the repository is remote.
 _SHARDS_AT_ONCE = 4
@@ -73,6 +74,8 @@ class VerifyReport:
         num_samples: samples of the version.
         size_bytes: bytes of the shards.
         problems: by split and shard; none when all is well.
+        overlaps: samples that two splits share, unless whoever committed the version accepted it.
+        num_unchecked: samples without a sample index, whose blobs were not compared with those of other splits.
     """
 
     version: str
@@ -81,6 +84,8 @@ class VerifyReport:
     num_samples: int
     size_bytes: int
     problems: tuple[Problem, ...]
+    overlaps: tuple[Overlap, ...] = ()
+    num_unchecked: int = 0
 
 
 def verify(
@@ -91,7 +96,9 @@ def verify(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Look for missing, truncated and changed objects of a data-set version. All are looked at, whatever is found.
+    """Look for missing, truncated and changed objects of a data-set version, and for samples that splits share.
+
+    All are looked at, whatever is found. What splits share is looked for where all that tells is whole.
 
     Args:
         repository: where it is.
@@ -121,6 +128,12 @@ def verify(
         begin(size_bytes)
     for split, _ in readable:
         problems += _SplitCheck(split, deep=deep).run(report)
+    overlaps: list[Overlap] = []
+    tables = {split.name: table for split, table in readable}
+    accepted = dataset.entry.content.get(ENTRY_FIELD, ())
+    # Where an index, or a shard without one, cannot be read, that is a problem which is named already.
+    with suppress(*((NotFoundError, CorruptDataError) if problems else ())):
+        overlaps = find_overlaps(repository.objects, tables, kinds=[kind for kind in KINDS if kind not in accepted])
     return VerifyReport(
         str(dataset.resolved),
         deep,
@@ -128,6 +141,8 @@ def verify(
         sum(int(each["samples"]) for each in dataset.entry.content["splits"].values()),
         size_bytes,
         tuple(problems),
+        tuple(overlaps),
+        count_unchecked(tables) if len(tables) > 1 else 0,
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.presence import check_present
 from datasvc.shards.dataset import open_dataset
+from datasvc.shards.split_overlap import ENTRY_FIELD
 from datasvc.shards.table import ShardTable
+
+VAL_FRACTION: Final = "val_fraction"
 
 
 def read_tables(repository: Repository, version: Resolved) -> dict[str, ShardTable]:
@@ -46,8 +49,38 @@ def describe_tables(
     return described
 
 
+def read_val_fraction(repository: Repository, version: Resolved) -> float:
+    """Return the share of `train` that a data set holds out as `val`.
+
+    Versions from before entries had it are what the ingest was told that they go back to.
+
+    Raises:
+        CorruptDataError, NotFoundError, UnavailableError: an entry cannot be read.
+    """
+    while True:
+        content = repository.entry(version).content
+        if VAL_FRACTION in content:
+            return float(content[VAL_FRACTION])
+        merged = content.get("change", {}).get("versions", [])
+        before = content.get("parent") or (merged[0] if merged else None)
+        if before is None:
+            return float(content.get("source", {}).get("options", {}).get(VAL_FRACTION, 0.0))
+        version = repository.resolve("datasets", before)
+
+
+def inherited(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the entry of a version hands on to one that has no other samples than it."""
+    return {name: content[name] for name in (VAL_FRACTION, ENTRY_FIELD) if name in content}
+
+
 def derived_entry(
-    splits: Mapping[str, Any], change: Mapping[str, Any], *, message: str, parent: Resolved | None, source: str
+    splits: Mapping[str, Any],
+    change: Mapping[str, Any],
+    *,
+    message: str,
+    parent: Resolved | None,
+    source: str,
+    **more: Any,
 ) -> dict[str, Any]:
     """Return the entry of a version that was made from others.
 
@@ -57,8 +90,10 @@ def derived_entry(
         message: of whoever made it.
         parent: the version of the same data set that it continues.
         source: the versions it was made from, for people.
+        **more: further fields.
     """
     return {
+        **more,
         "message": message,
         "splits": dict(splits),
         "source": {"kind": "version", "url": source, "options": {}},

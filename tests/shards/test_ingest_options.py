@@ -120,7 +120,7 @@ def test_only_training_samples_of_a_streamed_source_are_held_out(repository, tmp
     for split in ("train", "test"):
         table = pa.table({"key": [f"{number}" for number in range(100)], "value": range(100)})
         pq.write_table(table, tmp_path / "tables" / f"{split}-0.parquet")
-    ingest(repository, str(tmp_path / "tables"), "tables", val_fraction=0.2)
+    ingest(repository, str(tmp_path / "tables"), "tables", val_fraction=0.2, on_split_overlap="keep")
     assert len(open_dataset(repository, "tables")["test"]) == 100
     assert sorted(keys(repository, "tables", "train") + keys(repository, "tables", "val")) == sorted(
         map(str, range(100))

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.shards import Split
+from datasvc.shards import Split, open_dataset
+from datasvc.shards.schema import LABEL
+from datasvc.shards.table import MAX_CLASSES
 from loaders import ImageBatch, ImageLoader
 from loaders.augment import AugmentConfig
 from loaders.loader import Loader
@@ -30,7 +33,7 @@ class Classification:
         split: that it trains on.
 
     Raises:
-        ConfigError: the split has no labels.
+        ConfigError: the split has no labels, or some that are no classes.
     """
 
     unit: ClassVar[str] = "images"
@@ -38,18 +41,15 @@ class Classification:
     targets_vary: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig, split: Split) -> None:
-        if not split.classes:
-            raise ConfigError(f"{split!r} has no labels to train on")
         self._config = config
-        self._num_classes = len(split.classes)
+        self._num_classes = count_classes(split)
 
     def open_loader(
         self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: Place
     ) -> Loader[Any]:
         """Return this rank's loader of a split."""
         config = self._config
-        if not split.classes:
-            raise ConfigError(f"{split!r} has no labels")
+        _check_labels(split, self._num_classes)
         return ImageLoader(
             split,
             batch_size=batch_size,
@@ -107,6 +107,59 @@ class Classification:
         """Return top-1 and top-5 accuracy in 0..1, and the mean cross entropy."""
         right, among_five, loss, samples = cast("list[float]", totals.tolist())
         return {"val_accuracy": right / samples, "val_top5": among_five / samples, "val_loss": loss / samples}
+
+
+def count_classes(split: Split) -> int:
+    """Return how many classes a model of `split` tells apart.
+
+    Labels without names are the classes from 0 to the largest label of any split of the version.
+
+    Raises:
+        ConfigError: the split has no labels, or some that are no classes.
+    """
+    if LABEL not in split.table.sample_schema.names:
+        raise ConfigError(f"{split!r} has no labels to train on: none of its columns is called {LABEL!r}")
+    num_classes = len(split.classes)
+    if not num_classes:
+        tables = [each.table for each in open_dataset(split.repository, split.dataset).values()]
+        num_classes = 1 + max((max(table.label_counts) for table in tables if table.label_counts), default=-1)
+    if num_classes > MAX_CLASSES:
+        raise ConfigError(
+            f"the labels of {split!r} go up to {num_classes - 1}, and a label is the number of a class below "
+            f"{MAX_CLASSES}: number the classes 0, 1, 2 ..., or make them class names, and ingest it again"
+        )
+    _check_labels(split, num_classes)
+    return num_classes
+
+
+def _check_labels(split: Split, num_classes: int) -> None:
+    """Raise ConfigError where a sample of the split has no label, or one that is none of the classes."""
+    table = split.table
+    counts = table.label_counts
+    if LABEL not in table.sample_schema.names:
+        raise ConfigError(f"{split!r} has no labels: none of its columns is called {LABEL!r}")
+    if not pa.types.is_integer(table.sample_schema.field(LABEL).type):
+        raise ConfigError(f"the labels of {split!r} are {table.sample_schema.field(LABEL).type}, not integers")
+    if not counts:
+        if split.classes:
+            return  # tables of format 1 counted nothing
+        raise ConfigError(
+            f"the labels of {split!r} are not counted, there are none or more than {MAX_CLASSES} different ones: "
+            f"`datasvc classes {split.dataset.partition('@')[0]} FILE` gives the classes names"
+        )
+    outside = [label for label in counts if not 0 <= label < num_classes]
+    if outside:
+        number = sum(counts[label] for label in outside)
+        raise ConfigError(
+            f"{number} samples of {split!r} have labels outside 0..{num_classes - 1}, such as {outside[0]}: delete "
+            f"them (datasvc delete {split.dataset.partition('@')[0]} --where 'label < 0 or label >= {num_classes}')"
+        )
+    num_without = table.num_samples - sum(counts.values())
+    if num_without:
+        raise ConfigError(
+            f"{num_without} samples of {split!r} have no label: delete them "
+            f"(datasvc delete {split.dataset.partition('@')[0]} --where 'label is null')"
+        )
 
 
 def choose_order(config: TrainConfig) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""A sample is in one split: appends keep it there, and what two splits share is refused, dropped or said."""
+
+import json
+
+import pytest
+
+from datasvc.errors import ConfigError, ConflictError
+from datasvc.shards import ingest, open_dataset
+from datasvc.shards.delete import delete
+from datasvc.shards.merge import merge
+from datasvc.shards.verify import verify
+from tests.samples import jpeg, write_folder
+from tests.shards.versions import LABELLED_SCHEMA, write_version
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return write_folder(tmp_path / "photos", {".": {"cat": 30, "dog": 30}})
+
+
+def keys(repository, ref):
+    return {name: {sample["key"] for sample in split} for name, split in open_dataset(repository, ref).items()}
+
+
+def entry(repository, ref):
+    return open_dataset(repository, ref).entry.content
+
+
+def write_images(folder, images):
+    """Write images by path, each drawn from its seed."""
+    for path, seed in images.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(jpeg(seed=seed))
+    return str(folder)
+
+
+def blob(key, content=b"", label=0):
+    return {"key": key, "blob": content or key.encode(), "label": label}
+
+
+@pytest.mark.parametrize("on_common", ["drop", "keep", "replace"])
+def test_an_append_keeps_the_fraction_of_the_data_set_and_the_split_of_every_key(repository, photos, on_common):
+    ingest(repository, str(photos), "pets", val_fraction=0.2)
+    before = keys(repository, "pets")
+    write_folder(photos, {".": {"cat": 20}}, start=100)
+    ingest(repository, str(photos), "pets", append=True, on_common=on_common)
+    after = keys(repository, "pets")
+    assert len(after["train"]) + len(after["val"]) == 80
+    assert not after["train"] & after["val"]
+    assert all(before[split] <= after[split] for split in before)
+    assert len(after["val"]) > len(before["val"])
+    assert entry(repository, "pets")["val_fraction"] == 0.2
+
+
+def test_the_fraction_survives_a_delete_and_a_merge(repository, photos, tmp_path):
+    ingest(repository, str(photos), "pets", val_fraction=0.2)
+    ingest(repository, str(write_folder(tmp_path / "more", {".": {"eel": 3}}, start=200)), "more")
+    delete(repository, "pets", where="label = 1")
+    merge(repository, ["pets", "more"], "pets")
+    assert entry(repository, "pets")["val_fraction"] == 0.2
+    with pytest.raises(ConfigError, match=r"pets@3 holds out 0\.2 .* got --val-fraction 0\.1; leave it away"):
+        ingest(repository, str(photos), "pets", append=True, val_fraction=0.1)
+
+
+def test_the_fraction_of_old_versions_is_what_their_first_ingest_was_told(repository, photos):
+    ingest(repository, str(photos), "pets", val_fraction=0.2)
+    before = keys(repository, "pets")
+    old = {name: value for name, value in entry(repository, "pets").items() if name != "val_fraction"}
+    old["parent"], old["change"] = "pets@1", {"kind": "append"}
+    log = repository.versions("datasets", "old")
+    first = {name: value for name, value in old.items() if name not in ("parent", "change")}
+    log.append(lambda _head: first)
+    log.append(lambda _head: {**old, "parent": "old@1", "source": {"kind": "version", "options": {}}})
+    ingest(repository, str(photos), "old", append=True, on_common="drop")
+    assert keys(repository, "old") == before
+
+
+def test_a_key_that_the_source_has_in_another_split_stays_where_it_is(repository, tmp_path):
+    source = write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "val/cat/3.jpg": 3})
+    ingest(repository, source, "pets")
+    moved = write_images(tmp_path / "b", {"train/cat/3.jpg": 30, "train/cat/4.jpg": 4, "val/cat/2.jpg": 20})
+    with pytest.raises(ConflictError, match=r"'val' of the data set, in 'train' of what is added"):
+        ingest(repository, moved, "pets", append=True)
+    with pytest.raises(ConflictError, match="different samples"):
+        ingest(repository, moved, "pets", append=True, on_common="drop")
+    ingest(repository, moved, "pets", append=True, on_common="replace")
+    found = open_dataset(repository, "pets")
+    assert keys(repository, "pets") == {"train": {f"cat/{n}.jpg" for n in (1, 2, 4)}, "val": {"cat/3.jpg"}}
+    assert found["val"][0]["image"] == jpeg(seed=30)
+    assert {split.name: dict(split.table.label_counts) for split in found.values()} == {
+        "train": {0: 3},
+        "val": {0: 1},
+    }
+
+
+def test_keys_and_equal_images_in_two_splits_are_refused_with_a_way_out(repository, tmp_path):
+    source = write_images(
+        tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "train/cat/9.jpg": 3, "val/cat/1.jpg": 10,
+                         "val/cat/3.jpg": 3},
+    )  # fmt: skip
+    with pytest.raises(ConflictError) as raised:
+        ingest(repository, source, "pets")
+    assert "by keys: 'cat/1.jpg'" in str(raised.value)
+    assert "'cat/9.jpg' (as 'cat/3.jpg')" in str(raised.value)
+    assert "--on-split-overlap drop" in str(raised.value)
+    assert not repository.versions("datasets", "pets").head()
+
+    done = ingest(repository, source, "dropped", on_split_overlap="drop")
+    assert keys(repository, "dropped") == {"train": {"cat/2.jpg"}, "val": {"cat/1.jpg", "cat/3.jpg"}}
+    assert [(each.kind, each.split, len(each.samples)) for each in done.overlaps] == [
+        ("key", "train", 1),
+        ("payload", "train", 1),
+    ]
+    assert entry(repository, "dropped")["split_overlap"] == []
+
+    ingest(repository, source, "kept", on_split_overlap="keep")
+    assert entry(repository, "kept")["split_overlap"] == ["key", "payload"]
+    assert not verify(repository, "kept").overlaps
+
+
+def test_what_a_data_set_accepted_it_need_not_be_told_again_and_nothing_else_is_accepted(repository, tmp_path):
+    source = write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "val/cat/1.jpg": 10})
+    ingest(repository, source, "pets", on_split_overlap="keep")
+    assert entry(repository, "pets")["split_overlap"] == ["key"]
+    ingest(repository, write_images(tmp_path / "b", {"val/cat/2.jpg": 20}), "pets", append=True)
+    delete(repository, "pets", keys=["cat/2.jpg"], split="train")
+    assert entry(repository, "pets")["split_overlap"] == ["key"]
+    leak = write_images(tmp_path / "c", {"train/cat/5.jpg": 10})
+    with pytest.raises(ConflictError, match="equal images"):
+        ingest(repository, leak, "pets", append=True)
+
+
+def test_a_merge_refuses_what_its_splits_would_share(repository, photos):
+    ingest(repository, str(photos), "held", val_fraction=0.2)
+    ingest(repository, str(photos), "whole")
+    held = keys(repository, "held")
+    with pytest.raises(ConflictError, match=f"{len(held['val'])} samples of 'train' are in 'val' too, by keys"):
+        merge(repository, ["held", "whole"], "all", on_common="first")
+    merge(repository, ["held", "whole"], "all", on_common="first", on_split_overlap="drop")
+    assert keys(repository, "all") == held
+
+
+def test_verify_finds_what_splits_of_old_versions_share(repository):
+    splits = {
+        "train": [[blob("a"), blob("b")], [blob("c", b"same")]],
+        "val": [[blob("b", b"other"), blob("d", b"same")]],
+    }
+    write_version(repository, "pets", splits, LABELLED_SCHEMA)
+    write_version(repository, "bare", splits, LABELLED_SCHEMA, indexed=False)
+    found = verify(repository, "pets")
+    assert [str(each) for each in found.overlaps] == [
+        "1 samples of 'train' are in 'val' too, by keys: 'b'",
+        "1 samples of 'train' are in 'val' too, by equal images or other blobs: 'c' (as 'd')",
+    ]
+    assert found.num_unchecked == 0
+    bare = verify(repository, "bare")
+    assert [each.kind for each in bare.overlaps] == ["key"]
+    assert bare.num_unchecked == 5
+    delete(repository, "pets", keys=["b", "c"], split="train")
+    assert not verify(repository, "pets").overlaps
+
+
+def test_an_append_to_a_version_that_leaks_is_refused_until_it_is_told_what_to_do(repository, tmp_path):
+    source = {"train": [[blob("a"), blob("b")]], "val": [[blob("b")]]}
+    write_version(repository, "pets", source, LABELLED_SCHEMA)
+    new = [{"key": "n", "blob": b"n", "label": 0}]
+    with pytest.raises(ConflictError, match="'b'"):
+        ingest(repository, new, "pets", append=True)
+    ingest(repository, new, "pets", append=True, on_split_overlap="drop")
+    assert keys(repository, "pets") == {"train": {"a", "n"}, "val": {"b"}}
+
+
+def test_equal_rows_without_blobs_are_no_leak(repository, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"key": split, "x": 1}) + "\n")
+    ingest(repository, str(tmp_path), "rows")
+    assert not verify(repository, "rows").overlaps
