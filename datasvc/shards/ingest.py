@@ -42,7 +42,14 @@ from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.python_samples import PythonSamples
 from datasvc.shards.sources.source import BadSample, ListedSource, Source, StreamedSource
 from datasvc.shards.sources.splits import DEFAULT_SPLIT
-from datasvc.shards.split_overlap import ENTRY_FIELD, OnSplitOverlap, Overlap, check_on_overlap, settle_overlaps
+from datasvc.shards.split_overlap import (
+    ENTRY_FIELD,
+    OnSplitOverlap,
+    Overlap,
+    OverlapKind,
+    check_on_overlap,
+    settle_overlaps,
+)
 from datasvc.shards.table import ShardTable, TableRow
 from datasvc.shards.versions import VAL_FRACTION, describe_tables, read_val_fraction
 
@@ -397,7 +404,8 @@ class _Commit:
         if self._append and head:
             return self._build_append(head)
         objects = self._plan.repository.objects
-        tables, shared, self.overlaps = settle_overlaps(objects, self._tables, self._on_overlap)
+        accepted: tuple[OverlapKind, ...] = ("key",) if self._plan.work.source.keys_are_places else ()
+        tables, shared, self.overlaps = settle_overlaps(objects, self._tables, self._on_overlap, accepted=accepted)
         added = {split: table.num_samples for split, table in tables.items()}
         return {**self._about, "added": added, ENTRY_FIELD: shared, "splits": describe_tables(objects, tables)}
 

@@ -41,6 +41,7 @@ class MdsDataset(StreamedSource):
     """
 
     kind: ClassVar[str] = "mds"
+    keys_are_places = True
 
     url: str
     schema: pa.Schema

@@ -74,6 +74,7 @@ class NumpyFiles(StreamedSource):
     """
 
     kind: ClassVar[str] = "numpy"
+    keys_are_places = True
 
     url: str
     schema: pa.Schema

@@ -80,6 +80,7 @@ class Source(ABC):
 
     Attributes:
         kind: its name for `--format` and entries, "webdataset".
+        keys_are_places: keys are made of file and row, so that samples of two splits may have the same.
         url: where it lies, credentials and all; never stored or shown as it is.
         schema: columns of the samples, `key` first; `shards.schema` says which of them are images.
         classes: names of the labels, index by index; empty without labels.
@@ -87,6 +88,7 @@ class Source(ABC):
     """
 
     kind: ClassVar[str]
+    keys_are_places: ClassVar[bool] = False
     url: str
     schema: pa.Schema
     classes: tuple[str, ...]
