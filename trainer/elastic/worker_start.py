@@ -63,5 +63,6 @@ def plan_worker_start(
         master_addresses=() if is_here else addresses,
         num_neighbours=num_neighbours,
         label=f"{start.host}:{slot}" if job.prefixes_lines else "",
+        stamps_lines=job.stamps_lines,
         output_folder=folder and folder / f"worker.{start.host}.{slot}.{incarnation}",
     )

@@ -112,6 +112,7 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         grace_s=options.grace_s,
         start_timeout_s=options.start_timeout,
         prefixes_lines=num_ranks > 1 and not options.no_prefix,
+        stamps_lines=options.stamps_lines,
         output_folder=options.output_filename,
         is_verbose=options.verbose,
     )
@@ -182,6 +183,13 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
     parser.add_argument("--no-prefix", action="store_true", help="do not begin output lines with [rank]")
+    parser.add_argument(
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        action="store_true",
+        dest="stamps_lines",
+        help="begin output lines with the time",
+    )
     parser.add_argument(
         "--output-filename",
         type=Path,

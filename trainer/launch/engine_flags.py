@@ -151,8 +151,6 @@ WITHOUT_MEANING = {
     "--log-without-timestamp": False,
     "--log-hide-timestamp": False,
     "--no-log-hide-timestamp": False,
-    "--prefix-output-with-timestamp": False,
-    "-prefix-timestamp": False,
     "--mpi": False,
     "--jsrun": False,
 }

@@ -47,6 +47,7 @@ class Job:
         grace_s: seconds between SIGTERM and SIGKILL when the others are ended.
         start_timeout_s: a rank that has not come by then ends the job; None to wait, and say so.
         prefixes_lines: whether lines of output begin with ``[rank]``.
+        stamps_lines: whether the time when a line came is put before that.
         output_folder: also write ``rank.N/stdout`` and ``rank.N/stderr`` there; None for no files.
         is_verbose: whether to say on standard error what is started where.
     """
@@ -60,6 +61,7 @@ class Job:
     grace_s: float = 5.0
     start_timeout_s: float | None = None
     prefixes_lines: bool = True
+    stamps_lines: bool = False
     output_folder: Path | None = None
     is_verbose: bool = False
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import datetime as dt
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ class LinePump:
         screen: gets every line at once, with the prefix.
         files: get what the rank writes, byte for byte; closed at the end.
         prefix: put before each line on the screen.
+        read_clock: gives the time that is put before the prefix; None for no time.
         mark: what follows it in a line is a report of the remote guard, not output; None without such a guard.
         on_report: called with each report, from the pump's thread.
     """
@@ -46,6 +48,7 @@ class LinePump:
         files: Sequence[IO[bytes]] = (),
         *,
         prefix: bytes,
+        read_clock: Callable[[], dt.datetime] | None = None,
         mark: bytes | None = None,
         on_report: Callable[[str], None] | None = None,
     ) -> None:
@@ -53,6 +56,7 @@ class LinePump:
         self._screen: LineTarget | None = screen
         self._files = list(files)
         self._prefix = prefix
+        self._read_clock = read_clock
         self._mark = mark
         self._on_report = on_report
         self._last_lines: collections.deque[bytes] = collections.deque(maxlen=_NUM_LAST_LINES)
@@ -106,7 +110,7 @@ class LinePump:
         self._remember(line)
         if self._screen is not None:
             try:
-                _write(self._screen, self._prefix + (line if line.endswith((b"\n", b"\r")) else line + b"\n"))
+                _write(self._screen, self._begin() + (line if line.endswith((b"\n", b"\r")) else line + b"\n"))
             except (OSError, ValueError) as error:
                 self._screen = None
                 # A reader that went away (`| head`) wants no more.
@@ -120,6 +124,12 @@ class LinePump:
                 _say(f"cannot write {file.name} any more: {error}")
                 with contextlib.suppress(OSError):
                     file.close()
+
+    def _begin(self) -> bytes:
+        """What a line on the screen begins with."""
+        if self._read_clock is None:
+            return self._prefix
+        return f"{self._read_clock().isoformat(' ', 'milliseconds')} ".encode() + self._prefix
 
     def _remember(self, line: bytes) -> None:
         if self._last_lines and self._last_lines[-1].endswith(b"\r"):

@@ -6,6 +6,7 @@ number.
 """
 
 import contextlib
+import datetime as dt
 import os
 import queue
 import signal
@@ -43,6 +44,7 @@ class RankStart:
         num_neighbours: how many ranks share the processors of another host, this one counted: the threads of each
             are its share, unless ``environ`` says how many.
         label: lines of output begin with ``[label]``; empty for no prefix.
+        stamps_lines: whether the time when a line came is put before that.
         output_folder: the files ``stdout`` and ``stderr`` are written there too; None for no files.
     """
 
@@ -54,6 +56,7 @@ class RankStart:
     master_addresses: Sequence[str] = ()
     num_neighbours: int = 1
     label: str = ""
+    stamps_lines: bool = False
     output_folder: Path | None = None
 
 
@@ -187,12 +190,16 @@ class RankProcess:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         prefix = f"[{self._start.label}] ".encode() if self._start.label else b""
-        self._output = LinePump(self._process.stdout, screen("stdout"), self._files["stdout"], prefix=prefix)
+        read_clock = dt.datetime.now if self._start.stamps_lines else None
+        self._output = LinePump(
+            self._process.stdout, screen("stdout"), self._files["stdout"], prefix=prefix, read_clock=read_clock
+        )
         self._errors = LinePump(
             self._process.stderr,
             screen("stderr"),
             self._files["stderr"],
             prefix=prefix,
+            read_clock=read_clock,
             mark=mark,
             on_report=on_report,
         )

@@ -86,6 +86,7 @@ def _plan_start(
         master_addresses=() if is_local_rank else addresses,
         num_neighbours=place.place.local_size,
         label=str(rank) if job.prefixes_lines else "",
+        stamps_lines=job.stamps_lines,
         output_folder=None if job.output_folder is None else job.output_folder / f"rank.{rank}",
     )
 

@@ -1,5 +1,6 @@
 """Output that is passed through: a real pipe at one end, real files at the other."""
 
+import datetime as dt
 import io
 import os
 import queue
@@ -56,6 +57,12 @@ def test_a_progress_bar_is_shown_while_it_grows(pipe):
     rank.write(b"30%\r\n")
     assert screen.next() == b"[0] 20%\r"
     assert screen.next() == b"[0] 30%\r\n"
+
+
+def test_a_line_begins_with_the_time_when_it_came_on_the_screen_alone():
+    shown, last_lines = pump_all(b"one\n", read_clock=lambda: dt.datetime(2026, 1, 2, 3, 4, 5, 678900))  # noqa: DTZ001
+    assert shown == b"2026-01-02 03:04:05.678 [0] one\n"
+    assert last_lines == ["one"]
 
 
 def test_of_a_progress_bar_only_the_last_state_is_among_the_last_lines():
