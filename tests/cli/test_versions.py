@@ -1,4 +1,4 @@
-"""`datasvc delete | diff | merge` as a user runs them."""
+"""`datasvc delete | classes | diff | merge` as a user runs them."""
 
 import os
 import subprocess
@@ -35,6 +35,18 @@ def test_keys_in_a_file_are_deleted(pets, tmp_path):
     assert keys_of(pets, "pets") == ["a", "c"]
     shown = said(datasvc("show", "pets", "--json", repo=pets.url))
     assert (shown["message"], shown["parent"], shown["change"]["deleted"]) == ("bad", "pets@1", 2)
+
+
+def test_classes_of_integer_labels_get_names(repository, tmp_path):
+    write_version(repository, "pets", {"train": [labelled(a=0, b=1)]}, LABELLED_SCHEMA)
+    (tmp_path / "few.txt").write_text("cat\n", encoding="utf-8")
+    refused = datasvc("classes", "pets", tmp_path / "few.txt", repo=repository.url)
+    assert refused.returncode == 2
+    assert "labels without class names up to 1, and there are 1 classes" in refused.stderr
+    (tmp_path / "names.txt").write_text("cat\ndog\n", encoding="utf-8")
+    done = datasvc("classes", "pets", tmp_path / "names.txt", repo=repository.url)
+    assert (done.returncode, done.stdout) == (0, "committed pets@2: 2 classes have names\n")
+    assert open_dataset(repository, "pets")["train"].table.classes == ("cat", "dog")
 
 
 def test_keys_come_from_standard_input_too(pets):
