@@ -68,6 +68,7 @@ def s3_bucket(tmp_path_factory):
             patch.setenv("AWS_ACCESS_KEY_ID", key)
             patch.setenv("AWS_SECRET_ACCESS_KEY", secret)
             patch.delenv("AWS_DEFAULT_REGION", raising=False)
+        s3fs.S3FileSystem.clear_instance_cache()  # a client that an earlier test made is one for another server
         bucket = f"datasvc-{secrets.token_hex(4)}"
         s3fs.S3FileSystem().mkdir(bucket)
         yield f"s3://{bucket}"

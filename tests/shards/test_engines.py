@@ -210,14 +210,14 @@ def test_a_gc_that_runs_while_an_old_ingest_goes_on_takes_nothing_of_it(reposito
 
 def ingest_together(url, source, barrier):
     """Ingest, and wait before the commit until the twin stands there too."""
-    module = sys.modules["datasvc.shards.ingest"]
-    commit = module._commit
+    commit = sys.modules["datasvc.shards.ingest"]._Commit
+    run = commit.run
 
-    def commit_together(*arguments, **options):
+    def run_together(self):
         barrier.wait(timeout=60)
-        return commit(*arguments, **options)
+        return run(self)
 
-    module._commit = commit_together
+    commit.run = run_together
     ingest(Repository.open(url), source, "pets", **LISTED)
 
 
