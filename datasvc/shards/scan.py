@@ -8,8 +8,9 @@ made by the thread that asks for the next batch, or by threads of the scan that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, Self
 
 import pyarrow as pa
@@ -49,10 +50,8 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         samples._name = f"{split.dataset}/{split.name}"
         samples._files = files
         samples._shards = [info.digest for info in split.table.shards()]
-        has_deletions = (split.table.deleted_per_shard > 0).tolist()
-        samples._is_live = {
-            number: ~split.deletions.flags(number) for number, is_hit in enumerate(has_deletions) if is_hit
-        }
+        samples._has_deletions = (split.table.deleted_per_shard > 0).tolist()
+        samples._deletions = split.deletions
         samples._scans = []
         return samples
 
@@ -89,7 +88,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
     def _stored(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Yield the live samples of all shards, some of the next ones read ahead."""
         unread = (
-            _ShardScan(self._files, digest, self._is_live.get(number), schema, where=self._name)
+            _ShardScan(self._files, digest, self._flags_of(number), schema, where=self._name)
             for number, digest in enumerate(self._shards)
         )
         ahead: deque[tuple[_ShardScan, Future[list[pa.RecordBatch]]]] = deque()
@@ -107,6 +106,9 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
                 yield from batches
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def _flags_of(self, number: int) -> Callable[[], Flags] | None:
+        return partial(self._deletions.flags, number) if self._has_deletions[number] else None
 
 
 class _Scanner:
@@ -126,7 +128,7 @@ class _ShardScan:
     Args:
         files: the objects of the repository.
         digest: of the shard.
-        is_live: `bool[samples]`, which samples count; None: all.
+        deleted: gives `bool[samples]`, which samples do not count; None: all count.
         schema: the columns to read.
         where: the split, for messages.
 
@@ -135,12 +137,18 @@ class _ShardScan:
     """
 
     def __init__(
-        self, files: ObjectFiles, digest: Digest, is_live: Flags | None, schema: pa.Schema, *, where: str
+        self,
+        files: ObjectFiles,
+        digest: Digest,
+        deleted: Callable[[], Flags] | None,
+        schema: pa.Schema,
+        *,
+        where: str,
     ) -> None:
         self.is_read = False
         self._files = files
         self._digest = digest
-        self._is_live = is_live
+        self._deleted = deleted
         self._schema = schema
         self._where = where
         self._batches = self._live()
@@ -158,10 +166,12 @@ class _ShardScan:
 
     def _live(self) -> Iterator[pa.RecordBatch]:
         start = 0
+        # Flags are a byte a sample, eight times the stored bitmap: only the shards that are being read have any.
+        is_live = None if self._deleted is None else ~self._deleted()
         for stored in self._stored():
             batch = pa.record_batch([_column(stored, field) for field in self._schema], self._schema)
-            if self._is_live is not None:
-                batch = batch.filter(pa.array(self._is_live[start : start + batch.num_rows]))
+            if is_live is not None:
+                batch = batch.filter(pa.array(is_live[start : start + batch.num_rows]))
             start += stored.num_rows
             yield batch
 

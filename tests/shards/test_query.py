@@ -17,7 +17,7 @@ from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, Unavail
 from datasvc.repository import Digest, Repository
 from datasvc.shards import open_dataset
 from datasvc.shards.delete import delete
-from datasvc.shards.deletions import delete_samples
+from datasvc.shards.deletions import Deletions, delete_samples
 from datasvc.shards.object_files import ObjectFiles
 from datasvc.shards.query import query
 from datasvc.shards.scan import LiveSamples
@@ -408,6 +408,23 @@ def test_a_query_that_ends_early_reads_no_further_and_leaves_no_thread():
         ]
     assert counting.read_bytes < 6 * (17 << 20)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("datasvc-scan")]
+
+
+def test_the_deletions_of_a_shard_are_expanded_when_it_is_scanned(repository, monkeypatch):
+    """A flag is a byte: those of all shards would be a gigabyte for a billion samples, whatever LIMIT says."""
+    shards = [samples(start, start + 10) for start in range(0, 100, 10)]
+    write_version(repository, "pets", {"train": shards}, LABELLED_SCHEMA)
+    delete(repository, "pets", keys=[f"k{number:03}" for number in range(0, 100, 10)])
+    train = open_dataset(repository, "pets")["train"]
+    expanded, real = [], Deletions.flags
+    monkeypatch.setattr(Deletions, "flags", lambda self, shard: (expanded.append(shard), real(self, shard))[1])
+    sizes = {shard.digest: shard.size_bytes for shard in train.table.shards()}
+    live = LiveSamples.of(train, ObjectFiles(repository.storage, sizes))
+    assert expanded == []
+    assert live.scanner(columns=["key"]).to_reader().read_next_batch().num_rows == 9
+    live.close()
+    assert 0 in expanded
+    assert set(expanded) <= set(range(5)), "those of the shard that was read, and of the few read ahead"
 
 
 def test_a_scan_that_is_left_half_way_ends_when_its_samples_are_closed(pets):
