@@ -1,12 +1,14 @@
 """Which local objects this process wrote or hashed: a file that it did not may have rotted at the same size.
 
 A writer that comes upon an object names it again instead of writing it, and it has the right bytes in hand. So it
-hashes the file first, once per process: at most it reads what it would have written otherwise. Object stores check
+hashes the file first, once per process: at most it reads what it would have written otherwise. A file that the disk
+cannot read is written anew too. Object stores check
 the bytes that they keep by themselves; of a remote object the size alone is compared, as its bytes are a download.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 QUARANTINE: Final = "quarantine"
 # Some 50 MB. Beyond it objects are hashed once more.
 _MOST_KNOWN: Final = 1 << 19
+# They say nothing of the file: it may be whole.
+_NOT_THE_FILE: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
+_LACKS_OF_THIS_PROCESS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 # When a file had last changed as it was known to be good, in nanoseconds, by a hash of its path. A file that was made
 # young since then is later; one that is earlier is another file.
@@ -64,8 +69,19 @@ def keep_aside(root: Path, path: Path) -> Path:
     return kept
 
 
-def report_rot(root: Path, path: Path) -> None:
-    """Keep the bytes of an object that are not those of its name, and log that it is written anew; each once."""
+def is_damage(error: OSError) -> bool:
+    """Return whether a file that cannot be read is at fault itself, as one with a failing sector is."""
+    return not isinstance(error, _NOT_THE_FILE) and error.errno not in _LACKS_OF_THIS_PROCESS
+
+
+def report_rot(root: Path, path: Path, failure: OSError | None = None) -> None:
+    """Keep the bytes of an object that are not those of its name, and log that it is written anew; each once.
+
+    Args:
+        root: of the repository.
+        path: the object. It keeps its name until the new file replaces it, so a write that fails removes nothing.
+        failure: with which it could not be read; None: its bytes are wrong.
+    """
     if _known.get(hash(str(path))) == _NEVER_NS:
         return
     _known[hash(str(path))] = _NEVER_NS
@@ -73,9 +89,13 @@ def report_rot(root: Path, path: Path) -> None:
         kept = f"the bad bytes are kept at {keep_aside(root, path)}"
     except (ConfigError, UnavailableError) as error:
         kept = f"the bad bytes are not kept: {error}"
+    what = "has other bytes than its name says, though as many: they changed on the disk"
+    if failure is not None:
+        what = f"cannot be read ({failure}): the disk or its file system is damaged"
     logger.warning(
-        "%s has other bytes than its name says, though as many: they changed on the disk. It is written anew from "
-        "the bytes that are stored now; %s. Run `verify`: other objects may have changed too",
+        "%s %s. It is written anew from the bytes that are stored now; %s. Run `verify`: other objects may have "
+        "changed too",
         path,
+        what,
         kept,
     )

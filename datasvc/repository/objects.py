@@ -25,7 +25,7 @@ from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository.asking import translated
 from datasvc.repository.http_stream import Take
-from datasvc.repository.intact import is_known_intact, mark_intact, report_rot
+from datasvc.repository.intact import is_damage, is_known_intact, mark_intact, report_rot
 from datasvc.repository.interrupt import Interrupt
 from datasvc.repository.storage import Storage, check_size
 
@@ -154,7 +154,8 @@ class Objects:
         the entry that names it is committed. False also where it cannot be made to count as new without writing it
         again, as remote objects that are older than a day. A size that differs is damage: write it again rather
         than trust it. So are other bytes of the same size: a local object that this process has not written is read
-        and hashed, once. What is bad is kept in the quarantine, with a warning.
+        and hashed, once. One that the disk cannot read is damage too. What is bad is kept in the quarantine, with a
+        warning.
 
         Raises UnavailableError.
         """
@@ -163,15 +164,21 @@ class Objects:
             return self.refresh(info)
         if not self.refresh(info):
             return False
+        failure: OSError | None = None
         try:
             with translated("read", str(path)):
-                is_intact = digest_of_file(path) == info.digest
+                try:
+                    is_intact = digest_of_file(path) == info.digest
+                except OSError as error:
+                    if not is_damage(error):
+                        raise
+                    is_intact, failure = False, error
         except NotFoundError:
             return False
         if is_intact:
             mark_intact(path)
         else:
-            report_rot(path.parents[2], path)
+            report_rot(path.parents[2], path, failure)
         return is_intact
 
     def refresh(self, info: ObjectInfo) -> bool:

@@ -1,5 +1,6 @@
 """An object that rotted at the same size is not named again by those who have the right bytes in hand."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models import restore, save
 from datasvc.repository import ObjectInfo, Repository, objects
 from datasvc.repository.intact import QUARANTINE
@@ -62,6 +64,57 @@ def test_a_rotted_object_is_replaced_though_its_bytes_cannot_be_kept(repository,
     put(repository)
     assert repository.objects.read(info.digest) == CONTENT
     assert "the bad bytes are not kept" in caplog.text
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Lets the file that a path names now fail to be read, as by a failing sector; one put there later does not."""
+    real = objects.digest_of_file
+
+    def make(path, error):
+        bad = path.stat().st_ino
+
+        def read(path):
+            if path.stat().st_ino == bad:
+                raise OSError(error, os.strerror(error), str(path))
+            return real(path)
+
+        monkeypatch.setattr(objects, "digest_of_file", read)
+        age = path.stat().st_mtime - 7200
+        os.utime(path, (age, age))
+
+    return make
+
+
+@pytest.mark.parametrize("store", [put, write])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENODATA, errno.EUCLEAN])
+def test_an_object_that_the_disk_cannot_read_is_replaced_and_kept_aside_with_a_warning(
+    repository, store, error, unreadable, caplog
+):
+    info = store(repository)
+    path = repository.objects.local_path(info.digest)
+    bad = path.stat().st_ino
+    unreadable(path, error)
+    with caplog.at_level(logging.WARNING):
+        assert store(repository) == store(repository) == info
+    assert repository.objects.read(info.digest) == CONTENT
+    (kept,) = Path(repository.url, QUARANTINE).iterdir()
+    assert kept.stat().st_ino == bad != path.stat().st_ino
+    (message,) = caplog.messages
+    assert f"{path} cannot be read ([Errno {error}] {os.strerror(error)}" in message
+    assert str(kept) in message
+
+
+@pytest.mark.parametrize("store", [put, write])
+@pytest.mark.parametrize(("error", "kind"), [(errno.EMFILE, UnavailableError), (errno.EACCES, ConfigError)])
+def test_an_object_that_this_process_may_not_or_cannot_open_is_left_alone(repository, store, error, kind, unreadable):
+    info = store(repository)
+    path = repository.objects.local_path(info.digest)
+    unreadable(path, error)
+    with pytest.raises(kind, match=f"cannot read {path}"):
+        store(repository)
+    assert repository.objects.read(info.digest) == CONTENT
+    assert not Path(repository.url, QUARANTINE).exists()
 
 
 @pytest.mark.parametrize("codec", ["none", "planes", "delta"])
