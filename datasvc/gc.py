@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from datasvc import durable
-from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.entry_objects import objects_of_entry
 from datasvc.models.pointers import pointed_digest
 from datasvc.models.records import read_table
@@ -64,6 +64,7 @@ class GcReport:
         temporary_files: paths likewise.
         journals: paths likewise.
         num_kept: objects of the repository that stay.
+        clock_warning: of a dry run on a store that cannot be written: that ages are by this machine's clock, and why.
     """
 
     dry_run: bool
@@ -72,6 +73,7 @@ class GcReport:
     temporary_files: tuple[str, ...]
     journals: tuple[str, ...]
     num_kept: int
+    clock_warning: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -97,11 +99,13 @@ def gc(
         grace_s: what is younger, in seconds, is kept. Work without a journal must commit in less time than that.
         dry_run: remove nothing, only say what would be removed.
         no_writers: the caller knows that nobody writes: any grace is allowed.
-        now_s: the time, seconds since 1970; default that of the store, see `Storage.now_s`.
+        now_s: the time, seconds since 1970; default that of the store, see `Storage.now_s`. A dry run on a store
+            that cannot be written takes this machine's, and its report has a `clock_warning`.
 
     Raises:
         ConfigError: the grace is too short for running writers; or this machine's clock and the store's differ by
-            more than an hour; or an entry or table has a later format; or the store cannot be written.
+            more than an hour; or an entry or table has a later format; or the store cannot be written, unless in a
+            dry run.
         CorruptDataError, NotFoundError: an entry or a table cannot be read, so nobody knows what it names; nothing
             was removed.
         UnavailableError: the store did not answer; what was removed until then was garbage.
@@ -111,7 +115,10 @@ def gc(
             f"a grace of {grace_s:.0f} s could remove what a running writer is about to name; take at least "
             f"{LEAST_GRACE_S // 3600} h, or say that nobody writes: --no-writers"
         )
-    before_s = (_store_time_s(repository.storage) if now_s is None else now_s) - grace_s
+    clock_warning = None
+    if now_s is None:
+        now_s, clock_warning = _time_s(repository.storage, dry_run=dry_run)
+    before_s = now_s - grace_s
     # Objects are listed before the marks are read. An entry committed in between is seen by the marks; one committed
     # later names objects that were written or made young after the list, and sweeping looks at their age again.
     garbage = list_old(repository, before_s)
@@ -130,19 +137,33 @@ def gc(
         tuple(sorted(garbage.temporary_files)),
         tuple(sorted(garbage.journals)),
         num_listed - len(objects),
+        clock_warning,
     )
 
 
-def _store_time_s(storage: Storage) -> float:
-    """Return the time by the clock that dates the files: this machine's may be fast, and all files be old to it."""
-    store_s, own_s = storage.now_s(), time.time()
+def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
+    """Return the time by the clock that dates the files: this machine's may be fast, and all files be old to it.
+
+    And a warning where that is not it: the store's clock is read off a file that is written for it, and to say what
+    would be removed has to be possible without the right to write.
+    """
+    own_s = time.time()
+    try:
+        store_s = storage.now_s()
+    except (ConfigError, UnavailableError) as error:
+        if not dry_run:
+            raise
+        return own_s, (
+            f"ages are by the clock of this machine, for the clock of the store cannot be read ({error}): where this "
+            "one is wrong, so is the list; `gc --yes` needs the store's"
+        )
     if abs(store_s - own_s) > _MOST_CLOCK_DIFFERENCE_S:
         store, own = (datetime.fromtimestamp(each, UTC).isoformat(timespec="seconds") for each in (store_s, own_s))
         raise ConfigError(
             f"the clock of this machine shows {own}, that of {storage.location('')} {store}. One of them is wrong, "
             "and gc goes by the age of files: nothing was removed. Set the clock, such as by NTP, and run gc again"
         )
-    return store_s
+    return store_s, None
 
 
 def list_old(repository: Repository, before_s: float) -> Garbage:

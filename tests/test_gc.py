@@ -1,5 +1,7 @@
 """gc removes what no log names and what is old, and nothing else: whoever writes or dies meanwhile."""
 
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -8,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datasvc.cli.maintain import gc as command
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.gc import GRACE_S, gc, list_old, named_objects, sweep, unmark
 from datasvc.models import describe_model, restore, save
@@ -430,6 +434,42 @@ def test_gc_goes_by_the_stores_clock_and_leaves_nothing_of_what_it_asked_it_with
     assert gc(repository, grace_s=3000, no_writers=True, dry_run=False).objects == ()
     assert {file.path for file in repository.storage.walk("")} == before
     assert repository.objects.size(stored.digest) == stored.size_bytes
+
+
+def refuse_to_write(monkeypatch, cause):
+    """Let nothing be written to stores in memory any more; OSError is what a read-only mount raises."""
+    if cause == "driver":
+        monkeypatch.setattr("datasvc.repository.exclusive_create.creates_exclusively", lambda _driver: False)
+        return
+    error = {"mount": errno.EROFS, "credentials": errno.EACCES, "full": errno.ENOSPC}[cause]
+
+    def refuse(_driver, path, *_words, **_options):
+        raise OSError(error, os.strerror(error), path)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+
+
+@pytest.mark.parametrize("cause", ["mount", "credentials", "full", "driver"])
+def test_a_dry_run_on_what_cannot_be_written_goes_by_this_machines_clock_and_says_so(cause, monkeypatch, capsys):
+    place = f"memory://gc-{cause}"
+    lost = Repository.create(place).objects.put(b"nobody names me")
+    refuse_to_write(monkeypatch, cause)
+    done = gc(Repository.open(place), grace_s=0, no_writers=True)
+    assert done.objects == (lost,)
+    assert done.clock_warning.startswith(said := "ages are by the clock of this machine")
+    command(repo=place, grace="0s", no_writers=True)
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
+    command(repo=place, grace="0s", no_writers=True, as_json=True)
+    assert json.loads(capsys.readouterr().out)["clock_warning"].startswith(said)
+    with pytest.raises(DatasvcError, match=r"cannot (be )?writ"):
+        gc(Repository.open(place), grace_s=0, no_writers=True, dry_run=False)
+
+
+def test_a_dry_run_on_what_can_be_written_warns_of_no_clock_and_refuses_a_wrong_one(anywhere, monkeypatch):
+    assert gc(anywhere).clock_warning is None
+    monkeypatch.setattr("datasvc.gc.time", FastClock(2 * 3600))
+    with pytest.raises(ConfigError, match="clock of this machine shows"):
+        gc(anywhere)
 
 
 def test_what_gc_asked_the_time_with_is_removed_by_the_next_one_if_it_was_killed(repository, monkeypatch):

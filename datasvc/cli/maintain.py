@@ -90,6 +90,8 @@ def gc(
         f"({format_size(done.size_bytes)}), {len(done.temporary_files)} unfinished files, {len(done.journals)} "
         f"journals; {done.num_kept} objects stay"
     )
+    if done.clock_warning is not None:
+        typer.echo(text_value(done.clock_warning))
     if done.dry_run and (done.objects or done.pointers or done.temporary_files or done.journals):
         typer.echo("nothing was removed yet: add --yes; --json lists them")
 
