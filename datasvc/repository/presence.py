@@ -7,9 +7,8 @@ restored, and the writer would report success.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -17,6 +16,7 @@ from datasvc.errors import NotFoundError
 from datasvc.repository.objects import Digest, Objects
 
 _LOOKS_AT_ONCE: Final = 16
+_MOST_LOOKS_PER_FOLDER: Final = 32
 # Stores list so many names per request.
 _NAMES_PER_REQUEST: Final = 1000
 
@@ -46,23 +46,30 @@ def check_present(objects: Objects, named: Iterable[Digest], what: str) -> None:
 def find_missing(objects: Objects, named: Iterable[Digest]) -> set[Digest]:
     """Return the objects that are not there. Raises UnavailableError.
 
-    Costs a look at each, 16 at a time. A remote store is asked for lists of names instead where that takes fewer
-    requests, which one list tells: objects are spread evenly over 256 folders by their digests.
+    Costs a look at each, 16 at a time. A remote store is asked for the names in a folder instead where more than
+    `_MOST_LOOKS_PER_FOLDER` objects of it are wanted, and the list takes fewer requests than they: the list of one
+    folder tells, as objects are spread evenly over 256 folders by their digests.
     """
     folders: dict[str, set[Digest]] = defaultdict(set)
     for digest in named:
         folders[objects.path(digest).rpartition("/")[0]].add(digest)
-    if not folders:
-        return set()
-    requests_per_list = math.inf
-    fullest = max(folders, key=lambda folder: len(folders[folder]))
-    if len(folders[fullest]) > 1 and not objects.storage.is_local:
-        requests_per_list = len(objects.storage.list(fullest)) // _NAMES_PER_REQUEST + 1
 
-    def missing_of(folder: str, wanted: Collection[Digest]) -> set[Digest]:
-        if len(wanted) > requests_per_list:
-            return set(wanted).difference(map(Digest, objects.storage.list(folder)))
-        return {digest for digest in wanted if objects.size(digest) is None}
+    def list_missing(folder: str) -> tuple[set[Digest], int]:
+        names = objects.storage.list(folder)
+        return folders[folder].difference(map(Digest, names)), len(names) // _NAMES_PER_REQUEST + 1
 
+    missing: set[Digest] = set()
+    listed: list[str] = []
+    fullest = max(folders, key=lambda folder: len(folders[folder]), default="")
+    # A folder of a large store has some hundred pages of names, one after another: not for a handful of objects.
+    if not objects.storage.is_local and len(folders[fullest]) > _MOST_LOOKS_PER_FOLDER:
+        missing, num_requests = list_missing(fullest)
+        del folders[fullest]
+        least = max(_MOST_LOOKS_PER_FOLDER, num_requests)
+        listed = [folder for folder, wanted in folders.items() if len(wanted) > least]
+    single = [digest for folder in folders.keys() - set(listed) for digest in folders[folder]]
     with ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="datasvc-look") as pool:
-        return set().union(*pool.map(missing_of, folders, folders.values()))
+        for lacking, _ in pool.map(list_missing, listed):
+            missing |= lacking
+        sizes = pool.map(objects.size, single)
+        return missing.union(digest for digest, size in zip(single, sizes, strict=True) if size is None)

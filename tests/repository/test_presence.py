@@ -1,14 +1,16 @@
 """A commit looks once more whether what it names is there: a gc with a wrong clock may have removed it."""
 
 import sys
+import threading
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from datasvc.errors import NotFoundError
 from datasvc.models import Model, restore, save
 from datasvc.models.transfer import transfer
-from datasvc.repository import Repository
+from datasvc.repository import Digest, Objects, Repository, Storage
 from datasvc.repository.objects import digest_of
 from datasvc.repository.presence import check_present, find_missing
 from datasvc.shards import ingest, open_dataset
@@ -56,22 +58,62 @@ def test_on_every_store_just_those_that_are_gone_are_missing(url, num_objects): 
     assert find_missing(repository.objects, there[1:]) == find_missing(repository.objects, []) == set()
 
 
-def test_a_remote_store_is_asked_less_often_than_there_are_objects_however_many_others_it_has(monkeypatch):
-    repository = Repository.create("memory://few-requests")
-    there = [repository.objects.put(b"%d" % number).digest for number in range(2000)]
-    asked, driver = [], type(repository.storage._fs)
-    for name in ("ls", "info"):
-        real = getattr(driver, name)
-        monkeypatch.setattr(
-            driver,
-            name,
-            lambda self, *words, real=real, **options: (asked.append(1), real(self, *words, **options))[1],
-        )
+@pytest.fixture
+def asked(monkeypatch):
+    """Which folders a store in memory was asked to list, and at which objects to look."""
+    lists, looks = [], []
+    for name, calls in (("ls", lists), ("info", looks)):
+        real = getattr(MemoryFileSystem, name)
+
+        def noting(self, path, *words, real=real, calls=calls, **options):
+            calls.append(path)
+            return real(self, path, *words, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, name, noting)
+    return lists, looks
+
+
+def in_one_folder(repository, num_objects, folder="ab"):
+    """Store so many objects that lie in the same one of the 256 folders."""
+    there = [Digest(f"{folder}{number:062x}") for number in range(num_objects)]
+    for digest in there:
+        repository.storage.put_bytes(Objects.path(digest), b"")
+    return there
+
+
+def test_a_remote_store_with_any_number_of_others_is_asked_for_few_objects_one_by_one(asked):
+    """A list of one folder of a large store takes some hundred requests, one after another."""
+    repository = Repository.create("memory://few-wanted")
+    there = in_one_folder(repository, 200)
+    lists, looks = asked
+    lists.clear(), looks.clear()
+    gone = digest_of(b"gone")
+    assert find_missing(repository.objects, [*there[:20], gone]) == {gone}
+    assert (len(lists), len(looks)) == (0, 21)
+
+
+def test_few_objects_of_one_folder_are_looked_at_side_by_side(monkeypatch):
+    repository = Repository.create("memory://side-by-side")
+    there = in_one_folder(repository, 16)
+    together = threading.Barrier(16, timeout=60)
+    monkeypatch.setattr(type(repository.objects), "size", lambda _self, _digest: together.wait())
     assert find_missing(repository.objects, there) == set()
-    assert len(asked) <= 257
-    asked.clear()
-    assert find_missing(repository.objects, there[:100]) == set()
-    assert len(asked) <= 101
+
+
+@pytest.mark.parametrize(("num_there", "num_lists", "num_looks"), [(100, 2, 0), (70_000, 1, 51)])
+def test_many_objects_of_a_folder_are_listed_unless_that_takes_more_requests(
+    asked, monkeypatch, num_there, num_lists, num_looks
+):
+    repository = Repository.create("memory://many-wanted")
+    there = [*in_one_folder(repository, 60), *in_one_folder(repository, 50, folder="cd")]
+    gone = {Digest(folder + "f" * 62) for folder in ("ab", "cd")}
+    lists, looks = asked
+    lists.clear(), looks.clear()
+    real = Storage.list
+    others = ["0" * 64] * num_there
+    monkeypatch.setattr(Storage, "list", lambda self, folder: [*real(self, folder), *others])
+    assert find_missing(repository.objects, [*there, *gone]) == gone
+    assert (len(lists), len(looks)) == (num_lists, num_looks)
 
 
 @pytest.mark.parametrize("codec", ["none", "delta"])
