@@ -1,8 +1,8 @@
 """Whether a high or a low value of a metric is better, by the words of its name; never a guess.
 
 The name ends in a word of known direction, but for words that leave the direction alone: `val/loss`, `error_rate`. A
-word after it of any other meaning makes another quantity of it (`loss_scale`), and so may a negation before it
-(`neg_loss`): then the user has to say.
+word after it of any other meaning makes another quantity of it (`loss_scale`), and so may a negation or a number
+before it (`neg_loss`, `1-accuracy`): then the user has to say.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ def _direction(metric: str) -> MetricMode | None:
     known = [index for index, word in enumerate(words) if _mode_of(word) is not None]
     modes = {_mode_of(words[index]) for index in known}
     if len(modes) != 1 or any(map(_NEGATING.fullmatch, words)):
+        return None
+    # A number behind is a place or a count, "acc@1"; one before makes a formula of the name, "1-accuracy".
+    if any(word.isdigit() for word in words[: known[0]]):
         return None
     after = [word for word in words[known[0] :] if _mode_of(word) is None]
     return modes.pop() if all(map(_NEUTRAL.fullmatch, after)) else None

@@ -48,7 +48,18 @@ def test_a_low_loss_perplexity_or_error_is_better_wherever_it_was_measured(metri
             "top-5",
             "Top 1 accuracy",
         ),
-        *("imagenet/val/top1_ema", "F1", "f1_score", "recall@10", "val_top_1", "miou", "evalTop1"),
+        *(
+            "accuracy_1",
+            "acc 5",
+            "val2_accuracy",
+            "imagenet/val/top1_ema",
+            "F1",
+            "f1_score",
+            "recall@10",
+            "val_top_1",
+            "miou",
+            "evalTop1",
+        ),
     ],
 )
 def test_a_high_accuracy_is_better_wherever_it_was_measured(metric):
@@ -59,6 +70,16 @@ def test_a_high_accuracy_is_better_wherever_it_was_measured(metric):
     "metric",
     [
         *("score", "reward", "", "1", "glossary", "closs", "lossless", "stop1", "topology", "bestest", "map"),
+        *(
+            "1-accuracy",
+            "1 - accuracy",
+            "1-val_accuracy",
+            "val/1-acc",
+            "1 - loss",
+            "1_minus_acc",
+            "2 loss",
+            "0.5*loss",
+        ),
         *("top1_error", "accuracy_loss", "loss_accuracy", "neg_loss", "neg_mean_squared_error", "1 minus accuracy"),
         *(
             "loss_scale",
