@@ -20,7 +20,7 @@ COLUMNS = ("key", "width", "label")
 def on_device(monkeypatch):
     """Make loaders for a GPU: images stay in memory of the host, what lies beside them is on torch's meta device."""
 
-    def make_backend(config, candidates, *, framework, stopwatch, on_choice):
+    def make_backend(config, backend, *, framework, stopwatch):
         return UploadBackend(config, backend="cpu", device="cpu", stopwatch=stopwatch, stream=RecordedStream())
 
     def place(values, device):
@@ -31,7 +31,7 @@ def on_device(monkeypatch):
     monkeypatch.setattr(image_decoder, "place", place)
 
     def make(split, **options):
-        return ImageLoader(split, **{**FAST, "device": "cuda:1", **options})
+        return ImageLoader(split, **{**FAST, "device": "cuda:1", "decode": "cpu", **options})
 
     return make
 
