@@ -1,7 +1,7 @@
 """All that is tested and measured on a GPU, in stages of a few minutes: what to run first on a machine that has one.
 
-    PYTHONPATH=. python tools/gpu_day.py OUT [--stage NAME ...] [--limit-s 450]
-    PYTHONPATH=. python tools/gpu_day.py OUT --table
+    PYTHONPATH=.:$PYTHONPATH python tools/gpu_day.py OUT [--stage NAME ...] [--limit-s 450]
+    PYTHONPATH=.:$PYTHONPATH python tools/gpu_day.py OUT --table
 
 Each stage runs in a process of its own and writes OUT/NAME.json: whether it is done, failed, or needs a GPU that this
 machine does not have, with its figures, the device's name and the end of its log. Stages that are done are not run

@@ -314,6 +314,36 @@ def test_nothing_that_a_stage_has_started_outlives_it(tmp_path, end, limit_s, pr
     assert orphan or limit_s < 60  # it may not have been started by then
 
 
+def test_packages_of_a_folder_that_only_pythonpath_names_are_found_by_the_programs_of_a_stage(tmp_path, monkeypatch):
+    import profile_check
+
+    (tmp_path / "only_there.py").touch()
+    log = tmp_path / "log"
+    code = RUNNING.format(program="import only_there", log=str(log), limit_s=60)
+    given = os.pathsep.join(map(str, (ROOT, TOOLS, tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": given},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "", log.read_text()
+    from gpu_stages.stage import Stage
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert Stage(tmp_path).run("-c", "import only_there, report; print('found')") == "found\n"
+    ran = []
+
+    def run(command, env, **how):
+        ran.append(env["PYTHONPATH"].split(os.pathsep))
+        return subprocess.CompletedProcess(command, 0, "{}")
+
+    monkeypatch.setattr(profile_check.subprocess, "run", run)
+    profile_check.measure([], "repository", 1, 1, 1)
+    assert ran == [[str(ROOT), str(tmp_path)]]
+
+
 @pytest.mark.slow
 def test_a_day_that_is_killed_leaves_no_process_and_its_stage_runs_again(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

@@ -49,7 +49,9 @@ def measure(
     command = [*python, "trainer.launch", "-np", str(ranks), "--no-prefix", *python, "trainer", "profile"]
     told = ["--data", data, "--repo", repository, *options, "--check", "--json"]
     counts = ["--rounds", str(repeats), "--steps", str(steps)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    # Packages may lie in a folder that only PYTHONPATH names.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([*command, *told, *counts], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
 

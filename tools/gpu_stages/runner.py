@@ -27,6 +27,13 @@ TAIL_BYTES: Final = 20_000
 _SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
+def search_path() -> str:
+    """Return PYTHONPATH of the programs of a stage: this project's folders, then what this process was given."""
+    # In this order: `tools/bench` has a trainer.py, which must not be found before the package.
+    folders = (ROOT, TOOLS, TOOLS / "bench", os.environ.get("PYTHONPATH"))
+    return os.pathsep.join(str(folder) for folder in folders if folder)
+
+
 def read_outcome(out: Path, name: str) -> dict[str, Any] | None:
     """Return the outcome of a stage; None where it did not come to its end."""
     try:
@@ -69,7 +76,6 @@ def _run(command: list[str], log: Path, limit_s: float) -> str:
     # Descendants whose parents are gone become children of this process, so that none escapes it.
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     before = set(_children())
-    path = os.pathsep.join(map(str, (ROOT, TOOLS, TOOLS / "bench")))
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -77,7 +83,7 @@ def _run(command: list[str], log: Path, limit_s: float) -> str:
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, "PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
             start_new_session=True,
         )
         try:

@@ -22,10 +22,9 @@ import torch
 from report import ROOT, Report, describe_commit, describe_machine
 
 from datasvc.durable import write_file
+from gpu_stages.runner import search_path
 
 FIGURES: Final = "figures.json"
-# In this order: `tools/bench` has a trainer.py, which must not be found before the package.
-SEARCHED: Final = os.pathsep.join(map(str, (ROOT, ROOT / "tools", ROOT / "tools" / "bench")))
 PACKAGES: Final = (
     "torch",
     "numpy",
@@ -96,7 +95,7 @@ class Stage:
         """
         words = [sys.executable, *map(str, command)]
         print(f"$ python {' '.join(words[1:])}", flush=True)
-        environment = {**os.environ, "PYTHONPATH": SEARCHED, **(environment or {})}
+        environment = {**os.environ, "PYTHONPATH": search_path(), **(environment or {})}
         done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             print(done.stdout, flush=True)  # the log says why
