@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,21 @@ STAGES: Final[Mapping[str, str]] = {
     "ranks": "NCCL at one rank, gloo with CUDA tensors at two",
 }
 
+# Packages by the modules that are imported of them. Stages run without DALI too, and say so.
+_NEEDED: Final[Mapping[str, str]] = {
+    **{name: name for name in ("blake3", "cloudpickle", "fsspec", "lmdb", "numpy", "pyarrow", "rich", "safetensors")},
+    **{name: name for name in ("tenacity", "torch", "xxhash", "zstandard")},
+    "PIL": "pillow",
+}
+_NEEDED_BY: Final[Mapping[str, Mapping[str, str]]] = {
+    "gpu_tests": {
+        **{name: name for name in ("pytest", "hypothesis")},
+        "pytest_timeout": "pytest-timeout",
+        "xdist": "pytest-xdist",
+    },
+    "digits": {"sklearn": "scikit-learn"},
+}
+
 
 def main() -> None:
     """Run the stages that are not done, or print what was found."""
@@ -42,6 +58,10 @@ def main() -> None:
     if arguments.table:
         print(make_table([outcome for outcome in outcomes.values() if outcome is not None]))
         return
+    if missing := find_missing(arguments.stage):
+        sys.exit(
+            f"nothing was run: packages that the stages import are not installed: pip install {' '.join(missing)}"
+        )
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, outcome in outcomes.items():
         if outcome is not None and outcome["status"] == "done":
@@ -52,6 +72,14 @@ def main() -> None:
         reason = f": {outcome['reason']}" if outcome["reason"] else ""
         print(f"{name}: {outcome['status']} after {outcome['duration_s']:.0f} s{reason}", flush=True)
     sys.exit(any(outcome is not None and outcome["status"] == "failed" for outcome in outcomes.values()))
+
+
+def find_missing(stages: Sequence[str]) -> list[str]:
+    """Return the packages that are not installed and that these stages import."""
+    needed = dict(_NEEDED)
+    for stage in stages:
+        needed |= _NEEDED_BY.get(stage, {})
+    return [package for module, package in needed.items() if find_spec(module) is None]
 
 
 def _parse() -> argparse.Namespace:

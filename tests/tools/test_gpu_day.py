@@ -128,6 +128,7 @@ def test_with_a_gpu_failed_tests_fail_the_stage_by_name_and_a_crash_is_one_of_th
     with pytest.raises(SystemExit, match=r"4 tests failed: tests.t::t1, tests.t::t2"):
         run("gpu_tests", stage)
     assert all("-n 1" in command for command in stage.commands)
+    assert all("--timeout-method=thread" in command for command in stage.commands)  # in a driver no signal is heeded
     counts = {"passed": [1], "failed": [2], "skipped": [1]}
     apart = {f"gpu-window, {name}": values for name, values in counts.items()}
     assert {row.name: row.values for row in stage.report.rows} == counts | apart
@@ -272,6 +273,18 @@ def test_the_table_has_the_name_of_the_device_and_every_figure_with_its_spread(t
     assert "### Title of loading: `python tools/gpu_day.py OUT --stage loading`" in printed
     assert "It took 61 s: photos 12 s." in printed
     assert "**failed**: because" in printed
+
+
+def test_all_packages_that_are_missing_are_named_before_anything_is_run(tmp_path, monkeypatch):
+    import gpu_day
+
+    missing = {"tenacity", "PIL", "sklearn"}
+    monkeypatch.setattr(gpu_day, "find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="not installed: pip install tenacity pillow scikit-learn$"):
+        gpu_day.main()
+    assert not (tmp_path / "out").exists()
+    assert gpu_day.find_missing(["loading"]) == ["tenacity", "pillow"]
 
 
 def test_the_stages_are_listed(monkeypatch, capsys):

@@ -41,6 +41,7 @@ def run_tests(stage: Stage, *options: Any) -> tuple[dict[str, int], list[str]]:
     # fmt: off
     stage.run(
         "-m", "pytest", "-m", "gpu", *options, "-p", "no:cacheprovider", "--tb=short", "-rfEs", "--timeout=120",
+        "--timeout-method=thread",  # a signal is not heeded inside a driver
         f"--junitxml={results}", f"--basetemp={stage.folder / 'tests'}", *find_test_files(ROOT / "tests"),
         check=False,
     )

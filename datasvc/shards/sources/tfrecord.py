@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, BinaryIO, ClassVar, Final, cast
 
-import google_crc32c
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
@@ -130,6 +129,8 @@ class TfRecords(StreamedSource):
 
 def masked_crc(content: bytes) -> int:
     """Return the checksum of `content` as TFRecord stores it."""
+    import google_crc32c  # here: other formats are read where it is not installed
+
     crc = int(google_crc32c.value(content))
     return (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
 

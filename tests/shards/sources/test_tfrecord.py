@@ -3,6 +3,8 @@
 import gzip
 import pickle
 import struct
+import subprocess
+import sys
 import zlib
 
 import fsspec
@@ -32,6 +34,11 @@ def write(path, examples):
         writer.write(example)
     writer.close()
     return str(path)
+
+
+def test_other_formats_are_ingested_where_the_checksums_of_this_one_are_not_installed():
+    code = "import sys; sys.modules['google_crc32c'] = None; import datasvc.shards.ingest, datasvc.shards.export"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def serialized(example):
