@@ -121,7 +121,11 @@ class DaliPipeline:
 
     def close(self) -> None:
         """Wait for the runs under way, which read what was fed; nothing can be fed or taken any more."""
-        self._pipe = None  # its destructor waits
+        # Dropping it is not enough: the traceback of an exception in flight may refer to it, and DALI would go on
+        # reading what was fed, and keep its memory.
+        if hasattr(self._pipe, "_shutdown"):
+            self._pipe._shutdown()  # noqa: SLF001 - there is no public way to it; it waits
+        self._pipe = None
 
     def _take_on_cpu(self) -> torch.Tensor:
         (output,) = self._pipe.share_outputs()

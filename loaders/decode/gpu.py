@@ -98,15 +98,16 @@ class GpuBackend:
 
     def take(self) -> DecodedImages:
         """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left; no sample is bad."""
-        batch = self._under_way[0]
+        batch, failed = self._under_way[0], False
         try:
             with device_errors():
                 by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
         except RuntimeError as error:
-            by_dali = self._decode_after_failure(batch.by_dali, error)
-            self._build_again()
+            by_dali, failed = self._decode_after_failure(batch.by_dali, error), True
         else:
             self._num_unexplained = 0
+        if failed:  # behind the handler, whose traceback refers to what the pipeline holds
+            self._build_again()
         by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
         with device_errors():
             decoded = self._join(batch, by_dali, by_cpu)

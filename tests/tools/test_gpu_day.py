@@ -281,7 +281,7 @@ def test_all_packages_that_are_missing_are_named_before_anything_is_run(tmp_path
     missing = {"tenacity", "PIL", "sklearn"}
     monkeypatch.setattr(gpu_day, "find_spec", lambda name: None if name in missing else name)
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="not installed: pip install tenacity pillow scikit-learn$"):
+    with pytest.raises(SystemExit, match=r"not installed: pip install tenacity pillow scikit-learn$"):
         gpu_day.main()
     assert not (tmp_path / "out").exists()
     assert gpu_day.find_missing(["loading"]) == ["tenacity", "pillow"]

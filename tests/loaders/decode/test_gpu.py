@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 import weakref
 from itertools import count
 from types import SimpleNamespace
@@ -68,6 +69,25 @@ def test_closed_with_batches_under_way_dali_is_done_with_their_images():
     pipeline = weakref.ref(backend._pipeline._pipe)
     backend.close()
     assert pipeline() is None
+
+
+def test_closed_while_an_exception_refers_to_it_dali_is_done_with_the_images_too():
+    pipeline = DaliPipeline(config(prefetch=1))
+    inner = pipeline._pipe
+    try:
+        raise KeyboardInterrupt  # noqa: TRY301 - its traceback refers to this frame, and so to `inner`
+    except KeyboardInterrupt:
+        pipeline.close()
+        assert inner._pipe is None
+
+
+def test_another_pipeline_is_built_after_the_exception_of_the_first_is_gone(monkeypatch):
+    images, seen = photos(2), []
+    backend = GpuBackend(config(prefetch=1))
+    monkeypatch.setattr(backend, "_build_again", lambda: seen.append(sys.exception()))
+    images[1] = broken(images[1])
+    assert list(decode(backend, images, windows(2)).bad) == [1]
+    assert seen == [None]
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
