@@ -264,7 +264,10 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return ImageDecoder(
             make_backend(
                 dataclasses.replace(self._config, is_pinned=self._is_pinned),
-                self._choice.settle(self._draw_trial, question=self.state_dict() | {"batch_size": self.batch_size}),
+                # Not its own state, which says what decodes: ranks differ in that before they have agreed.
+                self._choice.settle(
+                    self._draw_trial, question=super().state_dict() | {"batch_size": self.batch_size}
+                ),
                 framework=self._framework,
                 stopwatch=self.stopwatch,
             ),

@@ -48,6 +48,8 @@ class DecodeChoice:
         self._try_in_child, self._find_store = try_in_child, find_store
         self._settled: Backend | None = candidates[0] if len(candidates) == 1 else None
         self._stored: Backend | None = None
+        self._told: Backend | None = None  # by the last state, the same on all ranks
+        self._is_agreed = False
 
     @property
     def backend(self) -> Backend:
@@ -61,8 +63,10 @@ class DecodeChoice:
 
     def restore(self, stored: Backend | None) -> None:
         """Decode as a state says from here on, or say why that is not done; None: it says nothing."""
+        self._told = stored
         if stored is None or stored == self._settled:
             return
+        self._is_agreed = False
         # Without a GPU "auto" is the CPU's decoder, but Pillow is always there.
         if stored in self._candidates or (stored == "pillow" and self._wanted == "auto"):
             self._stored, self._settled = stored, None if stored in ON_GPU else stored
@@ -83,13 +87,41 @@ class DecodeChoice:
             question: what makes this loader another than the rest of the job's, the same on all ranks.
 
         Raises:
-            ConfigError: no candidate works.
+            ConfigError: no candidate works, or this machine cannot use what data rank 0 has chosen.
             DeviceError: what the state says does not work here.
             UnavailableError: data rank 0 does not say what it chose.
         """
+        store = self._find_store() if self._is_asked() and not self._is_agreed else None
+        if store is not None:
+            self._settled, self._is_agreed = self._agree(draw, question, store), True
         if self._settled is None:
-            self._settled = self._choose(draw, question) if self._stored is None else self._prove(self._stored, draw)
+            self._settled = self._choose_alone(draw) if self._stored is None else self._prove(self._stored, draw)
         return self._settled
+
+    def _is_asked(self) -> bool:
+        """Return whether ranks ask each other: by what is equal on all of them, or some would wait for the rest."""
+        is_open = self._wanted in {"auto", "gpu"} and self._config.device_id is not None
+        return is_open and self._ranks.world_size > 1
+
+    def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
+        """Ask data rank 0, which answers though it has nothing to choose: others may have."""
+        asked = repr(
+            [sorted(question.items()), self._wanted, self._told, self._ranks.world_size, self._config.pixels]
+        )
+        answer = agree(
+            hashlib.sha256(asked.encode()).hexdigest(),
+            lambda: self._settled or self._stored or self._choose_here(draw),
+            is_first=self._ranks.rank == 0,
+            store=store,
+        )
+        chosen = parse_backend(answer)
+        if chosen not in self._candidates and not (chosen == "pillow" and self._wanted == "auto"):
+            raise ConfigError(
+                f"decode={self._wanted!r} is {chosen!r} on data rank 0, and data rank {self._ranks.rank} has only "
+                f"{', '.join(map(repr, self._candidates))}: install the same on all machines, or give all ranks "
+                "decode='cpu' or another that all have"
+            )
+        return self._prove(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
 
     def _prove(self, stored: Backend, draw: Draw) -> Backend:
         """Try what another machine has chosen: each rank by itself, as there is nothing to choose."""
@@ -104,25 +136,15 @@ class DecodeChoice:
             )
         return stored
 
-    def _choose(self, draw: Draw, question: Mapping[str, Any]) -> Backend:
-        store = self._find_store() if self._ranks.world_size > 1 else None
-        if store is None:
-            if self._ranks.world_size > 1:
-                _LOG.warning(
-                    "decode=%r is chosen by each of %d ranks alone, as torch.distributed has no process group: "
-                    "pixels of a run that resumes may differ; give the same decode='cpu' or another to all ranks",
-                    self._wanted,
-                    self._ranks.world_size,
-                )
-            return self._choose_here(draw)
-        asked = repr([sorted(question.items()), self._wanted, self._ranks.world_size, self._config.pixels])
-        chosen = agree(
-            hashlib.sha256(asked.encode()).hexdigest(),
-            lambda: self._choose_here(draw),
-            is_first=self._ranks.rank == 0,
-            store=store,
-        )
-        return parse_backend(chosen)
+    def _choose_alone(self, draw: Draw) -> Backend:
+        if self._ranks.world_size > 1:
+            _LOG.warning(
+                "decode=%r is chosen by each of %d ranks alone, as torch.distributed has no process group: "
+                "pixels of a run that resumes may differ; give the same decode='cpu' or another to all ranks",
+                self._wanted,
+                self._ranks.world_size,
+            )
+        return self._choose_here(draw)
 
     def _choose_here(self, draw: Draw) -> Backend:
         batches = draw()

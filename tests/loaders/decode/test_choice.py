@@ -2,6 +2,7 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
@@ -39,11 +40,11 @@ def draw():
     return [TrialBatch([b"image"], windows(1))]
 
 
-def make(machine, wanted="auto", candidates=ALL, rank=0, world_size=1, store=None):
+def make(machine, wanted="auto", candidates=ALL, rank=0, world_size=1, store=None, device_id=0):
     return DecodeChoice(
         wanted,
         candidates,
-        config=config(),
+        config=replace(config(), device_id=device_id),
         ranks=DataRanks(rank, world_size),
         try_in_child=machine,
         find_store=lambda: store,
@@ -148,6 +149,47 @@ def test_data_rank_0_tries_and_chooses_for_all_ranks_and_their_peers():
     with ThreadPoolExecutor(4) as ranks:
         assert list(ranks.map(settle, choices)) == ["gpu-whole"] * 4
     assert [machine.tried for machine in machines] == [[ALL], []]
+
+
+@pytest.mark.parametrize("stored", [None, "cpu", "gpu-whole"])
+def test_data_rank_0_answers_though_it_has_nothing_to_choose(stored):
+    """As it has no DALI, or a state that says what decodes."""
+    store = HashStore()
+    first = make(Machine(), candidates=["cpu"], world_size=2, store=store)
+    other = make(Machine(cpu=900, gpu_whole=2500), rank=1, world_size=2, store=store)
+    for choice in (first, other):
+        choice.restore(stored)
+    assert [settle(first), settle(other)] == ["cpu", "cpu"]
+
+
+def test_a_stored_backend_of_rank_0_is_the_answer_and_each_rank_tries_it_by_itself():
+    store = HashStore()
+    machines = [Machine(cpu=900, gpu_window=400), Machine(cpu=900, gpu_window=400)]
+    choices = [make(machine, rank=rank, world_size=2, store=store) for rank, machine in enumerate(machines)]
+    for choice in choices:
+        choice.restore("gpu-window")
+    assert [settle(choice) for choice in choices] == ["gpu-window"] * 2
+    assert [machine.tried for machine in machines] == [[["gpu-window"]]] * 2
+    for choice in choices:
+        choice.restore("cpu")  # another question, though the run stands where it stood
+    assert [settle(choice) for choice in choices] == ["cpu"] * 2
+
+
+@pytest.mark.parametrize(("wanted", "rank_0", "rank_1"), [("auto", ALL, ["cpu"]), ("gpu", GPU, ["gpu-window"])])
+def test_a_rank_that_cannot_use_what_rank_0_has_chosen_says_so(wanted, rank_0, rank_1):
+    store = HashStore()
+    assert settle(make(Machine(gpu_whole=1), wanted, rank_0, world_size=2, store=store)) == "gpu-whole"
+    other = make(Machine(), wanted, rank_1, rank=1, world_size=2, store=store)
+    with pytest.raises(
+        ConfigError, match=r"is 'gpu-whole' on data rank 0, and data rank 1 has only '(cpu|gpu-window)'"
+    ):
+        settle(other)
+
+
+@pytest.mark.parametrize(("wanted", "device_id"), [("auto", None), ("cpu", 0)])
+def test_nobody_is_asked_where_no_gpu_or_a_named_backend_decodes(wanted, device_id):
+    choice = make(Machine(), wanted, ["cpu"], rank=1, world_size=2, store=HashStore(), device_id=device_id)
+    assert settle(choice) == "cpu"  # without a store, whose rank 0 would never answer
 
 
 def test_ranks_of_no_process_group_choose_alone_and_say_so(caplog):
