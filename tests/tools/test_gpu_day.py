@@ -149,14 +149,40 @@ def test_with_a_gpu_a_decoder_that_ends_its_process_is_named_and_the_others_are_
     def measured(command):
         decode = command[command.index("--decode") + 1]
         if decode == "gpu-window":
+            if "--cache" in command:
+                raise subprocess.TimeoutExpired("python", 60)
             raise subprocess.CalledProcessError(-11, "python")
         return json.dumps({"images_per_s": 100.0 if decode == "cpu" else 400.0, "decode": decode})
 
     found = run("loading", make_stage("cuda", loading_rate=measured))
-    assert found["memory, cpu"] == [100.0] * 3
-    assert found["cache, gpu-whole / cpu"] == [4.0] * 3
-    assert found["cache, gpu-window: ended with status -11, after so many runs"] == [0]
+    assert found["memory, cpu"] == [100.0] * 2
+    assert found["cache, gpu-whole / cpu"] == [4.0] * 2
+    assert found["memory, auto"] == [400.0]  # once: it is one of the others
+    assert found["memory, gpu-window: ended with status -11, after so many runs"] == [0]
+    assert found["cache, gpu-window: killed after 60 s, after so many runs"] == [0]
     assert "cache, gpu-window" not in found
+
+
+def test_rates_are_written_after_each_repeat(make_stage):
+    from gpu_stages.stage import FIGURES
+
+    written = []
+
+    def measured(command):
+        path = stage.folder / FIGURES
+        written.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+        return json.dumps({"images_per_s": 1.0})
+
+    stage = make_stage("cuda", loading_rate=measured)
+    run("loading", stage)
+    assert (written[0], written[-1]) == (0, 8)
+
+
+def test_a_program_of_a_stage_is_killed_at_its_limit(tmp_path):
+    from gpu_stages.stage import Stage
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        Stage(tmp_path).run("-c", "import time; time.sleep(600)", limit_s=0.1)
 
 
 def test_with_a_gpu_both_models_are_profiled(make_stage):

@@ -85,18 +85,27 @@ class Stage:
         self.durations[part] = time.perf_counter() - began
         self.write()
 
-    def run(self, *command: Any, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
+    def run(
+        self,
+        *command: Any,
+        environment: Mapping[str, str] | None = None,
+        check: bool = True,
+        limit_s: float | None = None,
+    ) -> str:
         """Run a program of this interpreter in a process of its own; returns what it printed.
 
         What it writes to standard error goes to the log of the stage.
 
         Raises:
             subprocess.CalledProcessError: it ended with another status than 0, and `check` is given.
+            subprocess.TimeoutExpired: it did not end within `limit_s`, and was killed.
         """
         words = [sys.executable, *map(str, command)]
         print(f"$ python {' '.join(words[1:])}", flush=True)
         environment = {**os.environ, "PYTHONPATH": search_path(), **(environment or {})}
-        done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=limit_s
+        )
         if done.returncode:
             print(done.stdout, flush=True)  # the log says why
         if done.returncode and check:
