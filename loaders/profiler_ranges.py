@@ -30,7 +30,8 @@ def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
     """Return whether a tool that reads NVTX started this process, or `DATASVC_NVTX=1` asks for its ranges."""
     # Every tool hooks into NVTX by an injection library; Nsight Systems names its session too.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-    return environ.get("DATASVC_NVTX", "") not in {"", "0"} or any(environ.get(name) for name in tools)
+    asked = environ.get("DATASVC_NVTX", "").strip().lower() not in {"", "0", "false", "no", "off"}
+    return asked or any(environ.get(name) for name in tools)
 
 
 _IS_UNDER_NVTX_TOOL: Final = is_under_nvtx_tool(os.environ)

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from loaders import ImageLoader, profiler_ranges
 from loaders.step_times import Stage
 from loaders.stopwatch import Stopwatch
+from trainer import environment
 
 ALL_THREADS = {"experimental_config": _ExperimentalConfig(profile_all_threads=True)}
 
@@ -81,11 +82,12 @@ def test_under_an_nvtx_tool_ranges_nest_and_close_though_the_work_fails(monkeypa
     ("environ", "expected"),
     [
         ({}, False),
-        ({"DATASVC_NVTX": "0"}, False),
-        ({"DATASVC_NVTX": "1"}, True),
+        *(({"DATASVC_NVTX": value}, False) for value in ("", "0", "false", "no", "off", "False ", " NO")),
+        *(({"DATASVC_NVTX": value}, True) for value in ("1", "true", "yes", "TRUE")),
         ({"NVTX_INJECTION64_PATH": "/opt/tool.so"}, True),
         ({"NSYS_PROFILING_SESSION_ID": "12"}, True),
     ],
 )
-def test_a_tool_is_found_by_what_it_sets_in_the_environment(environ, expected):
-    assert profiler_ranges.is_under_nvtx_tool(environ) is expected
+@pytest.mark.parametrize("package", [profiler_ranges, environment])
+def test_a_tool_is_found_by_what_it_sets_in_the_environment(package, environ, expected):
+    assert bool(package.is_under_nvtx_tool(environ)) is expected
