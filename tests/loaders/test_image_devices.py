@@ -89,13 +89,20 @@ def check_alike(found, expected, way, **form):
         assert ours.images.device.type == way[0]
         assert (ours.images.dtype, ours.images.shape) == (theirs.images.dtype, theirs.images.shape)
         assert ours.positions.tolist() == theirs.positions.tolist()
-        assert torch.equal(ours.labels.cpu(), theirs.labels)
-        assert torch.equal(ours.mask.cpu(), theirs.mask)
+        assert torch.equal(ours.labels.cpu(), theirs.labels.cpu())
+        assert torch.equal(ours.mask.cpu(), theirs.mask.cpu())
         assert ours.epoch == theirs.epoch
         difference = np.abs(levels(ours, **form) - levels(theirs, **form))
         by_gpu = way[1] in ON_THE_GPU
         assert difference.mean() < (1.5 if by_gpu else 0.6)
         assert np.quantile(difference, 0.99) <= (LEVELS_OF_GPU if by_gpu else LEVELS)
+
+
+def check_equal(found, expected, way):
+    """Compare what is decoded twice in the same way: bit for bit, unless a GPU does it, which does not promise it."""
+    check_alike(found, expected, way)
+    if way[1] not in ON_THE_GPU:
+        assert all(torch.equal(a.images, b.images) for a, b in zip(found, expected, strict=True))
 
 
 @each_way
@@ -206,10 +213,10 @@ def test_a_state_of_the_cpu_is_continued_with_exactly_the_samples_that_are_left(
 
 
 @each_way
-def test_without_prefetch_and_with_more_of_it_batches_are_equal_bit_for_bit(splits, way):
+def test_without_prefetch_and_with_more_of_it_batches_are_equal_on_the_cpu_bit_for_bit(splits, way):
     first, *others = (take(splits["plain"], way, prefetch=prefetch) for prefetch in (2, 0, 4))
     for batches in others:
-        assert all(torch.equal(a.images, b.images) for a, b in zip(first, batches, strict=True))
+        check_equal(batches, first, way)
 
 
 @each_way
@@ -225,6 +232,11 @@ def test_a_batch_that_is_kept_is_never_written_again(splits, way):
             assert torch.equal(now.cpu(), then)
 
 
+def check_sums(found, expected, way):
+    """Compare means of pixels and sums of labels: a GPU that decodes does not promise equal bits."""
+    assert torch.allclose(found, expected, rtol=0, atol=0.5 if way[1] in ON_THE_GPU else 0)
+
+
 @each_way
 def test_a_batch_that_is_dropped_while_its_device_is_behind_is_still_read_right(splits, way):
     def sums(lag):
@@ -234,11 +246,11 @@ def test_a_batch_that_is_dropped_while_its_device_is_behind_is_still_read_right(
                 for batch in loader:
                     if lag and way[0] == "cuda":
                         torch.cuda._sleep(100_000_000)  # what reads the batch is queued behind this
-                    found.append(batch.images.long().sum() + batch.labels.sum())
+                    found.append(torch.stack([batch.images.double().mean(), batch.labels.double().sum()]))
                     del batch
-        return torch.stack(found).tolist()
+        return torch.stack(found).cpu()
 
-    assert sums(lag=True) == sums(lag=False)
+    check_sums(sums(lag=True), sums(lag=False), way)
 
 
 @on_gpu
@@ -263,17 +275,23 @@ def test_auto_decodes_by_one_of_those_that_work_and_a_resumed_run_by_the_same(sp
         again = list(loader)
         assert loader.decode == chosen
     assert first.images.is_cuda
-    assert all(torch.equal(a.images, b.images) for a, b in zip(rest, again, strict=True))
+    check_equal(again, rest, ("cuda", chosen))
 
 
 @on_gpu
-def test_a_batch_is_ready_for_a_stream_that_was_current_when_it_was_taken(splits):
-    expected = [batch.images.long().sum().item() for batch in take(splits["plain"], ("cuda", "cpu"), output="uint8")]
+@pytest.mark.parametrize("decode", ["cpu", *ON_THE_GPU])
+def test_a_batch_is_ready_for_a_stream_that_was_current_when_it_was_taken(splits, decode):
+    way = ("cuda", decode)
+
+    def means():
+        return torch.stack([batch.images.double().mean() for batch in take(splits["plain"], way, output="uint8")])
+
+    expected = means().cpu()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        found = [batch.images.long().sum() for batch in take(splits["plain"], ("cuda", "cpu"), output="uint8")]
+        found = means()
     stream.synchronize()
-    assert [each.item() for each in found] == expected
+    check_sums(found.cpu(), expected, way)
 
 
 @on_gpu
