@@ -4,12 +4,13 @@ There are two. "window" decodes just the window (`decoders.image_slice`); "whole
 window out (`decoders.image`, `slice`), for GPUs on which nvImageCodec fails on windows. Both give the same pixels.
 
 Batches are fed by hand, one per run, so that epochs, prefetch and resume are ours: DALI keeps no position. Inputs are
-not copied; whoever feeds a batch keeps it alive until its output was taken. Outputs own their memory.
+not copied; they are kept until the device is done with their run. Outputs own their memory.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from datasvc.shards.mapped_file import Bytes
+    from loaders.decode.device_stream import Done
+
+    _Inputs = tuple[Sequence[Bytes], Windows]
 
 Graph = Literal["window", "whole"]
 
@@ -94,14 +98,19 @@ class DaliPipeline:
         with device_errors():
             self._pipe = _build(config, graph)
         self._copies = None if config.device_id is None else _make_stream(config.device_id)
+        self._fed: deque[_Inputs] = deque()
+        self._read: deque[tuple[Done, _Inputs]] = deque()  # taken, but the device may still work on them
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
-        """Start a run. The arrays must stay alive and unchanged until `take` gave its output.
+        """Start a run. The arrays must not change until its output is there; they are kept as long.
 
         Args:
             images: encoded images, 1 to `batch_size`.
             windows: one for each.
         """
+        while self._read and self._read[0][0].query():
+            self._read.popleft()
+        self._fed.append((images, windows))
         self._pipe.feed_input("images", list(images))
         self._pipe.feed_input("starts", windows.starts)
         self._pipe.feed_input("shapes", windows.shapes)
@@ -126,12 +135,15 @@ class DaliPipeline:
         if hasattr(self._pipe, "_shutdown"):
             self._pipe._shutdown()  # noqa: SLF001 - there is no public way to it; it waits
         self._pipe = None
+        self._fed.clear()
+        self._read.clear()
 
     def _take_on_cpu(self) -> torch.Tensor:
         (output,) = self._pipe.share_outputs()
         # The default executor counts references, so the memory is not used again while the tensor lives.
         shared = _to_torch(output)
         self._pipe.release_outputs()
+        self._fed.popleft()
         return shared.to(self._dtype(shared))
 
     def _take_on_gpu(self, copies: torch.cuda.Stream) -> torch.Tensor:
@@ -146,6 +158,8 @@ class DaliPipeline:
             shared = _to_torch(output)
             owned = shared.to(self._dtype(shared), copy=True)
             self._pipe.release_outputs()
+            # The host does not wait, so the run may not even have begun to read what was fed.
+            self._read.append((copies.record_event(), self._fed.popleft()))
         current.wait_stream(copies)  # on the device
         owned.record_stream(current)
         return owned

@@ -18,6 +18,7 @@ from loaders.decode import dali, gpu
 from loaders.decode.dali import DaliPipeline, device_errors
 from loaders.decode.gpu import GpuBackend
 from tests.loaders.decode.photos import broken, config, decode, on_cpu, photos, windows
+from tests.loaders.decode.recorded_stream import Moment
 from tests.odd_images import HEIGHT, WIDTH, encode, picture, without_tiles
 
 OUT_OF_MEMORY = "CUDA runtime API error cudaErrorMemoryAllocation (2):\nout of memory"
@@ -289,6 +290,11 @@ class FakeStream:
     def __init__(self, name, log):
         self.name, self.log = name, log
 
+    def record_event(self):
+        self.log.append(f"recorded on {self.name}")
+        self.moment = Moment(0, self.log)
+        return self.moment
+
     def wait_stream(self, other):
         self.log.append(f"{self.name} after {other.name}")
 
@@ -305,6 +311,12 @@ def test_outputs_on_a_gpu_are_bound_to_the_stream_that_copies_them_and_the_host_
         share_outputs=lambda cuda_stream=None: [log.append(f"shared on {cuda_stream.name}")],
         release_outputs=lambda: log.append("released"),
     )
+    pipeline._pipe.feed_input = lambda name, values: None
+    pipeline._pipe.schedule_run = lambda: None
+    images = photos(2)
+    kept = weakref.ref(images[0])
+    pipeline.feed(images, windows(2))
+    del images
     source = torch.zeros(2, 3)
     monkeypatch.setattr(dali, "_to_torch", lambda output: source)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
@@ -312,4 +324,10 @@ def test_outputs_on_a_gpu_are_bound_to_the_stream_that_copies_them_and_the_host_
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append(f"kept for {stream.name}"))
     taken = pipeline.take()
     assert taken.data_ptr() != source.data_ptr()
-    assert log == ["in copies", "shared on copies", "released", "current after copies", "kept for current"]
+    ordered = ["released", "recorded on copies", "current after copies", "kept for current"]
+    assert log == ["in copies", "shared on copies", *ordered]
+    pipeline.feed(photos(2), windows(2))
+    assert kept() is not None  # the device is not done with the run that reads it
+    copies.moment.is_past = True
+    pipeline.feed(photos(2), windows(2))
+    assert kept() is None
