@@ -131,6 +131,8 @@ class UploadBackend:
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
         """See `ImageBackend`."""
+        if not self._uploaded:  # threads were not ahead at the last `take`
+            self._upload_ahead()
         colours = None
         if edit is not None and edit.transform is None:
             colours, edit = edit.colours, None
@@ -145,9 +147,7 @@ class UploadBackend:
         uploaded = self._uploaded.popleft()
         with self._stopwatch.stage(Stage.TRANSFER):
             self._stream.hand_over(uploaded.images, uploaded.done)
-        # The next one is copied while the caller uses this one. What failed to decode is raised in its own turn.
-        if self._fed and self._fed[0].run.is_decoded:
-            self._upload()
+        self._upload_ahead()
         return DecodedImages(uploaded.images, uploaded.decoded.bad)
 
     def close(self) -> None:
@@ -156,6 +156,12 @@ class UploadBackend:
         self._fed.clear()
         self._uploaded.clear()
         self._ring.close()
+
+    def _upload_ahead(self) -> None:
+        """Begin to copy the next batch while the caller uses the last one, if threads have decoded it."""
+        # What failed to decode is raised in its own turn.
+        if self._fed and self._fed[0].run.is_decoded:
+            self._upload()
 
     def _upload(self) -> None:
         """Wait until the oldest batch is decoded, and begin to bring it to the device."""

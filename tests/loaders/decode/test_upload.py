@@ -51,6 +51,22 @@ def test_the_next_batch_is_copied_while_the_caller_uses_one():
     backend.close()
 
 
+def test_a_batch_that_was_not_decoded_at_the_last_take_is_copied_when_another_is_fed():
+    stream = RecordedStream()
+    backend = upload(stream)
+    backend.feed(photos(8, 0), windows(8))
+    wait_until_decoded(backend)
+    assert stream.log == []
+    backend.feed(photos(8, 20), windows(8))
+    assert stream.log == [("copy", 0)]
+    wait_until_decoded(backend)
+    backend.feed(photos(8, 40), windows(8))
+    assert stream.log == [("copy", 0)]  # one ahead of the caller takes memory enough
+    backend.take()
+    assert stream.log == [("copy", 0), ("hand over", 0), ("copy", 1)]
+    backend.close()
+
+
 def test_memory_is_decoded_to_again_only_when_the_copy_from_it_is_done():
     stream = RecordedStream()
     backend = upload(stream, prefetch=1)
