@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from datasvc.errors import ConfigError, DeviceError
 from loaders.augment import Windows
-from loaders.decode.backend import DecodeConfig
+from loaders.decode.backend import Backend, DecodeConfig
 from loaders.decode.pixels import PixelFormat
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     _Inputs = tuple[Sequence[Bytes], Windows]
 
 Graph = Literal["window", "whole"]
+_BACKENDS: Final[Mapping[Graph, Backend]] = {"window": "gpu-window", "whole": "gpu-whole"}
 
 # What DALI, nvImageCodec, torch and the driver say of the device. Numbers are those of `nvimgcodecStatus_t`: a failed
 # allocation, a wrong architecture. Its internal error (8) is also that of a damaged image, so it is not among them.
@@ -41,7 +42,7 @@ _MEMORY: Final = re.compile(r"memory ?allocation|out[ -]of[ -]memory|bad_alloc|f
 
 
 @contextmanager
-def device_errors() -> Iterator[None]:
+def device_errors(backend: Backend) -> Iterator[None]:
     """Raise DeviceError for a RuntimeError or MemoryError that is about the device or its memory, not an image."""
     try:
         yield
@@ -50,12 +51,14 @@ def device_errors() -> Iterator[None]:
         is_memory = isinstance(error, MemoryError) or _MEMORY.search(said) is not None
         if not is_memory and not _DEVICE_FAILURE.search(said):
             raise
-        what_to_do = (
-            "there is no memory left: use a smaller batch_size or prefetch, decode='gpu-window', or decode='cpu'"
-            if is_memory
-            else "the device or its driver failed: start the process again, with decode='cpu' if it fails again"
-        )
-        raise DeviceError(f"a batch of images was decoded on a GPU; {what_to_do}; DALI said: {said}") from error
+        smaller = "there is no memory left: use a smaller batch_size or prefetch"
+        restart = "the device or its driver failed: start the process again"
+        if backend in {"gpu-window", "gpu-whole"}:
+            smaller, restart = f"{smaller}, or decode='cpu'", f"{restart}, with decode='cpu' if it fails again"
+        raise DeviceError(
+            f"a batch of images was made on a GPU, with decode={backend!r}; {smaller if is_memory else restart}; "
+            f"the error was: {said}"
+        ) from error
 
 
 def decoder_arguments(config: DecodeConfig) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class DaliPipeline:
 
     def __init__(self, config: DecodeConfig, graph: Graph = "window") -> None:
         self.config = config
-        with device_errors():
+        with device_errors(_BACKENDS[graph]):
             self._pipe = _build(config, graph)
         self._copies = None if config.device_id is None else _make_stream(config.device_id)
         self._fed: deque[_Inputs] = deque()

@@ -79,6 +79,7 @@ class GpuBackend:
 
     def __init__(self, config: DecodeConfig, graph: Graph = "window", *, stopwatch: Stopwatch | None = None) -> None:
         self._config, self._graph = config, graph
+        self._name: Backend = "gpu-window" if graph == "window" else "gpu-whole"
         self._stopwatch = stopwatch or Stopwatch()
         self._pipeline = DaliPipeline(config, graph)
         self._threads: CpuBackend | None = None  # made for the first image that is not for DALI
@@ -100,7 +101,7 @@ class GpuBackend:
         """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left; no sample is bad."""
         batch, failed = self._under_way[0], False
         try:
-            with device_errors():
+            with device_errors(self._name):
                 by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
         except RuntimeError as error:
             by_dali, failed = self._decode_after_failure(batch.by_dali, error), True
@@ -109,7 +110,7 @@ class GpuBackend:
         if failed:  # behind the handler, whose traceback refers to what the pipeline holds
             self._build_again()
         by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
-        with device_errors():
+        with device_errors(self._name):
             decoded = self._join(batch, by_dali, by_cpu)
         self._under_way.popleft()
         return decoded
@@ -131,7 +132,7 @@ class GpuBackend:
 
     def _feed(self, part: _Part) -> None:
         if part.images:
-            with device_errors():
+            with device_errors(self._name):
                 self._pipeline.feed(part.images, part.windows)
 
     def _start_on_cpu(self, part: _Part) -> CpuRun | None:

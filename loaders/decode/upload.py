@@ -17,6 +17,7 @@ import numpy as np
 from loaders.augment import ColourFactors, Windows
 from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Read
 from loaders.decode.cpu import CpuBackend, CpuRun
+from loaders.decode.dali import device_errors
 from loaders.decode.device_stream import CudaStream, DeviceStream, Done, Levels
 from loaders.decode.finish import DeviceFinish
 from loaders.step_times import Stage
@@ -115,7 +116,7 @@ class UploadBackend:
         stopwatch: Stopwatch,
         stream: DeviceStream | None = None,
     ) -> None:
-        self._stopwatch = stopwatch
+        self._stopwatch, self._name = stopwatch, backend
         self._stream = CudaStream(device) if stream is None else stream
         self._finish = DeviceFinish(config.pixels, device)
         pixels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
@@ -136,12 +137,19 @@ class UploadBackend:
         colours = None
         if edit is not None and edit.transform is None:
             colours, edit = edit.colours, None
-        with self._stopwatch.stage(Stage.TRANSFER):  # where the device is so far behind that every slot is read
+        with (
+            self._stopwatch.stage(Stage.TRANSFER),
+            device_errors(self._name),
+        ):  # where the device is so far behind that every slot is read
             slot = self._ring.take() if images else np.empty((0, *self._shape[1:]), np.uint8)
         self._fed.append(_Fed(slot, self._inner.start(images, windows, edit, read, out=slot), colours))
 
     def take(self) -> DecodedImages:
-        """See `ImageBackend`; the caller's current stream waits for the batch, the host does not."""
+        """See `ImageBackend`; the caller's current stream waits for the batch, the host does not.
+
+        Raises:
+            DeviceError: the GPU failed, or it has no memory left.
+        """
         if not self._uploaded:
             self._upload()
         uploaded = self._uploaded.popleft()
@@ -168,7 +176,7 @@ class UploadBackend:
         fed = self._fed[0]
         decoded = self._inner.finish(fed.run)
         self._fed.popleft()
-        with self._stopwatch.stage(Stage.TRANSFER):
+        with self._stopwatch.stage(Stage.TRANSFER), device_errors(self._name):
             with self._stream.active():
                 levels = self._stream.copy(fed.slot[: len(decoded.images)])
                 images = self._finish.finish(levels, fed.colours, decoded.bad)

@@ -248,8 +248,9 @@ def test_a_failure_of_the_device_or_its_memory_is_raised_and_no_sample_is_bad(fa
     monkeypatch.setattr(failing, "reason", reason)
     backend = GpuBackend(config(prefetch=1))
     backend.feed(photos(2), windows(2))
-    with pytest.raises(DeviceError, match=advice) as caught:
+    with pytest.raises(DeviceError, match=rf"with decode='gpu-window'; .*{advice}.* decode='cpu'") as caught:
         backend.take()
+    assert str(caught.value).count("decode='gpu-window'") == 1  # it is no remedy for itself
     assert reason in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -260,7 +261,7 @@ def test_what_a_damaged_image_makes_dali_say_is_no_failure_of_the_device():
         "NVJPEG_STATUS_BAD_JPEG in nvjpeg_cuda_decoder",
         "#3 bad code stream",
     ):
-        with pytest.raises(RuntimeError, match=r"^[^ ]") as caught, device_errors():
+        with pytest.raises(RuntimeError, match=r"^[^ ]") as caught, device_errors("gpu-window"):
             raise RuntimeError(reason)
         assert str(caught.value) == reason
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, DeviceError
 from loaders.augment import AugmentConfig
 from loaders.decode import device_stream
 from loaders.decode.device_stream import CudaStream, current_gpu, place
@@ -64,6 +64,26 @@ def test_a_batch_that_was_not_decoded_at_the_last_take_is_copied_when_another_is
     assert stream.log == [("copy", 0)]  # one ahead of the caller takes memory enough
     backend.take()
     assert stream.log == [("copy", 0), ("hand over", 0), ("copy", 1)]
+    backend.close()
+
+
+def test_without_memory_on_the_device_smaller_batches_are_advised_and_another_runtime_error_is_left_alone(
+    monkeypatch,
+):
+    backend = upload(RecordedStream())
+    for said, kind, message in (
+        ("CUDA out of memory. Tried to allocate 20 MiB", DeviceError, r"'cpu'; .* smaller batch_size or prefetch; "),
+        ("another", RuntimeError, "^another$"),
+    ):
+
+        def fail(array, said=said):
+            raise RuntimeError(said)
+
+        monkeypatch.setattr(backend._stream, "copy", fail)
+        backend.feed(photos(8), windows(8))
+        with pytest.raises(kind, match=message):
+            backend.take()
+        backend._stream.is_active = False
     backend.close()
 
 
