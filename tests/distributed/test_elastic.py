@@ -197,7 +197,9 @@ def test_ranks_are_told_of_a_change_of_hosts_before_they_commit(launcher, tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_hangs_is_left_behind_and_ended(elastic, undisturbed):
-    elastic.launcher.environ.update({"FAULT": "stop", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3"})
+    elastic.launcher.environ.update(
+        {"FAULT": "stop", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3", "HVD_ELASTIC_HANG_TIMEOUT": "3"}
+    )
     options = (*SHRINKING, "--grace-s", "1")
     result = elastic.result(2, options, faults={"1": ["step", 5]})
     check_alike(result, undisturbed)

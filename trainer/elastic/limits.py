@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.environment import read_engine_settings
 from trainer.launch.job import ElasticOptions, Job
 
 # Horovod's name, and the one that was ours alone.
 _TIMEOUT_VARIABLES = ("HOROVOD_ELASTIC_TIMEOUT", "HVD_ELASTIC_TIMEOUT")
 _DEFAULT_TIMEOUT_S = 600.0
+_HANG_VARIABLE = "HVD_ELASTIC_HANG_TIMEOUT"
 _DEFAULT_INTERVAL_S = 1.0
 
 
@@ -23,7 +23,7 @@ class Limits:
         max_num_ranks: slots beyond are left empty; None for no limit.
         elastic_timeout_s: how long to wait for slots, while there are too few.
         start_timeout_s: how long a worker may take to start, and then keep the others waiting; None for no limit.
-        hang_timeout_s: how long a member may go on in a round that has ended for the others.
+        hang_timeout_s: how long a member may go on in a round that has ended for the others; then it is ended.
         reset_limit: how many rounds may follow the first; None for no limit.
         cooldown_range_s: see ``Blacklist``.
         hosts_can_change: whether hosts are discovered; if not, waiting for more is in vain.
@@ -37,7 +37,7 @@ class Limits:
     max_num_ranks: int | None = None
     elastic_timeout_s: float = 600.0
     start_timeout_s: float | None = None
-    hang_timeout_s: float = 1800.0
+    hang_timeout_s: float = _DEFAULT_TIMEOUT_S
     reset_limit: int | None = None
     cooldown_range_s: tuple[float, float] | None = None
     hosts_can_change: bool = False
@@ -69,8 +69,8 @@ def plan_limits(job: Job, options: ElasticOptions, environ: Mapping[str, str]) -
         max_num_ranks=options.max_num_ranks,
         elastic_timeout_s=timeout_s,
         start_timeout_s=job.start_timeout_s,
-        # What the ranks themselves give each other: one that waits longer for another takes it for lost.
-        hang_timeout_s=read_engine_settings({**environ, **job.variables}).timeout_s,
+        # Not the time-out of a collective: a healthy rank may work longer than that without one.
+        hang_timeout_s=_seconds({**environ, **job.variables}, _HANG_VARIABLE, _DEFAULT_TIMEOUT_S),
         reset_limit=options.reset_limit,
         cooldown_range_s=options.cooldown_range_s,
         hosts_can_change=options.discovery_script is not None,

@@ -77,16 +77,22 @@ def test_times_come_from_the_command_line_or_else_from_the_environment():
     assert plan_limits(job, ElasticOptions(elastic_timeout_s=9.0), both).elastic_timeout_s == 9.0
     with pytest.raises(ValueError, match="HOROVOD_ELASTIC_TIMEOUT must be a number of seconds above 0, not 'soon'"):
         plan_limits(job, options, {"HOROVOD_ELASTIC_TIMEOUT": "soon"})
-    hang = Job(command=["x"], num_ranks=2, variables={"HOROVOD_GLOO_TIMEOUT_SECONDS": "3"}, start_timeout_s=4.0)
-    assert (plan_limits(hang, options, {}).hang_timeout_s, plan_limits(hang, options, {}).start_timeout_s) == (
-        3.0,
-        4.0,
-    )
+    assert plan_limits(Job(command=["x"], num_ranks=2, start_timeout_s=4.0), options, {}).start_timeout_s == 4.0
     assert read_discovery_interval_s({}) == 1.0
     assert read_discovery_interval_s({"HVD_DISCOVERY_INTERVAL": "0.5"}) == 0.5
     for value in ("soon", "0", "-1", "inf"):
         with pytest.raises(ValueError, match="HVD_DISCOVERY_INTERVAL must be a number of seconds above 0"):
             read_discovery_interval_s({"HVD_DISCOVERY_INTERVAL": value})
+
+
+def test_the_limit_for_a_rank_that_hangs_is_not_the_timeout_of_its_collectives():
+    options = ElasticOptions(min_num_ranks=1)
+    for seconds in ("3", "7200"):
+        job = Job(command=["x"], num_ranks=2, variables={"HOROVOD_GLOO_TIMEOUT_SECONDS": seconds})
+        assert plan_limits(job, options, {}).hang_timeout_s == 600.0
+    assert plan_limits(job, options, {"HVD_ELASTIC_HANG_TIMEOUT": "3"}).hang_timeout_s == 3.0
+    with pytest.raises(ValueError, match="HVD_ELASTIC_HANG_TIMEOUT must be a number of seconds above 0, not '0'"):
+        plan_limits(job, options, {"HVD_ELASTIC_HANG_TIMEOUT": "0"})
 
 
 def test_the_launchers_side_starts_without_torch():

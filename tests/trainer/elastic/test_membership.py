@@ -3,10 +3,10 @@
 import pytest
 
 from trainer.elastic.actions import Announce, Break, Dismiss, Finish, Say, Seated, Start, Stop
-from trainer.elastic.limits import Limits
+from trainer.elastic.limits import Limits, plan_limits
 from trainer.elastic.membership import Membership
 from trainer.elastic.messages import Ask, ScriptError
-from trainer.launch.job import Host
+from trainer.launch.job import ElasticOptions, Host, Job
 
 TIMEOUT_S = 100.0
 
@@ -372,6 +372,18 @@ def test_a_member_that_does_not_ask_while_the_others_do_is_ended_and_left_out():
     assert world.ranks() == ["a:0:0", "c:0:2"]
     world.end("b:0:1")
     assert world.finish is None
+
+
+def test_a_member_that_is_busy_for_longer_than_a_collective_may_take_stays():
+    job = Job(command=["x"], num_ranks=2, variables={"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"})
+    limits = plan_limits(job, ElasticOptions(min_num_ranks=1), {})
+    world = running(3, {"a": 1, "b": 1, "c": 1}, hang_timeout_s=limits.hang_timeout_s)
+    world.end("c:0:2")
+    world.ask("a:0:0", serial=2)
+    world.wait(60.0)
+    assert not world.kinds(Stop)
+    world.ask("b:0:1", serial=2)
+    assert world.ranks() == ["a:0:0", "b:0:1"]
 
 
 def test_the_time_for_slots_does_not_limit_how_long_a_rank_takes_to_start():
