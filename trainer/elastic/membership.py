@@ -175,7 +175,9 @@ class Membership:
         if not self._workers.num_started and len(free) < self._num_needed(now_s):
             return []
         started = [self._workers.start(host, now_s) for host in free]
-        places = plan_places([worker.candidate() for worker in self._workers.wanted()])
+        # One that leaves has its slot until it is gone, and a new one takes that over: its local rank is not free.
+        leaving = [worker for worker in self._workers.in_phase(Phase.LEAVING) if worker.host in free]
+        places = plan_places([worker.candidate() for worker in [*self._workers.wanted(), *leaving]])
         return [Start(worker.name, worker.host, places[worker.name]) for worker in started]
 
     def _list_free(self, now_s: float) -> list[str]:

@@ -76,6 +76,7 @@ class Worker:
         return Candidate(
             worker=self.name,
             host=self.host,
+            slot=self.slot,
             serial=0 if self.ask is None else self.ask.serial,
             old_rank=self.old_rank,
             seniority=self.seniority,

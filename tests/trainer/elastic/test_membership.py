@@ -230,6 +230,39 @@ def test_a_host_that_failed_gets_a_new_rank_after_its_cooldown_which_doubles():
         assert world.ranks() == ["a:0:0", start.worker]
 
 
+def test_a_replacement_gets_the_local_rank_of_the_slot_that_it_fills():
+    world = running(2, {"a": 2}, cooldown_range_s=(10.0, 10.0))
+    world.end("a:0:0")
+    world.ask("a:1:1", serial=3)
+    assert world.seats["a:1:1"].place.local_rank == 0, "it is alone"
+    world.wait(10.0)
+    assert world.started[-1] == "a:0:2"
+    # The survivor may have chosen its GPU by the local rank that it was started with.
+    assert [world.foreseen[worker].local_rank for worker in ("a:1:1", "a:0:2")] == [1, 0]
+    world.ask("a:0:2")
+    world.ask("a:1:1", serial=3)
+    assert world.ranks() == ["a:1:1", "a:0:2"]
+    assert [world.seats[worker].place.local_rank for worker in world.ranks()] == [1, 0]
+
+
+def test_ranks_that_stay_keep_their_local_rank_where_it_is_below_their_number():
+    world = running(3, {"a": 3})
+    world.end("a:0:0")
+    world.ask("a:1:1", "a:2:2", serial=3)
+    assert [world.seats[worker].place.local_rank for worker in ("a:1:1", "a:2:2")] == [1, 0]
+
+
+def test_a_worker_is_not_started_with_the_local_rank_of_one_that_is_still_being_ended():
+    world = running(3, {"a": 2, "b": 1}, cooldown_range_s=(1.0, 1.0))
+    world.take(world.membership.script_failed(ScriptError("a:0:0", "MemoryError: full"), world.now_s))
+    world.wait(30.0)
+    assert world.kinds(Stop) == [Stop("a:0:0")]
+    world.end("a:1:1")
+    world.wait(1.0)
+    assert world.started[-1] == "a:1:3"
+    assert world.foreseen["a:1:3"].local_rank == 1
+
+
 def test_ranks_that_die_together_on_a_host_are_one_failure_of_it():
     world = running(3, {"a": 1, "b": 2}, cooldown_range_s=(10.0, 80.0))
     world.end("b:0:1")

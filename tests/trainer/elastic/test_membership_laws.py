@@ -22,7 +22,7 @@ class Process:
 
     def __init__(self, name, host):
         self.name, self.host = name, host
-        self.slot = name.split(":")[1]
+        self.slot = int(name.split(":")[1])
         self.num_asks, self.serial, self.seat = 0, 0, None
         self.is_asking = self.is_told_to_end = False
 
@@ -69,7 +69,8 @@ class MembershipLaws(RuleBasedStateMachine):
                     assert 0 <= place.rank < place.size
                     assert host in self.slots
                     assert self.now_s >= self.barred_until_s.get(host, -math.inf), "a barred host got a worker"
-                    self.alive[worker] = Process(worker, host)
+                    process = self.alive[worker] = Process(worker, host)
+                    assert place.local_rank == process.slot, "another process may have that GPU"
                 case Stop(worker):
                     self.alive[worker].is_told_to_end = True
                 case Dismiss(worker, number, _):
@@ -97,7 +98,10 @@ class MembershipLaws(RuleBasedStateMachine):
             assert action.number == process.num_asks
             neighbours = [other for other in processes if other.host == process.host]
             assert action.seat.place.local_size == len(neighbours)
-            assert neighbours[action.seat.place.local_rank] is process
+            if process.slot < len(neighbours):
+                assert action.seat.place.local_rank == process.slot
+        local_places = {(process.host, place.local_rank) for process, place in zip(processes, places, strict=True)}
+        assert len(local_places) == len(places)
         waiting = [p for p in self.alive.values() if p.is_asking and not p.is_told_to_end]
         assert processes[0].serial == max(process.serial for process in waiting), "rank 0 has the newest state"
         if len({process.serial for process in processes}) > 1:
@@ -152,6 +156,12 @@ class MembershipLaws(RuleBasedStateMachine):
     def a_worker_dies(self, data, returncode):
         process = self.pick(data, self.alive.values())
         self.end(process, returncode)
+
+    @precondition(lambda self: len(self.alive) > 1)
+    @rule(data=st.data())
+    def a_worker_dies_and_its_host_comes_back(self, data):
+        self.end(self.pick(data, self.alive.values()), -9)
+        self.time_passes(COOLDOWN_S[1])
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
