@@ -61,6 +61,9 @@ class Membership:
         worker = self._workers.by_name.get(ask.worker)
         if worker is None or worker.phase is Phase.LEAVING:
             return []
+        # It goes on after all: its error was caught.
+        self._deaths.errors.pop(ask.worker, None)
+        worker.failing_since_s = None
         worker.ask = ask
         worker.enter(Phase.ASKING, now_s)
         self._has_state = self._has_state or ask.serial > 0
@@ -77,7 +80,7 @@ class Membership:
         """The program of a worker says that it ends with an error; its end will follow, or is made to."""
         self._deaths.errors[error.worker] = error
         worker = self._workers.by_name.get(error.worker)
-        if worker is not None and not error.ends_job:
+        if worker is not None:
             worker.failing_since_s = now_s
         return self._advance(now_s)
 

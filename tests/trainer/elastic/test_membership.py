@@ -349,6 +349,27 @@ def test_a_rank_that_raises_and_does_not_end_is_ended_so_that_the_others_can_go_
     assert world.ranks() == ["a:0:0"]
 
 
+def test_an_error_that_ends_the_job_does_so_although_its_process_does_not_end():
+    world = running()
+    error = ScriptError("b:0:1", "HorovodInternalError: no", ends_job=True)
+    world.take(world.membership.script_failed(error, world.now_s))
+    world.wait(30.0)
+    reason = "did not end in time and is ended: HorovodInternalError: no"
+    assert world.finish == Finish(1, reason, "b:0:1")
+
+
+def test_an_error_after_which_the_rank_asks_again_is_forgotten():
+    world = running()
+    error = ScriptError("b:0:1", "HorovodInternalError: no", ends_job=True)
+    world.take(world.membership.script_failed(error, world.now_s))
+    world.ask("b:0:1", "a:0:0", serial=2)
+    world.wait(30.0)
+    assert not world.kinds(Stop)
+    world.end("b:0:1", 1)
+    assert world.finish is None
+    assert "worker b:0:1 exited with status 1; host b gets no new ranks" in world.said[-1]
+
+
 def test_a_program_that_fails_on_one_host_before_it_joins_does_not_end_the_job():
     world = World(first_num_ranks=2)
     world.hosts(a=1, b=1)
