@@ -50,7 +50,7 @@ class Listener(Protocol):
     """Whoever is told of changes of hosts: an elastic state."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """See ``State``."""
+        """See ``State``; it must not block: the next notice waits for it."""
 
 
 class Rendezvous:
@@ -122,8 +122,7 @@ class Rendezvous:
 
     def repeat_notice(self) -> None:
         """Tells the listeners of the newest change of hosts once more, unless this round has it in it."""
-        with self._lock:
-            self._notify()
+        self._notify()
 
     def receive_notices(self, store: Store) -> None:
         """Passes changes of hosts on until the queue or the driver ends.
@@ -136,7 +135,7 @@ class Rendezvous:
             while (data := store.queue_pop(notice_queue(self._worker))) != END_OF_QUEUE:
                 with self._lock:
                     self._notice = decode_notice(data)
-                    self._notify()
+                self._notify()
 
     def end_notices(self) -> None:
         """Makes ``receive_notices`` return."""
@@ -150,12 +149,15 @@ class Rendezvous:
             self._say(ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
 
     def _notify(self) -> None:
-        # A late notice may be in the round already: told then, it would end the round for nothing.
-        if self.seat is None or self._notice.number <= self.seat.notice:
-            return
-        for listener in self._listeners:
+        with self._lock:
+            # A late notice may be in the round already: told then, it would end the round for nothing.
+            if self.seat is None or self._notice.number <= self.seat.notice:
+                return
+            notice, listeners = self._notice, tuple(self._listeners)
+        # Not under the lock: an override that waits would block the thread that joins the next round.
+        for listener in listeners:
             try:
-                listener.on_hosts_updated(self._notice.number, self._notice.result)
+                listener.on_hosts_updated(notice.number, notice.result)
             except Exception:
                 # A state may override it; the thread must live, for the changes that come later.
                 logger.exception("on_hosts_updated has failed")
@@ -217,7 +219,12 @@ def _start_notices(rendezvous: Rendezvous, store: Store) -> None:
     thread = threading.Thread(target=rendezvous.receive_notices, args=(store,), name="elastic-notices", daemon=True)
     thread.start()
 
+    pid = os.getpid()
+
     def end() -> None:
+        # A child that was forked has neither the thread nor a right to end the queue of the rank.
+        if os.getpid() != pid:
+            return
         # An interpreter that ends while a thread is inside the store may abort.
         rendezvous.end_notices()
         thread.join(_JOIN_TIMEOUT_S)

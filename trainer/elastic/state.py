@@ -55,7 +55,8 @@ class State:
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Hosts have changed: called on every rank as soon as the launcher says so, from a thread of its own.
 
-        The next ``check_host_updates`` of rank 0 makes all ranks meet anew.
+        The next ``check_host_updates`` of rank 0 makes all ranks meet anew. An override must not block: the changes
+        that follow wait for it.
 
         Args:
             timestamp: greater than that of the change before.

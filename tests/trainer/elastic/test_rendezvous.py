@@ -10,6 +10,7 @@ import threading
 import pytest
 from torch.distributed import TCPStore
 
+from trainer.elastic import rendezvous as rendezvous_module
 from trainer.elastic.messages import (
     WORDS_QUEUE,
     Ask,
@@ -78,13 +79,20 @@ def seated(store):
     """A worker in a round, whose thread waits for changes of hosts."""
     rendezvous = Rendezvous(WORKER, store.clone())
     thread = threading.Thread(target=rendezvous.receive_notices, args=(store.clone(),))
+    rendezvous.thread = thread
     thread.start()
     store.set(answer_key(WORKER, 1), encode(SEAT))
     rendezvous.join_round()
     yield rendezvous
-    rendezvous.end_notices()
-    thread.join(20)
-    assert not thread.is_alive()
+    end(rendezvous)
+
+
+def end(rendezvous):
+    """Returns once all notices before have been handled."""
+    if rendezvous.thread.is_alive():
+        rendezvous.end_notices()
+        rendezvous.thread.join(20)
+    assert not rendezvous.thread.is_alive()
 
 
 def test_a_change_of_hosts_reaches_the_states_at_once_and_without_a_commit(store, seated):
@@ -94,8 +102,43 @@ def test_a_change_of_hosts_reaches_the_states_at_once_and_without_a_commit(store
             store.queue_push(notice_queue(WORKER), encode(notice))
             assert [state.told.get(timeout=20) for state in states] == [(notice.number, notice.result)] * 2
     store.queue_push(notice_queue(WORKER), encode(Notice(7, 1)))
-    seated.end_notices()
+    end(seated)
     assert states[1].told.empty()
+
+
+def test_a_state_that_waits_when_it_is_told_does_not_keep_the_worker_from_the_next_round(store, seated):
+    class Waiting:
+        is_called, may_go = threading.Event(), threading.Event()
+
+        def on_hosts_updated(self, *_):
+            self.is_called.set()
+            self.may_go.wait(20)
+
+    state = Waiting()
+    store.set(answer_key(WORKER, 2), encode(Seat(3, SEAT.place, needs_sync=True, notice=5)))
+    joining = threading.Thread(target=seated.join_round, daemon=True)
+    with seated.notifying(state):
+        store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
+        assert state.is_called.wait(20)
+        joining.start()
+        joining.join(5)
+        has_joined = not joining.is_alive()
+        state.may_go.set()
+    assert has_joined
+
+
+def test_a_child_that_was_forked_does_not_end_the_notices_of_the_rank(store, monkeypatch):
+    ends = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    rendezvous_module._start_notices(Rendezvous(WORKER, store.clone()), store.clone())
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    for end_notices in ends:
+        end_notices()
+    assert any(thread.name == "elastic-notices" for thread in threading.enumerate())
+    monkeypatch.undo()
+    for end_notices in ends:
+        end_notices()
+    assert not any(thread.name == "elastic-notices" for thread in threading.enumerate())
 
 
 def test_changes_that_the_round_has_in_it_are_no_news(store, seated):
