@@ -96,7 +96,7 @@ def run(
 
     Raises:
         HorovodInternalError: a rank ended without an answer: killed, out of reach, or left by ``os._exit``. An
-            elastic job goes on without it, but not without any answer.
+            elastic job goes on without it, but not without any answer, nor after a ``sys.exit`` with status 0.
         TypeError: the function, an argument, or a result cannot be pickled.
         ValueError: the arguments describe no job.
         Exception: what the function raised on the first rank that failed, caused by that rank's traceback.
@@ -158,10 +158,12 @@ def _run(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str], c
             raise HorovodInternalError(f"cannot start the ranks: {error}") from error
     if failure is not None:
         raise _choose_error(failure, post) if elastic is None else _choose_elastic_error(failure, post)
+    # To the launcher such a rank has finished, so its job has no failure.
+    left = sorted(answer.rank for answer in post.errors if answer.has_left)
     results = post.results
     missing = sorted(set(range(job.num_ranks)) - {answer.rank for answer in results})
-    if missing and (elastic is None or not results):
-        raise HorovodInternalError(f"rank {missing[0]} ended with status 0 before the function returned")
+    if left or (missing and (elastic is None or not results)):
+        raise HorovodInternalError(f"rank {[*left, *missing][0]} ended with status 0 before the function returned")
     return [unpickle_result(answer) for answer in results]
 
 

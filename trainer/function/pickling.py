@@ -24,13 +24,15 @@ class Answer:
     """What came of the call on one rank.
 
     ``content`` is the pickled result, or exception if it could be pickled and ``text``, the traceback, is not empty.
-    ``worker`` is the name of the process in an elastic job, where ranks change hands.
+    ``worker`` is the name of the process in an elastic job, where ranks change hands. ``has_left`` is True if the
+    function ended that process with status 0 instead of returning.
     """
 
     rank: int
     content: bytes | None
     text: str = ""
     worker: str | None = None
+    has_left: bool = False
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:

@@ -72,7 +72,7 @@ class Post:
         head = json.loads(connection.recv_bytes())
         content = connection.recv_bytes() if head["has_content"] else None
         with self._lock:
-            self._answers.append(Answer(head["rank"], content, head["text"], head["worker"]))
+            self._answers.append(Answer(head["rank"], content, head["text"], head["worker"], head["has_left"]))
         connection.send_bytes(b"")
 
 
@@ -97,7 +97,7 @@ def tell(address: tuple[str, int], key: bytes, answer: Answer) -> None:
     """
     with Client(address, authkey=key) as connection:
         connection.send_bytes(_TELL)
-        head = {"rank": answer.rank, "text": answer.text, "worker": answer.worker}
+        head = {"rank": answer.rank, "text": answer.text, "worker": answer.worker, "has_left": answer.has_left}
         head["has_content"] = answer.content is not None
         connection.send_bytes(json.dumps(head).encode())
         if answer.content is not None:

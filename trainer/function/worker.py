@@ -23,7 +23,8 @@ def main() -> None:
     except LeaveJob:
         raise
     except BaseException as error:
-        tell(address, key, dataclasses.replace(pickle_error(_rank(), error), worker=worker))
+        has_left = isinstance(error, SystemExit) and error.code in (None, 0)
+        tell(address, key, dataclasses.replace(pickle_error(_rank(), error), worker=worker, has_left=has_left))
         if worker is not None and isinstance(error, SystemExit):
             raise
         # The hook and not only a traceback: in an elastic job the launcher hears of the error by it.

@@ -1,5 +1,6 @@
 """What ``trainer.run`` asks for before it starts anything, and where it listens."""
 
+import contextlib
 import inspect
 import os
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.function import run
+from trainer.errors import HorovodInternalError
+from trainer.function import run, worker
 
 LISTENING = "0A"
 
@@ -120,3 +122,24 @@ def test_arguments_that_contradict_each_other_are_refused(jobs, arguments, messa
 def test_an_argument_that_nobody_has_is_refused(jobs):
     with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
         run(len, speed=3)
+
+
+def leave_on_rank_0():
+    if os.environ["RANK"] == "0":
+        sys.exit(0)
+    return 5
+
+
+def test_a_rank_of_an_elastic_job_that_exits_instead_of_returning_is_named_although_others_returned(monkeypatch):
+    def run_job(job, *_):
+        for rank in ("0", "1"):
+            place = {"RANK": rank, "MASTER_ADDR": "127.0.0.1", "TRAINER_ELASTIC_WORKER": f"localhost:{rank}:{rank}"}
+            with monkeypatch.context() as context:
+                for name, value in {**place, **job.variables}.items():
+                    context.setenv(name, value)
+                with contextlib.suppress(SystemExit):
+                    worker.main()
+
+    monkeypatch.setattr("trainer.function.job.run_job", run_job)
+    with pytest.raises(HorovodInternalError, match="rank 0 ended with status 0 before the function returned"):
+        run(leave_on_rank_0, num_proc=2, min_num_proc=1)
