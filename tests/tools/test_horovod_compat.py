@@ -63,6 +63,28 @@ def test_other_modules_of_horovod_are_refused_with_what_there_is(tmp_path, modul
     assert "horovod.torch.mpi_ops" in done.stderr
 
 
+def test_a_module_that_is_not_there_is_not_run_either(tmp_path):
+    done = run("-m", "horovod.tensorflow", cwd=tmp_path)
+    assert "there is no horovod.tensorflow here" in done.stderr
+
+
+def test_a_program_may_look_for_other_modules_without_an_error(tmp_path):
+    program = """
+import importlib.util, horovod
+for name in ("horovod.tensorflow", "horovod.keras", "horovod.spark", "horovod.torch.mpi_lib"):
+    spec = importlib.util.find_spec(name)
+    if spec is not None:
+        try:
+            importlib.util.module_from_spec(spec)
+        except ModuleNotFoundError as error:
+            assert str(error).startswith(f"there is no {name} here") and error.name == name
+        else:
+            raise AssertionError(name)
+"""
+    done = run("-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_horovodrun_is_the_launcher(tmp_path):
     done = run("-m", "horovod.runner.launch", "-np", "1", "echo", "started", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr

@@ -45,14 +45,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> ModuleSpec | None:
         if not fullname.startswith("horovod."):
             return None
-        if fullname not in _MODULES:
-            # Not left to the other finders: they would load a second copy of trainer/X.py as horovod.torch.X.
-            raise ModuleNotFoundError(
-                f"there is no {fullname} here: this horovod is datasvc's trainer, with Horovod's part for PyTorch: "
-                f"{', '.join(_MODULES)}",
-                name=fullname,
-            )
+        # Those that are missing too: another finder would load a second copy of trainer/X.py as horovod.torch.X. They
+        # fail when they are loaded, so that a program may look for them by importlib.util.find_spec.
         return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        _check_name(spec.name)
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
         # In place of the new, empty module, which importlib drops then.
@@ -60,10 +59,20 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def get_code(self, fullname: str) -> CodeType | None:
         """For ``python -m horovod.runner.launch``."""
+        _check_name(fullname)
         spec = importlib.util.find_spec(_MODULES[fullname])
         assert spec is not None
         assert isinstance(spec.loader, importlib.abc.InspectLoader)
         return spec.loader.get_code(spec.name)
+
+
+def _check_name(fullname: str) -> None:
+    if fullname not in _MODULES:
+        raise ModuleNotFoundError(
+            f"there is no {fullname} here: this horovod is datasvc's trainer, with Horovod's part for PyTorch: "
+            f"{', '.join(_MODULES)}",
+            name=fullname,
+        )
 
 
 def _check_alone() -> None:
