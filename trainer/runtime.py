@@ -91,7 +91,7 @@ def init(
                 transport, owns_default_group = _connect(place, settings)
             else:
                 place, transport = join_round(elastic, settings)
-                # Devices, folders for logs and seeds are often chosen by these; the launcher could only foresee them.
+                # Devices, folders for logs and seeds are often chosen by these; the launcher could only predict them.
                 os.environ.update(place_variables(place))
                 owns_default_group = True
         except BaseException:

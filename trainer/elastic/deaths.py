@@ -1,4 +1,4 @@
-"""Of what workers of an elastic job have died, and which of them is to blame when the job ends of it. Values only."""
+"""Records why workers died and chooses the failure that the launcher reports. Values only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Death:
     @property
     def is_programs_fault(self) -> bool:
         """Whether the program says itself that it failed; it may do so everywhere."""
-        return self.has_started and 0 < self.returncode != _UNREACHABLE_STATUS
+        return self.has_started and self.trouble is None and 0 < self.returncode != _UNREACHABLE_STATUS
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Deaths:
     errors: dict[str, ScriptError] = field(default_factory=dict)
 
     def add(self, death: Death) -> None:
-        """Takes note of a death."""
+        """Counts a death."""
         self.num_all += 1
         if death.returncode:
             self.since_round.append(death)
@@ -60,9 +60,15 @@ class Deaths:
         return how if error is None else f"{how}: {error.text}"
 
     def choose_cause(self) -> Death | None:
-        """The first death in this round; one of an error of its own goes before those that may follow from it."""
+        """The first death in this round; one of an error of its own goes before those that may follow from it.
+
+        Of workers that have been in no round the program's fault goes before a host out of reach.
+        """
         own = [death for death in self.since_round if death.worker.name in self.errors]
-        return next(iter([*own, *self.since_round]), None)
+        # A rank that is lost makes the other members fail, so among members the first death counts.
+        has_members = any(death.worker.may_have_state for death in self.since_round)
+        faults = [death for death in self.since_round if death.is_programs_fault and not has_members]
+        return next(iter([*own, *faults, *self.since_round]), None)
 
     def finish(self, cause: Death, why: str = "") -> Finish:
         """The end of the job because of a death, with the others of this round."""
@@ -79,6 +85,7 @@ class Deaths:
         return tuple(others)
 
     def have_filled(self, slots: set[tuple[str, int]]) -> bool:
-        """Whether the program has failed by itself, and in each of these slots of a host."""
-        failed = {(each.worker.host, each.worker.slot) for each in self.since_round if each.is_programs_fault}
-        return bool(failed) and slots <= failed
+        """Whether all deaths in this round are the program's fault, and each of these slots of a host had one."""
+        # After another death, of a host out of reach say, the program may still run on a host that comes.
+        failed = {(each.worker.host, each.worker.slot) for each in self.since_round}
+        return bool(failed) and slots <= failed and all(each.is_programs_fault for each in self.since_round)

@@ -18,7 +18,7 @@ class World:
         self.limits = Limits(**{"elastic_timeout_s": TIMEOUT_S, **limits})
         self.now_s = 0.0
         self.membership = Membership(self.limits, now_s=0.0)
-        self.started, self.seats, self.said, self.num_asks, self.foreseen = [], {}, [], {}, {}
+        self.started, self.seats, self.said, self.num_asks, self.predicted = [], {}, [], {}, {}
         self.last, self.finish = [], None
 
     def take(self, actions):
@@ -27,7 +27,7 @@ class World:
             match action:
                 case Start(worker, _, place):
                     self.started.append(worker)
-                    self.foreseen[worker] = place
+                    self.predicted[worker] = place
                 case Seated(worker, _, seat):
                     self.seats[worker] = seat
                 case Say(text):
@@ -238,7 +238,7 @@ def test_a_replacement_gets_the_local_rank_of_the_slot_that_it_fills():
     world.wait(10.0)
     assert world.started[-1] == "a:0:2"
     # The survivor may have chosen its GPU by the local rank that it was started with.
-    assert [world.foreseen[worker].local_rank for worker in ("a:1:1", "a:0:2")] == [1, 0]
+    assert [world.predicted[worker].local_rank for worker in ("a:1:1", "a:0:2")] == [1, 0]
     world.ask("a:0:2")
     world.ask("a:1:1", serial=3)
     assert world.ranks() == ["a:1:1", "a:0:2"]
@@ -260,7 +260,7 @@ def test_a_worker_is_not_started_with_the_local_rank_of_one_that_is_still_being_
     world.end("a:1:1")
     world.wait(1.0)
     assert world.started[-1] == "a:1:3"
-    assert world.foreseen["a:1:3"].local_rank == 1
+    assert world.predicted["a:1:3"].local_rank == 1
 
 
 def test_ranks_that_die_together_on_a_host_are_one_failure_of_it():
@@ -395,6 +395,32 @@ def test_a_program_that_fails_everywhere_before_it_joins_ends_the_job_at_once(co
     )
 
 
+def test_a_host_out_of_reach_and_a_program_that_fails_on_another_leave_the_job_waiting_for_hosts():
+    world = World(first_num_ranks=2, hosts_can_change=True)
+    world.hosts(a=1, b=1)
+    world.end("a:0:0", 255)
+    world.end("b:0:1", 1)
+    assert world.finish is None
+    world.hosts(a=1, b=1, c=2)
+    world.ask(*world.started[2:])
+    assert len(world.ranks()) == 2
+
+
+def test_a_job_that_gives_up_reports_the_fault_of_the_program_rather_than_a_host_out_of_reach():
+    world = World(first_num_ranks=2)
+    world.hosts(a=1, b=1)
+    world.end("a:0:0", 255)
+    world.end("b:0:1", 1)
+    assert (world.finish.exit_status, world.finish.worker) == (1, "b:0:1")
+
+
+def test_a_member_that_was_killed_is_reported_although_the_others_exit_by_themselves_after_it():
+    world = running()
+    world.end("b:0:1")
+    world.end("a:0:0", 1)
+    assert (world.finish.exit_status, world.finish.worker) == (128 + 9, "b:0:1")
+
+
 def test_a_rank_that_fails_again_and_again_as_it_starts_is_given_no_more_time_than_slots_are():
     world = World(first_num_ranks=2, cooldown_range_s=(10.0, 10.0))
     world.hosts(a=1, b=1)
@@ -489,11 +515,11 @@ def test_ranks_are_started_once_there_are_slots_for_all_and_see_the_place_that_t
     assert not world.started
     world.hosts(a=1, b=2)
     world.ask("b:0:1", "b:1:2", "a:0:0")
-    assert world.foreseen == {worker: seat.place for worker, seat in world.seats.items()}
+    assert world.predicted == {worker: seat.place for worker, seat in world.seats.items()}
     world.hosts(a=2, b=2)
     world.ask("a:1:3")
     world.ask("b:0:1", "b:1:2", "a:0:0", serial=4)
-    assert world.foreseen["a:1:3"] == world.seats["a:1:3"].place
+    assert world.predicted["a:1:3"] == world.seats["a:1:3"].place
 
 
 def test_with_slots_for_the_least_the_job_begins_when_no_more_have_come_in_time():
@@ -503,7 +529,7 @@ def test_with_slots_for_the_least_the_job_begins_when_no_more_have_come_in_time(
     world.wait(TIMEOUT_S)
     world.ask(*world.started)
     assert world.ranks() == ["a:0:0", "a:1:1"]
-    assert world.foreseen == {worker: seat.place for worker, seat in world.seats.items()}
+    assert world.predicted == {worker: seat.place for worker, seat in world.seats.items()}
 
 
 def test_one_that_was_told_to_leave_and_does_not_is_ended_once():
