@@ -1,11 +1,20 @@
 """Reads the environment: the only file of the trainer that does, but for torch's own rendezvous variables."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.engine.settings import EngineSettings
 from trainer.foreign_launchers import translate
 
+_LOG_LEVELS = {
+    "TRACE": logging.DEBUG,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "FATAL": logging.CRITICAL,
+}
 WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -64,6 +73,33 @@ def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
     """Gloo's own variable, from the one that Horovod has for it; empty if it is set already, or neither is."""
     name = environ.get("HOROVOD_GLOO_IFACE")
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in environ else {}
+
+
+def configure_logging(environ: Mapping[str, str]) -> None:
+    """Gives the trainer's logger the level and the form of lines that Horovod's variables ask for, if one is set.
+
+    Where the program has handlers of its own, only the level is set.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if not {"HOROVOD_LOG_LEVEL", "HOROVOD_LOG_HIDE_TIME", "HOROVOD_LOG_TIMESTAMP"} & set(environ):
+        return
+    level = environ.get("HOROVOD_LOG_LEVEL", "WARNING")
+    if level.upper() not in _LOG_LEVELS:
+        raise ValueError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, not {level!r}")
+    logger = logging.getLogger("trainer")
+    logger.setLevel(_LOG_LEVELS[level.upper()])
+    # The handler of an earlier call counts too: a line must not come twice.
+    if logger.hasHandlers():
+        return
+    hides_time = _is_set(environ, "HOROVOD_LOG_HIDE_TIME") or not _is_set(
+        {"HOROVOD_LOG_TIMESTAMP": "1", **environ}, "HOROVOD_LOG_TIMESTAMP"
+    )
+    handler = logging.StreamHandler()
+    time = "" if hides_time else "%(asctime)s "
+    handler.setFormatter(logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
 
 
 def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ from trainer.engine.transport import GroupTransport, LoopbackTransport, Transpor
 from trainer.environment import (
     Place,
     choose_gloo_interface,
+    configure_logging,
     place_variables,
     read_engine_settings,
     read_place,
@@ -79,6 +80,7 @@ def init(
         if _job is not None:
             return
         settings = settings or read_engine_settings(os.environ)
+        configure_logging(os.environ)
         if _num_inits == 0:
             atexit.register(shutdown)
         place = read_place(os.environ)

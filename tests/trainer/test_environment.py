@@ -1,7 +1,17 @@
+import logging
+import re
+
 import pytest
 
 from trainer.engine.settings import EngineSettings
-from trainer.environment import Place, choose_gloo_interface, place_variables, read_engine_settings, read_place
+from trainer.environment import (
+    Place,
+    choose_gloo_interface,
+    configure_logging,
+    place_variables,
+    read_engine_settings,
+    read_place,
+)
 
 
 def launched(rank, size, local_rank, local_size):
@@ -48,3 +58,47 @@ def test_settings_have_horovods_names_and_units():
 def test_a_setting_that_is_no_number_is_named():
     with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME must be a number, not 'fast'"):
         read_engine_settings({"HOROVOD_CYCLE_TIME": "fast"})
+
+
+@pytest.fixture
+def trainer_logger(monkeypatch):
+    """The trainer's logger in a program without handlers, which pytest has."""
+    logger = logging.getLogger("trainer")
+    level = logger.level
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", False)
+    yield logger
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("variables", "pattern"),
+    [
+        ({"HOROVOD_LOG_LEVEL": "info"}, r"\d{4}-\d\d-\d\d .* INFO trainer.engine: ready\n"),
+        ({"HOROVOD_LOG_LEVEL": "INFO", "HOROVOD_LOG_HIDE_TIME": "1"}, r"INFO trainer.engine: ready\n"),
+        ({"HOROVOD_LOG_LEVEL": "INFO", "HOROVOD_LOG_TIMESTAMP": "0"}, r"INFO trainer.engine: ready\n"),
+        ({"HOROVOD_LOG_HIDE_TIME": "0"}, ""),
+    ],
+)
+def test_the_log_has_the_level_and_the_time_that_horovod_s_variables_ask_for(
+    variables, pattern, trainer_logger, capsys
+):
+    # Where nothing propagates, pytest adds handlers of its own.
+    trainer_logger.handlers.clear()
+    for _ in range(2):
+        configure_logging(variables)
+    assert len(trainer_logger.handlers) == 1
+    logging.getLogger("trainer.engine").info("ready")
+    assert re.fullmatch(pattern, capsys.readouterr().err)
+
+
+def test_the_log_is_left_alone_unless_a_variable_is_set_and_handlers_of_the_program_stay(trainer_logger):
+    trainer_logger.handlers.clear()
+    configure_logging({})
+    assert trainer_logger.handlers == []
+    own = logging.NullHandler()
+    trainer_logger.addHandler(own)
+    configure_logging({"HOROVOD_LOG_LEVEL": "DEBUG"})
+    assert (trainer_logger.handlers, trainer_logger.level) == ([own], logging.DEBUG)
+    with pytest.raises(ValueError, match=r"HOROVOD_LOG_LEVEL must be one of TRACE, .*, not 'loud'"):
+        configure_logging({"HOROVOD_LOG_LEVEL": "loud"})

@@ -130,6 +130,18 @@ SWITCHES = (
         variable="HOROVOD_AUTOTUNE",
         help="search for the best fusion threshold and cycle time",
     ),
+    EngineSwitch(
+        flag="--log-hide-timestamp",
+        opposite="--no-log-hide-timestamp",
+        variable="HOROVOD_LOG_HIDE_TIME",
+        help="log lines without the time",
+    ),
+    EngineSwitch(
+        flag="--log-without-timestamp",
+        opposite="--log-with-timestamp",
+        variable="HOROVOD_LOG_HIDE_TIME",
+        help="the same",
+    ),
 )
 # Accepted, so that command lines written for Horovod run; True for those that take a value.
 WITHOUT_MEANING = {
@@ -147,10 +159,6 @@ WITHOUT_MEANING = {
     "--tcp-flag": False,
     "--num-nccl-streams": True,
     "--thread-affinity": True,
-    "--log-with-timestamp": False,
-    "--log-without-timestamp": False,
-    "--log-hide-timestamp": False,
-    "--no-log-hide-timestamp": False,
     "--mpi": False,
     "--jsrun": False,
 }
@@ -162,7 +170,6 @@ ALREADY_SO = (
     "--disable-cache",
     "--no-hierarchical-allreduce",
     "--no-torus-allreduce",
-    "--no-log-hide-timestamp",
 )
 
 

@@ -204,6 +204,7 @@ def test_a_configuration_file_stands_for_flags_and_the_command_line_wins(tmp_pat
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "120",
         "HOROVOD_LOG_LEVEL": "INFO",
+        "HOROVOD_LOG_HIDE_TIME": "1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "50",
     }
 
@@ -227,6 +228,8 @@ def test_the_controller_of_a_configuration_file_is_gloo_or_said_to_be(capsys, tm
 def test_flags_about_time_stamps_are_heeded_or_accepted(capsys):
     job = job_of("-np", "2", "-prefix-timestamp", "--no-log-hide-timestamp", "-p", "2222")
     assert job.stamps_lines
+    assert job.variables == {"HOROVOD_LOG_HIDE_TIME": "0"}
+    assert job_of("-np", "2", "--log-without-timestamp").variables == {"HOROVOD_LOG_HIDE_TIME": "1"}
     assert capsys.readouterr().err == ""
 
 
@@ -248,6 +251,7 @@ def test_switches_in_a_configuration_file_may_be_off_whether_they_have_an_opposi
         "HOROVOD_STALL_CHECK_DISABLE": "0",
         "HOROVOD_AUTOTUNE": "0",
         "HOROVOD_TIMELINE_MARK_CYCLES": "0",
+        "HOROVOD_LOG_HIDE_TIME": "0",
     }
     assert capsys.readouterr().err == ""
 
