@@ -46,8 +46,11 @@ def append_splits(
     A class name gets one index in all splits of the result, where those of `head` agree on it.
 
     Raises:
-        ConfigError, ConflictError, CorruptDataError, NotFoundError, UnavailableError: as `append_table`.
+        ConfigError: one side has labels, and a split that only the other has is without, or the reverse; or as
+            `append_table`.
+        ConflictError, CorruptDataError, NotFoundError, UnavailableError: as `append_table`.
     """
+    _check_labelled(head, new)
     classes = _shared_classes(head.values())
     if classes is not None:
         classes = combine_classes(classes, [table.classes for table in new.values()])
@@ -61,6 +64,24 @@ def append_splits(
         else:
             result[split] = table
     return result
+
+
+def _check_labelled(head: Mapping[str, ShardTable], new: Mapping[str, ShardTable]) -> None:
+    """Raise ConfigError where a split of `new` alone differs from `head` in whether it has labels."""
+    is_labelled = any(LABEL in table.sample_schema.names for table in head.values())
+    for split, table in new.items():
+        # Splits that both have are compared column by column: see `combine_schemas`.
+        if split in head or not head or (LABEL in table.sample_schema.names) == is_labelled:
+            continue
+        if is_labelled:
+            raise ConfigError(
+                f"the new split {split!r} has no column {LABEL!r}, and the data set has labels: give its samples "
+                "labels, for instance by folders named as the classes, or ingest it as a data set of its own"
+            )
+        raise ConfigError(
+            f"the new split {split!r} has a column {LABEL!r}, and the data set has no labels: ingest it as a data "
+            "set of its own, or all of it again with labels"
+        )
 
 
 def keep_splits(

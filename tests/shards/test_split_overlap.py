@@ -175,3 +175,17 @@ def test_equal_rows_without_blobs_are_no_leak(repository, tmp_path):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"key": split, "x": 1}) + "\n")
     ingest(repository, str(tmp_path), "rows")
     assert not verify(repository, "rows").overlaps
+
+
+def test_a_new_split_has_labels_exactly_where_the_data_set_has_them(repository, tmp_path):
+    labelled = write_images(tmp_path / "labelled", {"train/cat/1.jpg": 1, "train/dog/2.jpg": 2})
+    plain = write_images(tmp_path / "plain", {"train/1.jpg": 3})
+    ingest(repository, labelled, "pets")
+    with pytest.raises(ConfigError, match=r"'val' has no column 'label'.* give its samples labels"):
+        ingest(repository, write_images(tmp_path / "a", {"val/3.jpg": 4}), "pets", append=True)
+    ingest(repository, plain, "plain")
+    with pytest.raises(ConfigError, match=r"'val' has a column 'label'.* the data set has no labels: ingest it as"):
+        ingest(repository, write_images(tmp_path / "b", {"val/cat/3.jpg": 5}), "plain", append=True)
+    ingest(repository, write_images(tmp_path / "b", {"val/cat/3.jpg": 5}), "pets", append=True)
+    ingest(repository, write_images(tmp_path / "a", {"val/3.jpg": 4}), "plain", append=True)
+    assert keys(repository, "pets")["val"] == {"cat/3.jpg"}
