@@ -61,7 +61,8 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
         content = repository.entry(version).content
         if VAL_FRACTION in content:
             return float(content[VAL_FRACTION])
-        merged = content.get("change", {}).get("versions", [])
+        # What a version from another repository was merged from has its names there, not here.
+        merged = content.get("change", {}).get("versions", []) if content.get("origin") is None else []
         before = content.get("parent") or (merged[0] if merged else None)
         if before is None:
             return float(content.get("source", {}).get("options", {}).get(VAL_FRACTION, 0.0))

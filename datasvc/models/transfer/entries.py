@@ -14,6 +14,7 @@ from datasvc.models.segments import history_of
 from datasvc.models.transfer.named import named_objects
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
 from datasvc.repository.storage import redact_url
+from datasvc.shards.versions import VAL_FRACTION, read_val_fraction
 
 # What a log writes itself.
 _OWN: Final = frozenset({"format", "commit", "created", "checksum"})
@@ -120,6 +121,10 @@ class TargetLogs:
         content = self.content(version)
         moved = {field: value for field, value in content.items() if field not in _OWN}
         moved["origin"] = content["origin"] if is_moved(content) else self._origin(version, content)
+        if version.kind == "datasets" and VAL_FRACTION not in content:
+            # An old entry implies it by its ancestors, which may stay behind; or which were removed.
+            with suppress(NotFoundError):
+                moved[VAL_FRACTION] = read_val_fraction(self.source, version)
         if isinstance(content.get("parent"), str):
             moved["parent"] = self._place(version.kind, content["parent"])
         if isinstance(content.get("merged"), list):

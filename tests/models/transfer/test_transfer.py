@@ -23,6 +23,7 @@ from datasvc.models.transfer.promise import promised
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved, age
 from datasvc.repository.log import Log, encode_entry
 from datasvc.shards import ingest, open_dataset
+from datasvc.shards.versions import read_val_fraction
 from tests.models.stored import flip_last_byte
 from tests.samples import write_folder
 
@@ -186,6 +187,35 @@ def test_data_sets_come_along_and_are_named_as_they_are_called_there(repository,
     assert [each.is_new for each in again.versions] == [False, False]
     transfer(repository, other, ["net"], name="later", data_names={"pets": "theirs"})
     assert other.entry(other.resolve("models", "later")).content["data"][0]["dataset"] == "theirs@1"
+
+
+def old_entry(repository, tmp_path, name):
+    """Return an entry as versions had it that did not say which share is held out."""
+    ingest_pets(repository, tmp_path, "a", name)
+    new = {"format", "commit", "created", "checksum", "val_fraction"}
+    content = repository.entry(Resolved("datasets", name, 1)).content
+    return {field: value for field, value in content.items() if field not in new}
+
+
+@pytest.mark.parametrize("change", ["append", "merge"])
+def test_an_old_data_set_that_comes_along_holds_out_the_share_that_it_had(repository, other, tmp_path, change):
+    old = old_entry(repository, tmp_path, "pets")
+    log = repository.versions("datasets", "old")
+    log.append(lambda _head: {**old, "source": {"options": {"val_fraction": 0.2}}})
+    parent = "old@1" if change == "append" else None
+    log.append(lambda _head: {**old, "parent": parent, "change": {"kind": change, "versions": ["old@1"]}})
+    save(repository, "net", state(0), code=NO_CODE, step=0, data=[use_of(repository, "old@2")])
+    transfer(repository, other, ["net"], with_data=True)
+    assert read_val_fraction(repository, Resolved("datasets", "old", 2)) == 0.2
+    assert read_val_fraction(other, Resolved("datasets", "old", 1)) == 0.2
+
+
+def test_a_merge_from_elsewhere_does_not_follow_names_that_are_others_here(repository, tmp_path):
+    old = old_entry(repository, tmp_path, "pets")
+    repository.versions("datasets", "pets").append(lambda _head: {**old, "val_fraction": 0.7})
+    moved = {**old, "origin": {"commit": "c"}, "change": {"kind": "merge", "versions": ["pets@2"]}}
+    repository.versions("datasets", "moved").append(lambda _head: moved)
+    assert read_val_fraction(repository, Resolved("datasets", "moved", 1)) == 0.0
 
 
 def test_nothing_is_appended_to_an_unrelated_data_set(repository, other, tmp_path):
