@@ -53,9 +53,13 @@ def verify(
         )
         for problem in done.problems:
             typer.echo(text_value(str(problem)))
+        for kind, count in done.accepted.items():
+            typer.echo(f"{count} samples are in two splits, by {kind}: accepted when they were committed")
         for overlap in done.overlaps:
             typer.echo(
-                text_value(f"{overlap}; `datasvc delete REF --keys FILE --split {overlap.split}` removes them")
+                text_value(
+                    f"{overlap}; `datasvc delete {done.version} --keys FILE --split {overlap.split}` removes them"
+                )
             )
         if done.num_unchecked:
             typer.echo(f"{done.num_unchecked} samples have no sample index: equal images in two splits are not found")

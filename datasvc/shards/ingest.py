@@ -46,7 +46,7 @@ from datasvc.shards.split_overlap import (
     ENTRY_FIELD,
     OnSplitOverlap,
     Overlap,
-    OverlapKind,
+    accepted_counts,
     check_on_overlap,
     settle_overlaps,
 )
@@ -404,8 +404,9 @@ class _Commit:
         if self._append and head:
             return self._build_append(head)
         objects = self._plan.repository.objects
-        accepted: tuple[OverlapKind, ...] = ("key",) if self._plan.work.source.keys_are_places else ()
-        tables, shared, self.overlaps = settle_overlaps(objects, self._tables, self._on_overlap, accepted=accepted)
+        tables, shared, self.overlaps = settle_overlaps(
+            objects, self._tables, self._on_overlap, keys_are_places=self._plan.work.source.keys_are_places
+        )
         added = {split: table.num_samples for split, table in tables.items()}
         return {**self._about, "added": added, ENTRY_FIELD: shared, "splits": describe_tables(objects, tables)}
 
@@ -418,16 +419,18 @@ class _Commit:
                 f"{before.resolved}, committed meanwhile, holds out another share; run this once more"
             )
         old = {split: each.table for split, each in before.items()}
-        accepted = before.entry.content.get(ENTRY_FIELD)  # None: nobody compared the splits yet
+        accepted = accepted_counts(before.entry.content)
         new = self._tables
-        if "key" not in (accepted or ()):
+        keys_are_places = self._plan.work.source.keys_are_places
+        if not keys_are_places:
             new = keep_splits(objects, old, new, on_common=self._on_common)
         joined = append_splits(objects, old, new, on_common=self._on_common)
         joined, shared, self.overlaps = settle_overlaps(
             objects,
             joined,
             self._on_overlap,
-            accepted=accepted or (),
+            keys_are_places=keys_are_places,
+            # What is new is compared with all, whatever was accepted before.
             checked=old if accepted is not None else None,
         )
         added = {split: joined[split].num_samples - (old[split].num_samples if split in old else 0) for split in new}
@@ -438,7 +441,7 @@ class _Commit:
             "parent": str(before.resolved),
             "change": {"kind": "append"},
             "added": added,
-            ENTRY_FIELD: shared,
+            ENTRY_FIELD: dict(Counter(shared) + Counter(accepted or {})),
             "splits": {
                 **before.entry.content["splits"],
                 **describe_tables(objects, touched, before=old.values()),

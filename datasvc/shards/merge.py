@@ -10,7 +10,15 @@ from datasvc.errors import ConfigError
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.references import check_name, parse_reference
 from datasvc.shards.combine import OnCommon, append_splits
-from datasvc.shards.split_overlap import ENTRY_FIELD, OnSplitOverlap, Overlap, check_on_overlap, settle_overlaps
+from datasvc.shards.split_overlap import (
+    ENTRY_FIELD,
+    OnSplitOverlap,
+    Overlap,
+    accepted_counts,
+    check_on_overlap,
+    find_overlaps,
+    settle_overlaps,
+)
 from datasvc.shards.table import ShardTable
 from datasvc.shards.versions import VAL_FRACTION, derived_entry, describe_tables, read_tables, read_val_fraction
 
@@ -132,7 +140,13 @@ class _MergeBuild:
         for added in merging[1:]:
             self.tables = append_splits(objects, self.tables, added, on_common=self._on_common)
         before = [self._repository.entry(version).content for version in self.versions]
-        accepted = {kind for content in before for kind in content.get(ENTRY_FIELD, ())}
+        # Only what one of them has within itself; not what comes of putting them together.
+        accepted = [
+            overlap
+            for content, tables in zip(before, merging, strict=True)
+            if accepted_counts(content)
+            for overlap in find_overlaps(objects, tables)
+        ]
         self.tables, shared, self.overlaps = settle_overlaps(
             objects, self.tables, self._on_overlap, accepted=accepted
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.keyed import Integers
 from datasvc.repository import Objects
-from datasvc.shards.deletions import Flags, delete_samples
+from datasvc.shards.deletions import Flags, delete_samples, load_deletions
 from datasvc.shards.index import SampleIndex
 from datasvc.shards.keys import SplitKeys, take_keys
 from datasvc.shards.plan import HELD_OUT_SPLIT
@@ -86,7 +86,6 @@ def find_overlaps(
     objects: Objects,
     tables: Mapping[str, ShardTable],
     *,
-    kinds: Iterable[OverlapKind] = KINDS,
     checked: Mapping[str, ShardTable] | None = None,
 ) -> list[Overlap]:
     """Return what any two splits share; only where there is anything.
@@ -97,7 +96,6 @@ def find_overlaps(
     Args:
         objects: of the repository.
         tables: by split.
-        kinds: what to compare.
         checked: splits that were compared with each other before; samples of their shards are compared with new ones
             only.
 
@@ -105,9 +103,9 @@ def find_overlaps(
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
     order = sorted(tables, key=lambda name: (name != DEFAULT_SPLIT, name != HELD_OUT_SPLIT, name))
-    new = {split: _new_shards(tables[split], (checked or {}).get(split)) for split in order}
+    new = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in order}
     overlaps = []
-    for kind in kinds:
+    for kind in KINDS:
         for split, other in combinations(order, 2):
             every = np.arange(tables[split].num_shards)
             old = np.setdiff1d(every, new[split])
@@ -127,27 +125,35 @@ def settle_overlaps(
     tables: Mapping[str, ShardTable],
     on_overlap: OnSplitOverlap,
     *,
-    accepted: Iterable[OverlapKind] = (),
+    accepted: Iterable[Overlap] = (),
+    keys_are_places: bool = False,
     checked: Mapping[str, ShardTable] | None = None,
-) -> tuple[dict[str, ShardTable], list[OverlapKind], list[Overlap]]:
+) -> tuple[dict[str, ShardTable], dict[str, int], list[Overlap]]:
     """Return the splits of a version to commit, sharing nothing but what is accepted.
 
     Args:
         objects: of the repository.
         tables: by split.
         on_overlap: what becomes of samples that two splits share.
-        accepted: kinds that the versions before share, which was accepted then.
+        accepted: what versions that these splits are made of share within themselves, which was accepted then.
+        keys_are_places: equal keys are no equal samples: they are made of file and row, and accepted.
         checked: see `find_overlaps`.
 
     Returns:
-        The splits; the kinds of overlap that are accepted, for the entry; and what was found beside them.
+        The splits; how many samples of each kind were accepted, for the entry; and what else was found.
 
     Raises:
         ConflictError: splits share samples, and `on_overlap` is "fail".
         ConfigError: nothing would be left of a split.
     """
-    known = set(accepted)
-    overlaps = find_overlaps(objects, tables, kinds=[kind for kind in KINDS if kind not in known], checked=checked)
+    found = find_overlaps(objects, tables, checked=checked)
+    known = {_pair(overlap, sample) for overlap in accepted for sample in overlap.samples}
+    overlaps = []
+    for overlap in found:
+        is_accepted = keys_are_places and overlap.kind == "key"
+        samples = [s for s in overlap.samples if not is_accepted and _pair(overlap, s) not in known]
+        if samples:
+            overlaps.append(replace(overlap, samples=samples))
     if overlaps and on_overlap == "fail":
         raise ConflictError(
             f"splits share samples, nothing was committed: {'; '.join(map(str, overlaps))}. Remove or rename them; "
@@ -163,9 +169,24 @@ def settle_overlaps(
                 raise ConfigError(
                     f"nothing would be left of split {split!r}: other splits have all its samples; nothing committed"
                 )
-    else:
-        known |= {overlap.kind for overlap in overlaps}
-    return left, [kind for kind in KINDS if kind in known], overlaps
+    counts = count_overlaps(found)
+    if on_overlap == "drop":
+        counts.subtract(count_overlaps(overlaps))
+    return left, dict(+counts), overlaps
+
+
+def count_overlaps(overlaps: Iterable[Overlap]) -> Counter[str]:
+    """Return how many samples are shared, by kind."""
+    counts: Counter[str] = Counter()
+    for overlap in overlaps:
+        counts[overlap.kind] += len(overlap.samples)
+    return counts
+
+
+def accepted_counts(content: Mapping[str, Any]) -> Mapping[str, int] | None:
+    """Return how many shared samples of each kind a version's entry accepts; None: nobody compared its splits."""
+    counts = content.get(ENTRY_FIELD)
+    return counts if isinstance(counts, Mapping) else None
 
 
 def check_on_overlap(on_overlap: str) -> None:
@@ -269,14 +290,24 @@ def _hash_values(values: set[Any], kind: OverlapKind) -> Integers:
     return _hash(pa.array(list(values), pa.binary(16) if kind == "payload" else pa.large_string()))
 
 
-def _new_shards(table: ShardTable, checked: ShardTable | None) -> Integers:
-    """Return the numbers of the shards that `checked` has not, ascending: what was appended stands behind its own."""
-    known = Counter(checked.rows.column("digest").to_pylist() if checked is not None else [])
+def _pair(overlap: Overlap, sample: SharedSample) -> tuple[str, str, str, str, str]:
+    return overlap.kind, overlap.split, overlap.other, sample.key, sample.other_key
+
+
+def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None) -> Integers:
+    """Return the numbers of the shards that hold a live sample which `checked` has not, ascending."""
+    if checked is None:
+        return np.arange(table.num_shards)
+    known = {digest: number for number, digest in enumerate(checked.rows.column("digest").to_pylist())}
+    now, before = load_deletions(objects, table), load_deletions(objects, checked)
+    deleted = checked.deleted_per_shard
     new = []
     for number, digest in enumerate(table.rows.column("digest").to_pylist()):
-        if known[digest]:
-            known[digest] -= 1
-        else:
+        old = known.get(digest)
+        # A sample that was deleted and is there again was compared with nothing meanwhile.
+        if old is None or (
+            deleted[old] and not (table.deleted_per_shard[number] and now.flags(number)[before.flags(old)].all())
+        ):
             new.append(number)
     return np.array(new, np.int64)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from datasvc.shards.damage import marks_of, readable_marks, rows_not_among
 from datasvc.shards.dataset import Split, open_dataset
 from datasvc.shards.deletions import Deletions
 from datasvc.shards.index import SampleIndex
-from datasvc.shards.split_overlap import ENTRY_FIELD, KINDS, Overlap, count_unchecked, find_overlaps
+from datasvc.shards.split_overlap import Overlap, accepted_counts, count_overlaps, count_unchecked, find_overlaps
 
 # Each holds one shard at most, in memory where the repository is remote.
 _SHARDS_AT_ONCE = 4
@@ -74,8 +74,9 @@ class VerifyReport:
         num_samples: samples of the version.
         size_bytes: bytes of the shards.
         problems: by split and shard; none when all is well.
-        overlaps: samples that two splits share, unless whoever committed the version accepted it.
+        overlaps: samples that two splits share, unless so many were accepted when the version was committed.
         num_unchecked: samples without a sample index, whose blobs were not compared with those of other splits.
+        accepted: how many shared samples of each kind ("key", "payload") were found and had been accepted.
     """
 
     version: str
@@ -86,6 +87,7 @@ class VerifyReport:
     problems: tuple[Problem, ...]
     overlaps: tuple[Overlap, ...] = ()
     num_unchecked: int = 0
+    accepted: Mapping[str, int] = field(default_factory=dict)
 
 
 def verify(
@@ -130,10 +132,12 @@ def verify(
         problems += _SplitCheck(split, deep=deep).run(report)
     overlaps: list[Overlap] = []
     tables = {split.name: table for split, table in readable}
-    accepted = dataset.entry.content.get(ENTRY_FIELD, ())
+    accepted = accepted_counts(dataset.entry.content) or {}
     # Where an index, or a shard without one, cannot be read, that is a problem which is named already.
     with suppress(*((NotFoundError, CorruptDataError) if problems else ())):
-        overlaps = find_overlaps(repository.objects, tables, kinds=[kind for kind in KINDS if kind not in accepted])
+        overlaps = find_overlaps(repository.objects, tables)
+    counts = count_overlaps(overlaps)
+    settled = {kind: count for kind, count in counts.items() if count <= accepted.get(kind, 0)}
     return VerifyReport(
         str(dataset.resolved),
         deep,
@@ -141,8 +145,9 @@ def verify(
         sum(int(each["samples"]) for each in dataset.entry.content["splits"].values()),
         size_bytes,
         tuple(problems),
-        tuple(overlaps),
+        tuple(overlap for overlap in overlaps if overlap.kind not in settled),
         count_unchecked(tables) if len(tables) > 1 else 0,
+        settled,
     )
 
 

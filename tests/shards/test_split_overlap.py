@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.delete import delete
 from datasvc.shards.merge import merge
+from datasvc.shards.sources import SourceOptions
 from datasvc.shards.verify import verify
 from tests.samples import jpeg, write_folder
 from tests.shards.versions import LABELLED_SCHEMA, write_version
@@ -111,23 +113,64 @@ def test_keys_and_equal_images_in_two_splits_are_refused_with_a_way_out(reposito
         ("key", "train", 1),
         ("payload", "train", 1),
     ]
-    assert entry(repository, "dropped")["split_overlap"] == []
+    assert entry(repository, "dropped")["split_overlap"] == {}
 
     ingest(repository, source, "kept", on_split_overlap="keep")
-    assert entry(repository, "kept")["split_overlap"] == ["key", "payload"]
-    assert not verify(repository, "kept").overlaps
+    assert entry(repository, "kept")["split_overlap"] == {"key": 1, "payload": 1}
+    found = verify(repository, "kept")
+    assert not found.overlaps
+    assert found.accepted == {"key": 1, "payload": 1}
 
 
 def test_what_a_data_set_accepted_it_need_not_be_told_again_and_nothing_else_is_accepted(repository, tmp_path):
-    source = write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "val/cat/1.jpg": 10})
-    ingest(repository, source, "pets", on_split_overlap="keep")
-    assert entry(repository, "pets")["split_overlap"] == ["key"]
-    ingest(repository, write_images(tmp_path / "b", {"val/cat/2.jpg": 20}), "pets", append=True)
-    delete(repository, "pets", keys=["cat/2.jpg"], split="train")
-    assert entry(repository, "pets")["split_overlap"] == ["key"]
-    leak = write_images(tmp_path / "c", {"train/cat/5.jpg": 10})
+    images = {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "train/cat/9.jpg": 3, "val/cat/1.jpg": 10,
+              "val/cat/3.jpg": 3}  # fmt: skip
+    ingest(repository, write_images(tmp_path / "a", images), "pets", on_split_overlap="keep")
+    ingest(repository, write_images(tmp_path / "b", {"train/cat/7.jpg": 7}), "pets", append=True)
+    assert entry(repository, "pets")["split_overlap"] == {"key": 1, "payload": 1}
+    with pytest.raises(ConflictError, match=r"'cat/2\.jpg'"):
+        ingest(repository, write_images(tmp_path / "c", {"val/cat/2.jpg": 20}), "pets", append=True)
+    leak = write_images(tmp_path / "d", {"train/cat/5.jpg": 10})
     with pytest.raises(ConflictError, match="equal images"):
         ingest(repository, leak, "pets", append=True)
+    ingest(repository, leak, "leak")
+    with pytest.raises(ConflictError, match=r"1 samples .* equal images or other blobs: 'cat/5\.jpg'"):
+        merge(repository, ["pets", "leak"], "all")
+    ingest(repository, write_images(tmp_path / "e", {"train/cat/8.jpg": 8}), "more")
+    merge(repository, ["pets", "more"], "all")
+    assert entry(repository, "all")["split_overlap"] == {"key": 1, "payload": 1}
+    assert not verify(repository, "all").overlaps
+
+
+def test_what_an_entry_does_not_accept_in_number_is_found(repository, tmp_path):
+    source = write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "val/cat/1.jpg": 10})
+    ingest(repository, source, "pets", on_split_overlap="keep")
+    own = {"format", "commit", "created", "checksum"}
+    content = {name: value for name, value in entry(repository, "pets").items() if name not in own}
+    repository.versions("datasets", "pets").append(lambda _head: {**content, "split_overlap": {"payload": 1}})
+    assert [each.kind for each in verify(repository, "pets").overlaps] == ["key"]
+
+
+def test_keys_made_of_file_and_row_are_accepted_and_those_of_a_column_are_not(repository, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "source" / split).mkdir(parents=True)
+        np.savez(tmp_path / "source" / split / "part.npz", x=np.arange(3), name=np.array(list("abc")))
+    arrays = {f"{name}_{split}": np.arange(3) for name in ("x", "y") for split in ("train", "test")}
+    np.savez(tmp_path / "made.npz", **arrays)
+    ingest(repository, str(tmp_path / "made.npz"), "made")
+    assert entry(repository, "made")["split_overlap"] == {"key": 3}, keys(repository, "made")
+    assert verify(repository, "made").accepted == {"key": 3}
+    with pytest.raises(ConflictError, match=r"3 samples .* by keys"):
+        ingest(repository, str(tmp_path / "source"), "given", source_options=SourceOptions(key="name"))
+
+
+def test_a_deleted_sample_that_is_there_again_is_compared(repository, tmp_path):
+    train = {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2}
+    ingest(repository, write_images(tmp_path / "a", train), "pets")
+    delete(repository, "pets", keys=["cat/1.jpg"])
+    ingest(repository, write_images(tmp_path / "b", {"val/cat/3.jpg": 1}), "pets", append=True)
+    with pytest.raises(ConflictError, match="equal images"):
+        ingest(repository, str(tmp_path / "a"), "pets", append=True, on_common="replace")
 
 
 def test_a_merge_refuses_what_its_splits_would_share(repository, photos):

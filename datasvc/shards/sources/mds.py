@@ -41,7 +41,6 @@ class MdsDataset(StreamedSource):
     """
 
     kind: ClassVar[str] = "mds"
-    keys_are_places = True
 
     url: str
     schema: pa.Schema
@@ -51,6 +50,11 @@ class MdsDataset(StreamedSource):
     key: str | None
     classes: tuple[str, ...] = ()
     ignored: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def keys_are_places(self) -> bool:
+        """Unless a column holds them."""
+        return self.key is None
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> MdsDataset:

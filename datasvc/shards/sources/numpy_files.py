@@ -74,7 +74,6 @@ class NumpyFiles(StreamedSource):
     """
 
     kind: ClassVar[str] = "numpy"
-    keys_are_places = True
 
     url: str
     schema: pa.Schema
@@ -83,6 +82,11 @@ class NumpyFiles(StreamedSource):
     key: str | None
     classes: tuple[str, ...] = ()
     ignored: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def keys_are_places(self) -> bool:
+        """Unless a column holds them."""
+        return self.key is None
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> NumpyFiles:

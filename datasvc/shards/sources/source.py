@@ -80,7 +80,6 @@ class Source(ABC):
 
     Attributes:
         kind: its name for `--format` and entries, "webdataset".
-        keys_are_places: keys are made of file and row, so that samples of two splits may have the same.
         url: where it lies, credentials and all; never stored or shown as it is.
         schema: columns of the samples, `key` first; `shards.schema` says which of them are images.
         classes: names of the labels, index by index; empty without labels.
@@ -88,11 +87,15 @@ class Source(ABC):
     """
 
     kind: ClassVar[str]
-    keys_are_places: ClassVar[bool] = False
     url: str
     schema: pa.Schema
     classes: tuple[str, ...]
     ignored: Counter[str]
+
+    @property
+    def keys_are_places(self) -> bool:
+        """Keys are made of file and row, so that samples of two splits may have the same."""
+        return False
 
     @property
     @abstractmethod
