@@ -222,32 +222,39 @@ class _Side:
 
     def read_hashes(self) -> Integers:
         """Return the hashes of all samples, ascending: `int64[num_samples]`."""
-        hashes = [_hash(values) for _, values, _ in self._read()]
+        hashes = [_hash(values) for _, _, values, _ in self._read()]
         return np.sort(np.concatenate(hashes)) if hashes else np.empty(0, np.int64)
 
     def find(self, hashes: Integers) -> Iterator[_Sample]:
         """Yield the samples whose hash is one of `hashes`, which ascend."""
-        for shard, values, keys in self._read():
+        for shard, rows, values, keys in self._read():
             own = _hash(values)
             places = np.minimum(np.searchsorted(hashes, own), max(len(hashes) - 1, 0))
             met = np.flatnonzero(hashes[places] == own) if len(hashes) else np.empty(0, np.int64)
             if len(met):
-                rows = self._keys.live_rows(shard)[met].tolist()
+                places = rows[met].tolist()
                 chosen = pa.array(met)
                 held = (values.take(chosen).to_pylist(), keys.take(chosen).to_pylist())
-                yield from (_Sample(*sample) for sample in zip(*held, [shard] * len(met), rows, strict=True))
+                yield from (_Sample(*sample) for sample in zip(*held, [shard] * len(met), places, strict=True))
 
-    def _read(self) -> Iterator[tuple[int, pa.Array, pa.Array]]:
+    def _read(self) -> Iterator[tuple[int, Integers, pa.Array, pa.Array]]:
         for shard in self._keys.shards.tolist():
             if self._kind == "key":
-                keys = self._keys.read(shard).keys
-                yield shard, keys, keys
+                each = self._keys.read(shard)
+                yield shard, each.rows, each.keys, each.keys
                 continue
             digest = self._table.index(shard)
             assert digest is not None
             index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
             rows = self._keys.live_rows(shard)
-            yield shard, take_keys(index.table.column("payload"), rows), take_keys(index.table.column("key"), rows)
+            # Without a blob the payload digest is the sample's: equal values are no equal images.
+            rows = rows[(index.digests("payload") != index.digests("sample"))[rows]]
+            yield (
+                shard,
+                rows,
+                take_keys(index.table.column("payload"), rows),
+                take_keys(index.table.column("key"), rows),
+            )
 
 
 def _find_shared(

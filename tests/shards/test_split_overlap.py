@@ -3,12 +3,14 @@
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.delete import delete
 from datasvc.shards.merge import merge
+from datasvc.shards.schema import shard_schema
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.verify import verify
 from tests.samples import jpeg, write_folder
@@ -211,6 +213,15 @@ def test_an_append_to_a_version_that_leaks_is_refused_until_it_is_told_what_to_d
         ingest(repository, new, "pets", append=True)
     ingest(repository, new, "pets", append=True, on_split_overlap="drop")
     assert keys(repository, "pets") == {"train": {"a", "n"}, "val": {"b"}}
+
+
+def test_equal_rows_whose_blob_is_null_are_no_leak(repository):
+    schema = pa.schema([pa.field("key", pa.string(), nullable=False), pa.field("blob", pa.large_binary())])
+    none = {
+        split: [[{"key": split, "blob": None}, {"key": f"{split}2", "blob": b"same"}]] for split in ("train", "val")
+    }
+    write_version(repository, "pets", none, shard_schema(list(schema)))
+    assert [[each.key for each in found.samples] for found in verify(repository, "pets").overlaps] == [["train2"]]
 
 
 def test_equal_rows_without_blobs_are_no_leak(repository, tmp_path):
