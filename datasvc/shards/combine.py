@@ -105,7 +105,9 @@ def keep_splits(
         rows = common.b.by_shard()
         if on_common == "replace":
             moved = only_samples(objects, result[split], rows)
-            result[other] = append_table(objects, result[other], moved) if other in result else moved
+            # Where the source has the key in both splits, the sample that is in its right split already stays.
+            own = result.get(other)
+            result[other] = moved if own is None else append_table(objects, own, moved, on_common="keep")
         result[split] = delete_samples(objects, result[split], rows)
     return {split: table for split, table in result.items() if table.num_samples or split in head}
 

@@ -215,6 +215,14 @@ def test_an_append_to_a_version_that_leaks_is_refused_until_it_is_told_what_to_d
     assert keys(repository, "pets") == {"train": {"a", "n"}, "val": {"b"}}
 
 
+def test_a_key_in_both_splits_of_what_is_appended_replaces_that_of_its_split(repository, tmp_path):
+    ingest(repository, write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "val/cat/2.jpg": 2}), "pets")
+    both = write_images(tmp_path / "b", {"train/cat/2.jpg": 20, "train/cat/3.jpg": 3, "val/cat/2.jpg": 21})
+    ingest(repository, both, "pets", append=True, on_common="replace")
+    assert keys(repository, "pets") == {"train": {"cat/1.jpg", "cat/3.jpg"}, "val": {"cat/2.jpg"}}
+    assert open_dataset(repository, "pets")["val"][0]["image"] == jpeg(seed=21)
+
+
 def test_equal_rows_whose_blob_is_null_are_no_leak(repository):
     schema = pa.schema([pa.field("key", pa.string(), nullable=False), pa.field("blob", pa.large_binary())])
     none = {
