@@ -90,6 +90,7 @@ def cluster(network, tmp_path):
         yield Cluster(network, origin, split)
 
 
+@pytest.mark.slow
 def test_a_dead_node_costs_the_origin_nothing(cluster):
     cluster.bad.kill()
     cluster.start_good()
@@ -181,6 +182,7 @@ def test_what_goes_wrong_at_the_origin_now_and_then_is_not_seen(cluster):
     cluster.stage_on_good()
 
 
+@pytest.mark.slow
 def test_what_is_resident_anywhere_is_served_while_the_origin_is_down(cluster):
     cluster.start(cluster.bad)
     cluster.start(cluster.good[0], budget="2MB")  # so that a job there fetches until its end

@@ -207,6 +207,7 @@ def test_no_rank_outlives_a_killed_launcher_whose_child_holds_its_pipes(launcher
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_ranks_that_failed_together_are_not_waited_for_one_after_the_other(fifo):
     # Each leaves a child in a session of its own that holds its output open. Waiting for each would exceed the limit.

@@ -17,11 +17,13 @@ def test_operations_that_deal_rows_give_what_torch_computes(launcher, num_ranks)
     launcher.run_program(num_ranks, "rows.py")
 
 
-@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 4])
 def test_process_sets_and_ranks_without_data(launcher, num_ranks, tmp_path):
     launcher.run_program(num_ranks, "process_sets.py", tmp_path / "trace.json")
 
 
+@pytest.mark.slow
 def test_ranks_join_and_leave_in_rounds_and_at_different_moments(launcher):
     launcher.run_program(2, "membership.py")
 
@@ -70,5 +72,6 @@ def test_ranks_are_each_other_s_peers_and_the_origin_is_read_once(launcher, digi
     launcher.run_program(2, "rank_nodes.py", digits["train"].repository.url, tmp_path)
 
 
+@pytest.mark.slow
 def test_four_ranks_as_2_x_2_get_one_batch_a_pair_and_read_the_data_once(launcher, digits, tmp_path):
     launcher.run_program(4, "mesh.py", digits["val"].repository.url, tmp_path)

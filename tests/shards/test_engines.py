@@ -43,7 +43,7 @@ def source(request, folder, tars):
     return (folder, LISTED) if request.param == "listed" else (tars, STREAMED)
 
 
-@pytest.mark.parametrize("workers", [2, 7])
+@pytest.mark.parametrize("workers", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_digests(tmp_path, source, workers):
     where, options = source
     one, many = (Repository.create(str(tmp_path / name)) for name in ("one", "many"))

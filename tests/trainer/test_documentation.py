@@ -16,6 +16,7 @@ def run(command, tmp_path):
     assert done.returncode == 0, f"{tmp_path}: {done.stderr}"
 
 
+@pytest.mark.slow
 def test_all_examples_run_alone(tmp_path):
     program = tmp_path / "all.py"
     program.write_text("\n".join(EXAMPLES), encoding="utf-8")

@@ -195,7 +195,10 @@ def test_a_killed_tidying_up_is_finished(repository, tmp_path, monkeypatch):
     assert files(tmp_path / "out") == files(tmp_path / "other")
 
 
-@pytest.mark.parametrize("export_format", FORMATS)
+@pytest.mark.parametrize(
+    "export_format",
+    [each if each == "webdataset" else pytest.param(each, marks=pytest.mark.slow) for each in FORMATS],
+)
 def test_a_killed_export_goes_on_and_ends_as_if_nothing_had_happened(repository, tmp_path, export_format):
     dataset = write_photos(repository, [f"cat/{number}" for number in range(9)], shards=3)
     runs = 0
