@@ -265,7 +265,8 @@ def exported(versions, name, export_format, destination):
 def test_what_was_exported_comes_back(versions, tmp_path, export_format, name):
     dataset = exported(versions, name, export_format, tmp_path / "out")
     again = Repository.create(str(tmp_path / "again"))
-    ingest(again, str(tmp_path / "out"), name)
+    # Keys that were made of file and row are equal in both splits, and what was exported has them as its own.
+    ingest(again, str(tmp_path / "out"), name, on_split_overlap="keep" if name == "npz" else "fail")
     found = open_dataset(again, name)
     # LMDB keeps keys in order, so ours follow their number there.
     assert digests(found, (lambda key: key[9:]) if export_format == "lmdb" else str) == digests(dataset)

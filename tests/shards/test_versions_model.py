@@ -178,4 +178,4 @@ class Versions(RuleBasedStateMachine):
 
 
 TestVersions = Versions.TestCase
-TestVersions.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+TestVersions.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
