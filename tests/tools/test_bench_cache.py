@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "tools" / "bench"
+pytestmark = pytest.mark.timeout(600)
 TINY = {
     "staging": ("--requests", 1, 2, "--seconds", 0.1),
     "cold": ("--images", 60, "--shard-mib", 1),
@@ -29,7 +30,7 @@ def run(folder, part, *arguments):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=570,  # only bounds a hang
         check=False,
     )
     assert done.returncode == 0, done.stderr
