@@ -83,8 +83,8 @@ class _Candidates:
     def __init__(self, wanted: Integers, side: SplitKeys) -> None:
         hashes, keys, digests, shards, rows = [], [], [], [], []
         for each in side:
-            own = _hash_keys(each.keys)
-            hits = np.flatnonzero(_is_in(own, wanted))
+            own = hash_keys(each.keys)
+            hits = np.flatnonzero(is_in(own, wanted))
             if len(hits):
                 hashes.append(own[hits])
                 keys.append(take_keys(each.keys, hits).cast(pa.large_string()))
@@ -105,7 +105,7 @@ class _Candidates:
 
     def match(self, each: ShardKeys) -> CommonKeys:
         """Return the keys that a shard of the smaller side, as `a`, shares with the candidates, as `b`."""
-        own = _hash_keys(each.keys)
+        own = hash_keys(each.keys)
         first, stop = (np.searchsorted(self._hashes, own, side) for side in ("left", "right"))
         # Keys of one hash stand side by side: almost always one, but two keys may share their hash.
         counts = stop - first
@@ -127,18 +127,20 @@ def _all_hashes(side: SplitKeys) -> Integers:
     hashes = np.empty(side.num_samples, np.int64)
     start = 0
     for each in side:
-        hashes[start : start + len(each.rows)] = _hash_keys(each.keys)
+        hashes[start : start + len(each.rows)] = hash_keys(each.keys)
         start += len(each.rows)
     hashes.sort()
     return hashes
 
 
-def _hash_keys(keys: pa.Array) -> Integers:
+def hash_keys(keys: pa.Array) -> Integers:
+    """Return a hash of each key: `int64[n]`."""
     # Python's own hash: keyed anew in every process, so nobody can prepare keys that meet.
     return np.fromiter(map(hash, keys.to_pylist()), np.int64, len(keys))
 
 
-def _is_in(values: Integers, ordered: Integers) -> Flags:
+def is_in(values: Integers, ordered: Integers) -> Flags:
+    """Return which of `values` are among `ordered`, which ascend: `bool[n]`."""
     if not len(ordered):
         return np.zeros(len(values), np.bool_)
     places = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)

@@ -18,6 +18,7 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.keyed import Integers
 from datasvc.repository import Objects
+from datasvc.shards.common_keys import hash_keys, is_in
 from datasvc.shards.deletions import Flags, delete_samples, load_deletions
 from datasvc.shards.index import SampleIndex
 from datasvc.shards.keys import SplitKeys, take_keys
@@ -228,9 +229,7 @@ class _Side:
     def find(self, hashes: Integers) -> Iterator[_Sample]:
         """Yield the samples whose hash is one of `hashes`, which ascend."""
         for shard, rows, values, keys in self._read():
-            own = _hash(values)
-            places = np.minimum(np.searchsorted(hashes, own), max(len(hashes) - 1, 0))
-            met = np.flatnonzero(hashes[places] == own) if len(hashes) else np.empty(0, np.int64)
+            met = np.flatnonzero(is_in(_hash(values), hashes))
             if len(met):
                 places = rows[met].tolist()
                 chosen = pa.array(met)
@@ -289,8 +288,7 @@ def _find_shared(
 def _hash(values: pa.Array) -> Integers:
     if pa.types.is_fixed_size_binary(values.type) and len(values):
         return np.frombuffer(b"".join(values.to_pylist()), np.int64)[::2]
-    # Python's own hash: keyed anew in every process, so nobody can prepare keys that meet.
-    return np.fromiter(map(hash, values.to_pylist()), np.int64, len(values))
+    return hash_keys(values)
 
 
 def _hash_values(values: set[Any], kind: OverlapKind) -> Integers:

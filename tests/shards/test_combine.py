@@ -302,7 +302,7 @@ def test_common_keys_are_those_that_both_have_where_they_are_whatever_their_hash
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
             patch.setattr(
-                "datasvc.shards.common_keys._hash_keys", lambda keys: np.array([len(key) for key in keys.to_pylist()])
+                "datasvc.shards.common_keys.hash_keys", lambda keys: np.array([len(key) for key in keys.to_pylist()])
             )
         common = find_common_keys(objects, *tables)
     found = {
