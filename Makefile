@@ -24,8 +24,8 @@ demo: setup  ## the main job end to end on real images: ingest, stage, train, ki
 test: setup  ## all tests but the long ones
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
 
-test-all: test  ## all tests
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+test-all: setup  ## all tests, each property on all its examples
+	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: setup  ## ruff, mypy and the import directions
 	$(BIN)/ruff format --check .

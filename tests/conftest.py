@@ -13,15 +13,18 @@ from hypothesis import settings
 from datasvc.repository import Repository
 from datasvc.shards import Dataset, ingest, open_dataset
 from tests import s3_server, servers
+from tests.examples import FAST
 from tests.moto_process import KEY, SECRET, MotoServer
 from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
 from tests.samples import write_folder
 
 # A slow machine is no failure: what a property costs is not what its test is about. Equal code gets equal examples, a
-# change is judged by what it changed; HYPOTHESIS_PROFILE=explore looks for new ones.
-settings.register_profile("datasvc", deadline=None, derandomize=True)
+# change is judged by what it changed. `make test` tries few of them, `make test-all` sets HYPOTHESIS_PROFILE=all;
+# "explore" looks for new ones.
+settings.register_profile("fast", deadline=None, derandomize=True, max_examples=FAST)
+settings.register_profile("all", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "datasvc"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 ROOT = Path(__file__).parents[1]
 

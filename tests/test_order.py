@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, StateMismatchError
@@ -19,6 +19,7 @@ from datasvc.order import (
     slice_step,
 )
 from datasvc.spans import SpanSearch
+from tests.examples import examples
 
 shard_sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)
 
@@ -43,7 +44,7 @@ def served(order, positions):
     return list(zip(shards.tolist(), rows.tolist(), strict=True))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(shard_sizes, configs(), st.integers(0, 50))
 def test_every_epoch_is_a_permutation_and_the_inverse_inverts(sizes, config, epoch):
     order = AccessOrder(sizes, config, epoch)
@@ -87,7 +88,7 @@ def test_orders_of_neighbouring_epochs_are_unrelated():
     assert ((first[0] == second[0]) & (first[1] == second[1])).sum() <= 8
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     shard_sizes,
     configs(),
@@ -157,7 +158,7 @@ def test_ranks_take_whole_lanes_where_the_sizes_divide():
             assert set(positions % 4) == {2 * rank, 2 * rank + 1}
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(shard_sizes, configs(), st.integers(0, 20), st.integers(1, 30))
 def test_residency_never_exceeds_what_the_parameters_promise(sizes, config, epoch, run):
     order = AccessOrder(sizes, config, epoch)

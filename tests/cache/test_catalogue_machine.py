@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,6 +22,7 @@ from datasvc.errors import CacheFullError, ConfigError
 from datasvc.order import NEVER, Reuse
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects import digest_of
+from tests.examples import examples
 
 SHM = "/dev/shm"
 BLOCK = 4096
@@ -400,4 +400,4 @@ class CatalogueMachine(RuleBasedStateMachine):
 
 
 TestCatalogueMachine = CatalogueMachine.TestCase
-TestCatalogueMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCatalogueMachine.settings = examples(150, stateful_step_count=40, deadline=None)

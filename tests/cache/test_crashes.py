@@ -12,12 +12,10 @@ from tests.cache.processes import ROOT
 
 # Fewer would mean that the steps are not seen any more.
 LEAST_STEPS = 10
-QUICK = ("fetch and evict",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_cache_is_sound_after_a_kill_at_every_step(name, tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
         command = [sys.executable, "-m", "tests.cache.crash_steps", name, place]

@@ -49,6 +49,7 @@ def many(origin):
     return repository, [repository.objects.put(bytes([number]) * (4096 * (number % 9) + 100)) for number in range(12)]
 
 
+@pytest.mark.slow
 def test_the_blocks_of_all_files_never_exceed_the_budget(tmp_path, many):
     """A look stops the catalogue for as long as it takes: nothing is published or evicted under it."""
     repository, infos = many
@@ -65,6 +66,7 @@ def test_the_blocks_of_all_files_never_exceed_the_budget(tmp_path, many):
         assert disk_bytes(cache.folder) == status.resident_bytes
 
 
+@pytest.mark.slow
 def test_the_disk_itself_never_has_less_room_than_the_budget_leaves(small_disk, many):  # noqa: F811
     """Counted by the file system, at once and without a pause, files without a name included."""
     repository, infos = many

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache import forecast as forecast_module
@@ -14,6 +14,7 @@ from datasvc.cache.run_shape import Rates, RunShape
 from datasvc.cache.uses import plan_uses
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.order import OrderConfig
+from tests.examples import examples
 
 COUNTS = np.full(240, 100)
 SIZES = np.full(240, 25 << 12)  # whole blocks of a disk
@@ -186,7 +187,7 @@ def test_a_window_of_few_shards_among_many_can_be_planned(monkeypatch):
     st.integers(1, 5),
     st.integers(0, 100),
 )
-@settings(max_examples=50)
+@examples(50)
 def test_any_order_whose_window_fits_can_be_planned(shards, lanes, block, sticky, nodes, extra):
     counts, sizes = (np.array(column) for column in zip(*shards, strict=True))
     order = OrderConfig(shuffle="windowed", lanes=lanes, block=block, sticky=sticky)

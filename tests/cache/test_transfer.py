@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache.parts import PART_BYTES, Parts
@@ -21,6 +21,7 @@ from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Repository
 from datasvc.repository.objects import digest_of
 from tests.cache.peer_server import PeerServer, Strangers
+from tests.examples import examples
 
 ROOT = Path(__file__).parents[2]
 CONTENT = os.urandom(1 << 16) * (3 * PART_BYTES >> 16) + b"tail"
@@ -348,7 +349,7 @@ class Scripted:
         self.judged.append(intact)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["peer", "origin"]), st.lists(st.sampled_from(["flip", "stop", None]), max_size=2)),

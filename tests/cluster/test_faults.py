@@ -165,6 +165,7 @@ def test_a_node_with_another_token_is_not_talked_to(cluster):
     assert cluster.complaints("num_failed") > 0
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_at_the_origin_now_and_then_is_not_seen(cluster):
     faults = [Fault(UNAVAILABLE), Fault(CUT, offset=1000), Fault(REFUSE), Fault(FLIP, offset=10_000)]
     flipped = set()

@@ -39,6 +39,7 @@ def run_failing(launcher, victims, how, *more):
     return launcher.run(2, sys.executable, program, victims, how, options=(*SHRINKING, *more))
 
 
+@pytest.mark.slow
 def test_an_exception_of_one_rank_is_its_death_and_the_other_goes_on_in_the_place_it_then_has(launcher):
     done = run_failing(launcher, "1", "error")
     assert done.returncode == 0, done.stderr

@@ -103,6 +103,7 @@ def test_ranks_on_several_hosts_meet_and_reduce(launch, ssh, tmp_path):
     assert lines_by_rank(done.stdout) == {"0": "6.0 0 2", "1": "6.0 1 2", "2": "6.0 0 1"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_elsewhere_ends_all_and_is_named_with_its_host_and_last_words(
     launch, ssh, tmp_path, has_ended
 ):
@@ -181,6 +182,7 @@ def test_a_host_that_does_not_answer_is_named_when_the_time_to_start_is_up(launc
     assert "rank 1 on slow8 was the first to fail: it did not start within 2 s, like rank 2 on slow8" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_call_init_is_named_when_the_time_to_start_is_up(launch, ssh):
     program = "import os, signal, trainer as hvd\nif os.environ['RANK'] == '1': signal.pause()\nhvd.init()"
     options = ("-H", "localhost:1,node7:1", "--start-timeout", "2")

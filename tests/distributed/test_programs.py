@@ -12,7 +12,8 @@ def test_every_operation_gives_what_torch_computes_from_all_inputs(launcher, num
     launcher.run_program(num_ranks, "operations.py")
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_operations_that_deal_rows_give_what_torch_computes(launcher, num_ranks):
     launcher.run_program(num_ranks, "rows.py")
 
@@ -28,7 +29,8 @@ def test_ranks_join_and_leave_in_rounds_and_at_different_moments(launcher):
     launcher.run_program(2, "membership.py")
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_equals_one_process_and_itself_bit_by_bit(launcher, num_ranks, tmp_path):
     launcher.run_program(num_ranks, "training.py", tmp_path / "first")
     launcher.run_program(num_ranks, "training.py", tmp_path / "second", "again")

@@ -142,6 +142,7 @@ def test_a_windowed_run_streams_through_a_cache_that_its_data_does_not_fit(repos
     assert len(steps(events)) == 14
 
 
+@pytest.mark.slow
 def test_errors_of_a_run_are_said_without_a_traceback(repository):
     status, _, error = run(repository, "broken", ranks=1, data="letters")
     assert status == 1

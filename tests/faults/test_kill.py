@@ -74,7 +74,9 @@ def test_an_ingest_killed_anywhere_leaves_no_version_or_a_whole_one(tmp_path, fo
     assert sum(1 for split in found.values() for _ in split) == 26
 
 
-@pytest.mark.parametrize("point", [1, 8, 14])  # every point of background saves: see test_save_faults.py
+@pytest.mark.parametrize(
+    "point", [8, *(pytest.param(point, marks=pytest.mark.slow) for point in (1, 14))]
+)  # every point of background saves: see test_save_faults.py
 def test_a_save_killed_anywhere_leaves_the_last_version_restorable(tmp_path, point):
     repository = Repository.create(str(tmp_path / "repo"))
     save(repository, "m", {"w": torch.ones(40_000), "b": torch.ones(3)}, step=1)

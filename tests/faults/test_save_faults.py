@@ -173,6 +173,7 @@ def said():
         yield {"folder": folder, **run(folder, ["dies", "full", "unwritable"], points=(1, 3, 10, 25, 40))}
 
 
+@pytest.mark.slow
 def test_a_background_save_killed_at_some_of_its_steps_leaves_the_last_version_and_gc_the_rest(said):
     deaths, _ = said["dies"]
     assert deaths == 5

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
 from loaders.augment import AugmentConfig, generators, plan_centre_windows, plan_colours, plan_random_windows
+from tests.examples import examples
 
 sides = st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 4000)), min_size=1, max_size=30)
 
@@ -19,7 +20,7 @@ def rows(windows):
     return np.concatenate([windows.starts, windows.shapes, windows.flips[:, None]], axis=1).tolist()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(sides, st.integers(0, 2**64 - 1), st.integers(0, 100))
 def test_every_window_lies_inside_its_image(sizes, seed, epoch):
     windows = draw(sizes, range(len(sizes)), seed, epoch)
@@ -129,7 +130,7 @@ def colour_rows(positions, seed=0, epoch=0, **options):
     return np.column_stack([drawn.brightness, drawn.contrast, drawn.saturation, drawn.hue, drawn.sequence])
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(spreads, st.integers(0, 2**64 - 1), st.integers(0, 100))
 def test_colour_factors_lie_in_their_range_and_each_change_comes_once(options, seed, epoch):
     found = colour_rows(range(50), seed, epoch, **options)
@@ -140,7 +141,7 @@ def test_colour_factors_lie_in_their_range_and_each_change_comes_once(options, s
     assert (np.sort(found[:, 4:], axis=1) == range(4)).all()
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=40), st.integers(0, 2**64 - 1), st.integers(0, 100))
 def test_colours_and_random_numbers_of_a_position_do_not_depend_on_its_batch(positions, seed, epoch):
     options = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, StateMismatchError
@@ -18,6 +18,7 @@ from datasvc.shards.deletions import delete_samples
 from datasvc.shards.partial import open_partial
 from datasvc.shards.schema import IMAGE, shard_schema
 from loaders.batches import Cursor, SampleBatches
+from tests.examples import examples
 from tests.shards.versions import LABELLED_SCHEMA, write_table
 
 
@@ -168,7 +169,7 @@ def test_a_sample_that_was_read_early_is_named_without_its_shard(digits):
         assert f": {key!r} (row {row} of shard " in batches.describe(batch, index)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     deleted=st.sets(st.integers(0, sum(SIZES) - 1), max_size=sum(SIZES) - 4),
     config=st.one_of(

@@ -3,12 +3,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ImageEnhance
 
 from loaders.augment import AugmentConfig, ColourFactors, plan_colours
 from loaders.colour import augment_colour
+from tests.examples import examples
 from tests.odd_images import picture
 
 JITTER = AugmentConfig(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
@@ -45,7 +46,7 @@ def test_brightness_contrast_and_saturation_are_pillows(name, enhance, factor):
     assert np.abs(changed(picture(), **{name: factor}) - expected).max() <= 1 + abs(1 - factor)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.tuples(LEVELS, LEVELS, LEVELS), st.floats(-0.5, 0.5))
 def test_a_hue_is_turned_as_in_the_hsv_of_the_standard_library(pixel, turn):
     hue, saturation, value = colorsys.rgb_to_hsv(*(level / 255 for level in pixel))

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loaders.augment import AugmentConfig, ColourFactors, plan_colours
 from loaders.colour import augment_colour
 from loaders.device_colour import change_colours, plan_passes
+from tests.examples import examples
 from tests.odd_images import picture
 
 JITTERS = {
@@ -50,7 +51,7 @@ def test_the_same_draws_give_the_same_colours_to_a_level(jitter):
     assert apart.mean() < 0.001  # a level apart only where a sum lies half way between two
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50, deadline=None)
 @given(
     st.lists(st.tuples(*[st.integers(0, 255)] * 3), min_size=1, max_size=12),
     st.permutations(range(4)),

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loaders import ImageLoader
+from tests.examples import examples
 
 ROOT = Path(__file__).parents[2]
 EPOCH = 360
@@ -76,7 +77,7 @@ class Run:
             self.unsaved = {}
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.lists(ACTIONS, max_size=14))
 def test_reads_saves_kills_and_resizes_in_any_order_give_exactly_the_epoch(digits, actions):
     run = Run(digits["val"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, UnavailableError
@@ -17,6 +17,7 @@ from datasvc.order import OrderConfig
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 from loaders.mixture import Mixture
+from tests.examples import examples
 from tests.loaders.echo import EchoLoader, write_numbers
 
 SIZES = [5, 1, 9, 3, 12, 2, 8]
@@ -101,7 +102,7 @@ ORDERS = st.sampled_from(
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     runs=st.lists(RUN, min_size=1, max_size=4),
     order=ORDERS,

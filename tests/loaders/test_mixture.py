@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache import Cache
@@ -24,6 +24,7 @@ from datasvc.shards.schema import shard_schema
 from loaders import ImageLoader
 from loaders.batches import Cursor, SampleBatches
 from loaders.mixture import Mixture, clock_steps, own_orders
+from tests.examples import examples
 from tests.loaders.numbered import Numbers, make_splits, mix, write_split
 from tests.shards.versions import LABELLED_SCHEMA
 
@@ -126,7 +127,7 @@ CONFIGS = st.one_of(
 )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     weights=st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(1, 9)),
     config=CONFIGS,

@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from datasvc.errors import BadSampleError
 from datasvc.shards.images import read_header
 from loaders.pillow_decoder import decode_window
+from tests.examples import examples
 from tests.odd_images import (
     BLACK,
     HEIGHT,
@@ -34,7 +35,7 @@ def square(mode="RGB"):
     return picture(48, 48).convert(mode)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.data(), st.booleans())
 def test_a_window_is_cut_scaled_by_pillow_and_flipped(data, flip):
     top, left = data.draw(st.integers(0, HEIGHT - 1)), data.draw(st.integers(0, WIDTH - 1))

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache import Cache
@@ -26,6 +26,7 @@ from datasvc.shards.sources.tokens import TOKENIZER
 from loaders import pinned
 from loaders.mixture import Mixture
 from loaders.tokens import TokenLoader
+from tests.examples import examples
 from tests.shards.sources.test_tokens import TEXTS, train
 from tests.shards.versions import TEXT_SCHEMA, write_table
 
@@ -194,7 +195,7 @@ def test_what_a_holder_keeps_does_not_change_and_what_nobody_holds_is_used_again
         assert torch.equal(view, kept)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     script=st.lists(
         st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 4), st.booleans()), min_size=1, max_size=5

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -17,6 +17,7 @@ from loaders.torch import Dataset, IterableDataset, OrderBatchSampler
 from loaders.torch.rank_order import RankOrder
 from loaders.torch.share import DrawnBatches
 from loaders.torch.states import ShareState
+from tests.examples import examples
 from tests.loaders.torch_transforms import draw_everywhere
 
 # A worker of torch's that is left in the middle of an epoch may abort while it ends: Python stops its queue's thread
@@ -129,7 +130,7 @@ def in_turn(workers):
             waiting.append(worker)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     batch_size=st.integers(20, 300),
     world_size=st.integers(1, 3),

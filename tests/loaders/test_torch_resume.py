@@ -8,13 +8,14 @@ import signal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datasvc.errors import ConfigError, StateMismatchError
 from loaders import ImageLoader
 from loaders.torch import Dataset, IterableDataset, OrderBatchSampler, ResumableDataLoader, order_state
+from tests.examples import examples
 from tests.loaders.test_torch_order import assert_same
 from tests.loaders.torch_transforms import draw_everywhere
 
@@ -241,7 +242,7 @@ def test_what_is_no_state_is_said_to_be_none(digits, dataset):
         ResumableDataLoader(dataset, OrderBatchSampler(digits["train"], batch_size=4))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     runs=st.lists(
         st.tuples(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 60), st.integers(0, 6)),

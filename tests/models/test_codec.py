@@ -5,12 +5,13 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
 from datasvc.models.codec import Decoder, Decoders, encode, estimate_shares, is_worthwhile, word_bytes
 from datasvc.models.records import ITEM_BYTES
+from tests.examples import examples
 
 WORDS = [1, 2, 4, 8]
 # Around the blocks that pass through at once, and less than a sample.
@@ -54,7 +55,7 @@ def decoded(links, size):
 
 
 @given(chains())
-@settings(max_examples=150)
+@examples(150)
 def test_what_a_chain_of_any_encodings_gives_is_what_went_in(chain):
     links, content = chain
     assert decoded(links, content.size).tobytes() == content.tobytes()

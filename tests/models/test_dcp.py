@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -31,6 +31,7 @@ from datasvc.models.signing_keys import load_private_key, make_key
 from datasvc.models.tree import decode_state
 from datasvc.repository import Repository
 from datasvc.repository.objects import parse_digest
+from tests.examples import examples
 from tests.models.as_ranks import Block, load_as_ranks, rows, save_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -574,7 +575,7 @@ def tilings(draw, shape):
     return boxes
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data())
 def test_what_any_ranks_save_any_other_ranks_load(tmp_path_factory, data):
     shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=2)))

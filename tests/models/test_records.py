@@ -3,7 +3,7 @@ import json
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError
@@ -23,6 +23,7 @@ from datasvc.models.records import (
     join_pieces,
 )
 from datasvc.repository import Digest
+from tests.examples import examples
 
 digests = st.binary(min_size=32, max_size=32).map(lambda raw: Digest(raw.hex()))
 
@@ -176,7 +177,7 @@ def test_what_says_no_format_or_has_other_columns_is_no_table(metadata):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_a_damaged_table_raises_one_of_our_errors_or_is_a_table(data):
     content = bytearray(encode_table([RECORD, dataclasses.replace(RECORD, name="x")]))
     for _ in range(data.draw(st.integers(1, 4))):

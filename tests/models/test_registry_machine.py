@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,6 +17,7 @@ from datasvc.models.retention import RetentionPolicy
 from datasvc.models.search import find_versions
 from datasvc.models.transfer import transfer
 from datasvc.repository import Repository
+from tests.examples import examples
 
 NO_CODE = CodeRevision(None, dirty=False)
 names = st.sampled_from(["a", "b"])
@@ -177,4 +177,4 @@ class Registry(RuleBasedStateMachine):
 
 
 TestRegistry = Registry.TestCase
-TestRegistry.settings = settings(max_examples=12, stateful_step_count=14, deadline=None)
+TestRegistry.settings = examples(12, stateful_step_count=14, deadline=None)

@@ -5,7 +5,7 @@ from itertools import chain, count
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
@@ -19,6 +19,7 @@ from datasvc.shards.dataset import Split
 from datasvc.shards.delete import delete
 from datasvc.shards.deletions import delete_samples
 from loaders.mixture import Mixture
+from tests.examples import examples
 from tests.loaders.numbered import Numbers, make_splits, mix, sample_of
 from tests.models.trainings import Batches, Run, Truth, commit
 from tests.shards.versions import LABELLED_SCHEMA, write_version
@@ -86,7 +87,7 @@ def choose(options, number):
     return options[number % len(options)]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(actions=actions, first=number)
 def test_every_sample_at_every_step_is_found_however_runs_were_killed_resized_forked_and_tuned(data, actions, first):
     repository, truth = data["big"].repository, Truth()

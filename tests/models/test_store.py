@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
@@ -20,6 +20,7 @@ from datasvc.models.tensor_bytes import bytes_of
 from datasvc.repository import Objects, Repository, Storage
 from datasvc.repository.log import decode_entry, encode_entry
 from datasvc.repository.objects import digest_of
+from tests.examples import examples
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 
 BIG = 50_000  # elements: more than the 64 KiB that have an object of their own, encoded too
@@ -82,7 +83,7 @@ def tensors(draw, shape=None, dtype=None):
 
 
 @given(st.data(), st.sampled_from(["none", "planes", "delta"]), st.integers(16, 300))
-@settings(max_examples=60)
+@examples(60)
 def test_any_tensors_come_back_bit_by_bit_however_they_are_cut_and_stored(shared_objects, data, codec, piece_bytes):
     torch.manual_seed(data.draw(st.integers(0, 5)))
     first = {name: data.draw(tensors()) for name in data.draw(st.sets(st.sampled_from("abc")))}
@@ -100,7 +101,7 @@ def test_any_tensors_come_back_bit_by_bit_however_they_are_cut_and_stored(shared
 
 
 @given(st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_a_window_is_what_slicing_gives_and_reads_only_the_pieces_that_it_meets(shared_objects, data):
     tensor = torch.arange(6 * 5 * 4, dtype=torch.int32).reshape(6, 5, 4)
     (record,) = store_tensors(shared_objects, {"w": tensor}, piece_bytes=data.draw(st.integers(8, 600))).records

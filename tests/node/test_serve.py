@@ -87,6 +87,7 @@ def test_a_stopping_node_ends_what_it_sends(serving, origin):
     assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_of_two_nodes_on_one_folder_the_second_is_refused(serving, origin, tmp_path):
     process, _ = serving()
     second = run_to_end("serve", "--cache", tmp_path / "cache", "--repo", origin[0].url, "--port", 0)
@@ -137,6 +138,7 @@ def test_a_token_is_asked_for_everything_but_health(run, origin):
     assert node.get("/healthz").status == 200
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_its_token_from_the_environment_too(serving):
     _, url = serving(DATASVC_TOKEN=TOKEN)
     assert run_to_end("top", "--node", url, "--json").returncode == 2

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
@@ -22,6 +22,7 @@ from datasvc.repository.http_connections import Patience, _tls
 from datasvc.repository.http_stream import _BUFFER_BYTES, HttpStream, UnsuitedError
 from datasvc.repository.interrupt import Interrupt
 from datasvc.repository.ranges import Ranges
+from tests.examples import examples
 from tests.repository.faulty_server import FaultyServer
 
 CONTENT = os.urandom(1 << 16) * 40 + b"tail"
@@ -118,7 +119,7 @@ def test_what_was_missing_after_a_fault_is_asked_for_again(fault):
             assert [start for start, _ in server.ranges] == [0, SIZE // 2, SIZE * 3 // 4, SIZE * 7 // 8]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     faults=st.lists(st.sampled_from([each for each in PASSING if each not in LASTING]), max_size=3),
     start=st.integers(0, SIZE - 1),

@@ -77,6 +77,7 @@ ingest(Repository.open(sys.argv[1]), sys.argv[2], "pets", shard_bytes=int(sys.ar
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_remote_ingest_goes_on(repository, remote, source):
     where, options = source
     ingest(repository, str(where), "pets", **options)

@@ -4,7 +4,6 @@ import shutil
 import tempfile
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +15,7 @@ from datasvc.shards.delete import delete
 from datasvc.shards.diff import diff
 from datasvc.shards.merge import merge
 from datasvc.shards.versions import describe_tables, read_tables
+from tests.examples import examples
 from tests.shards.versions import LABELLED_SCHEMA, write_table, write_version
 
 CLASSES = ("ant", "bee", "cat", "dog")
@@ -178,4 +178,4 @@ class Versions(RuleBasedStateMachine):
 
 
 TestVersions = Versions.TestCase
-TestVersions.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+TestVersions.settings = examples(15, stateful_step_count=12, deadline=None)

@@ -85,6 +85,7 @@ for name in ("horovod.tensorflow", "horovod.keras", "horovod.spark", "horovod.to
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_horovodrun_is_the_launcher(tmp_path):
     done = run("-m", "horovod.runner.launch", "-np", "1", "echo", "started", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr

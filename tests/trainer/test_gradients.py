@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import trainer as hvd
+from tests.examples import examples
 from trainer.compression import Compressor
 from trainer.compression_with_memory import RESIDUAL
 from trainer.gradient_bucket import DenseBucket, Reduction, view_like
@@ -170,7 +171,7 @@ class Parameters(nn.Module):
         self.tensors = nn.ParameterList([torch.zeros(shape) for shape in shapes])
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(
     shapes,
     st.integers(0, 2**31),

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
@@ -19,6 +19,7 @@ from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
 from datasvc.models import restore, save
 from datasvc.models.foreign import export_model, import_model
 from datasvc.models.foreign.dcp_folders import write_dcp_folder
+from tests.examples import examples
 
 STATE = {
     "model": {"w": torch.randn(40, 3), "b": torch.randn(3).bfloat16(), "n": torch.tensor(5)},
@@ -252,7 +253,7 @@ def test_a_list_index_of_any_size_costs_nothing(repository, tmp_path):
     assert torch.equal(restore(repository, "m").state["model"][1 << 60]["w"], STATE["model"]["w"])
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_flipped_bit_in_a_data_file_is_never_imported_as_other_data(repository, tmp_path, data):
     state = {"model": {"w": torch.arange(40.0)}, "name": "abcdefgh"}
@@ -271,7 +272,7 @@ def test_a_flipped_bit_in_a_data_file_is_never_imported_as_other_data(repository
     assert same(repository, "m", "whole")  # what fills the archive up
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_metadata_is_refused_in_our_words(repository, tmp_path, data):
     folder = tmp_path / "dcp"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -14,6 +14,7 @@ from datasvc.models import restore, save
 from datasvc.models.foreign import export_model, import_model
 from datasvc.models.foreign.safetensors_header import DTYPES, MAX_HEADER_BYTES, encode_header, read_header
 from datasvc.models.records import ITEM_BYTES
+from tests.examples import examples
 from tests.models.stored import flip_last_byte, object_file
 
 EVERY_DTYPE = {name: (torch.arange(6) % 2).to(getattr(torch, dtype)).reshape(2, 3) for name, dtype in DTYPES.items()}
@@ -229,7 +230,7 @@ def test_index_and_files_must_agree(repository, tmp_path):
     assert import_model(repository, tmp_path, "m").ignored == ("b",)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_imported_as_it_is_or_refused_in_our_words(repository, tmp_path, data):
     header = encode_header([("a", "float32", (2, 3)), ("b", "int8", (5,))], {})

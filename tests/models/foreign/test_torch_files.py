@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,6 +17,7 @@ from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
 from datasvc.models import restore, save
 from datasvc.models.foreign import export_model, import_model, plain_pickle, torch_files
 from datasvc.models.foreign.torch_files import save_to
+from tests.examples import examples
 
 STATE = {
     "model": collections.OrderedDict(w=torch.randn(4, 3), b=torch.randn(3)),
@@ -229,7 +230,7 @@ def test_a_dtype_that_cannot_be_stored_is_named_unless_it_is_left_out(repository
     assert list(restore(repository, "m").state["model"]) == ["v"]
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_hostile_bytes_are_refused_in_our_words_and_never_run(repository, tmp_path, data):
     whole = bytes_of(

@@ -96,7 +96,10 @@ def test_a_column_that_old_shards_lack_is_null_in_them(repository, tmp_path):
     assert [table.to_pylist() for table in tables] == [[{"key": "a", "text": None}], [{"key": "b", "text": "x"}]]
 
 
-@pytest.mark.parametrize("export_format", FORMATS)
+@pytest.mark.parametrize(
+    "export_format",
+    [name if name == "webdataset" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS],
+)
 def test_any_number_of_workers_writes_the_same_files(repository, tmp_path, export_format):
     dataset = write_photos(repository, [f"{number}" for number in range(20)], shards=5)
     counted = []

@@ -4,12 +4,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.shards.sources.arrow_files import ArrowFiles
 from datasvc.shards.sources.options import SourceOptions
+from tests.examples import examples
 from tests.samples import jpeg
 from tests.shards.sources.reading import read_all, to_memory
 from tests.shards.sources.tables import tables
@@ -27,7 +28,7 @@ def write(folder, name, table, *, form="file", batch=None, **options):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=40)
+@examples(40)
 @given(table=tables(), batch=st.integers(1, 7))
 def test_samples_are_the_rows_of_any_table(tmp_path_factory, form, table, batch):
     path = write(tmp_path_factory.mktemp("arrow"), "a.arrow", table, form=form, batch=batch)
@@ -149,7 +150,7 @@ def test_a_stream_that_is_cut_off_ends_with_a_bad_sample(tmp_path, scheme):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=150)
+@examples(150)
 @given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 def test_any_flipped_byte_is_an_error_or_a_value_but_never_a_crash(tmp_path_factory, form, place, flip):
     table = {"x": range(50), "text": ["word"] * 50, "tags": [["a", "b"]] * 50}

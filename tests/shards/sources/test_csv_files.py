@@ -7,12 +7,13 @@ import pickle
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.shards.sources.csv_files import CsvFiles
 from datasvc.shards.sources.options import SourceOptions
+from tests.examples import examples
 from tests.shards.sources.reading import read_all, to_memory
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
@@ -37,7 +38,7 @@ def values(source):
 TEXT = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\r\0"), max_size=12)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(st.lists(st.tuples(TEXT, st.integers(-(1 << 62), 1 << 62), st.floats(allow_nan=False)), min_size=1), st.data())
 def test_rows_are_what_the_csv_module_wrote(tmp_path_factory, rows, data):
     buffer = io.StringIO()

@@ -6,7 +6,7 @@ import pickle
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError
@@ -14,6 +14,7 @@ from datasvc.shards.sources import json_lines, line_blocks
 from datasvc.shards.sources.json_lines import JsonLines
 from datasvc.shards.sources.line_blocks import read_line_blocks
 from datasvc.shards.sources.options import SourceOptions
+from tests.examples import examples
 from tests.shards.sources.reading import read_all, to_memory
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
@@ -52,7 +53,7 @@ SAMPLE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(st.lists(SAMPLE, min_size=1, max_size=10))
 def test_samples_are_the_objects_that_were_written(tmp_path_factory, samples):
     path = write(tmp_path_factory.mktemp("json"), "a.jsonl", lines(samples))
@@ -71,7 +72,7 @@ def test_text_that_looks_like_dates_stays_text(tmp_path):
     assert values(listed(tmp_path, lines(samples))) == (samples, {})
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.binary(max_size=12).map(lambda raw: raw.replace(b"\n", b"")), max_size=12), st.data())
 def test_ranges_side_by_side_give_each_line_once(all_lines, data):
     content = b"\n".join(all_lines)

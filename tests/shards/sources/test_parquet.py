@@ -7,12 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.parquet import PART_BYTES, Parquet
+from tests.examples import examples
 from tests.samples import jpeg
 from tests.shards.sources.reading import read_all, to_memory
 from tests.shards.sources.tables import tables
@@ -25,7 +26,7 @@ def write(folder, name, table, **options):
     return path
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(tables(), st.integers(1, 7))
 def test_samples_are_the_rows_of_any_table(tmp_path_factory, table, row_group_size):
     path = write(tmp_path_factory.mktemp("parquet"), "a.parquet", table, row_group_size=row_group_size)
@@ -205,7 +206,7 @@ def test_pages_that_do_not_decode_end_the_part_with_a_bad_sample(tmp_path, compr
     assert "99999" in bad.reason
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 def test_any_flipped_byte_is_an_error_or_a_value_but_never_a_crash(tmp_path_factory, place, flip):
     table = {"x": range(50), "text": ["word"] * 50, "tags": [["a", "b"]] * 50}

@@ -2,10 +2,10 @@
 
 import math
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule  # noqa: F401
 
+from tests.examples import examples
 from trainer.elastic.actions import Dismiss, Finish, Say, Seated, Start, Stop
 from trainer.elastic.limits import Limits
 from trainer.elastic.membership import Membership
@@ -240,4 +240,4 @@ class MembershipLaws(RuleBasedStateMachine):
 
 
 TestMembershipLaws = MembershipLaws.TestCase
-TestMembershipLaws.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestMembershipLaws.settings = examples(40, stateful_step_count=40, deadline=None)

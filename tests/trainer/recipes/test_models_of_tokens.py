@@ -5,11 +5,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from datasvc.errors import ConfigError
+from tests.examples import examples
 from trainer.recipes.models import build_model
 from trainer.recipes.models.gpt import GPT, mask_documents
 
@@ -41,7 +42,7 @@ def pack(sizes):
     return torch.from_numpy(documents)[None], torch.from_numpy(positions)[None]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(place=st.integers(0, BLOCK - 1), seed=st.integers(0, 99), documents=st.booleans())
 def test_changing_a_token_never_changes_earlier_logits(place, seed, documents):
     model = make_gpt().eval()
@@ -55,7 +56,7 @@ def test_changing_a_token_never_changes_earlier_logits(place, seed, documents):
     assert (after[:, place] - before[:, place]).abs().max() > 1e-4
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(cuts=st.sets(st.integers(1, BLOCK - 1)), seed=st.integers(0, 99))
 def test_a_packed_document_has_the_logits_that_it_has_alone(cuts, seed):
     model = make_gpt().eval()

@@ -1,10 +1,9 @@
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 
 from datasvc.errors import ConfigError
+from trainer.__main__ import main
 from trainer.recipes.batch_plan import BatchPlan, plan_batches
 from trainer.recipes.config import TrainConfig
 from trainer.recipes.options import parse_options
@@ -19,7 +18,23 @@ def config_of(*words):
     return parse_options([*WORDS, *words]).config()
 
 
-def test_every_setting_is_an_option_with_a_help():
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """Runs the training program in this process; returns its exit status and what it printed."""
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["trainer", *words])
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_every_setting_is_an_option_with_a_help(program):
     assert config_of() == TrainConfig(**REQUIRED)
     # fmt: off
     config = config_of(
@@ -32,10 +47,11 @@ def test_every_setting_is_an_option_with_a_help():
     assert config.parse_milestones() == ((1.0, 0.1), (2.0, 0.01))
     assert (config.betas, config.clip_norm, config.cache) == ((0.8, 0.9), 1.0, "/c")
     assert config.parse_model_options() == {"a": 1, "b": "x"}
-    helps = subprocess.run([sys.executable, "-m", "trainer", "--help"], capture_output=True, text=True, check=True)
+    status, helps, _ = program("--help")
+    assert status == 0
     for field in dataclasses.fields(TrainConfig):
-        assert f"--{field.name.replace('_', '-')}" in helps.stdout
-    assert "peak rate: for the global batch" in " ".join(helps.stdout.split())
+        assert f"--{field.name.replace('_', '-')}" in helps
+    assert "peak rate: for the global batch" in " ".join(helps.split())
 
 
 @pytest.mark.parametrize(
@@ -108,20 +124,19 @@ def test_akiba_s_preset_starts_slowly():
     assert found == pytest.approx([0.5, 0.5, 0.075, 0.01, 0.001])
 
 
-def test_show_config_prints_every_setting_with_its_source_and_runs_nothing():
-    words = [sys.executable, "-m", "trainer", "--preset", "jia2018", "--show-config", "--precision", "bf16"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if not line.startswith("#")}
+def test_show_config_prints_every_setting_with_its_source_and_runs_nothing(program):
+    status, shown, _ = program("--preset", "jia2018", "--show-config", "--precision", "bf16")
+    assert status == 0
+    lines = {line.split()[0]: line for line in shown.splitlines() if not line.startswith("#")}
     assert lines.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
     assert lines["precision"].split() == ["precision", "bf16", "command", "line"]
     assert lines["data"].split() == ["data", "?", "required"]
 
 
-def test_what_is_missing_or_unknown_ends_with_a_usage_message():
-    words = [sys.executable, "-m", "trainer"]
-    done = subprocess.run([*words, "--data", "d"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "required: --repo, --name" in done.stderr
+def test_what_is_missing_or_unknown_ends_with_a_usage_message(program):
+    status, _, said = program("--data", "d")
+    assert status == 2
+    assert "required: --repo, --name" in said
     with pytest.raises(ConfigError, match="goyal2017"):
         parse_options(["--preset", "nobody1999"])
 
