@@ -119,6 +119,20 @@ def test_a_file_imports_only_rooms_below_its_own(path):
     assert violations(path, module_of(path)) == []
 
 
+BUILDS = ("", "_listed", "_options", "_streamed")
+INGEST = {"ingest", "ingest_commit", "plan", "dry_run", "engines", "check", *(f"build{end}" for end in BUILDS)}
+VERSIONS = (
+    "combine", "common_keys", "dataset", "delete", "deletions", "diff", "keys", "labels", "merge", "overview",
+    "split_overlap", "table", "verify", "versions",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_what_versions_are_made_of_imports_nothing_that_ingests(name):
+    ingest = {f"datasvc.shards.{module}" for module in INGEST}
+    assert not imports(ROOT / "datasvc" / "shards" / f"{name}.py") & ingest
+
+
 @pytest.mark.parametrize(
     ("module", "line"),
     [

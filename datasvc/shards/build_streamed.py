@@ -20,10 +20,10 @@ from datasvc.repository.journal import Journal
 from datasvc.shards.build import BuiltShard, Progress, Report, ShardFinisher, UnitResult, Work
 from datasvc.shards.check import CheckedBatch, check_batch
 from datasvc.shards.digests import BlobParts
-from datasvc.shards.plan import HELD_OUT_SPLIT, PARTS_AT_ONCE, Unit, is_held_out, permute_in_shard
+from datasvc.shards.plan import PARTS_AT_ONCE, Unit, is_held_out, permute_in_shard
 from datasvc.shards.schema import KEY
 from datasvc.shards.sources.source import BadSample, Part, StreamedSource
-from datasvc.shards.sources.splits import DEFAULT_SPLIT
+from datasvc.shards.sources.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.writer import is_gathered
 
 # A shard is made of so many turns of the parts that are read side by side.

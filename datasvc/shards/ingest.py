@@ -16,9 +16,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from datasvc.errors import ConfigError, ConflictError, SourceChangedError, UnavailableError
+from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
 from datasvc.processors import count_processors
-from datasvc.repository import Entry, ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.journal import Journal
 from datasvc.repository.objects import digest_of
 from datasvc.repository.references import check_name
@@ -26,13 +26,14 @@ from datasvc.repository.storage import redact_url
 from datasvc.shards.build import BuiltShard, Progress, Report, UnitResult, Work
 from datasvc.shards.build_options import SHARD_BYTES, BuildOptions
 from datasvc.shards.class_names import name_tables
-from datasvc.shards.combine import OnCommon, append_splits, keep_splits
+from datasvc.shards.combine import OnCommon
 from datasvc.shards.dataset import open_dataset
 from datasvc.shards.engines import EngineName, run_units
 from datasvc.shards.images import Reencoding
+from datasvc.shards.ingest_commit import IngestCommit
 from datasvc.shards.labels import combine_classes, plan_labels
 from datasvc.shards.lean_memory import lean_arrow
-from datasvc.shards.plan import HELD_OUT_SPLIT, Unit, plan_units, relabelled
+from datasvc.shards.plan import Unit, plan_units, relabelled
 from datasvc.shards.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.repeats import Repeat, Repeats, drop_repeats
 from datasvc.shards.schema import stored_schema
@@ -41,22 +42,14 @@ from datasvc.shards.sources.files import FileReader
 from datasvc.shards.sources.options import SourceOptions
 from datasvc.shards.sources.python_samples import PythonSamples
 from datasvc.shards.sources.source import BadSample, ListedSource, Source, StreamedSource
-from datasvc.shards.sources.splits import DEFAULT_SPLIT
-from datasvc.shards.split_overlap import (
-    ENTRY_FIELD,
-    OnSplitOverlap,
-    Overlap,
-    accepted_counts,
-    check_on_overlap,
-    settle_overlaps,
-)
+from datasvc.shards.sources.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
+from datasvc.shards.split_overlap import OnSplitOverlap, Overlap, check_on_overlap
 from datasvc.shards.table import ShardTable, TableRow
-from datasvc.shards.versions import VAL_FRACTION, describe_tables, read_val_fraction
+from datasvc.shards.versions import VAL_FRACTION, read_val_fraction
 
 OnBad = Literal["fail", "skip"]
 Duplicates = Literal["keep", "drop", "fail"]
 
-_LOOKED_BACK = 64
 PLAN_FORMAT = 1  # part of a journal's name: shards made by another rule are never continued
 
 
@@ -196,7 +189,17 @@ def ingest(
             "quarantine": store_quarantine(repository.objects, bad),
             VAL_FRACTION: own_fraction,
         }
-        commit = _Commit(plan, tables, about, append=append, on_common=on_common, on_overlap=on_split_overlap)
+        commit = IngestCommit(
+            repository,
+            name,
+            tables,
+            about,
+            attempt=plan.attempt,
+            append=append,
+            on_common=on_common,
+            on_overlap=on_split_overlap,
+            keys_are_places=opened.keys_are_places,
+        )
         committed = commit.run()
         with suppress(UnavailableError):  # it is committed: what is left of the journal is for `gc`
             plan.journal.remove()
@@ -238,15 +241,6 @@ class _Plan:
     journal: Journal
     attempt: str
     has_source_changed: bool
-
-    def find_committed(self, ingest_id: str) -> Entry | None:
-        """Return the version that this very ingest committed: before it was interrupted, or its twin just now."""
-        log = self.repository.versions("datasets", self.name)
-        for number in log.numbers()[: -_LOOKED_BACK - 1 : -1]:
-            entry = log.read(number)
-            if entry.content.get("ingest") == ingest_id:
-                return entry
-        return None
 
 
 def _make_plan(
@@ -351,102 +345,6 @@ def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]
         for shard in result.shards:
             rows.setdefault(shard.split, []).append(shard.row)
     return {split: ShardTable.build(each, plan.work.schema, plan.work.classes) for split, each in rows.items()}
-
-
-class _CommittedError(Exception):
-    """Ends a commit: the log holds this very ingest already."""
-
-    def __init__(self, entry: Entry) -> None:
-        super().__init__()
-        self.entry = entry
-
-
-class _Commit:
-    """Commits the tables once, whoever else commits meanwhile, a twin of this ingest included.
-
-    Attributes:
-        overlaps: samples that two splits share, of the last attempt.
-    """
-
-    def __init__(
-        self,
-        plan: _Plan,
-        tables: Mapping[str, ShardTable],
-        about: Mapping[str, Any],
-        *,
-        append: bool,
-        on_common: OnCommon,
-        on_overlap: OnSplitOverlap,
-    ) -> None:
-        self.overlaps: list[Overlap] = []
-        self._plan = plan
-        self._tables = tables
-        self._append = append
-        self._on_common: OnCommon = on_common
-        self._on_overlap: OnSplitOverlap = on_overlap
-        names = [list(table.classes) for table in tables.values()]
-        options = json.dumps(
-            [append, on_common, on_overlap, names, about["message"], about["source"]], sort_keys=True
-        )
-        self._about = {**about, "ingest": f"{plan.attempt}-{digest_of(options.encode())[:16]}"}
-
-    def run(self) -> Entry:
-        """Return the committed version. Raises as `ingest`."""
-        try:
-            return self._plan.repository.versions("datasets", self._plan.name).append(self._build)
-        except _CommittedError as already:
-            return already.entry
-
-    def _build(self, head: int) -> dict[str, Any]:
-        committed = self._plan.find_committed(self._about["ingest"])
-        if committed is not None:
-            raise _CommittedError(committed)
-        if self._append and head:
-            return self._build_append(head)
-        objects = self._plan.repository.objects
-        tables, shared, self.overlaps = settle_overlaps(
-            objects, self._tables, self._on_overlap, keys_are_places=self._plan.work.source.keys_are_places
-        )
-        added = {split: table.num_samples for split, table in tables.items()}
-        return {**self._about, "added": added, ENTRY_FIELD: shared, "splits": describe_tables(objects, tables)}
-
-    def _build_append(self, head: int) -> dict[str, Any]:
-        repository = self._plan.repository
-        objects = repository.objects
-        before = open_dataset(repository, f"{self._plan.name}@{head}")
-        if read_val_fraction(repository, before.resolved) != self._about[VAL_FRACTION]:
-            raise ConflictError(
-                f"{before.resolved}, committed meanwhile, holds out another share; run this once more"
-            )
-        old = {split: each.table for split, each in before.items()}
-        accepted = accepted_counts(before.entry.content)
-        new = self._tables
-        keys_are_places = self._plan.work.source.keys_are_places
-        if not keys_are_places:
-            new = keep_splits(objects, old, new, on_common=self._on_common)
-        joined = append_splits(objects, old, new, on_common=self._on_common)
-        joined, shared, self.overlaps = settle_overlaps(
-            objects,
-            joined,
-            self._on_overlap,
-            keys_are_places=keys_are_places,
-            # What is new is compared with all, whatever was accepted before.
-            checked=old if accepted is not None else None,
-        )
-        added = {split: joined[split].num_samples - (old[split].num_samples if split in old else 0) for split in new}
-        # A split that nothing is added to keeps its table, and with it the loader states that refer to it.
-        touched = {split: table for split, table in joined.items() if split in new or table is not old[split]}
-        return {
-            **self._about,
-            "parent": str(before.resolved),
-            "change": {"kind": "append"},
-            "added": added,
-            ENTRY_FIELD: dict(Counter(shared) + Counter(accepted or {})),
-            "splits": {
-                **before.entry.content["splits"],
-                **describe_tables(objects, touched, before=old.values()),
-            },
-        }
 
 
 def choose_val_fraction(repository: Repository, name: str, given: float | None, *, append: bool) -> float:

@@ -22,9 +22,8 @@ from datasvc.errors import ConfigError
 from datasvc.keyed import Integers, KeyedPermutation, derive_keys
 from datasvc.shards.build_options import BuildOptions
 from datasvc.shards.sources.source import ImageFile, ListedSource, Part, Source, StreamedSource
-from datasvc.shards.sources.splits import DEFAULT_SPLIT
+from datasvc.shards.sources.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
-HELD_OUT_SPLIT: Final = "val"
 PARTS_AT_ONCE: Final = 8
 _FILES, _IN_SHARD, _PARTS = 16, 17, 18  # purposes of keys; those of the access order are below
 # A unit makes some shards, so that few are cut short at its end; a source makes some units, so that many can work.

@@ -22,9 +22,8 @@ from datasvc.shards.common_keys import hash_keys, is_in
 from datasvc.shards.deletions import Flags, delete_samples, load_deletions
 from datasvc.shards.index import SampleIndex
 from datasvc.shards.keys import SplitKeys, take_keys
-from datasvc.shards.plan import HELD_OUT_SPLIT
 from datasvc.shards.schema import is_blob
-from datasvc.shards.sources.splits import DEFAULT_SPLIT
+from datasvc.shards.sources.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.table import ShardTable
 
 OnSplitOverlap = Literal["fail", "drop", "keep"]

@@ -17,6 +17,7 @@ from datasvc.gc import list_old, named_objects, sweep, unmark
 from datasvc.repository import Repository
 from datasvc.repository.journal import Journal
 from datasvc.shards import engines, ingest, open_dataset
+from datasvc.shards.ingest_commit import IngestCommit
 from datasvc.shards.sources import ImageFolder, SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.verify import verify
@@ -210,14 +211,13 @@ def test_a_gc_that_runs_while_an_old_ingest_goes_on_takes_nothing_of_it(reposito
 
 def ingest_together(url, source, barrier):
     """Ingest, and wait before the commit until the twin stands there too."""
-    commit = sys.modules["datasvc.shards.ingest"]._Commit
-    run = commit.run
+    run = IngestCommit.run
 
     def run_together(self):
         barrier.wait(timeout=60)
         return run(self)
 
-    commit.run = run_together
+    IngestCommit.run = run_together
     ingest(Repository.open(url), source, "pets", **LISTED)
 
 

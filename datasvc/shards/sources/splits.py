@@ -7,6 +7,7 @@ from typing import Final
 
 SPLIT_NAMES: Final = frozenset({"train", "val", "valid", "validation", "test"})
 DEFAULT_SPLIT: Final = "train"
+HELD_OUT_SPLIT: Final = "val"
 _PREFIX: Final = re.compile(rf"(.*[-_.])?({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})([-_.\d].*)?")
 
 
