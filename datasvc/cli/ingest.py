@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EXIT_LEFT_OUT = 6
 _EVENT_INTERVAL_S = 1.0
 _SHOWN = 20
+_LISTED_OVERLAPS = 1000
 
 
 class OnBad(StrEnum):
@@ -261,12 +262,15 @@ def _facts(done: IngestReport) -> dict[str, Any]:
 
 
 def overlap_facts(overlap: Overlap) -> dict[str, Any]:
-    """Return what two splits share as JSON values."""
+    """Return what two splits share as JSON values: how many samples, and the first of them."""
     return {
         "kind": overlap.kind,
         "split": overlap.split,
         "other": overlap.other,
-        "samples": [{"key": sample.key, "other_key": sample.other_key} for sample in overlap.samples],
+        "num_samples": len(overlap.samples),
+        "samples": [
+            {"key": sample.key, "other_key": sample.other_key} for sample in overlap.samples.first(_LISTED_OVERLAPS)
+        ],
     }
 
 

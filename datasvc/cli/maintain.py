@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Final
 
 import typer
@@ -44,7 +44,8 @@ def verify(
     with byte_progress(f"verifying {ref}") as (set_total, advance):
         done = run_verify(Repository.open(repo), ref, deep=deep, begin=set_total, report=advance)
     if as_json:
-        print_json({**asdict(done), "overlaps": [overlap_facts(overlap) for overlap in done.overlaps]})
+        facts = asdict(replace(done, overlaps=()))
+        print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in done.overlaps]})
     else:
         how = "read and compared" if deep else "looked at by size; --deep reads every byte"
         typer.echo(

@@ -125,6 +125,11 @@ class Places:
     def __getitem__(self, chosen: Integers | Flags) -> Places:
         return Places(self.shards[chosen], self.rows[chosen])
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[Places]) -> Places:
+        """Return the places of all parts, of which there is one at least."""
+        return cls(np.concatenate([each.shards for each in parts]), np.concatenate([each.rows for each in parts]))
+
     def by_shard(self) -> dict[int, Integers]:
         """Return the rows by shard, both ascending."""
         order = np.lexsort((self.rows, self.shards))

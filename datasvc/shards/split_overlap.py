@@ -1,7 +1,7 @@
 """Samples that two splits of a version share, by their key or by what they hold: validation data in the training.
 
-Found from the sample indexes alone: no image is read. What is held for each sample is a hash of eight bytes, of the
-smaller of two splits; samples whose hashes meet are compared as they are, so the result is exact.
+Found from the sample indexes alone: no image is read. `matching` says what is held of them; shared samples stay Arrow
+and NumPy arrays, however many there are.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.keyed import Integers
 from datasvc.repository import Objects
-from datasvc.shards.common_keys import hash_keys, is_in
 from datasvc.shards.deletions import Flags, delete_samples, load_deletions
 from datasvc.shards.index import SampleIndex
-from datasvc.shards.keys import SplitKeys, take_keys
+from datasvc.shards.keys import Places, SplitKeys, take_keys
+from datasvc.shards.matching import ShardValues, Side, match_values
 from datasvc.shards.schema import is_blob
 from datasvc.shards.sources.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.table import ShardTable
@@ -43,7 +45,7 @@ class SharedSample(NamedTuple):
 
     Attributes:
         key: of the sample.
-        other_key: of the sample like it in the other split.
+        other_key: of the first sample like it in the other split.
         shard: number of its shard in its table.
         row: its place in the shard's file.
     """
@@ -52,6 +54,40 @@ class SharedSample(NamedTuple):
     other_key: str
     shard: int
     row: int
+
+
+@dataclass(frozen=True)
+class SharedSamples:
+    """Samples of one split that another split has too, as arrays: there may be as many as the split has.
+
+    Attributes:
+        keys: Arrow array of `n` strings.
+        other_keys: Arrow array of `n` strings: of the first sample like it in the other split.
+        places: where the samples are.
+    """
+
+    keys: pa.Array
+    other_keys: pa.Array
+    places: Places
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[SharedSample]:
+        """Yield the samples, each made when it is asked for."""
+        for key, other_key, shard, row in zip(
+            self.keys, self.other_keys, self.places.shards, self.places.rows, strict=True
+        ):
+            yield SharedSample(key.as_py(), other_key.as_py(), int(shard), int(row))
+
+    def take(self, chosen: Integers) -> SharedSamples:
+        """Return the samples at these places of the arrays."""
+        numbers = pa.array(chosen)
+        return SharedSamples(self.keys.take(numbers), self.other_keys.take(numbers), self.places[chosen])
+
+    def first(self, count: int) -> SharedSamples:
+        """Return the first `count`, or all if there are fewer."""
+        return self.take(np.arange(min(count, len(self))))
 
 
 @dataclass(frozen=True)
@@ -68,12 +104,12 @@ class Overlap:
     kind: OverlapKind
     split: str
     other: str
-    samples: Sequence[SharedSample]
+    samples: SharedSamples
 
     def __str__(self) -> str:
         named = [
             repr(sample.key) if sample.key == sample.other_key else f"{sample.key!r} (as {sample.other_key!r})"
-            for sample in self.samples[:_NAMED]
+            for sample in self.samples.first(_NAMED)
         ]
         more = f" and {len(self.samples) - _NAMED} more" if len(self.samples) > _NAMED else ""
         return (
@@ -110,13 +146,12 @@ def find_overlaps(
             every = np.arange(tables[split].num_shards)
             old = np.setdiff1d(every, new[split])
             # All that is new of the one against the whole other; then what is old of the one against the new.
-            samples = [
+            found = [
                 *_find_shared(objects, kind, (tables[split], new[split]), (tables[other], None)),
                 *_find_shared(objects, kind, (tables[split], old), (tables[other], new[other])),
             ]
-            if samples:
-                samples.sort(key=lambda sample: (sample.shard, sample.row))
-                overlaps.append(Overlap(kind, split, other, samples))
+            if found:
+                overlaps.append(Overlap(kind, split, other, _join(found)))
     return overlaps
 
 
@@ -147,12 +182,13 @@ def settle_overlaps(
         ConfigError: nothing would be left of a split.
     """
     found = find_overlaps(objects, tables, checked=checked)
-    known = {_pair(overlap, sample) for overlap in accepted for sample in overlap.samples}
+    known = list(accepted)
     overlaps = []
     for overlap in found:
-        is_accepted = keys_are_places and overlap.kind == "key"
-        samples = [s for s in overlap.samples if not is_accepted and _pair(overlap, s) not in known]
-        if samples:
+        if keys_are_places and overlap.kind == "key":
+            continue
+        samples = overlap.samples.take(np.flatnonzero(~_is_known(overlap, known)))
+        if len(samples):
             overlaps.append(replace(overlap, samples=samples))
     if overlaps and on_overlap == "fail":
         raise ConflictError(
@@ -202,100 +238,70 @@ def count_unchecked(tables: Mapping[str, ShardTable]) -> int:
     return sum(int(table.samples_per_shard[~_is_indexed(table)].sum()) for table in tables.values())
 
 
-class _Sample(NamedTuple):
-    value: Any
-    key: str
-    shard: int
-    row: int
-
-
-class _Side:
-    """The live samples of some shards of a split, as what they are compared by."""
-
-    def __init__(self, objects: Objects, kind: OverlapKind, table: ShardTable, shards: Integers | None) -> None:
-        chosen = np.arange(table.num_shards) if shards is None else shards
-        self._kind = kind
-        self._objects = objects
-        self._table = table
-        self._keys = SplitKeys(objects, table, chosen[_is_indexed(table)[chosen]] if kind == "payload" else chosen)
-        self.num_samples = self._keys.num_samples
-
-    def read_hashes(self) -> Integers:
-        """Return the hashes of all samples, ascending: `int64[num_samples]`."""
-        hashes = [_hash(values) for _, _, values, _ in self._read()]
-        return np.sort(np.concatenate(hashes)) if hashes else np.empty(0, np.int64)
-
-    def find(self, hashes: Integers) -> Iterator[_Sample]:
-        """Yield the samples whose hash is one of `hashes`, which ascend."""
-        for shard, rows, values, keys in self._read():
-            met = np.flatnonzero(is_in(_hash(values), hashes))
-            if len(met):
-                places = rows[met].tolist()
-                chosen = pa.array(met)
-                held = (values.take(chosen).to_pylist(), keys.take(chosen).to_pylist())
-                yield from (_Sample(*sample) for sample in zip(*held, [shard] * len(met), places, strict=True))
-
-    def _read(self) -> Iterator[tuple[int, Integers, pa.Array, pa.Array]]:
-        for shard in self._keys.shards.tolist():
-            if self._kind == "key":
-                each = self._keys.read(shard)
-                yield shard, each.rows, each.keys, each.keys
-                continue
-            digest = self._table.index(shard)
-            assert digest is not None
-            index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
-            rows = self._keys.live_rows(shard)
-            # Without a blob the payload digest is the sample's: equal values are no equal images.
-            rows = rows[(index.digests("payload") != index.digests("sample"))[rows]]
-            yield (
-                shard,
-                rows,
-                take_keys(index.table.column("payload"), rows),
-                take_keys(index.table.column("key"), rows),
-            )
-
-
 def _find_shared(
     objects: Objects,
     kind: OverlapKind,
     own: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
-) -> list[SharedSample]:
-    """Return the samples of `own` that `other` has too; each is a table and its shards that count, None for all."""
+) -> Iterator[SharedSamples]:
+    """Yield the samples of `own` that `other` has too, if any; both are a table and its shards, None for all."""
     if kind == "payload" and not (_has_blobs(own[0]) and _has_blobs(other[0])):
-        return []
-    mine, theirs = _Side(objects, kind, *own), _Side(objects, kind, *other)
-    if not (mine.num_samples and theirs.num_samples):
-        return []
-    small, large = (mine, theirs) if mine.num_samples <= theirs.num_samples else (theirs, mine)
-    candidates = list(large.find(small.read_hashes()))
-    if not candidates:
-        return []
-    values = {sample.value for sample in candidates}
-    confirmed = [sample for sample in small.find(np.sort(_hash_values(values, kind))) if sample.value in values]
-    samples, others = (confirmed, candidates) if small is mine else (candidates, confirmed)
-    keys: dict[Any, str] = {}
-    for sample in others:
-        keys.setdefault(sample.value, sample.key)
-    return [
-        SharedSample(sample.key, keys[sample.value], sample.shard, sample.row)
-        for sample in samples
-        if sample.value in keys
-    ]
+        return
+    side = _key_side if kind == "key" else _payload_side
+    found = match_values(side(objects, *other), side(objects, *own))
+    if len(found):
+        keys = (found.attached_b, found.attached_a) if kind == "payload" else (found.values, found.values)
+        yield SharedSamples(*keys, found.b)
 
 
-def _hash(values: pa.Array) -> Integers:
-    if pa.types.is_fixed_size_binary(values.type) and len(values):
-        return np.frombuffer(b"".join(values.to_pylist()), np.int64)[::2]
-    return hash_keys(values)
+def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
+    keys = SplitKeys(objects, table, shards)
+
+    def read() -> Iterator[ShardValues]:
+        for each in keys:
+            yield ShardValues(each.shard, each.rows, each.keys, partial(pa.nulls, len(each.rows)))
+
+    return Side(keys.num_samples, read)
 
 
-def _hash_values(values: set[Any], kind: OverlapKind) -> Integers:
-    return _hash(pa.array(list(values), pa.binary(16) if kind == "payload" else pa.large_string()))
+def _payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
+    chosen = np.arange(table.num_shards) if shards is None else shards
+    keys = SplitKeys(objects, table, chosen[_is_indexed(table)[chosen]])
+
+    def read() -> Iterator[ShardValues]:
+        for shard in keys.shards.tolist():
+            digest = table.index(shard)
+            assert digest is not None
+            index = SampleIndex.decode(objects.read(digest), objects.location(digest))
+            rows = keys.live_rows(shard)
+            # Without a blob the payload digest is the sample's: equal values are no equal images.
+            rows = rows[(index.digests("payload") != index.digests("sample"))[rows]]
+            payloads = take_keys(index.table.column("payload"), rows)
+            yield ShardValues(shard, rows, payloads, partial(take_keys, index.table.column("key"), rows))
+
+    return Side(keys.num_samples, read)
 
 
-def _pair(overlap: Overlap, sample: SharedSample) -> tuple[str, str, str, str, str]:
-    return overlap.kind, overlap.split, overlap.other, sample.key, sample.other_key
+def _join(parts: Sequence[SharedSamples]) -> SharedSamples:
+    """Return the samples of all parts in the order of their table."""
+    joined = SharedSamples(
+        pa.concat_arrays([each.keys for each in parts]),
+        pa.concat_arrays([each.other_keys for each in parts]),
+        Places.concatenate([each.places for each in parts]),
+    )
+    return joined.take(np.lexsort((joined.places.rows, joined.places.shards)))
+
+
+def _is_known(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
+    """Return which samples of an overlap are accepted, together with the very samples that they are equal to."""
+    known = np.zeros(len(overlap.samples), np.bool_)
+    for other in accepted:
+        if (other.kind, other.split, other.other) == (overlap.kind, overlap.split, overlap.other):
+            # A key is in its split once.
+            places = pc.index_in(overlap.samples.keys, value_set=other.samples.keys)
+            same = pc.equal(other.samples.other_keys.take(places), overlap.samples.other_keys)
+            known |= same.fill_null(fill_value=False).to_numpy(zero_copy_only=False)
+    return known
 
 
 def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None) -> Integers:
@@ -317,11 +323,8 @@ def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None)
 
 
 def _rows_by_shard(overlaps: Iterable[Overlap]) -> dict[int, Integers]:
-    rows: dict[int, set[int]] = {}
-    for overlap in overlaps:
-        for sample in overlap.samples:
-            rows.setdefault(sample.shard, set()).add(sample.row)
-    return {shard: np.array(sorted(each), np.int64) for shard, each in rows.items()}
+    places = Places.concatenate([overlap.samples.places for overlap in overlaps])
+    return {shard: np.unique(rows) for shard, rows in places.by_shard().items()}
 
 
 def _is_indexed(table: ShardTable) -> Flags:

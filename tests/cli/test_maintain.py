@@ -104,3 +104,13 @@ def test_durations_are_read(text, seconds):
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(ConfigError):
         parse_duration(text)
+
+
+def test_json_counts_what_two_splits_share_and_lists_the_first_thousand(repository):
+    samples = [{"key": f"{number:04}", "text": ""} for number in range(1001)]
+    write_version(repository, "texts", {"train": [samples], "val": [samples]})
+    done = datasvc("verify", "texts", "--json", repo=repository.url)
+    assert done.returncode == 3
+    (shared,) = json.loads(done.stdout)["overlaps"]
+    assert (shared["kind"], shared["num_samples"], len(shared["samples"])) == ("key", 1001, 1000)
+    assert shared["samples"][-1] == {"key": "0999", "other_key": "0999"}

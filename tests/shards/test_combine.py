@@ -302,7 +302,8 @@ def test_common_keys_are_those_that_both_have_where_they_are_whatever_their_hash
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
             patch.setattr(
-                "datasvc.shards.common_keys.hash_keys", lambda keys: np.array([len(key) for key in keys.to_pylist()])
+                "datasvc.shards.matching.hash_values",
+                lambda keys: np.array([len(key) for key in keys.to_pylist()], np.int64),
             )
         common = find_common_keys(objects, *tables)
     found = {
