@@ -252,6 +252,7 @@ def _facts(done: IngestReport) -> dict[str, Any]:
         "shards": done.num_shards,
         "bytes": done.size_bytes,
         "added": done.num_added,
+        "left_out": done.num_left_out,
         "skipped": [asdict(sample) for sample in done.bad],
         "duplicates": {split: [asdict(each) for each in found] for split, found in done.duplicates.items()},
         "overlaps": [overlap_facts(overlap) for overlap in done.overlaps],
@@ -277,9 +278,16 @@ def overlap_facts(overlap: Overlap) -> dict[str, Any]:
 def _print_report(done: IngestReport) -> None:
     from datasvc.sizes import format_size
 
-    splits = ", ".join(f"{count} {split}" for split, count in done.num_samples.items())
     num_shards = sum(done.num_shards.values())
-    typer.echo(f"committed {done.version}: {splits} samples, {num_shards} shards, {format_size(done.size_bytes)}")
+    typer.echo(
+        f"committed {done.version}: {_counted(done.num_samples)} samples, {num_shards} shards, "
+        f"{format_size(done.size_bytes)}"
+    )
+    if done.num_left_out:
+        typer.echo(
+            f"added {_counted(done.num_added)} samples; left out {_counted(done.num_left_out)} samples of earlier "
+            "versions, which were replaced or are in another split"
+        )
     if done.num_resumed:
         typer.echo(f"went on where it was interrupted: {done.num_resumed} shards were there", err=True)
     if done.has_source_changed:
@@ -300,3 +308,7 @@ def _print_report(done: IngestReport) -> None:
         typer.echo(text_value(str(overlap)), err=True)
     if done.ignored:
         typer.echo(f"ignored: {dict(done.ignored)}", err=True)
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {split}" for split, count in counts.items())

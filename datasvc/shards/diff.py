@@ -157,7 +157,7 @@ def _unshared(
     without: tuple[dict[int, Integers], dict[int, Integers]] = ({}, {})
     num_live = a.samples_per_shard
     shared = 0
-    partners = _partners(a, b)
+    partners = find_partners(a, b)
     for mine, theirs in partners.items():
         if bitmaps[0](mine) == bitmaps[1](theirs):
             shared += int(num_live[mine])
@@ -179,7 +179,7 @@ def _unshared(
     return ours, others, shared
 
 
-def _partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
+def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
     """Return the shards of `a` that `b` has too, and their numbers there; each shard has one partner at most."""
     places: dict[bytes, list[int]] = {}
     for number, digest in enumerate(b.rows.column("digest").to_pylist()):

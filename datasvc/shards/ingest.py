@@ -30,7 +30,7 @@ from datasvc.shards.combine import OnCommon
 from datasvc.shards.dataset import open_dataset
 from datasvc.shards.engines import EngineName, run_units
 from datasvc.shards.images import Reencoding
-from datasvc.shards.ingest_commit import IngestCommit
+from datasvc.shards.ingest_commit import LEFT_OUT, IngestCommit
 from datasvc.shards.labels import combine_classes, plan_labels
 from datasvc.shards.lean_memory import lean_arrow
 from datasvc.shards.plan import Unit, plan_units, relabelled
@@ -62,7 +62,9 @@ class IngestReport:
         num_samples: samples in each split of the version.
         num_shards: shards in each split of the version.
         size_bytes: bytes of all shards of the version.
-        num_added: by how many samples each split grew; without `append` all of them.
+        num_added: samples of this source in each split of the version.
+        num_left_out: samples of the version before that an append leaves out, by split, if there are any: they were
+            replaced, or another split has them, with "drop".
         bad: samples that were left out because they are damaged or repeat a key.
         duplicates: samples that hold the same as an earlier one of their split, by split; left out with "drop".
         overlaps: samples that two splits shared: left out of one with "drop".
@@ -76,6 +78,7 @@ class IngestReport:
     num_shards: dict[str, int]
     size_bytes: int
     num_added: dict[str, int]
+    num_left_out: dict[str, int]
     bad: list[BadSample] = field(default_factory=list)
     duplicates: Mapping[str, Sequence[Repeat]] = field(default_factory=dict)
     overlaps: Sequence[Overlap] = ()
@@ -210,6 +213,7 @@ def ingest(
         num_shards={split: facts["shards"] for split, facts in splits.items()},
         size_bytes=sum(facts["bytes"] for facts in splits.values()),
         num_added=committed.content["added"],
+        num_left_out=committed.content.get(LEFT_OUT, {}),
         bad=bad,
         duplicates=repeats.payloads,
         overlaps=commit.overlaps,

@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Final
+
+import numpy as np
 
 from datasvc.errors import ConflictError
 from datasvc.repository import Entry, Repository
 from datasvc.repository.objects import digest_of
 from datasvc.shards.combine import OnCommon, append_splits, keep_splits
 from datasvc.shards.dataset import open_dataset
+from datasvc.shards.diff import find_partners
 from datasvc.shards.split_overlap import ENTRY_FIELD, OnSplitOverlap, Overlap, accepted_counts, settle_overlaps
 from datasvc.shards.table import ShardTable
 from datasvc.shards.versions import VAL_FRACTION, describe_tables, read_val_fraction
 
+LEFT_OUT: Final = "left_out"
 _LOOKED_BACK: Final = 64
 
 
@@ -71,6 +76,9 @@ class IngestCommit:
 
     def run(self) -> Entry:
         """Return the committed version. Raises as `ingest`."""
+        # Before the log is read: whoever compares for long in between loses to others that commit.
+        if not (self._append and self._log.head()):
+            _ = self._settled_alone
         try:
             return self._log.append(self._build)
         except _CommittedError as already:
@@ -82,12 +90,17 @@ class IngestCommit:
             raise _CommittedError(committed)
         if self._append and head:
             return self._build_append(head)
-        objects = self._repository.objects
-        tables, shared, self.overlaps = settle_overlaps(
-            objects, self._tables, self._on_overlap, keys_are_places=self._keys_are_places
-        )
+        tables, shared, self.overlaps = self._settled_alone
         added = {split: table.num_samples for split, table in tables.items()}
-        return {**self._about, "added": added, ENTRY_FIELD: shared, "splits": describe_tables(objects, tables)}
+        splits = describe_tables(self._repository.objects, tables)
+        return {**self._about, "added": added, ENTRY_FIELD: shared, "splits": splits}
+
+    @cached_property
+    def _settled_alone(self) -> tuple[dict[str, ShardTable], dict[str, int], list[Overlap]]:
+        """The splits of a version of this source alone: no other commit changes them, so they are compared once."""
+        return settle_overlaps(
+            self._repository.objects, self._tables, self._on_overlap, keys_are_places=self._keys_are_places
+        )
 
     def _build_append(self, head: int) -> dict[str, Any]:
         objects = self._repository.objects
@@ -110,7 +123,9 @@ class IngestCommit:
             # What is new is compared with all, whatever was accepted before.
             checked=old if accepted is not None else None,
         )
-        added = {split: joined[split].num_samples - (old[split].num_samples if split in old else 0) for split in new}
+        stayed = {split: _count_stayed(table, joined[split]) for split, table in old.items()}
+        added = {split: joined[split].num_samples - stayed.get(split, 0) for split in new}
+        left_out = {split: table.num_samples - stayed[split] for split, table in old.items()}
         # A split that nothing is added to keeps its table, and with it the loader states that refer to it.
         touched = {split: table for split, table in joined.items() if split in new or table is not old[split]}
         return {
@@ -118,6 +133,7 @@ class IngestCommit:
             "parent": str(before.resolved),
             "change": {"kind": "append"},
             "added": added,
+            LEFT_OUT: {split: count for split, count in left_out.items() if count},
             ENTRY_FIELD: dict(Counter(shared) + Counter(accepted or {})),
             "splits": {
                 **before.entry.content["splits"],
@@ -132,6 +148,13 @@ class IngestCommit:
             if entry.content.get("ingest") == self._about["ingest"]:
                 return entry
         return None
+
+
+def _count_stayed(old: ShardTable, new: ShardTable) -> int:
+    """Return how many samples of a split are in its next version too: in the same shard, so an equal shard counts."""
+    partners = find_partners(old, new)
+    before, after = old.samples_per_shard[list(partners)], new.samples_per_shard[list(partners.values())]
+    return int(np.minimum(before, after).sum())
 
 
 class _CommittedError(Exception):

@@ -49,6 +49,21 @@ def test_json_gives_an_event_a_line_and_the_last_says_what_was_committed(folder,
     assert {each["key"] for each in committed["duplicates"]["train"]} <= {"a/00000.jpg", "b/copy.jpg"}
 
 
+def test_an_append_says_what_it_added_and_what_it_left_out_of_earlier_versions(folder, tmp_path):
+    where = {"repo": tmp_path / "repo"}
+    datasvc("ingest", folder, "pets", **where)
+    new = tmp_path / "new" / "train" / "a"
+    new.mkdir(parents=True)
+    for number in range(3):
+        (new / f"{number:05}.jpg").write_bytes(jpeg(seed=900 + number))
+    words = ("ingest", tmp_path / "new", "pets", "--append", "--on-common", "replace")
+    done = datasvc(*words, **where)
+    assert "added 3 train samples; left out 3 train samples of earlier versions" in done.stdout
+    (new / "00001.jpg").write_bytes(jpeg(seed=950))
+    committed = events(datasvc(*words, "--json", **where))[-1]
+    assert (committed["added"], committed["left_out"]) == ({"train": 3}, {"train": 3})
+
+
 def test_a_dry_run_makes_nothing(folder, tmp_path):
     done = datasvc("ingest", folder, "pets", "--dry-run", repo=tmp_path / "repo")
     assert done.returncode == 0

@@ -7,12 +7,15 @@ import pyarrow as pa
 import pytest
 
 from datasvc.errors import ConfigError, ConflictError
+from datasvc.repository.log import Log
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.delete import delete
 from datasvc.shards.merge import merge
 from datasvc.shards.schema import shard_schema
 from datasvc.shards.sources import SourceOptions
+from datasvc.shards.split_overlap import settle_overlaps
 from datasvc.shards.verify import verify
+from datasvc.shards.versions import describe_tables
 from tests.samples import jpeg, write_folder
 from tests.shards.versions import LABELLED_SCHEMA, write_version
 
@@ -211,8 +214,50 @@ def test_an_append_to_a_version_that_leaks_is_refused_until_it_is_told_what_to_d
     new = [{"key": "n", "blob": b"n", "label": 0}]
     with pytest.raises(ConflictError, match="'b'"):
         ingest(repository, new, "pets", append=True)
-    ingest(repository, new, "pets", append=True, on_split_overlap="drop")
+    done = ingest(repository, new, "pets", append=True, on_split_overlap="drop")
     assert keys(repository, "pets") == {"train": {"a", "n"}, "val": {"b"}}
+    assert (done.num_added, done.num_left_out) == ({"train": 1}, {"train": 1})
+
+
+def test_old_training_samples_that_new_ones_hold_out_are_counted_apart_from_what_is_added(repository, tmp_path):
+    ingest(repository, write_images(tmp_path / "a", {f"train/cat/{n}.jpg": n for n in range(4)}), "pets")
+    new = {"train/dog/7.jpg": 7, "val/cat/8.jpg": 1, "val/cat/9.jpg": 2}
+    done = ingest(repository, write_images(tmp_path / "b", new), "pets", append=True, on_split_overlap="drop")
+    assert done.num_samples == {"train": 3, "val": 2}
+    assert (done.num_added, done.num_left_out) == ({"train": 1, "val": 2}, {"train": 2})
+    replaced = write_images(tmp_path / "c", {"train/dog/7.jpg": 70})
+    done = ingest(repository, replaced, "pets", append=True, on_common="replace")
+    assert (done.num_added, done.num_left_out) == ({"train": 1}, {"train": 1})
+
+
+def test_a_first_version_is_compared_once_before_others_are_asked_whether_they_were_faster(
+    repository, tmp_path, monkeypatch
+):
+    source = write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "val/cat/2.jpg": 2})
+    done = []
+
+    def settle(*args, **options):
+        done.append("compare")
+        return settle_overlaps(*args, **options)
+
+    def describe(objects, tables):
+        done.append("build")
+        if done.count("build") == 1:
+            write_version(repository, "pets", {"train": [[blob("other")]]}, LABELLED_SCHEMA)
+        return describe_tables(objects, tables)
+
+    def find_head(log):
+        done.append("look")
+        return numbers(log)
+
+    numbers = Log.numbers
+    monkeypatch.setattr("datasvc.shards.ingest_commit.settle_overlaps", settle)
+    monkeypatch.setattr("datasvc.shards.ingest_commit.describe_tables", describe)
+    monkeypatch.setattr(Log, "numbers", find_head)
+    assert str(ingest(repository, source, "pets").version) == "pets@2"
+    assert done.count("compare") == 1
+    assert done.index("compare") < done.index("look")
+    assert done.count("build") == 2
 
 
 def test_a_key_in_both_splits_of_what_is_appended_replaces_that_of_its_split(repository, tmp_path):
