@@ -54,14 +54,37 @@ def test_an_exception_of_one_rank_is_its_death_and_the_other_goes_on_in_the_plac
 
 
 @pytest.mark.slow
-def test_an_exit_with_a_status_is_a_death_too_and_one_without_a_good_end(launcher):
+def test_an_exit_with_a_status_is_a_death_too(launcher):
     done = run_failing(launcher, "0", "3")
     assert done.returncode == 0, done.stderr
-    assert "rank 0, worker localhost:0:0 exited with status 3; host localhost gets no new ranks" in done.stderr
+    assert re.search(
+        r"rank 0, worker localhost:0:0 exited with status 3 \(.*\); host localhost gets no new", done.stderr
+    )
     assert "[127.0.0.1:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
-    done = run_failing(launcher, "0", "0")
+
+
+@pytest.mark.slow
+def test_an_error_that_a_program_catches_and_prints_is_in_the_error_of_the_job(launcher):
+    done = run_failing(launcher, "all", "caught")
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("trainer.launch: ") :]
+    first, *_ = re.findall(r"rank (\d) \(worker", last)
+    caught = "caught: no memory left on rank"
+    assert f'exited with status 1 (its output ended with "{caught} {first}")' in last
+    assert f"  rank {1 - int(first)}, worker" in last
+    assert f'(its output ended with "{caught} {1 - int(first)}")' in last
+    assert last.splitlines()[-1].endswith(f"] {caught} {first}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["vanish", "0"])
+def test_a_rank_that_leaves_the_training_function_with_status_0_is_a_good_end_that_is_said(launcher, how):
+    done = run_failing(launcher, "0", how)
     assert done.returncode == 0, done.stderr
-    assert "gets no new ranks" not in done.stderr
+    said = "trainer.launch: warning: rank 0, worker localhost:0:0 exited with status 0 before its training function"
+    assert done.stderr.count(said) == 1
+    assert done.stderr.count("warning: rank") == 1
+    assert "[127.0.0.1:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
 
 
 @pytest.mark.slow
@@ -100,6 +123,7 @@ def test_the_time_for_slots_does_not_limit_imports(launcher):
     done = run_failing(launcher, "none", "error", "--elastic-timeout", "0.2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ends at 6 as") == 2
+    assert "warning: rank" not in done.stderr
 
 
 def random_faults(seed, num_faults):

@@ -68,6 +68,12 @@ def test_a_failure_is_described_with_its_signal_and_last_words():
     assert failure.describe() == "rank 1 was the first to fail: it was killed by SIGSEGV\n  [1] last words"
 
 
+def test_the_last_lines_of_a_failure_are_those_of_both_streams_the_errors_last():
+    failure = run("seq 9; echo trace >&2; echo error >&2; exit 1", num_ranks=1)
+    assert failure.last_lines == ("5", "6", "7", "8", "9", "trace", "error")
+    assert run("echo 'no memory'; exit 1", num_ranks=1).last_lines == ("no memory",)
+
+
 def test_a_rank_that_ends_well_early_ends_no_other(capfd, fifo):
     assert run(f"if [ $RANK = 1 ]; then read go <{fifo}; echo done; else echo go >{fifo}; fi") is None
     assert "[1] done" in capfd.readouterr().out

@@ -11,6 +11,7 @@ from trainer.launch.job import describe_end
 
 _UNREACHABLE_STATUS = 255
 _MAX_OTHERS = 8
+_MAX_LINE_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Death:
         returncode: negative for a signal.
         trouble: what happened, in words that follow its name, where the return code does not say so.
         has_started: False if its command never ran.
+        last_line: of its output; empty if it printed nothing.
     """
 
     worker: Worker
     returncode: int
     trouble: str | None = None
     has_started: bool = True
+    last_line: str = ""
 
     @property
     def is_programs_fault(self) -> bool:
@@ -57,7 +60,12 @@ class Deaths:
         """What happened, in words that follow the worker's name."""
         how = death.trouble or describe_end(death.returncode)
         error = self.errors.get(death.worker.name)
-        return how if error is None else f"{how}: {error.text}"
+        if error is not None:
+            return f"{how}: {error.text}"
+        # A program that catches its own exception prints it, if anything.
+        if death.is_programs_fault and death.last_line:
+            return f'{how} (its output ended with "{death.last_line[:_MAX_LINE_CHARACTERS]}")'
+        return how
 
     def choose_cause(self) -> Death | None:
         """The first death in this round; one of an error of its own goes before those that may follow from it.

@@ -29,6 +29,7 @@ from trainer.elastic.messages import (
     decode_word,
     encode,
     notice_queue,
+    training_key,
 )
 from trainer.elastic.worker_start import plan_worker_start
 from trainer.launch.job import ElasticOptions, Host, Job, JobFailure
@@ -57,7 +58,7 @@ class ElasticFailure:
     others: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Which worker failed first, if one did, how, what happened to others, and the end of its standard error."""
+        """Which worker failed first, if one did, how, what happened to others, and the end of its output."""
         others = [f"  {other}" for other in self.others]
         if self.worker is None:
             return "\n".join([self.reason, *others])
@@ -242,15 +243,23 @@ class _Driver:
 
     def _ended(self, end: RankEnd) -> list[Action]:
         process = self._group.processes.get(end.worker_id)
-        trouble = None
+        trouble: str | None = None
+        last_lines: tuple[str, ...] = ()
         if process is not None:
             trouble = process.trouble
             # What it has started goes with it, before another takes its slot.
             self._group.terminate([end.worker_id])
             if end.returncode:
-                self._last_lines[end.worker_id] = process.last_lines()
+                last_lines = self._last_lines[end.worker_id] = process.last_lines()
         return self._membership.worker_ended(
-            end.worker_id, end.returncode, time.monotonic(), has_started=end.has_started, trouble=trouble
+            end.worker_id,
+            end.returncode,
+            time.monotonic(),
+            has_started=end.has_started,
+            trouble=trouble,
+            last_line=next((line for line in reversed(last_lines) if line.strip()), ""),
+            # Asked of the store, not told in a word of the worker's: that may come after the end of its process.
+            is_training=self._store is not None and self._store.check([training_key(end.worker_id)]),
         )
 
     def _hear_ends(self) -> None:

@@ -85,12 +85,26 @@ class Membership:
         return self._advance(now_s)
 
     def worker_ended(
-        self, name: str, returncode: int, now_s: float, *, has_started: bool = True, trouble: str | None = None
+        self,
+        name: str,
+        returncode: int,
+        now_s: float,
+        *,
+        has_started: bool = True,
+        trouble: str | None = None,
+        last_line: str = "",
+        is_training: bool = False,
     ) -> list[Action]:
-        """A process is gone; negative return codes are signals.
+        """A process is gone.
 
-        ``has_started`` is False if the command never ran because its host was out of reach. ``trouble`` is what
-        happened, in words that follow the worker's name, where the return code does not say so.
+        Args:
+            name: of the worker.
+            returncode: negative for a signal.
+            now_s: see the class.
+            has_started: False if the command never ran because its host was out of reach.
+            trouble: what happened, in words that follow the worker's name, where the return code does not say so.
+            last_line: of its output; empty if it printed nothing.
+            is_training: whether its training function had not returned.
         """
         worker = self._workers.by_name.pop(name, None)
         if worker is None or self._is_over:
@@ -100,9 +114,13 @@ class Membership:
             actions.append(Break(self._round, f"{worker.describe()} is gone"))
         if worker.phase is not Phase.LEAVING:
             if returncode == 0 and (worker.may_have_state or not self._round):
+                # As in Horovod: the program says that it has done its work. There that stops the others at their next
+                # round, and what they would have trained is lost; here they train to their own end.
                 self._runs_down = True
+                if is_training:
+                    actions.append(self._warn_of_early_end(worker))
             else:
-                actions += self._add_death(Death(worker, returncode, trouble, has_started), now_s)
+                actions += self._add_death(Death(worker, returncode, trouble, has_started, last_line), now_s)
         return self._finishing([*actions, *self._advance(now_s)])
 
     def time_passed(self, now_s: float) -> list[Action]:
@@ -137,6 +155,14 @@ class Membership:
                 f"host {worker.host} gets no new ranks{how_long}{going_on}"
             )
         ]
+
+    def _warn_of_early_end(self, worker: Worker) -> Say:
+        going_on = "; the others go on without it" if self._workers.staying() else ""
+        return Say(
+            f"warning: {worker.describe()} exited with status 0 before its training function returned; that counts "
+            f"as a good end: no rank takes its place, nor that of any other from now on{going_on}. A rank that fails "
+            "must raise an exception or exit with another status"
+        )
 
     def _advance(self, now_s: float) -> list[Action]:
         if self._is_over:

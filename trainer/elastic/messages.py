@@ -25,6 +25,14 @@ def answer_key(worker: str, number: int) -> str:
     return f"elastic/answers/{worker}/{number}"
 
 
+def training_key(worker: str) -> str:
+    """Exists from a worker's first ask until its training function has returned.
+
+    A program without one removes it when it ends in order.
+    """
+    return f"elastic/training/{worker}"
+
+
 def broken_key(round_number: int) -> str:
     """Exists as soon as a member of the round is gone."""
     return f"elastic/broken/{round_number}"

@@ -33,6 +33,7 @@ from trainer.elastic.messages import (
     decode_notice,
     encode,
     notice_queue,
+    training_key,
 )
 from trainer.elastic.round_store import RoundStore
 from trainer.errors import HorovodInternalError
@@ -69,6 +70,7 @@ class Rendezvous:
         self._store = store
         self._round_store: Store | None = None
         self._num_asks = 0
+        self._is_training = False
         # Guards the seat, the newest notice and the listeners: notices come in a thread of their own.
         self._lock = threading.Lock()
         self._notice = Notice()
@@ -82,6 +84,8 @@ class Rendezvous:
             RuntimeError: the driver is gone.
         """
         self._num_asks += 1
+        if self._num_asks == 1:
+            self._store.set(training_key(self._worker), "")
         self._say(Ask(self._worker, self._num_asks, self.serial, self.wants_sync))
         key = answer_key(self._worker, self._num_asks)
         pause_s = _FIRST_PAUSE_S
@@ -147,6 +151,22 @@ class Rendezvous:
         # A driver that is gone needs no words, and the error itself must not be lost to another.
         with contextlib.suppress(RuntimeError):
             self._say(ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
+
+    def begin_training(self) -> None:
+        """Tells the driver that the training function runs. Raises RuntimeError: the driver is gone."""
+        self._is_training = True
+        self._store.set(training_key(self._worker), "")
+
+    def end_training(self) -> None:
+        """Tells the driver that the training function has returned; when this returns, the driver knows."""
+        self._is_training = False
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(training_key(self._worker))
+
+    def end_program(self) -> None:
+        """Tells the driver that a program without a training function has come to its end."""
+        if not self._is_training:
+            self.end_training()
 
     def _notify(self) -> None:
         with self._lock:
@@ -225,6 +245,7 @@ def _start_notices(rendezvous: Rendezvous, store: Store) -> None:
         # A child that was forked has neither the thread nor a right to end the queue of the rank.
         if os.getpid() != pid:
             return
+        rendezvous.end_program()
         # An interpreter that ends while a thread is inside the store may abort.
         rendezvous.end_notices()
         thread.join(_JOIN_TIMEOUT_S)

@@ -1,6 +1,5 @@
 """``hvd.elastic.run``: the loop around a training function that survives the loss of ranks."""
 
-import contextlib
 import functools
 import logging
 import os
@@ -48,8 +47,13 @@ def run(
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         rendezvous = open_rendezvous(os.environ)
         loop = _Loop(state, rendezvous, reset)
-        with contextlib.nullcontext() if rendezvous is None else rendezvous.notifying(state):
+        if rendezvous is None:
             return loop.run(lambda: func(state, *args, **kwargs))
+        with rendezvous.notifying(state):
+            rendezvous.begin_training()
+            result = loop.run(lambda: func(state, *args, **kwargs))
+            rendezvous.end_training()
+        return result
 
     return cast("Callable[Concatenate[S, P], R]", wrapper)
 

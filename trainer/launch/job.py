@@ -128,7 +128,7 @@ class RankFailure:
         return self.returncode if self.returncode > 0 else 128 - self.returncode
 
     def describe(self) -> str:
-        """Which rank, where if there is more than one host, how, and the end of its standard error."""
+        """Which rank, where if there is more than one host, how, and the end of its output."""
         where = f" on {self.host}" if self.host is not None else ""
         text = f"rank {self.rank}{where} was the first to fail: it {self.reason or describe_end(self.returncode)}"
         return "\n".join([text, *(f"  [{self.rank}] {line}" for line in self.last_lines)])

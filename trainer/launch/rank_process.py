@@ -22,6 +22,8 @@ from trainer.launch.orphan_guard import OrphanGuard
 from trainer.launch.rank_output import LinePump, screen
 
 DRAIN_TIMEOUT_S = 2.0
+# More would hide the traceback that follows them.
+_NUM_OUTPUT_LINES = 5
 
 
 class StartError(OSError):
@@ -149,8 +151,17 @@ class RankProcess:
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
 
     def last_lines(self, *, timeout_s: float = DRAIN_TIMEOUT_S) -> tuple[str, ...]:
-        """The last lines of its standard error. Waits for the rest of them when the process has ended."""
-        return tuple(self._errors.last_lines(timeout_s=0.0 if self.is_running else timeout_s))
+        """The last lines of its output: a few of standard output, then those of its standard error.
+
+        Waits for the rest of them when the process has ended.
+        """
+        deadline_s = time.monotonic() + (0.0 if self.is_running else timeout_s)
+        # A program that catches its own exception may print it to either.
+        output, errors = (
+            pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
+            for pump in (self._output, self._errors)
+        )
+        return (*output[-_NUM_OUTPUT_LINES:], *errors)
 
     def _open(self) -> subprocess.Popen[bytes]:
         return self._run(self._start.command, stdin=subprocess.DEVNULL, env=dict(self._start.environ))

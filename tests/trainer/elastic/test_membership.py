@@ -327,6 +327,26 @@ def test_when_all_ranks_of_a_round_raise_the_job_ends_with_the_first_error_and_n
     assert "go on" not in world.said[-1] or world.kinds(Start)
 
 
+def test_an_error_that_a_program_catches_itself_is_told_by_the_end_of_its_output():
+    world = running(3, {"a": 1, "b": 1, "c": 1}, reset_limit=0)
+    world.end("b:0:1", 1, last_line="MemoryError: full")
+    said = 'rank 1, worker b:0:1 exited with status 1 (its output ended with "MemoryError: full")'
+    assert world.said[-1].startswith(said)
+    world.ask("a:0:0", "c:0:2", serial=1)
+    assert world.finish.others == (said,)
+
+
+def test_the_end_of_the_output_is_left_out_where_something_else_says_what_happened():
+    world = running(4, {"a": 1, "b": 1, "c": 1, "d": 1})
+    world.end("a:0:0", last_line="step 3")
+    world.membership.script_failed(ScriptError("b:0:1", "MemoryError: full"), world.now_s)
+    world.end("b:0:1", 1, last_line="step 4")
+    world.end("c:0:2", 255, trouble="was lost", last_line="step 5")
+    world.end("d:0:3", 1, last_line="x" * 1000)
+    assert not [text for text in world.said if "step" in text]
+    assert len(world.finish.others[-1]) < 300
+
+
 def test_of_many_that_fail_only_some_are_listed():
     world = running(12, {"a": 12})
     for worker in world.started:
@@ -551,6 +571,30 @@ def test_ranks_that_finish_end_the_growth_and_the_rest_may_go_on_below_the_minim
     assert "the job runs down with 1 of the 2 ranks" in world.said[-1]
     world.end("b:0:1", 0)
     assert world.finish == Finish(0)
+
+
+def test_a_good_end_before_the_training_function_has_returned_is_said():
+    world = running(hosts_can_change=True)
+    world.end("a:0:0", 0, is_training=True)
+    assert "rank 0, worker a:0:0 exited with status 0 before its training function returned" in world.said[-1]
+    assert "the others go on without it" in world.said[-1]
+    world.ask("b:0:1", serial=9)
+    assert world.ranks() == ["b:0:1"]
+    world.end("b:0:1", 0, is_training=True)
+    assert "before its training function returned" in world.said[-1]
+    assert "go on" not in world.said[-1]
+    assert world.finish == Finish(0)
+
+
+def test_nothing_is_said_of_a_rank_that_was_told_to_leave_nor_of_one_whose_training_function_returned():
+    world = running(3, {"a": 1, "b": 1, "c": 1}, min_num_ranks=1, hosts_can_change=True)
+    world.hosts(b=1, c=1)
+    world.ask("a:0:0", "b:0:1", "c:0:2", serial=1)
+    assert world.kinds(Dismiss)
+    world.end("a:0:0", 0, is_training=True)
+    world.end("b:0:1", 0)
+    world.end("c:0:2", 0)
+    assert not [text for text in world.said if "warning" in text]
 
 
 def test_a_death_that_nobody_went_on_from_is_the_end_of_the_job():

@@ -23,6 +23,7 @@ from trainer.elastic.messages import (
     decode_word,
     encode,
     notice_queue,
+    training_key,
 )
 from trainer.elastic.rendezvous import Rendezvous, report_uncaught_errors
 from trainer.elastic.round_store import RoundStore
@@ -183,6 +184,35 @@ def test_an_error_outside_the_training_function_is_reported_and_still_shown(stor
         sys.excepthook(type(error), error, None)
     assert shown == errors
     assert decode_word(store.queue_pop(WORDS_QUEUE)) == ScriptError(WORKER, "KeyError: 'lr'")
+
+
+def test_the_driver_can_see_whether_the_training_function_of_a_worker_has_returned(store, seated):
+    def is_training():
+        return store.check([training_key(WORKER)])
+
+    assert is_training()
+    seated.begin_training()
+    seated.end_program()
+    assert is_training(), "the function was left by sys.exit"
+    seated.end_training()
+    assert not is_training()
+    store.set(answer_key(WORKER, 2), encode(SEAT))
+    seated.join_round()
+    assert not is_training()
+    seated.begin_training()
+    assert is_training()
+
+
+def test_a_program_without_a_training_function_has_finished_when_it_ends_in_order(store, monkeypatch):
+    ends = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    rendezvous = Rendezvous(WORKER, store.clone())
+    store.set(answer_key(WORKER, 1), encode(SEAT))
+    rendezvous.join_round()
+    rendezvous_module._start_notices(rendezvous, store.clone())
+    (end_notices,) = ends
+    end_notices()
+    assert not store.check([training_key(WORKER)])
 
 
 def test_who_waits_for_a_key_is_let_go_when_a_member_dies(store):

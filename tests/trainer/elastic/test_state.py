@@ -301,7 +301,7 @@ class Meetings:
     """A rendezvous whose every round follows a death, or none."""
 
     def __init__(self, *, deaths):
-        self.deaths, self.num_rounds, self.reported = deaths, 0, []
+        self.deaths, self.num_rounds, self.reported, self.trained = deaths, 0, [], []
 
     @property
     def seat(self):
@@ -310,6 +310,12 @@ class Meetings:
 
     def notifying(self, _):
         return contextlib.nullcontext()
+
+    def begin_training(self):
+        self.trained.append("begun")
+
+    def end_training(self):
+        self.trained.append("ended")
 
     def repeat_notice(self):
         pass
@@ -332,10 +338,12 @@ def test_losses_of_ranks_are_not_counted_among_errors_that_come_again_and_again(
     if deaths:
         train(Failing())
         assert not meetings.reported
+        assert meetings.trained == ["begun", "ended"]
     else:
         with pytest.raises(hvd.HorovodInternalError, match="rank 1 left"):
             train(Failing())
         assert meetings.reported == [("rank 1 left the job", True)]
+        assert meetings.trained == ["begun"]
 
 
 def test_the_program_on_the_page_goes_on_when_hosts_change_at_the_last_batch_of_an_epoch():
