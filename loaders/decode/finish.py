@@ -43,6 +43,9 @@ class DeviceFinish:
             levels: `uint8[n, size, size, 3]` on the device; returned itself where nothing changes.
             colours: of the images; None leaves them alone.
             bad: indices of images that become zeros.
+
+        Raises:
+            RuntimeError: the device failed, or has no memory left: backends translate it by `device_errors`.
         """
         import torch
 

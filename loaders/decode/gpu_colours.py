@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from loaders.augment import ColourFactors, Windows
-from loaders.decode.backend import DecodeConfig, DecodedImages, Edit, ImageBackend, Read
+from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, ImageBackend, Read
+from loaders.decode.dali import device_errors
 from loaders.decode.finish import DeviceFinish
 
 if TYPE_CHECKING:
@@ -23,13 +24,20 @@ class ColourBackend:
     Args:
         config: what it is built from.
         make: builds the other one, which has no `Edit`.
+        name: of the other one, for errors.
+
+    Raises:
+        DeviceError: the GPU cannot be used, or has too little memory.
     """
 
-    def __init__(self, config: DecodeConfig, make: Callable[[DecodeConfig], ImageBackend]) -> None:
+    def __init__(self, config: DecodeConfig, make: Callable[[DecodeConfig], ImageBackend], *, name: Backend) -> None:
+        self._name: Backend = name
+        device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
+        with device_errors(name):
+            self._finish = DeviceFinish(config.pixels, device)
+        # Last: it has threads and memory of its own, which nobody would close if the rest failed.
         levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
         self._inner = make(dataclasses.replace(config, pixels=levels, changes_colours=False))
-        device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
-        self._finish = DeviceFinish(config.pixels, device)
         self._under_way: deque[ColourFactors | None] = deque()
 
     def feed(
@@ -41,11 +49,12 @@ class ColourBackend:
         self._under_way.append(None if edit is None else edit.colours)
 
     def take(self) -> DecodedImages:
-        """See `ImageBackend`."""
+        """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left."""
         decoded = self._inner.take()
         colours = self._under_way.popleft()
         # The batch is valid on the caller's stream, and is finished there.
-        images = self._finish.finish(cast("torch.Tensor", decoded.images), colours, decoded.bad)
+        with device_errors(self._name):
+            images = self._finish.finish(cast("torch.Tensor", decoded.images), colours, decoded.bad)
         return DecodedImages(images, decoded.bad)
 
     def close(self) -> None:

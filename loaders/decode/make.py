@@ -35,7 +35,7 @@ def make_backend(
         if config.changes_colours:
             from loaders.decode.gpu_colours import ColourBackend
 
-            return ColourBackend(config, partial(GpuBackend, graph=graph, stopwatch=stopwatch))
+            return ColourBackend(config, partial(GpuBackend, graph=graph, stopwatch=stopwatch), name=backend)
         return GpuBackend(config, graph, stopwatch=stopwatch)
     if config.device_id is None:
         return CpuBackend(config, backend=backend, framework=framework, stopwatch=stopwatch)

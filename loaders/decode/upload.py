@@ -105,6 +105,7 @@ class UploadBackend:
 
     Raises:
         ConfigError: the decoder is not installed; torch has no such GPU.
+        DeviceError: the GPU cannot be used, or has too little memory.
     """
 
     def __init__(
@@ -117,8 +118,9 @@ class UploadBackend:
         stream: DeviceStream | None = None,
     ) -> None:
         self._stopwatch, self._name = stopwatch, backend
-        self._stream = CudaStream(device) if stream is None else stream
-        self._finish = DeviceFinish(config.pixels, device)
+        with device_errors(backend):
+            self._stream = CudaStream(device) if stream is None else stream
+            self._finish = DeviceFinish(config.pixels, device)
         pixels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
         self._shape = pixels.shape(config.batch_size)
         self._ring = PinnedRing(lambda: self._stream.allocate(self._shape), keep=config.prefetch + _COPYING)
@@ -153,7 +155,7 @@ class UploadBackend:
         if not self._uploaded:
             self._upload()
         uploaded = self._uploaded.popleft()
-        with self._stopwatch.stage(Stage.TRANSFER):
+        with self._stopwatch.stage(Stage.TRANSFER), device_errors(self._name):
             self._stream.hand_over(uploaded.images, uploaded.done)
         self._upload_ahead()
         return DecodedImages(uploaded.images, uploaded.decoded.bad)

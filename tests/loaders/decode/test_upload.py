@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -198,19 +199,65 @@ def test_batches_that_dali_decodes_get_the_same_colours(output):
     crops.shapes[:] = np.minimum(crops.shapes + 12, (70, 90) - crops.starts)
     settings = {"output": output, "layout": "NHWC", "prefetch": 1}
     both = dataclasses.replace(config(**settings), changes_colours=True)
-    found = coloured(ColourBackend(both, GpuBackend), images, crops, change)
+    found = coloured(ColourBackend(both, GpuBackend, name="gpu-window"), images, crops, change)
     expected = coloured(on_cpu(**settings), images, crops, change)
     level = 1 if output == "uint8" else 1 / (255 * 0.25)
     # DALI scales by a kernel of its own, a fraction of a level off in the mean; colours stretch that.
     assert (found.double() - expected.double()).abs().mean() < 2 * level
     assert found.dtype == expected.dtype
     images[3] = broken(images[3])
-    bad = ColourBackend(both, GpuBackend)
+    bad = ColourBackend(both, GpuBackend, name="gpu-window")
     bad.feed(images, crops, change)
     decoded = bad.take()
     bad.close()
     assert list(decoded.bad) == [3]
     assert not decoded.images[3].any()
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Raises, at a point of the work on the device, what torch raises on a GPU without memory."""
+
+    def fail(name):
+        def out_of_memory(*_args, **_settings):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        monkeypatch.setattr(name, out_of_memory)
+
+    return fail
+
+
+COLOURED_ON = {
+    "gpu-whole": lambda both: ColourBackend(both, partial(GpuBackend, graph="whole"), name="gpu-whole"),
+    "cpu": lambda _: upload(RecordedStream()),
+}
+
+
+@pytest.mark.parametrize("name", COLOURED_ON)
+def test_no_memory_to_finish_a_batch_is_raised_with_what_helps(full, name):
+    backend = COLOURED_ON[name](dataclasses.replace(config(prefetch=1), changes_colours=True))
+    backend.feed(photos(8), windows(8), edit(8))
+    full("loaders.decode.finish.change_colours")
+    with pytest.raises(DeviceError, match=rf"decode='{name}'; there is no memory left: use a smaller batch_size"):
+        backend.take()
+    backend.close()
+
+
+@pytest.mark.parametrize("name", COLOURED_ON)
+def test_no_memory_for_what_finishes_batches_is_said_when_it_is_made(full, name):
+    full("torch.from_numpy")
+    with pytest.raises(DeviceError, match=rf"decode='{name}'; there is no memory left"):
+        COLOURED_ON[name](dataclasses.replace(config(prefetch=1), changes_colours=True))
+
+
+def test_no_memory_to_hand_a_batch_over_is_raised_too(full):
+    stream = RecordedStream()
+    backend = upload(stream)
+    backend.feed(photos(8), windows(8))
+    full("tests.loaders.decode.recorded_stream.RecordedStream.hand_over")
+    with pytest.raises(DeviceError, match="there is no memory left"):
+        backend.take()
+    backend.close()
 
 
 def test_cuda_is_torchs_current_device_and_a_gpu_that_is_none_is_refused(monkeypatch):
