@@ -1,137 +1,44 @@
-"""Horovod's module of the operations and of the job: the names of ``horovod.torch.mpi_ops``, defined elsewhere."""
+"""Horovod's module of the operations and of the job: the names of ``horovod.torch.mpi_ops``, defined elsewhere.
 
+All but a few are those of ``trainer``, which lists them. Their types are there; here a type checker takes ``Any``.
+"""
+
+from typing import Any
+
+import trainer
 from trainer import ops
-from trainer.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
+from trainer.common import util
+
+# Horovod has these in modules of their own, or has none of them.
+_IN_OTHER_MODULES = frozenset(
+    {
+        "DistributedOptimizer",
+        "EngineSettings",
+        "SyncBatchNorm",
+        "allgather_object",
+        "broadcast_object",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "process_set_table",
+        "run",
+    }
 )
-from trainer.common.util import get_average_backwards_compatibility_fun, gpu_available, num_rank_is_power_2
-from trainer.compression import Compression
-from trainer.errors import HorovodInternalError
-from trainer.ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
-from trainer.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from trainer.runtime import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
+_OF_TRAINER = frozenset(trainer.__all__) - _IN_OTHER_MODULES
+
+gpu_available = util.gpu_available
+handle_average_backwards_compatibility = util.get_average_backwards_compatibility_fun(ops)
+num_rank_is_power_2 = util.num_rank_is_power_2
+
+__all__ = sorted(  # noqa: PLE0605 - it is a list
+    {*_OF_TRAINER, "gpu_available", "handle_average_backwards_compatibility", "num_rank_is_power_2"}
 )
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "gpu_available",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "handle_average_backwards_compatibility",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
 
-handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(ops)
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TRAINER:
+        raise AttributeError(f"module 'trainer.mpi_ops' has no attribute {name!r}")
+    return getattr(trainer, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

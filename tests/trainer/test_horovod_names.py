@@ -25,7 +25,8 @@ STATE = "allgather_object broadcast_object broadcast_optimizer_state broadcast_p
 NAMES = {
     "trainer": f"""{OPERATIONS} {STATE} Compression DistributedOptimizer SyncBatchNorm elastic mpi_ops functions
         optimizer compression sync_batch_norm common runner run __version__""",
-    "trainer.mpi_ops": f"{OPERATIONS} Compression is_homogeneous handle_average_backwards_compatibility",
+    "trainer.mpi_ops": f"""{OPERATIONS} Compression is_homogeneous handle_average_backwards_compatibility
+        gpu_available num_rank_is_power_2""",
     "trainer.functions": STATE,
     "trainer.optimizer": "DistributedOptimizer _DistributedOptimizer _DistributedAdasumOptimizer",
     "trainer.compression": "Compressor NoneCompressor FP16Compressor Compression",
@@ -63,6 +64,15 @@ assert hvd.mpi_ops.Sum is hvd.Sum and hvd.common.util and hvd.functions.broadcas
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_module_of_the_operations_has_no_name_that_horovod_has_elsewhere():
+    names = {}
+    exec("from trainer.mpi_ops import *", names)
+    assert names["allreduce"] is hvd.allreduce
+    assert not {*STATE.split(), "DistributedOptimizer", "SyncBatchNorm", "run"} & {*names, *dir(hvd.mpi_ops)}
+    with pytest.raises(AttributeError, match=r"'trainer\.mpi_ops' has no attribute 'run'"):
+        _ = hvd.mpi_ops.run
 
 
 def test_the_version_is_that_of_horovod_s_interface():
