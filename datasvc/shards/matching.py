@@ -76,12 +76,14 @@ def match_values(a: Side, b: Side) -> Matches:
     """
     small, large = (a, b) if a.num_samples <= b.num_samples else (b, a)
     candidates = _read_hits(large, _all_hashes(small))
-    confirmed = _read_hits(small, np.unique(hash_values(candidates.column("value"))))
+    confirmed = _read_hits(small, np.unique(candidates.column("hash").to_numpy()))
     first, second = (confirmed, candidates) if small is a else (candidates, confirmed)
+    del candidates, confirmed  # each is released as soon as what is left of it was copied
     # The place of the first that is equal: a value may occur more than once on either side.
     places = pc.index_in(second.column("value"), value_set=first.column("value"))
-    second = second.filter(places.is_valid())
-    first = first.take(places.drop_null())
+    first = first.select(["shard", "row", "attached"]).take(places.drop_null())
+    if places.null_count:
+        second = second.filter(places.is_valid())
     return Matches(
         second.column("value"), _places(first), _places(second), first.column("attached"), second.column("attached")
     )
@@ -109,13 +111,15 @@ def _all_hashes(side: Side) -> Integers:
 
 
 def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
-    """Return the samples whose hash is one of `hashes`, which ascend: value, shard, row, attached."""
+    """Return the samples whose hash is one of `hashes`, which ascend: value, hash, shard, row, attached."""
     found = []
     for each in side.read() if len(hashes) else ():
-        hits = np.flatnonzero(_is_in(hash_values(each.values), hashes))
+        own = hash_values(each.values)
+        hits = np.flatnonzero(_is_in(own, hashes))
         if len(hits):
             columns = {
                 "value": _widened(take_keys(each.values, hits)),
+                "hash": own[hits],
                 "shard": np.full(len(hits), each.shard),
                 "row": each.rows[hits],
                 "attached": _widened(take_keys(each.read_attached(), hits)),
@@ -125,7 +129,7 @@ def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
 
 
 _NONE = pa.RecordBatch.from_pydict(
-    {"value": pa.array([], pa.large_string()), "shard": np.empty(0, np.int64), "row": np.empty(0, np.int64),
+    {"value": pa.array([], pa.large_string()), **dict.fromkeys(("hash", "shard", "row"), np.empty(0, np.int64)),
      "attached": pa.nulls(0)}
 )  # fmt: skip
 

@@ -283,7 +283,9 @@ def _payload_side(objects: Objects, table: ShardTable, shards: Integers | None) 
 
 
 def _join(parts: Sequence[SharedSamples]) -> SharedSamples:
-    """Return the samples of all parts in the order of their table."""
+    """Return the samples of all parts, each of which is in the order of the table, in that order."""
+    if len(parts) == 1:
+        return parts[0]
     joined = SharedSamples(
         pa.concat_arrays([each.keys for each in parts]),
         pa.concat_arrays([each.other_keys for each in parts]),
