@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from datasvc.api import DataRepository
-    from datasvc.shards.ingest import IngestReport
+    from datasvc.shards.ingestion.ingest import IngestReport
     from datasvc.shards.sources import Source
 
 __version__ = "0.1.0"

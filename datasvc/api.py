@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from datasvc.cache import Cache
-from datasvc.cache.peers import Peers
+from datasvc.cache.peers.peers import Peers
 from datasvc.gc import GcReport, gc
-from datasvc.models.checkpoint import Checkpoint, save
-from datasvc.models.difference import ModelDifference
-from datasvc.models.difference import diff as diff_models
-from datasvc.models.fit import LoadReport
-from datasvc.models.foreign import ImportReport, ModelExport, export_model, import_model
-from datasvc.models.lineage import Lineage, read_lineage
-from datasvc.models.loading import load_version_into
-from datasvc.models.model import Model
-from datasvc.models.registry import ModelVersion, describe_model
-from datasvc.models.removal import RemovalReport, remove, retain
-from datasvc.models.retention import RetentionPlan, RetentionPolicy
-from datasvc.models.saw import saw
+from datasvc.models.interop import ImportReport, ModelExport, export_model, import_model
+from datasvc.models.provenance.find_consumers import saw
+from datasvc.models.provenance.lineage import Lineage, read_lineage
+from datasvc.models.provenance.sample_uses import Saw
+from datasvc.models.registry.diff import ModelDifference
+from datasvc.models.registry.diff import diff as diff_models
+from datasvc.models.registry.registry import ModelVersion, describe_model
+from datasvc.models.registry.removal import RemovalReport, remove, retain
+from datasvc.models.registry.retention import RetentionPlan, RetentionPolicy
+from datasvc.models.restoring.checkpoint import Checkpoint, save
+from datasvc.models.restoring.fit import LoadReport
+from datasvc.models.restoring.load_into_module import load_version_into
+from datasvc.models.restoring.restore import restore
+from datasvc.models.saving.manager import Model
 from datasvc.models.search.find import find_versions
-from datasvc.models.sightings import Saw
 from datasvc.models.transfer import TransferReport, transfer
 from datasvc.repository import Kind, Repository, Resolved
-from datasvc.repository.storage import redact_url
-from datasvc.restoring import restore
-from datasvc.shards.class_names import name_classes
-from datasvc.shards.dataset import Dataset, open_dataset
-from datasvc.shards.delete import DeleteReport, delete
-from datasvc.shards.diff import Difference, diff
+from datasvc.repository.store.storage import redact_url
 from datasvc.shards.export import ExportReport, export
-from datasvc.shards.ingest import IngestReport, ingest
-from datasvc.shards.merge import MergeReport, merge
-from datasvc.shards.query import query
+from datasvc.shards.ingestion.ingest import IngestReport, ingest
+from datasvc.shards.query.query import query
 from datasvc.shards.sources import Source
-from datasvc.shards.verify import VerifyReport, verify
+from datasvc.shards.versions.class_names import name_classes
+from datasvc.shards.versions.dataset import Dataset, open_dataset
+from datasvc.shards.versions.delete import DeleteReport, delete
+from datasvc.shards.versions.diff import Difference, diff
+from datasvc.shards.versions.merge import MergeReport, merge
+from datasvc.shards.versions.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     import torch
@@ -125,10 +125,10 @@ class DataRepository:
 
         Args:
             name: of the model, made when new.
-            cache: what the model restores through, as of `restoring.restore`, like what follows.
-            peers: see `restoring.restore`.
-            fallback: see `restoring.restore`.
-            trusted_keys: see `restoring.restore`.
+            cache: what the model restores through, as of `restore.restore`, like what follows.
+            peers: see `restore.restore`.
+            fallback: see `restore.restore`.
+            trusted_keys: see `restore.restore`.
             **options: those of `models.Model`, whose errors these are too.
         """
         restoring = partial(
@@ -153,11 +153,11 @@ class DataRepository:
         return save(self.repository, name, state, **about)
 
     def restore(self, ref: str | Resolved, **how: Any) -> Checkpoint:
-        """Return a checkpoint, every byte verified; arguments and errors are those of `restoring.restore`."""
+        """Return a checkpoint, every byte verified; arguments and errors are those of `restore.restore`."""
         return restore(self.repository, ref, **how)
 
     def load_into(self, model: torch.nn.Module, ref: str | Resolved, **how: Any) -> LoadReport:
-        """Fill a torch model from a version; arguments and errors are those of `loading.load_version_into`."""
+        """Fill a torch model from a version; arguments and errors: see `load_into_module.load_version_into`."""
         return load_version_into(model, self.repository, ref, **how)
 
     def import_model(self, source: str, name: str, **options: Any) -> ImportReport:

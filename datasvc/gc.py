@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
-from datasvc.models.entry_objects import objects_of_entry
-from datasvc.models.pointers import pointed_digest
-from datasvc.models.records import read_table
-from datasvc.models.removal import kept_of_removed, swept_versions
+from datasvc.models.registry.removal import kept_of_removed, swept_versions
+from datasvc.models.tensors.dedup_index import pointed_digest
+from datasvc.models.tensors.tensor_table import read_table
+from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Entry, ObjectInfo, Objects, Repository, Storage
-from datasvc.repository.journal import JOURNALS
-from datasvc.repository.objects import parse_digest
-from datasvc.shards.table import ShardTable
+from datasvc.repository.logs.journal import JOURNALS
+from datasvc.repository.objects.objects import parse_digest
+from datasvc.shards.format.shard_table import ShardTable
 
 GRACE_S: Final = 7 * 24 * 3600
 # Twice the age at which a writer makes a remote object young: what it did not have to is still safe for a day.

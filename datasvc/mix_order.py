@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from datasvc.keyed import Integers, KeyedPermutation, derive_keys
+from datasvc.keyed_random import Integers, KeyedPermutation, derive_keys
 from datasvc.order import OrderConfig
 
 _MIXING, _OWN_ORDER = 33, 34  # purposes of keys; augmentation has 32

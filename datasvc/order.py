@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError, StateMismatchError
-from datasvc.keyed import Integers, KeyedPermutation, derive_keys, uniform
-from datasvc.spans import SpanSearch
+from datasvc.interval_index import SpanSearch
+from datasvc.keyed_random import Integers, KeyedPermutation, derive_keys, uniform
 
 Shuffle = Literal["global", "windowed"] | None
 Tail = Literal["drop", "short", "pad"]

@@ -15,9 +15,9 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
 import datasvc
+from datasvc.loaders import ImageLoader
 from datasvc.models import Reading
-from loaders import ImageLoader
-from trainer.recipes.random_state import capture, reinstate
+from datasvc.trainer.recipes.random_state import capture, reinstate
 
 
 def build_net(num_classes: int, size: int) -> nn.Module:

@@ -1,6 +1,6 @@
 """Training that goes on when machines come and go, and still serves each sample once.
 
-    python -m trainer.launch --host-discovery-script ./hosts.sh --min-num-proc 1 \
+    python -m datasvc.trainer.launch --host-discovery-script ./hosts.sh --min-num-proc 1 \
         python examples/elastic_training.py --repo REPO --data digits@1
 
 `hosts.sh` prints the hosts of now, a line each, such as `node1:8`. A rank that dies costs the steps since
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import datasvc
-import trainer as hvd
+import datasvc.trainer as hvd
+from datasvc.loaders import ImageLoader
 from datasvc.models import Checkpoint, Model, Reading
-from loaders import ImageLoader
-from trainer.recipes.models import build_model
-from trainer.recipes.rejoin import take_newest
+from datasvc.trainer.recipes.models import build_model
+from datasvc.trainer.recipes.rejoin import take_newest
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """A small GPT on packed blocks of tokens; documents in one block do not see each other.
 
 datasvc ingest texts/ books --tokenizer tokenizer.json --block-tokens 1024
-python -m trainer.launch -np 2 python examples/gpt_tokens.py --repo REPO --data books@1 --vocabulary 50257
+python -m datasvc.trainer.launch -np 2 python examples/gpt_tokens.py --repo REPO --data books@1 --vocabulary 50257
 """
 
 import argparse
@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 import datasvc
-import trainer as hvd
-from loaders import TokenLoader
-from trainer.recipes.models import build_model
+import datasvc.trainer as hvd
+from datasvc.loaders import TokenLoader
+from datasvc.trainer.recipes.models import build_model
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A script as people wrote them for Horovod, on handwritten digits: only its import was changed.
 
-python -m trainer.launch -np 2 python examples/horovod_mnist.py --epochs 5
+python -m datasvc.trainer.launch -np 2 python examples/horovod_mnist.py --epochs 5
 """
 
 import argparse
@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import trainer as hvd  # was: import horovod.torch as hvd
+import datasvc.trainer as hvd  # was: import horovod.torch as hvd
 
 
 class Net(nn.Module):

@@ -1,8 +1,8 @@
 """ResNet-50 with a loop of your own: loader, optimizer and checkpoints are three lines each.
 
-    python -m trainer.launch -np 8 python examples/imagenet_resnet50.py --repo REPO --data imagenet@1
+    python -m datasvc.trainer.launch -np 8 python examples/imagenet_resnet50.py --repo REPO --data imagenet@1
 
-The recipe `python -m trainer` does more (warm-up, LARS, mixed precision, evaluation); this is what it is made of.
+The program `python -m datasvc.trainer` does more (warm-up, LARS, mixed precision, evaluation) with the same parts.
 """
 
 import argparse
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import datasvc
-import trainer as hvd
+import datasvc.trainer as hvd
 from datasvc.cache import Cache
+from datasvc.loaders import ImageLoader
 from datasvc.models import DataUse
-from loaders import ImageLoader
-from trainer.recipes.models import build_model
+from datasvc.trainer.recipes.models import build_model
 
 
 def main() -> None:

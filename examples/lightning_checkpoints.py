@@ -18,9 +18,9 @@ from torch import nn
 
 import datasvc
 from datasvc.api import DataRepository
+from datasvc.loaders import ImageLoader
 from datasvc.models import Model, Reading, ReadLoader
-from loaders import ImageLoader
-from trainer.recipes.random_state import capture, reinstate
+from datasvc.trainer.recipes.random_state import capture, reinstate
 
 
 class EpochLoader(ImageLoader):

@@ -1,12 +1,12 @@
 """What plugs into a training job: batches of decoded samples in a reproducible, resumable order."""
 
-from loaders.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
-from loaders.image import ImageLoader
-from loaders.image_batch import ImageBatch
-from loaders.mixture import Mixture
-from loaders.shared import Share
-from loaders.token_batch import TokenBatch
-from loaders.tokens import TokenLoader
+from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
+from datasvc.loaders.core.mixture import Mixture
+from datasvc.loaders.decode_sharing import Share
+from datasvc.loaders.images.image_batch import ImageBatch
+from datasvc.loaders.images.image_loader import ImageLoader
+from datasvc.loaders.tokens.token_batch import TokenBatch
+from datasvc.loaders.tokens.token_loader import TokenLoader
 
 __all__ = [
     "IMAGENET_MEAN",

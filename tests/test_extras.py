@@ -8,7 +8,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.extras import EXTRAS, how_to_install, how_to_install_driver
-from datasvc.repository.storage import resolve_url
+from datasvc.repository.store.storage import resolve_url
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [

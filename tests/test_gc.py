@@ -14,17 +14,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cli.maintain import gc as command
+from datasvc.cli.datasets.maintain import gc as command
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.gc import GRACE_S, gc, list_old, named_objects, sweep, unmark
 from datasvc.models import describe_model, restore, save
 from datasvc.repository import Repository
-from datasvc.repository.log import encode_entry
+from datasvc.repository.logs.log import encode_entry
 from datasvc.shards import open_dataset
-from datasvc.shards.delete import delete
-from datasvc.shards.verify import verify
+from datasvc.shards.versions.delete import delete
+from datasvc.shards.versions.verify import verify
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
-from tests.shards.versions import write_version
+from tests.shards.written_versions import write_version
 
 ROOT = Path(__file__).parents[1]
 DAY = 24 * 3600
@@ -339,7 +339,7 @@ def test_an_error_of_the_store_stops_gc_as_what_it_is(full, monkeypatch):
     def failing(*_arguments):
         raise PermissionError("not yours")
 
-    monkeypatch.setattr("datasvc.repository.age.Path.unlink", failing)
+    monkeypatch.setattr("datasvc.repository.store.file_age.Path.unlink", failing)
     with pytest.raises(DatasvcError, match="not yours"):
         gc(full, dry_run=False)
     monkeypatch.undo()
@@ -439,7 +439,7 @@ def test_gc_goes_by_the_stores_clock_and_leaves_nothing_of_what_it_asked_it_with
 def refuse_to_write(monkeypatch, cause):
     """Let nothing be written to stores in memory any more; OSError is what a read-only mount raises."""
     if cause == "driver":
-        monkeypatch.setattr("datasvc.repository.exclusive_create.creates_exclusively", lambda _driver: False)
+        monkeypatch.setattr("datasvc.repository.store.exclusive_create.creates_exclusively", lambda _driver: False)
         return
     error = {"mount": errno.EROFS, "credentials": errno.EACCES, "full": errno.ENOSPC}[cause]
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, StateMismatchError
+from datasvc.interval_index import SpanSearch
 from datasvc.order import (
     AccessOrder,
     OrderConfig,
@@ -18,7 +19,6 @@ from datasvc.order import (
     plan_step,
     slice_step,
 )
-from datasvc.spans import SpanSearch
 from tests.examples import examples
 
 shard_sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)

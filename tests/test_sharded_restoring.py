@@ -8,12 +8,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from datasvc.cache import Cache
-from datasvc.cache.peer_source import PeerSettings
-from datasvc.cache.peers import Peers
+from datasvc.cache.peers.peer_source import PeerSettings
+from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models import describe_model
 from datasvc.models.dcp import Reader
-from datasvc.restoring import node_cache
+from datasvc.models.restoring.restore import node_cache
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.models.as_ranks import load_as_ranks, rows, save_as_ranks
 from tests.models.every_kind import copy_of, flip, links_of

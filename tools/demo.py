@@ -75,8 +75,8 @@ class Demo:
         """Train `name` on two ranks, from its newest checkpoint where it has one."""
         # fmt: off
         command = [
-            sys.executable, "-m", "trainer.launch", "-np", str(RANKS), "--no-prefix",
-            sys.executable, "-m", "trainer", "--data", "digits@1", "--repo", str(self.repo),
+            sys.executable, "-m", "datasvc.trainer.launch", "-np", str(RANKS), "--no-prefix",
+            sys.executable, "-m", "datasvc.trainer", "--data", "digits@1", "--repo", str(self.repo),
             "--cache", str(self.cache), "--name", name, "--model", "small-cnn",
             "--epochs", str(EPOCHS), "--batch-size", str(BATCH_SIZE),
             "--size", "64", "--resize", "64", "--scale", "0.8", "1.0", "--ratio", "0.9", "1.1", "--flip", "0",

@@ -4,7 +4,7 @@ Stragglers (lognormal compute times), the buckets' all-reduces (rings, or hierar
 and loaders behind caches and an origin that all nodes share. Prints how long steps take and how well it scales:
 efficiency is the step on one rank by the step there.
 
-    python -m trainer.launch -np 2 --no-prefix python -m trainer profile \
+    python -m datasvc.trainer.launch -np 2 --no-prefix python -m datasvc.trainer profile \
         --data DATA --repo REPO --model resnet50 --json > profile.json
     python tools/simulate_training.py profile.json --ranks-per-node 8 --bandwidth 100Gbit/s --inside-bandwidth 200GB/s
 
@@ -27,13 +27,13 @@ import numpy as np
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.sizes import parse_size
-from trainer.recipes.profiling.all_reduce import Cluster
-from trainer.recipes.profiling.cluster_options import add_cluster_options, parse_clusters
-from trainer.recipes.profiling.costs import StepCosts
-from trainer.recipes.profiling.input_system import UNLIMITED, InputSystem
-from trainer.recipes.profiling.links import parse_bandwidth
-from trainer.recipes.profiling.simulate import Training, jitter_of, simulate
-from trainer.recipes.profiling.step_time import Mode
+from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
+from datasvc.trainer.recipes.profiling.predict.cluster_options import add_cluster_options, parse_clusters
+from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
+from datasvc.trainer.recipes.profiling.predict.input_system import UNLIMITED, InputSystem
+from datasvc.trainer.recipes.profiling.predict.links import parse_bandwidth
+from datasvc.trainer.recipes.profiling.predict.simulate import Training, jitter_of, simulate
+from datasvc.trainer.recipes.profiling.predict.step_time import Mode
 
 NODES = [2**power for power in range(13)]
 OF_ORIGIN = ("data_size", "sample_size", "cache_size", "peers", "first_epoch")
@@ -133,20 +133,20 @@ def choose_input(arguments: argparse.Namespace, samples: int) -> InputSystem:
 
 
 def read_profile(path: str) -> dict[str, Any]:
-    """Return what `python -m trainer profile --json` printed. Raises ConfigError: it is something else."""
+    """Return what `python -m datasvc.trainer profile --json` printed. Raises ConfigError: it is something else."""
     try:
         profile = json.loads(sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no profile: {error}") from error
     if not isinstance(profile, dict) or not {"costs", "world_size", "message_s", "prefetch"} <= profile.keys():
-        raise ConfigError(f"{path} is no profile; write one with python -m trainer profile --json")
+        raise ConfigError(f"{path} is no profile; write one with python -m datasvc.trainer profile --json")
     return profile
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profile", help="what python -m trainer profile --json printed; -: standard input")
+    parser.add_argument("profile", help="what python -m datasvc.trainer profile --json printed; -: standard input")
     add_cluster_options(parser, num_nodes=NODES, said="1 2 4 ... 4096")
     parser.add_argument("--mode", choices=list(Mode), default=Mode.OVERLAPPED, help="default: %(default)s")
     parser.add_argument("--jitter", type=float, help="of compute times, 0.1 for 10 %%; default: as in the profile")

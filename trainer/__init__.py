@@ -1,4 +1,4 @@
-"""Horovod-style data-parallel training over torch.distributed: ``import trainer as hvd``.
+"""Horovod-style data-parallel training over torch.distributed: ``import datasvc.trainer as hvd``.
 
 torch is imported when the first of these names is used, so that the launcher starts its ranks at once. Horovod's
 modules are here under their names below ``horovod.torch``, and its packages ``common`` and ``runner``.
@@ -8,7 +8,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.capabilities import (
+    from datasvc.trainer.env.engine_settings import EngineSettings
+    from datasvc.trainer.errors import HorovodInternalError
+    from datasvc.trainer.function import run
+    from datasvc.trainer.gradients.compression import Compression
+    from datasvc.trainer.job.capabilities import (
         ccl_built,
         cuda_built,
         ddl_built,
@@ -20,11 +24,28 @@ if TYPE_CHECKING:
         nccl_built,
         rocm_built,
     )
-    from trainer.compression import Compression
-    from trainer.engine.settings import EngineSettings
-    from trainer.errors import HorovodInternalError
-    from trainer.function import run
-    from trainer.ops import (
+    from datasvc.trainer.job.process_sets import (
+        ProcessSet,
+        add_process_set,
+        global_process_set,
+        process_set_table,
+        remove_process_set,
+    )
+    from datasvc.trainer.job.runtime import (
+        cross_rank,
+        cross_size,
+        init,
+        is_homogeneous,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        shutdown,
+        size,
+        start_timeline,
+        stop_timeline,
+    )
+    from datasvc.trainer.ops import (
         Adasum,
         Average,
         Max,
@@ -59,35 +80,14 @@ if TYPE_CHECKING:
         sparse_allreduce_async,
         synchronize,
     )
-    from trainer.optimizer import DistributedOptimizer
-    from trainer.process_sets import (
-        ProcessSet,
-        add_process_set,
-        global_process_set,
-        process_set_table,
-        remove_process_set,
-    )
-    from trainer.runtime import (
-        cross_rank,
-        cross_size,
-        init,
-        is_homogeneous,
-        is_initialized,
-        local_rank,
-        local_size,
-        rank,
-        shutdown,
-        size,
-        start_timeline,
-        stop_timeline,
-    )
-    from trainer.state import (
+    from datasvc.trainer.optim.broadcast_state import (
         allgather_object,
         broadcast_object,
         broadcast_optimizer_state,
         broadcast_parameters,
     )
-    from trainer.sync_batch_norm import SyncBatchNorm
+    from datasvc.trainer.optim.optimizer import DistributedOptimizer
+    from datasvc.trainer.optim.sync_batch_norm import SyncBatchNorm
 
 __version__ = "0.28.1"
 """Of Horovod, whose API this is: programs compare it with Horovod's releases. Ours is that of the package datasvc."""
@@ -168,40 +168,41 @@ __all__ = [
 _MODULES = (
     "errors",
     "function",
-    "engine.settings",
-    "runtime",
-    "process_sets",
-    "compression",
+    "env.engine_settings",
+    "job.runtime",
+    "job.process_sets",
+    "gradients.compression",
     "ops",
-    "state",
-    "optimizer",
-    "sync_batch_norm",
-    "capabilities",
+    "optim.broadcast_state",
+    "optim.optimizer",
+    "optim.sync_batch_norm",
+    "job.capabilities",
 )
 
 
-_PUBLIC_MODULES = (
-    "common",
-    "compression",
-    "elastic",
-    "functions",
-    "mpi_ops",
-    "optimizer",
-    "runner",
-    "sync_batch_norm",
-)
+# Modules that programs use as attributes under their names below `horovod.torch`, and where they lie here.
+_PUBLIC_MODULES = {
+    "common": "common",
+    "compression": "gradients.compression",
+    "elastic": "elastic",
+    "functions": "functions",
+    "mpi_ops": "mpi_ops",
+    "optimizer": "optim.optimizer",
+    "runner": "runner",
+    "sync_batch_norm": "optim.sync_batch_norm",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC_MODULES:
-        return importlib.import_module(f"trainer.{name}")
+        return importlib.import_module(f"datasvc.trainer.{_PUBLIC_MODULES[name]}")
     if name in __all__:
         for module_name in _MODULES:
-            module = importlib.import_module(f"trainer.{module_name}")
+            module = importlib.import_module(f"datasvc.trainer.{module_name}")
             if hasattr(module, name):
                 value = globals()[name] = getattr(module, name)
                 return value
-    raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    raise AttributeError(f"module 'datasvc.trainer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

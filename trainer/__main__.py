@@ -1,7 +1,7 @@
-"""`python -m trainer --data digits@1 --repo URL --name digits-cnn ...`: run the training recipe on this rank.
+"""Run the training program on this rank: `python -m datasvc.trainer --data digits@1 --repo URL --name digits-cnn`.
 
-Several ranks: `python -m trainer.launch -np 2 python -m trainer ...`, or torchrun. `python -m trainer profile ...`
-measures the parts of a step instead.
+Several ranks: `python -m datasvc.trainer.launch -np 2 python -m datasvc.trainer ...`, or torchrun.
+`python -m datasvc.trainer profile ...` measures the parts of a step instead.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import sys
 
 from datasvc.errors import DatasvcError
-from trainer import HorovodInternalError
-from trainer.recipes.options import parse_options
+from datasvc.trainer import HorovodInternalError
+from datasvc.trainer.recipes.settings.options import parse_options
 
 
 def main() -> None:
     """Run the recipe; an error that a user can cause ends without a traceback."""
     try:
         if sys.argv[1:2] == ["profile"]:
-            from trainer.recipes.profiling.command import main as profile
+            from datasvc.trainer.recipes.profiling.command import main as profile
 
             profile(sys.argv[2:])
             return
@@ -27,7 +27,7 @@ def main() -> None:
             sys.stdout.write(f"{options.describe()}\n")
             return
         assert config is not None
-        from trainer.recipes.train import train
+        from datasvc.trainer.recipes.train import train
 
         train(config)
     except DatasvcError as error:

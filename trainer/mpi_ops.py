@@ -5,9 +5,9 @@ All but a few are those of ``trainer``, which lists them. Their types are there;
 
 from typing import Any
 
-import trainer
-from trainer import ops
-from trainer.common import util
+from datasvc import trainer
+from datasvc.trainer import ops
+from datasvc.trainer.common import util
 
 # Horovod has these in modules of their own, or has none of them.
 _IN_OTHER_MODULES = frozenset(
@@ -36,7 +36,7 @@ __all__ = sorted(  # noqa: PLE0605 - it is a list
 
 def __getattr__(name: str) -> Any:
     if name not in _OF_TRAINER:
-        raise AttributeError(f"module 'trainer.mpi_ops' has no attribute {name!r}")
+        raise AttributeError(f"module 'datasvc.trainer.mpi_ops' has no attribute {name!r}")
     return getattr(trainer, name)
 
 

@@ -2,7 +2,7 @@
 
 from datasvc.cache.budget import parse_budget
 from datasvc.cache.cache import Acquired, Cache, CachedShards
-from datasvc.cache.quotas import Quota
+from datasvc.cache.catalogue.quotas import Quota
 from datasvc.cache.scrub import ScrubReport
 from datasvc.cache.staging import StageReport
 from datasvc.cache.status import CacheStatus, TenantUsage

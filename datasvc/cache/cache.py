@@ -14,22 +14,22 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from datasvc.cache.budget import parse_budget
-from datasvc.cache.fetch import Fetcher, Outcome, Report
-from datasvc.cache.folder import CacheFolder, join_folder, leave_folder
-from datasvc.cache.peers import Peers
-from datasvc.cache.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
-from datasvc.cache.quotas import DEFAULT_TENANT, Quota
-from datasvc.cache.records import footprint
-from datasvc.cache.remote_file import Store
+from datasvc.cache.catalogue.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
+from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Quota
+from datasvc.cache.catalogue.records import footprint
+from datasvc.cache.fetch.fetch import Fetcher, Outcome, Report
+from datasvc.cache.peers.peers import Peers
+from datasvc.cache.process_handle import CacheFolder, join_folder, leave_folder
 from datasvc.cache.scrub import Finding, ScrubReport, check_object, scrub_folder
+from datasvc.cache.sources.remote_file import Store
 from datasvc.cache.staging import StageReport, stage_objects
 from datasvc.cache.status import CacheStatus, read_status
 from datasvc.errors import ConfigError
 from datasvc.order import Reuse
 from datasvc.repository import Digest, ObjectInfo, Repository
-from datasvc.repository.references import check_name
-from datasvc.shards.dataset import Split, Wanted
-from datasvc.shards.reader import Shard
+from datasvc.repository.logs.references import check_name
+from datasvc.shards.format.reader import Shard
+from datasvc.shards.versions.dataset import Split, Wanted
 
 
 class Acquired(NamedTuple):

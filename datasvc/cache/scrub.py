@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from datasvc.cache.catalogue import JUDGED, MAPPED, Verdict
-from datasvc.cache.file_links import FileLink
-from datasvc.cache.folder import CacheFolder
-from datasvc.cache.records import RESERVED
+from datasvc.cache.catalogue.catalogue import JUDGED, MAPPED, Verdict
+from datasvc.cache.catalogue.file_links import FileLink
+from datasvc.cache.catalogue.records import RESERVED
+from datasvc.cache.process_handle import CacheFolder
 from datasvc.repository import Digest
-from datasvc.repository.objects import digest_of_file
+from datasvc.repository.objects.objects import digest_of_file
 
 Finding = Literal["intact", "corrupt", "gone"]
 

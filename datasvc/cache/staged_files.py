@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasvc.cache.cache import Cache
-from datasvc.cache.fetch import Outcome, Report
-from datasvc.cache.file_links import FileLink
-from datasvc.cache.remote_file import RemoteFile
+from datasvc.cache.catalogue.file_links import FileLink
+from datasvc.cache.fetch.fetch import Outcome, Report
+from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.repository import Digest
 
 _FILES_AT_ONCE = 8

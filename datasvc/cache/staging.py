@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from datasvc.cache.fetch import Fetcher, Outcome, Report
-from datasvc.cache.folder import CacheFolder
-from datasvc.cache.records import footprint
+from datasvc.cache.catalogue.records import footprint
+from datasvc.cache.fetch.fetch import Fetcher, Outcome, Report
+from datasvc.cache.process_handle import CacheFolder
 from datasvc.errors import CacheFullError
 from datasvc.repository import Digest, ObjectInfo, Repository
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from datasvc.cache.catalogue import Job
-from datasvc.cache.folder import CacheFolder
-from datasvc.cache.pins import read_pins
-from datasvc.cache.records import RESERVED, footprint
+from datasvc.cache.catalogue.catalogue import Job
+from datasvc.cache.catalogue.pins import read_pins
+from datasvc.cache.catalogue.records import RESERVED, footprint
+from datasvc.cache.process_handle import CacheFolder
 
 
 @dataclass(frozen=True)

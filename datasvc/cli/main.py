@@ -6,7 +6,9 @@ import sys
 
 import typer
 
-from datasvc.cli import audit, cache, datasets, export, ingest, look, maintain, models, node, versions
+from datasvc.cli import models
+from datasvc.cli.datasets import audit, export, ingest, listing, maintain, show, versions
+from datasvc.cli.nodes import cache, serve
 from datasvc.errors import DatasvcError
 
 app = typer.Typer(
@@ -17,12 +19,12 @@ app = typer.Typer(
     "6 done, but bad samples were left out.",
 )
 app.command()(ingest.ingest)
-app.command()(datasets.ls)
-app.command()(look.show)
-app.command()(look.head)
-app.command()(look.sql)
-app.command()(datasets.log)
-app.command()(datasets.tag)
+app.command()(listing.ls)
+app.command()(show.show)
+app.command()(show.head)
+app.command()(show.sql)
+app.command()(listing.log)
+app.command()(listing.tag)
 app.command()(versions.delete)
 app.command()(versions.classes)
 app.command()(versions.diff)
@@ -32,8 +34,8 @@ app.command()(maintain.verify)
 app.command()(maintain.gc)
 app.command()(audit.audit)
 app.command()(cache.stage)
-app.command()(node.serve)
-app.command()(node.top)
+app.command()(serve.serve)
+app.command()(serve.top)
 app.add_typer(cache.app, name="cache")
 app.add_typer(models.app, name="models")
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from datasvc.errors import NotFoundError
-from datasvc.ledger.comb import Comb, solid
 from datasvc.ledger.coverage import Uneven, cover
 from datasvc.ledger.file import Header, Kind, LedgerFile, Record
 from datasvc.ledger.history import Place, Stretch, order_files, split_into_stretches
+from datasvc.ledger.strided_range import Comb, solid
 
 _NAMED_RANKS = 8
 

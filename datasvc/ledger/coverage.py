@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from datasvc.keyed import Integers
-from datasvc.ledger.comb import Comb, solid
+from datasvc.keyed_random import Integers
+from datasvc.ledger.strided_range import Comb, solid
 
 _CHUNK_TEETH = 1 << 20
 _KEPT = 1000

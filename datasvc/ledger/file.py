@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from datasvc.durable import TEMPORARY_PREFIX, fsync_folder, make_folder
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
-from datasvc.ledger.comb import Comb
+from datasvc.ledger.strided_range import Comb
 
 FORMAT: Final = 1
 SUFFIX: Final = ".ledger"

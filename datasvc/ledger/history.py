@@ -29,8 +29,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from datasvc.ledger.comb import Comb
 from datasvc.ledger.file import Kind, LedgerFile, Record
+from datasvc.ledger.strided_range import Comb
 
 Place = tuple[int, int]
 """A cursor: epoch and position."""

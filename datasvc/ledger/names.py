@@ -10,8 +10,8 @@ from datasvc.errors import ConfigError
 from datasvc.ledger.file import Header
 from datasvc.order import AccessOrder, OrderState
 from datasvc.repository import Repository
-from datasvc.shards.dataset import Split, open_dataset
-from datasvc.shards.keys import SplitKeys
+from datasvc.shards.versions.dataset import Split, open_dataset
+from datasvc.shards.versions.keys import SplitKeys
 
 
 class SampleNames:

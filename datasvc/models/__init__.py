@@ -1,15 +1,15 @@
 """Model versions: checkpoints whose tensors are objects and whose entry says what they came from."""
 
-from datasvc.models.checkpoint import Checkpoint, restore, save
-from datasvc.models.code import CodeRevision, describe_code
-from datasvc.models.data_use import DataUse, Reading, ReadLoader, Span
-from datasvc.models.environment import describe_environment
-from datasvc.models.lineage import Lineage, read_lineage
-from datasvc.models.model import Model
-from datasvc.models.registry import ModelVersion, describe_model, list_models, model_log
-from datasvc.models.saver import SaveHandle
-from datasvc.models.saw import saw
-from datasvc.models.sightings import Saw, Sighting, VersionSaw
+from datasvc.models.provenance.find_consumers import saw
+from datasvc.models.provenance.lineage import Lineage, read_lineage
+from datasvc.models.provenance.sample_uses import Saw, Sighting, VersionSaw
+from datasvc.models.registry.registry import ModelVersion, describe_model, list_models, model_log
+from datasvc.models.restoring.checkpoint import Checkpoint, restore, save
+from datasvc.models.saving.manager import Model
+from datasvc.models.saving.queue import SaveHandle
+from datasvc.models.versions.code_revision import CodeRevision, describe_code
+from datasvc.models.versions.data_use import DataUse, Reading, ReadLoader, Span
+from datasvc.models.versions.environment import describe_environment
 
 __all__ = [
     "Checkpoint",

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from datasvc.cache.membership import parse_node
+from datasvc.cache.peers.membership import parse_node
 from datasvc.errors import ConfigError, UnavailableError
 
 _TIMEOUT_S = 10.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from datasvc.cache.membership import parse_membership
-from datasvc.cache.peer_source import PeerSettings
-from datasvc.cache.peers import Peers
-from datasvc.node.auth import TOKEN_VARIABLE, load_token
+from datasvc.cache.peers.membership import parse_membership
+from datasvc.cache.peers.peer_source import PeerSettings
+from datasvc.cache.peers.peers import Peers
+from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
 
 
 def open_peers(text: str) -> Peers:

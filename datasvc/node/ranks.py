@@ -15,13 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from datasvc.cache.membership import FixedMembership
-from datasvc.cache.peer_source import PeerSettings
-from datasvc.cache.peers import Peers
-from datasvc.cache.recovery import boot_id
+from datasvc.cache.catalogue.recovery import boot_id
+from datasvc.cache.peers.membership import FixedMembership
+from datasvc.cache.peers.peer_source import PeerSettings
+from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.node.auth import is_loopback
 from datasvc.node.embedded import EmbeddedNode
+from datasvc.node.http.auth import is_loopback
 from datasvc.node.settings import NodeSettings
 
 if TYPE_CHECKING:

@@ -12,22 +12,22 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from datasvc.cache import Cache
-from datasvc.cache.membership import parse_membership
-from datasvc.cache.peer_source import PeerSettings
-from datasvc.cache.peers import Peers
-from datasvc.node.answers import answer_errors, check_token
-from datasvc.node.connections import BoundedConnections
-from datasvc.node.fetching import Fetches
+from datasvc.cache.peers.membership import parse_membership
+from datasvc.cache.peers.peer_source import PeerSettings
+from datasvc.cache.peers.peers import Peers
 from datasvc.node.folder_lock import only_server_of
-from datasvc.node.metrics import CONTENT_TYPE, render_metrics
-from datasvc.node.object_routes import ObjectRoutes
-from datasvc.node.origins import Origins
-from datasvc.node.residency import Residency
-from datasvc.node.sending import Sender
+from datasvc.node.http.connection_limit import BoundedConnections
+from datasvc.node.http.error_responses import answer_errors, check_token
+from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
+from datasvc.node.http.object_routes import ObjectRoutes
+from datasvc.node.http.stage_routes import StageRoutes
 from datasvc.node.settings import NodeSettings
-from datasvc.node.stage_routes import StageRoutes
-from datasvc.node.staging import StageJobs
 from datasvc.node.status import StatusSource
+from datasvc.node.transfers.fetching import Fetches
+from datasvc.node.transfers.origins import Origins
+from datasvc.node.transfers.residency import Residency
+from datasvc.node.transfers.sending import Sender
+from datasvc.node.transfers.staging_jobs import StageJobs
 
 _MAX_BODY_BYTES = 64 << 10
 

@@ -6,9 +6,9 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datasvc.cache.quotas import DEFAULT_TENANT
+from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.errors import ConfigError
-from datasvc.node.auth import check_exposure
+from datasvc.node.http.auth import check_exposure
 
 DEFAULT_PORT = 8765
 

@@ -10,8 +10,8 @@ from importlib.metadata import version
 from typing import Any
 
 from datasvc.cache import Cache, CacheStatus
-from datasvc.node.sending import Sent
-from datasvc.node.staging import StageJobs
+from datasvc.node.transfers.sending import Sent
+from datasvc.node.transfers.staging_jobs import StageJobs
 
 
 def describe_cache(status: CacheStatus) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The repository: immutable objects and append-only logs on any fsspec URL."""
 
-from datasvc.repository.log import Entry, Log
-from datasvc.repository.objects import Digest, ObjectInfo, Objects
-from datasvc.repository.references import Reference, parse_reference
+from datasvc.repository.logs.log import Entry, Log
+from datasvc.repository.logs.references import Reference, parse_reference
+from datasvc.repository.objects.objects import Digest, ObjectInfo, Objects
 from datasvc.repository.repository import Kind, Repository, Resolved
-from datasvc.repository.storage import Storage
+from datasvc.repository.store.storage import Storage
 
 __all__ = [
     "Digest",

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.repository.journal import Journal
-from datasvc.repository.log import MAX_ENTRY_BYTES, Entry, Log
-from datasvc.repository.numbers import describe_numbers
-from datasvc.repository.objects import Objects
-from datasvc.repository.references import Reference, check_name, check_tag, is_name, parse_reference
-from datasvc.repository.removals import Removals
-from datasvc.repository.storage import Storage, redact_url
-from datasvc.repository.tags import Tags
+from datasvc.repository.logs.journal import Journal
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log
+from datasvc.repository.logs.references import Reference, check_name, check_tag, is_name, parse_reference
+from datasvc.repository.logs.removals import Removals
+from datasvc.repository.logs.tags import Tags
+from datasvc.repository.logs.version_numbers import describe_numbers
+from datasvc.repository.objects.objects import Objects
+from datasvc.repository.store.storage import Storage, redact_url
 
 REPOSITORY_FORMAT = 1
 MARKER = "datasvc.json"

@@ -1,11 +1,11 @@
 """Data sets: samples in Arrow shards, shard tables, and the versions that name them."""
 
-from datasvc.shards.dataset import Dataset, OriginShards, ShardStore, Split, Wanted, open_dataset
-from datasvc.shards.ingest import IngestReport, ingest
-from datasvc.shards.reader import Shard
-from datasvc.shards.schema import image_schema
-from datasvc.shards.table import ShardTable
-from datasvc.shards.writer import ShardStatistics, ShardWriter
+from datasvc.shards.format.reader import Shard
+from datasvc.shards.format.schema import image_schema
+from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.writer import ShardStatistics, ShardWriter
+from datasvc.shards.ingestion.ingest import IngestReport, ingest
+from datasvc.shards.versions.dataset import Dataset, OriginShards, ShardStore, Split, Wanted, open_dataset
 
 __all__ = [
     "Dataset",

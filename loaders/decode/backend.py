@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy.typing as npt
 
-from datasvc.shards.mapped_file import Bytes
-from loaders.augment import ColourFactors, Windows
-from loaders.decode.pixels import PixelFormat, Pixels
+from datasvc.loaders.augment.augment import ColourFactors, Windows
+from datasvc.loaders.decode.pixels import PixelFormat, Pixels
+from datasvc.shards.format.mapped_file import Bytes
 
 if TYPE_CHECKING:
     import torch

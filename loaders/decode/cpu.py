@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from loaders.augment import Windows
-from loaders.buffer_ring import BufferRing
-from loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Framework, Read
-from loaders.decode.crop import import_codec
-from loaders.decode.worker import ImageWorker
-from loaders.pinned import empty_pinned
-from loaders.step_times import Stage
-from loaders.stopwatch import Stopwatch
+from datasvc.loaders.augment.augment import Windows
+from datasvc.loaders.core.buffer_ring import BufferRing
+from datasvc.loaders.core.pinned import empty_pinned
+from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Framework, Read
+from datasvc.loaders.decode.crop import import_codec
+from datasvc.loaders.decode.worker import ImageWorker
+from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_times import Stage
 
 if TYPE_CHECKING:
     import torch
 
-    from datasvc.shards.mapped_file import Bytes
+    from datasvc.shards.format.mapped_file import Bytes
 
 # Images that a thread takes at once: few, so that threads finish a batch together.
 _MOST_AT_ONCE = 8

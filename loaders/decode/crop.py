@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from datasvc.errors import ConfigError
-from loaders.decode.pixels import Pixels
+from datasvc.loaders.decode.pixels import Pixels
 
 if TYPE_CHECKING:
-    from datasvc.shards.mapped_file import Bytes
+    from datasvc.shards.format.mapped_file import Bytes
 
 # How JPEG 2000 files start. Damaged ones crash the process in this decoder, and even in its parser; not in Pillow.
 _JPEG_2000 = (b"\0\0\0\x0cjP", b"\xff\x4f\xff")

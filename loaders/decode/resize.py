@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
-from loaders.decode.backend import Framework
-from loaders.decode.pixels import Pixels
+from datasvc.loaders.decode.backend import Framework
+from datasvc.loaders.decode.pixels import Pixels
 
 
 class Resizer(Protocol):

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import BadSampleError
-from loaders.decode.backend import Backend, Framework
-from loaders.decode.crop import CropDecoder
-from loaders.decode.pixels import PixelFormat, Pixels, PixelWriter, copy_pixels
-from loaders.decode.resize import make_resizer
-from loaders.pillow_decoder import decode_window
+from datasvc.loaders.decode.backend import Backend, Framework
+from datasvc.loaders.decode.crop import CropDecoder
+from datasvc.loaders.decode.pillow_decoder import decode_window
+from datasvc.loaders.decode.pixels import PixelFormat, Pixels, PixelWriter, copy_pixels
+from datasvc.loaders.decode.resize import make_resizer
 
 if TYPE_CHECKING:
-    from datasvc.shards.mapped_file import Bytes
+    from datasvc.shards.format.mapped_file import Bytes
 
 
 class ImageWorker:

@@ -3,12 +3,12 @@
 The rest of `loaders` works without torch; nothing there imports this.
 """
 
-from loaders.torch.dataset import Dataset
-from loaders.torch.iterable import IterableDataset
-from loaders.torch.loader import ResumableDataLoader
-from loaders.torch.sampler import OrderBatchSampler
-from loaders.torch.served import ServedIndex
-from loaders.torch.states import order_state
+from datasvc.loaders.torch.dataset import Dataset
+from datasvc.loaders.torch.iterable import IterableDataset
+from datasvc.loaders.torch.loader import ResumableDataLoader
+from datasvc.loaders.torch.sampler import OrderBatchSampler
+from datasvc.loaders.torch.served import ServedIndex
+from datasvc.loaders.torch.states import order_state
 
 __all__ = [
     "Dataset",

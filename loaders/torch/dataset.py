@@ -13,12 +13,12 @@ import torch.utils.data
 
 from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError
+from datasvc.loaders.torch.images import Decode, black_image, check_decode, decode_image
+from datasvc.loaders.torch.randomness import PlacedTransform
+from datasvc.loaders.torch.reading import CacheAddress, SampleReader, check_columns, reopen
+from datasvc.loaders.torch.served import ServedIndex
 from datasvc.shards import Split
-from datasvc.shards.schema import HEIGHT, IMAGE, KEY, WIDTH
-from loaders.torch.images import Decode, black_image, check_decode, decode_image
-from loaders.torch.randomness import PlacedTransform
-from loaders.torch.reading import CacheAddress, SampleReader, check_columns, reopen
-from loaders.torch.served import ServedIndex
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH
 
 MASK = "mask"
 _logger = logging.getLogger(__name__)

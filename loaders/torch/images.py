@@ -8,9 +8,9 @@ import numpy as np
 from PIL import Image
 
 from datasvc.errors import ConfigError
-from datasvc.shards.images import open_image
-from datasvc.shards.orientation import read_orientation, turn_upright
-from loaders.pillow_decoder import to_rgb
+from datasvc.loaders.decode.pillow_decoder import to_rgb
+from datasvc.shards.images.exif import read_orientation, turn_upright
+from datasvc.shards.images.header import open_image
 
 Decode = Literal["pil", "numpy"] | None
 

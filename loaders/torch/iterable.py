@@ -9,10 +9,10 @@ import torch
 import torch.utils.data
 
 from datasvc.errors import ConfigError
-from loaders.torch.dataset import Dataset
-from loaders.torch.rank_order import RankOrder
-from loaders.torch.sampler import OrderBatchSampler, check_epoch
-from loaders.torch.share import DrawnBatches
+from datasvc.loaders.torch.dataset import Dataset
+from datasvc.loaders.torch.rank_order import RankOrder
+from datasvc.loaders.torch.sampler import OrderBatchSampler, check_epoch
+from datasvc.loaders.torch.share import DrawnBatches
 
 
 class IterableDataset(torch.utils.data.IterableDataset[Any]):

@@ -8,9 +8,9 @@ from typing import Any
 import torch.utils.data
 
 from datasvc.errors import ConfigError
-from loaders.torch.dataset import Dataset
-from loaders.torch.iterable import IterableDataset
-from loaders.torch.sampler import OrderBatchSampler
+from datasvc.loaders.torch.dataset import Dataset
+from datasvc.loaders.torch.iterable import IterableDataset
+from datasvc.loaders.torch.sampler import OrderBatchSampler
 
 
 class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
@@ -53,8 +53,8 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
             options["batch_sampler"] = batches
         else:
             raise ConfigError(
-                "expected a data set with an OrderBatchSampler, or an IterableDataset of loaders.torch alone; got "
-                f"{type(data).__name__} and {type(batches).__name__}"
+                "expected a data set with an OrderBatchSampler, or only an IterableDataset of datasvc.loaders.torch; "
+                f"got {type(data).__name__} and {type(batches).__name__}"
             )
         self._cursor = self._source.cursor
         super().__init__(data, **options)

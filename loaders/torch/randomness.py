@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from datasvc.keyed import Keys, derive_keys
-from loaders.augment import generators
-from loaders.torch.served import ServedIndex
+from datasvc.keyed_random import Keys, derive_keys
+from datasvc.loaders.augment.augment import generators
+from datasvc.loaders.torch.served import ServedIndex
 
 _GLOBAL_GENERATORS = 48  # purpose of keys; those of order, ingest and augmentation are below
 _BOUND: Final = 1 << 63

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError
-from datasvc.keyed import Integers
+from datasvc.keyed_random import Integers
+from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.torch.served import ServedIndex
+from datasvc.loaders.torch.states import order_state
 from datasvc.order import AccessOrder, OrderConfig, OrderState, Step, Tail, count_steps, plan_step, slice_step
 from datasvc.shards import Split
-from loaders.data_ranks import DataRanks
-from loaders.torch.served import ServedIndex
-from loaders.torch.states import order_state
 
 
 class RankOrder:

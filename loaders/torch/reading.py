@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 
 from datasvc.cache import Cache
-from datasvc.cache.peers import Peers
-from datasvc.cache.records import footprint
+from datasvc.cache.catalogue.records import footprint
+from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
-from datasvc.keyed import Integers
+from datasvc.keyed_random import Integers
 from datasvc.shards import Shard, ShardStore, Split
 
 # Mapped shards hold two file descriptors each, of which a process often has 1024; others hold memory or cache budget.

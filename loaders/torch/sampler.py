@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch.utils.data
 
 from datasvc.errors import ConfigError
+from datasvc.loaders.core.data_ranks import choose_data_ranks
+from datasvc.loaders.core.loader import check_sizes
+from datasvc.loaders.torch.dataset import Dataset
+from datasvc.loaders.torch.rank_order import RankOrder
+from datasvc.loaders.torch.share import DrawnBatches
 from datasvc.order import OrderConfig, Shuffle, Tail, parse_tail
 from datasvc.shards import Split
-from loaders.data_ranks import choose_data_ranks
-from loaders.loader import check_sizes
-from loaders.torch.dataset import Dataset
-from loaders.torch.rank_order import RankOrder
-from loaders.torch.share import DrawnBatches
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

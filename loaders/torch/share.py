@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from datasvc.errors import ConfigError
-from loaders.torch.rank_order import RankOrder
-from loaders.torch.states import ShareState
+from datasvc.loaders.torch.rank_order import RankOrder
+from datasvc.loaders.torch.states import ShareState
 
 
 class DrawnBatches(Iterator[list[int]]):

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from datasvc.cache import Cache, Quota
-from datasvc.cache.records import RESERVED
+from datasvc.cache.catalogue.records import RESERVED
 from datasvc.errors import DatasvcError
 from datasvc.repository import Repository
 from tests.cache.processes import disk_bytes, object_path

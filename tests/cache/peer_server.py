@@ -5,7 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from datasvc.cache.membership import Nodes
+from datasvc.cache.peers.membership import Nodes
 
 PIECE_BYTES = 64 << 10
 

@@ -231,9 +231,9 @@ def test_a_forked_child_is_told_to_spawn_whatever_it_tries(cache, origin):
 
 
 def test_a_child_forked_while_another_thread_opens_a_cache_does_not_hang(tmp_path):
-    from datasvc.cache import folder
+    from datasvc.cache import process_handle
 
-    with folder._folders_lock:
+    with process_handle._folders_lock:
         opening = threading.Thread(target=lambda: Cache(tmp_path / "cache", budget=4096).close())
         opening.start()
         thread_has_it = in_a_fork_of_a_thread(lambda: Cache(tmp_path / "other", budget=4096).budget_bytes)
@@ -252,17 +252,17 @@ def in_a_fork_of_a_thread(work):
 
 def test_a_cache_dropped_while_another_of_its_folder_is_opened_does_not_close_it_under_that(tmp_path, monkeypatch):
     """The garbage collector may run, and find one, between any two steps of opening."""
-    from datasvc.cache import folder
+    from datasvc.cache import process_handle
 
     dropped = [Cache(tmp_path / "cache", budget=4096)]
-    real = folder.CacheFolder.check_process
+    real = process_handle.CacheFolder.check_process
 
     def collecting(self):
         dropped.clear()
         gc.collect()
         return real(self)
 
-    monkeypatch.setattr(folder.CacheFolder, "check_process", collecting)
+    monkeypatch.setattr(process_handle.CacheFolder, "check_process", collecting)
     with Cache(tmp_path / "cache") as cache:
         monkeypatch.undo()
         assert cache.status().budget_bytes == 4096

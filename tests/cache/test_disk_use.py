@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.records import footprint
+from datasvc.cache.catalogue.records import footprint
 from tests.cache.processes import ROOT, disk_bytes
 from tests.cache.test_full_disk import small_disk  # noqa: F401  a fixture
 

@@ -9,14 +9,14 @@ import threading
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.parts import PART_BYTES, Parts
-from datasvc.cache.remote_file import RemoteFile
-from datasvc.cache.sources import OriginSource, RequestPool
-from datasvc.cache.spans import GATHERED_PARTS
-from datasvc.cache.transfer import transfer
+from datasvc.cache.fetch.transfer import transfer
+from datasvc.cache.sources.origin_source import OriginSource, RequestPool
+from datasvc.cache.sources.range_requests import GATHERED_PARTS
+from datasvc.cache.sources.received_parts import PART_BYTES, Parts
+from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects, Storage
-from datasvc.repository.objects import digest_of
+from datasvc.repository.objects.objects import digest_of
 from tests.cache.processes import disk_bytes
 from tests.cluster.store import FileStore
 from tests.repository.faulty_server import FaultyServer
@@ -27,7 +27,7 @@ INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr("datasvc.repository.asking._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datasvc.repository.store.retries._FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture
@@ -205,9 +205,9 @@ def test_a_file_behind_a_web_server_is_staged(tmp_path, cache):
 ENDING = """
 import sys, threading
 import fsspec
-from datasvc.cache.sources import RequestPool
-from datasvc.repository.http_stream import HttpStream
-from datasvc.repository.interrupt import Interrupt
+from datasvc.cache.sources.origin_source import RequestPool
+from datasvc.repository.store.http_stream import HttpStream
+from datasvc.repository.store.cancellation import Interrupt
 
 pool, interrupt = RequestPool(), Interrupt()
 

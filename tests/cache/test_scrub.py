@@ -3,8 +3,8 @@
 import mmap
 
 from datasvc.cache import scrub
+from tests.cache.fetch.test_fetch import mark_unverified
 from tests.cache.processes import disk_bytes, hold_in_a_process, kill, object_path
-from tests.cache.test_fetch import mark_unverified
 
 
 def fill(cache, repository, infos):
@@ -103,7 +103,7 @@ def test_what_a_scan_found_is_verified_by_a_scrub(cache, origin, monkeypatch):
     def reading(*_arguments):
         raise AssertionError
 
-    monkeypatch.setattr("datasvc.cache.fetch.digest_of_file", reading)
+    monkeypatch.setattr("datasvc.cache.fetch.fetch.digest_of_file", reading)
     assert cache.acquire(infos[0], repository).outcome == "resident"
 
 

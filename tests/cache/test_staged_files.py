@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from datasvc.cache import Cache
-from datasvc.cache.records import footprint
+from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.staged_files import stage_files
 from datasvc.cli.main import app
 from datasvc.errors import CacheFullError, ConfigError, NotFoundError, SourceChangedError

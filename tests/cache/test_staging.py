@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from datasvc.cache import Cache, Quota
-from datasvc.cache.records import footprint
+from datasvc.cache.catalogue.records import footprint
 from datasvc.errors import CacheFullError, NotFoundError
 from datasvc.shards import ingest, open_dataset
 

@@ -163,7 +163,7 @@ def test_a_store_that_does_not_answer_ends_with_5(tmp_path, monkeypatch):
 
 def test_the_python_way_is_as_short_as_the_readme_says(pets, tmp_path):
     import datasvc as package
-    import loaders
+    from datasvc import loaders
     from datasvc.cache import Cache
 
     repo = package.open(pets.url)

@@ -3,11 +3,11 @@
 import pytest
 
 from datasvc.shards import open_dataset
-from datasvc.shards.delete import delete
+from datasvc.shards.versions.delete import delete
 from tests.cli.test_cli import datasvc, said
 from tests.loaders.numbered import sample_of
 from tests.models.trainings import Run, Truth
-from tests.shards.versions import LABELLED_SCHEMA, write_version
+from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
 
 @pytest.fixture

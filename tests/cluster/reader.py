@@ -18,15 +18,15 @@ import sys
 import threading
 
 from datasvc.cache import Cache
-from datasvc.cache.following import FollowedShards
-from datasvc.cache.membership import parse_membership
-from datasvc.cache.peer_source import PeerSettings
-from datasvc.cache.peers import Peers
+from datasvc.cache.peers.membership import parse_membership
+from datasvc.cache.peers.peer_source import PeerSettings
+from datasvc.cache.peers.peers import Peers
+from datasvc.cache.prefetch.prefetching_store import FollowedShards
 from datasvc.errors import DatasvcError
+from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import OrderConfig
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from loaders.batches import Cursor, SampleBatches
 from tests.cluster.content import is_right
 
 EXIT_OF_OURS = 9

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from datasvc.cache.placement import rank_nodes
+from datasvc.cache.peers.placement import rank_nodes
 from datasvc.repository import Repository
 from tests.cluster.content import bytes_of, make_dataset, objects_of
 from tests.cluster.serving import Serving, flip, make_gate, object_path, resident_digests

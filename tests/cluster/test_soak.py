@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.quotas import Quota
+from datasvc.cache.catalogue.quotas import Quota
 from datasvc.repository import Repository
-from datasvc.repository.http_connections import Patience
+from datasvc.repository.store.http_connections import Patience
 from tests.cluster.chaos import Chaos
 from tests.cluster.content import make_dataset
 from tests.cluster.disk import BudgetWatcher, SmallDisk, files_of

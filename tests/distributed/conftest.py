@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from datasvc.repository import Repository
-from datasvc.shards.schema import shard_schema
+from datasvc.shards.format.schema import shard_schema
 from tests.distributed.elastic_jobs import NUM_STEPS, SAME_SIZE, TWO_HOSTS, ElasticJobs
-from tests.shards.versions import write_table
+from tests.shards.written_versions import write_table
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -28,7 +28,7 @@ class Launcher:
     started: list = field(default_factory=list)
 
     def command(self, num_ranks, *command, options=()):
-        return [sys.executable, "-m", "trainer.launch", "-np", str(num_ranks), *options, *map(str, command)]
+        return [sys.executable, "-m", "datasvc.trainer.launch", "-np", str(num_ranks), *options, *map(str, command)]
 
     def start(self, num_ranks, *command, options=()):
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ import pytest
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.shards.sources import SourceOptions
-from tests.shards.sources.test_tokens import TEXTS, train
+from tests.shards.sources.text.test_tokens import TEXTS, train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

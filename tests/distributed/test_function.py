@@ -1,4 +1,4 @@
-"""``trainer.run``: a function on every rank, with real processes. Torch is loaded only where it is needed."""
+"""``datasvc.trainer.run``: a function on every rank, with real processes. Torch is loaded only where it is needed."""
 
 import contextlib
 import io
@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
-from trainer.errors import HorovodInternalError
-from trainer.function import run
-from trainer.function.pickling import RankTracebackError
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.function import run
+from datasvc.trainer.function.pickling import RankTracebackError
 
 cloudpickle = pytest.importorskip("cloudpickle")
 
@@ -47,7 +47,7 @@ def test_ranks_talk_and_return_tensors():
     def reduce(value):
         import torch
 
-        import trainer as hvd
+        import datasvc.trainer as hvd
 
         hvd.init()
         return hvd.allreduce(torch.full((2,), value + hvd.rank()), op=hvd.Sum)
@@ -66,7 +66,7 @@ def test_functions_and_classes_of_a_script_come_back_as_its_own(launcher, tmp_pa
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
-        import trainer.function
+        import datasvc.trainer.function
         FACTOR = 3
         class Result:
             def __init__(self, value): self.value = value
@@ -74,10 +74,10 @@ def test_functions_and_classes_of_a_script_come_back_as_its_own(launcher, tmp_pa
         def work(x):
             if x < 0: raise OwnError("negative")
             return Result(FACTOR * x)
-        results = trainer.function.run(work, (2,), num_proc=2)
+        results = datasvc.trainer.function.run(work, (2,), num_proc=2)
         assert all(type(result) is Result and result.value == 6 for result in results)
         try:
-            trainer.function.run(work, (-1,))
+            datasvc.trainer.function.run(work, (-1,))
         except OwnError as error:
             print("caught", error)
         """)
@@ -147,7 +147,7 @@ def test_an_elastic_function_that_leaves_without_any_result_is_an_error():
 @pytest.mark.slow
 def test_an_elastic_function_goes_on_without_a_rank_that_raises(capfd):
     def train():
-        import trainer as hvd
+        import datasvc.trainer as hvd
 
         hvd.init()
         first_rank = hvd.rank()
@@ -182,11 +182,11 @@ def test_it_works_from_a_thread_and_where_output_has_no_bytes_below_it():
 def test_an_interrupt_reaches_the_ranks_and_ends_the_call(launcher, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import signal, trainer.function\n"
+        "import signal, datasvc.trainer.function\n"
         "def work():\n"
         "    print('ready', flush=True)\n"
         "    while True: signal.pause()\n"
-        "try: trainer.function.run(work)\n"
+        "try: datasvc.trainer.function.run(work)\n"
         "except KeyboardInterrupt: print('interrupted')\n"
     )
     process = subprocess.Popen([sys.executable, script], env=launcher.environ, stdout=subprocess.PIPE, text=True)

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from trainer.launch import parse_arguments
-from trainer.launch.job import Job
-from trainer.launch.placement import plan_threads
-from trainer.launch.static_job import run_static_job
+from datasvc.trainer.launch import parse_arguments
+from datasvc.trainer.launch.ranks.job import Job
+from datasvc.trainer.launch.ranks.placement import plan_threads
+from datasvc.trainer.launch.ranks.static_job import run_static_job
 
 SLEEP = "exec sleep 1000"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch import remote_guard
-from trainer.launch.job import Job
-from trainer.launch.rank_group import RankGroup
-from trainer.launch.rank_process import RankStart, StartError
-from trainer.launch.static_job import run_static_job
+from datasvc.trainer.launch.ranks import remote_guard
+from datasvc.trainer.launch.ranks.job import Job
+from datasvc.trainer.launch.ranks.rank_group import RankGroup
+from datasvc.trainer.launch.ranks.rank_process import RankStart, StartError
+from datasvc.trainer.launch.ranks.static_job import run_static_job
 
 STUBBORN = "trap '' TERM; echo $$ >{fifo}; while true; do sleep 1000; done"
 
@@ -186,8 +186,8 @@ def test_no_rank_outlives_a_killed_launcher_whose_child_holds_its_pipes(launcher
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, subprocess\n"
-        "from trainer.launch.rank_group import RankGroup\n"
-        "from trainer.launch.rank_process import RankStart\n"
+        "from datasvc.trainer.launch.ranks.rank_group import RankGroup\n"
+        "from datasvc.trainer.launch.ranks.rank_process import RankStart\n"
         "with RankGroup(grace_s=0.1) as group:\n"
         "    start = RankStart(worker_id='0', command=['sleep', '1000'], environ=os.environ)\n"
         "    rank = group.start(start)\n"

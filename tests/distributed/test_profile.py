@@ -1,4 +1,4 @@
-"""`python -m trainer profile` at two ranks: what it prints fits together; nothing here judges a speed."""
+"""`python -m datasvc.trainer profile` at two ranks: what it prints fits together; nothing here judges a speed."""
 
 import json
 import subprocess
@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-import trainer as hvd
+import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.repository import Repository
 from datasvc.shards import ingest
-from trainer.recipes.profiling.command import main
-from trainer.recipes.profiling.costs import StepCosts
-from trainer.recipes.profiling.step_time import Mode, step_time
+from datasvc.trainer.recipes.profiling.command import main
+from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
+from datasvc.trainer.recipes.profiling.predict.step_time import Mode, step_time
 
 MODES = {str(mode) for mode in Mode}
 
@@ -32,7 +32,7 @@ def words(repository):
 @pytest.mark.slow
 def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repository, tmp_path):
     options = ("--micro-batch", "4", "--check", "--json", "--nodes", "1", "64", "--trace", tmp_path / "trace.json")
-    command = [sys.executable, "-m", "trainer", "profile", *words(repository), *options]
+    command = [sys.executable, "-m", "datasvc.trainer", "profile", *words(repository), *options]
     done = launcher.run(2, *command, options=("--no-prefix",))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -75,9 +75,9 @@ def test_one_rank_prints_tables_and_a_verdict_even_if_the_trace_cannot_be_writte
 
 DIES_ON_RANK_1 = """
 import os, signal
-import trainer as hvd
-from trainer.__main__ import main
-from trainer.recipes.profiling import command
+import datasvc.trainer as hvd
+from datasvc.trainer.__main__ import main
+from datasvc.trainer.recipes.profiling import command
 
 measure = command.measure_traffic
 

@@ -26,7 +26,7 @@ def repository(digits_folder, tmp_path_factory):
 # The recipe, but for rank 0, which after it has reported a step kills itself, or has its launcher told to end.
 PROGRAM = """
 import os, signal
-from trainer.recipes.events import JsonEvents
+from datasvc.trainer.recipes.reporting.events import JsonEvents
 
 real = JsonEvents.report
 def report(self, event, **facts):
@@ -38,7 +38,7 @@ def report(self, event, **facts):
             os.kill(os.getpid(), signal.SIGKILL)
 JsonEvents.report = report
 
-from trainer.__main__ import main
+from datasvc.trainer.__main__ import main
 main()
 """
 
@@ -47,7 +47,8 @@ def run(repository, name, *, ranks=2, kill_at_step=0, terminates=False, **option
     """Run the recipe; returns its exit status, events and standard error."""
     # fmt: off
     words = [
-        sys.executable, "-m", "trainer.launch", "-np", str(ranks), "--no-prefix", sys.executable, "-c", PROGRAM,
+        sys.executable, "-m", "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix",
+        sys.executable, "-c", PROGRAM,
         "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
         "--scale", "0.8", "1", "--flip", "0", "--epochs", "2", "--batch-size", "48", "--checkpoint-every", "4",
     ]

@@ -18,7 +18,7 @@ BLOCK, VOCABULARY = 8, 11
 PROGRAM = f"""
 import functools, runpy
 import torch
-import trainer.recipes.models as models
+import datasvc.trainer.recipes.models as models
 torch.set_num_threads(1)
 models.build_model = functools.partial(models.build_model, dropout=0.0)
 runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")

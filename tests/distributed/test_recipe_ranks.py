@@ -42,8 +42,8 @@ PROGRAM = """
 import hashlib, math, sys
 import torch
 from torch import nn
-import trainer as hvd
-from trainer.recipes import classification, train as recipe
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes import classification, train as recipe
 
 def with_batch_norm(num_classes):
     layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
@@ -76,7 +76,7 @@ def end(run):
 OVERFLOWS = sys.argv.pop(1) == "overflows"
 classification.Classification.sum_loss, recipe.end = sum_loss, end
 torch.set_num_threads(1)
-from trainer.__main__ import main
+from datasvc.trainer.__main__ import main
 main()
 """
 
@@ -85,7 +85,17 @@ def run(repository, name, ranks, mode="plain", **options):
     """Run the recipe; returns what each rank held at the end, in rank order."""
     defaults = {"data": "digits", "size": "16", "scale": "0.8 1", "batch_size": "8", "resume": "never"}
     options = {**defaults, **options}
-    words = [sys.executable, "-m", "trainer.launch", "-np", str(ranks), "--no-prefix", sys.executable, "-c", PROGRAM]
+    words = [
+        sys.executable,
+        "-m",
+        "datasvc.trainer.launch",
+        "-np",
+        str(ranks),
+        "--no-prefix",
+        sys.executable,
+        "-c",
+        PROGRAM,
+    ]
     words += [mode, "--repo", repository.url, "--name", name]
     for key, value in options.items():
         words += [f"--{key.replace('_', '-')}", *str(value).split()]

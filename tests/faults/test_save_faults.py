@@ -15,7 +15,7 @@ import torch
 
 import datasvc
 from datasvc.models import model_log
-from datasvc.repository import log
+from datasvc.repository.logs import log
 
 ROOT = Path(__file__).parents[2]
 

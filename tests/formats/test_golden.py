@@ -15,24 +15,24 @@ import pyarrow as pa
 import torch
 from xxhash import xxh3_128
 
-from datasvc.models import codec
-from datasvc.models.pointers import find_chain, pointer_path, write_pointer
-from datasvc.models.records import Link, Piece, TensorRecord, encode_table, read_table
-from datasvc.models.tree import decode_state, encode_state, flatten, unflatten
+from datasvc.loaders.augment.augment import AugmentConfig, plan_random_windows
+from datasvc.models.tensors import codec
+from datasvc.models.tensors.dedup_index import find_chain, pointer_path, write_pointer
+from datasvc.models.tensors.state_tree import decode_state, encode_state, flatten, unflatten
+from datasvc.models.tensors.tensor_table import Link, Piece, TensorRecord, encode_table, read_table
 from datasvc.order import AccessOrder, OrderConfig, OrderState
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
-from datasvc.repository.intact import mark_intact
-from datasvc.repository.log import decode_entry, encode_entry
-from datasvc.repository.objects import digest_of
+from datasvc.repository.logs.log import decode_entry, encode_entry
+from datasvc.repository.objects.intact import mark_intact
+from datasvc.repository.objects.objects import digest_of
 from datasvc.shards import Shard, ShardStatistics, ShardTable, ShardWriter, image_schema
-from datasvc.shards.deletions import Deletions
-from datasvc.shards.digests import digest_batch
-from datasvc.shards.index import SampleIndex
-from datasvc.shards.partial import PartialShard
-from datasvc.shards.plan import plan_shards
+from datasvc.shards.format.digests import digest_batch
+from datasvc.shards.format.partial_reader import PartialShard
+from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.shard_table import TableRow
+from datasvc.shards.ingestion.plan import plan_shards
 from datasvc.shards.sources import ImageFile
-from datasvc.shards.table import TableRow
-from loaders.augment import AugmentConfig, plan_random_windows
+from datasvc.shards.versions.deletions import Deletions
 
 GOLDEN = Path(__file__).parent / "golden"
 SAMPLES = [

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.diff import diff
 from datasvc.shards.export import export
-from datasvc.shards.keys import SplitKeys
-from datasvc.shards.schema import HEIGHT, IMAGE, KEY, WIDTH
-from datasvc.shards.sources.options import SourceOptions
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.versions.diff import diff
+from datasvc.shards.versions.keys import SplitKeys
 from tests.shards.export.contents import ODD_KEYS, write_photos
 from tools.example_sources import contents as examples_of
 from tools.example_sources import image_files, messages, tables, tars

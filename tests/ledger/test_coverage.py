@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.ledger import coverage
-from datasvc.ledger.comb import Comb
 from datasvc.ledger.coverage import cover
-from tests.ledger.test_comb import COMBS, members
+from datasvc.ledger.strided_range import Comb
+from tests.ledger.test_strided_range import COMBS, members
 
 
 @given(

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.ledger.comb import Comb, solid
 from datasvc.ledger.file import (
     RECORD_BYTES,
     Header,
@@ -19,7 +18,8 @@ from datasvc.ledger.file import (
     read_header,
     read_ledger,
 )
-from tests.ledger.test_comb import COMBS
+from datasvc.ledger.strided_range import Comb, solid
+from tests.ledger.test_strided_range import COMBS
 
 HEADER = Header({"version": "aa", "seed": 1}, "numbers@1/train", 40, 1, 2, 4, "drop", 0, 8, 1.5)
 RECORDS = [

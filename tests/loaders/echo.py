@@ -4,10 +4,10 @@ from collections import deque
 
 import numpy as np
 
+from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.core.loader import Loader
 from datasvc.order import OrderConfig
-from loaders.data_ranks import DataRanks
-from loaders.loader import Loader
-from tests.shards.versions import LABELLED_SCHEMA, write_version
+from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
 
 def write_numbers(repository, sizes):

@@ -2,13 +2,13 @@
 
 import numpy as np
 
+from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.core.loader import Loader
+from datasvc.loaders.core.mixture import Mixture
 from datasvc.order import OrderConfig
 from datasvc.repository import Repository
-from datasvc.shards.dataset import Split
-from loaders.data_ranks import DataRanks
-from loaders.loader import Loader
-from loaders.mixture import Mixture
-from tests.shards.versions import LABELLED_SCHEMA, write_table
+from datasvc.shards.versions.dataset import Split
+from tests.shards.written_versions import LABELLED_SCHEMA, write_table
 
 SIZES = {"big": [9, 4, 11, 2, 14], "middle": [5, 6, 1], "tiny": [2]}
 FIRST = {"big": 100, "middle": 200, "tiny": 300}

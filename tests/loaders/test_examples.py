@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from datasvc.loaders.core.loader import Loader
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.shards.sources import SourceOptions
-from loaders.loader import Loader
-from tests.shards.sources.test_tokens import train
+from tests.shards.sources.text.test_tokens import train
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = {name: re.findall(r"^```python\n(.+?)^```", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE)

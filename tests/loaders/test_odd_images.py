@@ -8,14 +8,14 @@ import torch
 from nvidia.dali import Pipeline, fn, types
 
 from datasvc.errors import BadSampleError
+from datasvc.loaders import ImageLoader
+from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.decode.pillow_decoder import decode_window
+from datasvc.loaders.decode.pixels import PixelFormat
+from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.images import ImageHeader, read_header
-from loaders import ImageLoader
-from loaders.augment import AugmentConfig
-from loaders.decode.pixels import PixelFormat
-from loaders.decode.worker import ImageWorker
-from loaders.pillow_decoder import decode_window
+from datasvc.shards.images.header import ImageHeader, read_header
 from tests.odd_images import HEIGHT, WIDTH, bad_images, good_images, picture
 
 GOOD, BAD = good_images(), bad_images()
@@ -131,7 +131,7 @@ def odd_split(tmp_path_factory):
             return ImageHeader("JPEG", 200, 600 if content == BAD["promises-more.jpg"][0] else 150)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasvc.shards.build_listed.read_header", measure)
+        patch.setattr("datasvc.shards.ingestion.build_listed.read_header", measure)
         ingest(repository, str(folder / "source"), "odd")
     return open_dataset(repository, "odd")["train"]
 

@@ -1,7 +1,7 @@
 import pytest
 
 from datasvc.errors import ConfigError
-from loaders import ImageLoader
+from datasvc.loaders import ImageLoader
 
 
 def make(digits, prefetch):

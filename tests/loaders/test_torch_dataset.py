@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError, DatasvcError
-from datasvc.shards.dataset import Split
-from datasvc.shards.deletions import delete_samples
-from datasvc.shards.schema import image_schema, shard_schema, stored_schema
-from loaders.augment import generators
-from loaders.torch import Dataset, OrderBatchSampler, ServedIndex
+from datasvc.loaders.augment.augment import generators
+from datasvc.loaders.torch import Dataset, OrderBatchSampler, ServedIndex
+from datasvc.shards.format.schema import image_schema, shard_schema, stored_schema
+from datasvc.shards.versions.dataset import Split
+from datasvc.shards.versions.deletions import delete_samples
 from tests.loaders.torch_transforms import draw_everywhere
 from tests.samples import jpeg
-from tests.shards.versions import TEXT_SCHEMA, write_table
+from tests.shards.written_versions import TEXT_SCHEMA, write_table
 
 
 def split_of(repository, table):

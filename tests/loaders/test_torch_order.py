@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from datasvc.errors import ConfigError, StateMismatchError
+from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.torch import Dataset, IterableDataset, OrderBatchSampler
+from datasvc.loaders.torch.rank_order import RankOrder
+from datasvc.loaders.torch.share import DrawnBatches
+from datasvc.loaders.torch.states import ShareState
 from datasvc.order import AccessOrder, OrderConfig
-from loaders.data_ranks import DataRanks
-from loaders.torch import Dataset, IterableDataset, OrderBatchSampler
-from loaders.torch.rank_order import RankOrder
-from loaders.torch.share import DrawnBatches
-from loaders.torch.states import ShareState
 from tests.examples import examples
 from tests.loaders.torch_transforms import draw_everywhere
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datasvc.errors import ConfigError, StateMismatchError
-from loaders import ImageLoader
-from loaders.torch import Dataset, IterableDataset, OrderBatchSampler, ResumableDataLoader, order_state
+from datasvc.loaders import ImageLoader
+from datasvc.loaders.torch import Dataset, IterableDataset, OrderBatchSampler, ResumableDataLoader, order_state
 from tests.examples import examples
 from tests.loaders.test_torch_order import assert_same
 from tests.loaders.torch_transforms import draw_everywhere

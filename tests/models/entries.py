@@ -1,7 +1,7 @@
 """Versions of models that tests commit without tensors: what their entries say is all that matters."""
 
-from datasvc.models.records import encode_table
-from datasvc.models.tree import encode_state
+from datasvc.models.tensors.state_tree import encode_state
+from datasvc.models.tensors.tensor_table import encode_table
 
 
 def commit_entry(repository, name, *, parent=None, step=0, metrics=None, config=None, data=(), **about):

@@ -3,8 +3,8 @@
 import torch
 
 from datasvc.models import save
-from datasvc.models.records import read_table
-from datasvc.models.registry import describe_model
+from datasvc.models.registry.registry import describe_model
+from datasvc.models.tensors.tensor_table import read_table
 
 
 def state_of(step):

@@ -18,12 +18,12 @@ from datasvc.errors import DatasvcError
 from datasvc.models import describe_model, restore
 from datasvc.models.dcp import Reader
 from datasvc.models.dcp.metadata import describe_unsharded, encode_sharding
-from datasvc.models.records import Piece, TensorRecord, decode_table, encode_table
-from datasvc.models.tree import decode_state, encode_state
-from datasvc.models.verify import verify
+from datasvc.models.registry.verify import verify
+from datasvc.models.tensors.state_tree import decode_state, encode_state
+from datasvc.models.tensors.tensor_table import Piece, TensorRecord, decode_table, encode_table
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.log import encode_entry
-from datasvc.repository.objects import digest_of
+from datasvc.repository.logs.log import encode_entry
+from datasvc.repository.objects.objects import digest_of
 from tests.models.every_kind import save_every_kind
 
 MOST_BYTES = 1 << 30

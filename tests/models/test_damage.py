@@ -6,9 +6,9 @@ import pytest
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models import describe_model, restore
-from datasvc.models.load import load_tensors
-from datasvc.models.sources import CopiesInTurn, join_errors
-from datasvc.repository.objects import parse_digest
+from datasvc.models.restoring.failover_source import CopiesInTurn, join_errors
+from datasvc.models.tensors.read import load_tensors
+from datasvc.repository.objects.objects import parse_digest
 from tests.models.every_kind import copy_of, equal, flip, links_of, records_of, save_every_kind, state_of
 
 PLACES = 12

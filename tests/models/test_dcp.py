@@ -21,16 +21,16 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.gc import gc
 from datasvc.models import describe_model, restore, save
-from datasvc.models.code import CodeRevision
 from datasvc.models.dcp import Reader, Writer
 from datasvc.models.dcp.checkpoint_id import CheckpointId
 from datasvc.models.dcp.metadata import decode_sharding
-from datasvc.models.records import read_table
-from datasvc.models.signatures import sign
-from datasvc.models.signing_keys import load_private_key, make_key
-from datasvc.models.tree import decode_state
+from datasvc.models.tensors.state_tree import decode_state
+from datasvc.models.tensors.tensor_table import read_table
+from datasvc.models.versions.code_revision import CodeRevision
+from datasvc.models.versions.signing import sign
+from datasvc.models.versions.signing_keys import load_private_key, make_key
 from datasvc.repository import Repository
-from datasvc.repository.objects import parse_digest
+from datasvc.repository.objects.objects import parse_digest
 from tests.examples import examples
 from tests.models.as_ranks import Block, load_as_ranks, rows, save_as_ranks
 

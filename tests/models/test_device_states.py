@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import datasvc
-from datasvc.models.snapshot import HostBuffer
+from datasvc.models.saving.staging_buffer import HostBuffer
+from datasvc.trainer.recipes import random_state
 from tests.devices import CUDA, DEVICES, on_gpu
-from trainer.recipes import random_state
 
 each_device = pytest.mark.parametrize("device", DEVICES)
 

@@ -12,18 +12,20 @@ from torch.distributed.checkpoint import CheckpointException
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.gc import gc
-from datasvc.models import entry_objects, records, restore, save, tree
+from datasvc.models import restore, save
 from datasvc.models.dcp import Reader, Writer, metadata
-from datasvc.models.difference import diff
-from datasvc.models.foreign import export_model
-from datasvc.models.loading import load_version_into
-from datasvc.models.records import decode_table
-from datasvc.models.registry import describe_model
+from datasvc.models.interop import export_model
+from datasvc.models.registry.diff import diff
+from datasvc.models.registry.registry import describe_model
+from datasvc.models.registry.verify import every_version, verify
+from datasvc.models.restoring.load_into_module import load_version_into
+from datasvc.models.restoring.restore import restore as restore_through
+from datasvc.models.tensors import state_tree, tensor_table
+from datasvc.models.tensors.tensor_table import decode_table
 from datasvc.models.transfer import transfer
-from datasvc.models.verify import every_version, verify
+from datasvc.models.versions import entry_refs
 from datasvc.repository import Repository
-from datasvc.repository.objects import digest_of
-from datasvc.restoring import restore as restore_through
+from datasvc.repository.objects.objects import digest_of
 from tests.models.as_ranks import load_as_ranks
 from tests.models.entries import commit_entry
 from tests.models.every_kind import save_every_kind
@@ -85,18 +87,20 @@ def raises_within_memory(use, match):
 @pytest.mark.parametrize("use", USES)
 def test_a_table_that_is_too_large_is_not_read(repository, use, tracing):
     ref = name_large_object(repository, "tensors")
-    raises_within_memory(partial(USES[use], repository, ref), f"has more than the {records.MAX_TABLE_BYTES} bytes")
+    raises_within_memory(
+        partial(USES[use], repository, ref), f"has more than the {tensor_table.MAX_TABLE_BYTES} bytes"
+    )
 
 
 @pytest.mark.parametrize("use", ["restore", "restore through copies", "load sharded"])
 def test_a_state_that_is_too_large_is_not_read(repository, use, tracing):
     ref = name_large_object(repository, "state")
-    raises_within_memory(partial(USES[use], repository, ref), f"has more than the {tree.MAX_STATE_BYTES} bytes")
+    raises_within_memory(partial(USES[use], repository, ref), f"has more than the {state_tree.MAX_STATE_BYTES} bytes")
 
 
 def test_a_sharding_that_is_too_large_is_not_read(repository, tracing):
     ref = name_large_object(repository, "sharding")
-    most = entry_objects.MAX_SHARDING_BYTES
+    most = entry_refs.MAX_SHARDING_BYTES
     raises_within_memory(partial(load_sharded, repository, ref), f"has more than the {most} bytes")
 
 
@@ -125,13 +129,13 @@ def test_a_table_of_senseless_rows_takes_little_more_memory_than_itself(tracing)
     table = pa.table(
         [
             pa.array(["a"] * rows), pa.array(["uint8"] * rows),
-            pa.array([[]] * rows, records._COLUMNS.field("shape").type),
-            pa.array([[]] * rows, records._COLUMNS.field("pieces").type),
+            pa.array([[]] * rows, tensor_table._COLUMNS.field("shape").type),
+            pa.array([[]] * rows, tensor_table._COLUMNS.field("pieces").type),
         ],
-        schema=records._COLUMNS,
+        schema=tensor_table._COLUMNS,
     )  # fmt: skip
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, records._COLUMNS) as file:
+    with pa.ipc.new_file(sink, tensor_table._COLUMNS) as file:
         file.write_table(table)
     raw = sink.getvalue().to_pybytes()
     raises_within_memory(partial(decode_table, raw, "here"), "here: tensor 'a'|not sorted")
@@ -140,7 +144,7 @@ def test_a_table_of_senseless_rows_takes_little_more_memory_than_itself(tracing)
 def test_a_table_of_too_many_tensors_is_neither_written_nor_read(repository, monkeypatch):
     state = {"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}
     save(repository, "m", state, step=0)
-    monkeypatch.setattr(records, "MAX_TENSORS", 2)
+    monkeypatch.setattr(tensor_table, "MAX_TENSORS", 2)
     with pytest.raises(CorruptDataError, match="3 tensors, of at most 2"):
         restore(repository, "m")
     with pytest.raises(ConfigError, match="the table of 3 tensors"):
@@ -148,10 +152,10 @@ def test_a_table_of_too_many_tensors_is_neither_written_nor_read(repository, mon
 
 
 def test_what_nobody_would_read_again_is_not_written(repository, monkeypatch):
-    monkeypatch.setattr(tree, "MAX_STATE_BYTES", 100)
+    monkeypatch.setattr(state_tree, "MAX_STATE_BYTES", 100)
     with pytest.raises(ConfigError, match=r"beside its tensors is .* make tensors of long lists"):
         save(repository, "m", {"text": "x" * 101}, step=0)
-    monkeypatch.setattr(records, "MAX_TABLE_BYTES", 1000)
+    monkeypatch.setattr(tensor_table, "MAX_TABLE_BYTES", 1000)
     with pytest.raises(ConfigError, match="nobody reads more than"):
         save(repository, "m", {"w": torch.ones(3)}, step=0)
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.models.removal import remove
+from datasvc.models.registry.removal import remove
 from datasvc.models.search import find_versions
 from datasvc.models.search import index as search_index
 from datasvc.models.search.columns import Column
@@ -16,8 +16,8 @@ from datasvc.models.search.evaluate import evaluate
 from datasvc.models.search.expression import And, Compare, Is, Not, Or, Within, parse_expression
 from datasvc.models.search.index import INDEX_PATH, Index, Part, decode_index, encode_index, read_index
 from datasvc.repository import Repository
-from datasvc.repository.log import Log
-from datasvc.repository.storage import Storage
+from datasvc.repository.logs.log import Log
+from datasvc.repository.store.storage import Storage
 from tests.models.entries import commit_entry
 
 

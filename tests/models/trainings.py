@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from datasvc.loaders.core.mixture import name_of, splits_of
 from datasvc.models import Reading
 from datasvc.order import OrderConfig
-from loaders.mixture import name_of, splits_of
 from tests.loaders.numbered import Numbers
 
 

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from datasvc.cli.main import app
-from datasvc.node.auth import load_token
+from datasvc.node.http.auth import load_token
 from datasvc.shards import ingest
 from tests.node.conftest import RunningNode
 

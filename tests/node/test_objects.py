@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from datasvc.repository import ObjectInfo, Repository
-from datasvc.repository.objects import digest_of
+from datasvc.repository.objects.objects import digest_of
 from tests.node.conftest import OBJECT_BYTES
 
 

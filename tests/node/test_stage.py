@@ -7,7 +7,7 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.errors import NotFoundError, UnavailableError
-from datasvc.node.staging import StageJobs
+from datasvc.node.transfers.staging_jobs import StageJobs
 from datasvc.shards import ingest, open_dataset
 from tests.samples import write_folder
 

@@ -7,7 +7,7 @@ import pytest
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.repository import Log, Storage
-from datasvc.repository.log import MAX_ENTRY_BYTES
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES
 
 
 @pytest.fixture

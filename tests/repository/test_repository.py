@@ -4,7 +4,7 @@ import pytest
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.repository import Repository, parse_reference
-from datasvc.repository.references import check_name
+from datasvc.repository.logs.references import check_name
 
 
 @pytest.fixture

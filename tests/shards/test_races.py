@@ -6,11 +6,11 @@ import pytest
 
 from datasvc.repository import Repository, Resolved
 from datasvc.shards import open_dataset
-from datasvc.shards.combine import append_splits
-from datasvc.shards.delete import delete
-from datasvc.shards.merge import merge
-from datasvc.shards.versions import describe_tables, read_tables
-from tests.shards.versions import TEXT_SCHEMA, write_table, write_version
+from datasvc.shards.versions.combine import append_splits
+from datasvc.shards.versions.delete import delete
+from datasvc.shards.versions.merge import merge
+from datasvc.shards.versions.version_entry import describe_tables, read_tables
+from tests.shards.written_versions import TEXT_SCHEMA, write_table, write_version
 
 spawning = multiprocessing.get_context("spawn")
 

@@ -62,7 +62,7 @@ def test_a_remote_source_into_a_remote_repository_gives_the_digests_of_a_local_o
 INTERRUPTED = """
 import os, signal, sys
 from datasvc.repository import Repository
-from datasvc.repository.journal import Journal
+from datasvc.repository.logs.journal import Journal
 from datasvc.shards import ingest
 left = 2
 real = Journal.write

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.shards import Shard, ShardWriter, image_schema
-from datasvc.shards.schema import shard_schema
+from datasvc.shards.format.schema import shard_schema
 
 SCHEMA = image_schema(labelled=True)
 
@@ -39,7 +39,7 @@ def write(given_samples, schema=SCHEMA):
 @given(samples, st.sampled_from([200, 4 << 20]))
 def test_a_shard_reads_back_what_was_written(given_samples, batch_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasvc.shards.writer.BATCH_BYTES", batch_bytes)  # several record batches, or one
+        patch.setattr("datasvc.shards.format.writer.BATCH_BYTES", batch_bytes)  # several record batches, or one
         raw, statistics = write(given_samples)
     shard = Shard.from_bytes(raw, "test")
     assert shard.num_samples == statistics.num_samples == len(given_samples)
@@ -124,7 +124,7 @@ def test_a_missing_file_is_not_found(tmp_path):
 
 
 def test_statistics_and_batches_cover_the_whole_shard_whatever_its_number_of_batches(monkeypatch):
-    monkeypatch.setattr("datasvc.shards.writer.BATCH_BYTES", 200)
+    monkeypatch.setattr("datasvc.shards.format.writer.BATCH_BYTES", 200)
     sample = {"key": "a", "image": b"1" * 150, "width": 3, "height": 4, "label": 0}
     largest = {**sample, "image": b"1" * 500, "width": 50, "height": 60}
     raw, statistics = write([largest, *[sample] * 7])
@@ -134,7 +134,7 @@ def test_statistics_and_batches_cover_the_whole_shard_whatever_its_number_of_bat
 
 
 def test_blobs_larger_than_a_batch_and_shards_of_many_batches_read_back(monkeypatch):
-    monkeypatch.setattr("datasvc.shards.writer.BATCH_BYTES", 200)
+    monkeypatch.setattr("datasvc.shards.format.writer.BATCH_BYTES", 200)
     blobs = [bytes([number]) * size for number, size in enumerate([150, 900, 10, 190, 2000, 0, 70, 80, 90])]
     raw, _ = write([{"key": "", "image": blob, "width": 1, "height": 1, "label": n} for n, blob in enumerate(blobs)])
     shard = Shard.from_bytes(raw, "test")
@@ -182,7 +182,7 @@ def test_a_blob_column_that_a_shard_lacks_is_null_throughout():
 
 
 def test_values_keep_their_type_beside_nulls_and_say_which_rows_have_one(monkeypatch):
-    monkeypatch.setattr("datasvc.shards.writer.BATCH_BYTES", 5)  # several record batches
+    monkeypatch.setattr("datasvc.shards.format.writer.BATCH_BYTES", 5)  # several record batches
     scores, flags = [7, None, 9, 4], [True, False, None, True]
     given_samples = [
         {"key": "", "image": b"1234", "score": score, "flag": flag} for score, flag in zip(scores, flags, strict=True)
@@ -210,7 +210,7 @@ def test_blobs_first_and_values_by_record_batch_give_the_shard_that_whole_sample
     schema = shard_schema(fields)
     whole, parted = io.BytesIO(), io.BytesIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasvc.shards.writer.BATCH_BYTES", batch_bytes)
+        patch.setattr("datasvc.shards.format.writer.BATCH_BYTES", batch_bytes)
         with ShardWriter(whole, schema) as writer:
             for sample in samples:
                 writer.append(dict(zip(schema.names, sample, strict=True)))

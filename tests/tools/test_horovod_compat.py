@@ -45,11 +45,11 @@ import importlib
 for name in horovod._MODULES:
     importlib.import_module(name)
 import horovod.torch as hvd
-import trainer
+from datasvc import trainer
 assert hvd is trainer and hvd.mpi_ops is trainer.mpi_ops is sys.modules["horovod.torch.mpi_ops"]
 assert horovod.torch.elastic.sampler is trainer.elastic.sampler
 assert HorovodInternalError is hvd.HorovodInternalError
-assert trainer.__name__ == trainer.__spec__.name == "trainer"
+assert trainer.__name__ == trainer.__spec__.name == "datasvc.trainer"
 """
     done = run("-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

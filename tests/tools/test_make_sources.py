@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from datasvc.shards.sources.choose import FORMATS, choose_format, open_source
-from datasvc.shards.sources.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions
 
 ROOT = Path(__file__).parents[2]
 FORMAT_OF = {

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.profiling.predict.simulate import simulate
 from tests.trainer.recipes.profiling.steps import EXAMPLE
 from tools import simulate_training
 from tools.simulate_training import describe, make_parser, run
-from trainer.recipes.profiling.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
 PROFILE = {"costs": EXAMPLE.to_dict(), "world_size": 2, "message_s": 0.001, "prefetch": 3}

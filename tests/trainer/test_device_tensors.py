@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import trainer as hvd
+import datasvc.trainer as hvd
+from datasvc.trainer.engine.execution.transport import GroupTransport
+from datasvc.trainer.job import runtime
+from datasvc.trainer.job.process_sets import global_process_set
+from datasvc.trainer.optim.sync_batch_norm import _Normalize
 from tests.devices import CUDA, DEVICES
-from trainer import runtime
-from trainer.engine.transport import GroupTransport
-from trainer.process_sets import global_process_set
-from trainer.sync_batch_norm import _Normalize
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 

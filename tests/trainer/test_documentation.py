@@ -28,4 +28,4 @@ def test_all_examples_run_alone(tmp_path):
 def test_all_examples_run_on_two_ranks(tmp_path):
     program = tmp_path / "all.py"
     program.write_text("\n".join(EXAMPLES), encoding="utf-8")
-    run([sys.executable, "-m", "trainer.launch", "-np", "2", sys.executable, str(program)], tmp_path)
+    run([sys.executable, "-m", "datasvc.trainer.launch", "-np", "2", sys.executable, str(program)], tmp_path)

@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 
-from trainer.engine.engine import Engine
-from trainer.engine.handles import Handle, Submission
-from trainer.engine.requests import Kind, ReduceOp, Request
-from trainer.engine.settings import EngineSettings
-from trainer.engine.transport import LoopbackTransport
-from trainer.errors import HorovodInternalError
+from datasvc.trainer.engine.engine import Engine
+from datasvc.trainer.engine.execution.handles import Handle, Submission
+from datasvc.trainer.engine.execution.transport import LoopbackTransport
+from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp, Request
+from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.errors import HorovodInternalError
 
 
 class FaultyTransport(LoopbackTransport):

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 OPERATIONS = """
     Adasum Average HorovodInternalError Max Min ProcessSet Product Sum add_process_set allgather
@@ -23,26 +23,27 @@ OPERATIONS = """
 """
 STATE = "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters"
 NAMES = {
-    "trainer": f"""{OPERATIONS} {STATE} Compression DistributedOptimizer SyncBatchNorm elastic mpi_ops functions
-        optimizer compression sync_batch_norm common runner run __version__""",
-    "trainer.mpi_ops": f"""{OPERATIONS} Compression is_homogeneous handle_average_backwards_compatibility
+    "datasvc.trainer": f"""{OPERATIONS} {STATE} Compression DistributedOptimizer SyncBatchNorm elastic mpi_ops
+        functions optimizer compression sync_batch_norm common runner run __version__""",
+    "datasvc.trainer.mpi_ops": f"""{OPERATIONS} Compression is_homogeneous handle_average_backwards_compatibility
         gpu_available num_rank_is_power_2""",
-    "trainer.functions": STATE,
-    "trainer.optimizer": "DistributedOptimizer _DistributedOptimizer _DistributedAdasumOptimizer",
-    "trainer.compression": "Compressor NoneCompressor FP16Compressor Compression",
-    "trainer.sync_batch_norm": "SyncBatchNorm",
-    "trainer.elastic": "ElasticSampler TorchState run sampler state",
-    "trainer.elastic.sampler": "ElasticSampler",
-    "trainer.elastic.state": """ElasticSampler ModelStateHandler ObjectState OptimizerStateHandler SamplerStateHandler
-        StateHandler TorchState get_handler_registry set_handler_registry""",
-    "trainer.common.exceptions": "HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt",
-    "trainer.common.elastic": "State ObjectState run_fn HorovodInternalError HostsUpdatedInterrupt HostUpdateResult",
-    "trainer.common.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
-    "trainer.common.util": """EXTENSIONS ccl_built check_extension ddl_built env extension_available gloo_built
-        get_average_backwards_compatibility_fun gpu_available is_iterable is_version_greater_equal_than mpi_built
-        nccl_built num_rank_is_power_2 split_list""",
-    "trainer.runner": "run",
-    "trainer.runner.launch": "run_commandline",
+    "datasvc.trainer.functions": STATE,
+    "datasvc.trainer.optim.optimizer": "DistributedOptimizer _DistributedOptimizer _DistributedAdasumOptimizer",
+    "datasvc.trainer.gradients.compression": "Compressor NoneCompressor FP16Compressor Compression",
+    "datasvc.trainer.optim.sync_batch_norm": "SyncBatchNorm",
+    "datasvc.trainer.elastic": "ElasticSampler TorchState run sampler state",
+    "datasvc.trainer.elastic.sampler": "ElasticSampler",
+    "datasvc.trainer.elastic.state": """ElasticSampler ModelStateHandler ObjectState OptimizerStateHandler
+        SamplerStateHandler StateHandler TorchState get_handler_registry set_handler_registry""",
+    "datasvc.trainer.common.exceptions": "HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt",
+    "datasvc.trainer.common.elastic": """State ObjectState run_fn HorovodInternalError
+        HostsUpdatedInterrupt HostUpdateResult""",
+    "datasvc.trainer.common.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
+    "datasvc.trainer.common.util": """EXTENSIONS ccl_built check_extension ddl_built env extension_available
+        gloo_built get_average_backwards_compatibility_fun gpu_available is_iterable is_version_greater_equal_than
+        mpi_built nccl_built num_rank_is_power_2 split_list""",
+    "datasvc.trainer.runner": "run",
+    "datasvc.trainer.runner.launch": "run_commandline",
 }
 
 
@@ -55,9 +56,9 @@ def test_horovod_s_names_are_where_programs_import_them_from(module):
 def test_the_modules_are_attributes_without_an_import_and_their_exceptions_load_no_torch():
     program = """
 import sys
-import trainer.common.exceptions, trainer.runner
+import datasvc.trainer.common.exceptions, datasvc.trainer.runner
 assert "torch" not in sys.modules
-import trainer as hvd
+import datasvc.trainer as hvd
 assert hvd.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler
 assert hvd.elastic.state.TorchState is hvd.elastic.TorchState
 assert hvd.mpi_ops.Sum is hvd.Sum and hvd.common.util and hvd.functions.broadcast_object is hvd.broadcast_object
@@ -68,7 +69,7 @@ assert hvd.mpi_ops.Sum is hvd.Sum and hvd.common.util and hvd.functions.broadcas
 
 def test_the_module_of_the_operations_has_no_name_that_horovod_has_elsewhere():
     names = {}
-    exec("from trainer.mpi_ops import *", names)
+    exec("from datasvc.trainer.mpi_ops import *", names)
     assert names["allreduce"] is hvd.allreduce
     assert not {*STATE.split(), "DistributedOptimizer", "SyncBatchNorm", "run"} & {*names, *dir(hvd.mpi_ops)}
     with pytest.raises(AttributeError, match=r"'trainer\.mpi_ops' has no attribute 'run'"):
@@ -112,7 +113,7 @@ def test_an_optimizer_says_what_it_was_given():
 
 @pytest.mark.usefixtures("world")
 def test_an_optimizer_of_adasum_says_so_too(monkeypatch):
-    monkeypatch.setattr("trainer.runtime.is_elastic", lambda: True)
+    monkeypatch.setattr("datasvc.trainer.job.runtime.is_elastic", lambda: True)
     model = torch.nn.Linear(2, 1)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=hvd.Adasum, backward_passes_per_step=2)

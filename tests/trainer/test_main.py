@@ -1,11 +1,11 @@
-"""`python -m trainer`: how it ends."""
+"""`python -m datasvc.trainer`: how it ends."""
 
 import pytest
 
 from datasvc.errors import ConfigError
-from trainer.__main__ import main
-from trainer.errors import HorovodInternalError
-from trainer.recipes.profiling import command
+from datasvc.trainer.__main__ import main
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.recipes.profiling import command
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_every_public_name_resolves():
 
 
 def test_the_package_alone_does_not_load_torch():
-    code = "import sys, trainer, trainer.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer, datasvc.trainer.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -14,13 +14,13 @@ from cache_store import Store, environment
 from report import ROOT, Report, alternate
 
 from datasvc.cache import Cache
-from datasvc.cache.files import Found
-from datasvc.cache.folder import join_folder, leave_folder
-from datasvc.cache.quotas import DEFAULT_TENANT
-from datasvc.cache.recovery import boot_id
+from datasvc.cache.catalogue.files import Found
+from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
+from datasvc.cache.catalogue.recovery import boot_id
+from datasvc.cache.process_handle import join_folder, leave_folder
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import Split
-from datasvc.shards.mapped_file import MappedFile
+from datasvc.shards.format.mapped_file import MappedFile
 
 ROUNDS = 50
 WRITERS = 4
@@ -29,8 +29,8 @@ SHARD_BYTES = 4 << 20
 # Says that it is ready, waits for the word to begin, and says how long it took.
 RESERVE = """
 import sys, time
-from datasvc.cache.folder import CacheFolder
-from datasvc.cache.lease import Lease
+from datasvc.cache.process_handle import CacheFolder
+from datasvc.cache.catalogue.lease import Lease
 from datasvc.repository import Digest, ObjectInfo
 from pathlib import Path
 import secrets

@@ -14,12 +14,12 @@ from origin import Limits, OriginProcess
 from report import Report, alternate
 
 from datasvc.cache import Cache
-from datasvc.cache.following import FollowedShards
-from datasvc.cache.records import footprint
+from datasvc.cache.catalogue.records import footprint
+from datasvc.cache.prefetch.prefetching_store import FollowedShards
+from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import OrderConfig
 from datasvc.repository import ObjectInfo, Repository
 from datasvc.shards import Split
-from loaders.batches import Cursor, SampleBatches
 
 LIMITS = Limits(None, 200e6, 0.02)
 CURL_REQUESTS = 16

@@ -15,8 +15,8 @@ from cache_store import Store
 from report import Report, alternate
 
 from datasvc.cache import Cache
-from datasvc.cache.membership import FixedMembership
-from datasvc.cache.peers import Peers
+from datasvc.cache.peers.membership import FixedMembership
+from datasvc.cache.peers.peers import Peers
 from datasvc.repository import ObjectInfo
 
 _BUFFER_BYTES = 4 << 20

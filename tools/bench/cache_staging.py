@@ -16,8 +16,8 @@ from origin import Limits
 from report import Report, alternate
 
 from datasvc.cache import Cache
-from datasvc.cache.folder import join_folder, leave_folder
-from datasvc.cache.sources import RequestPool
+from datasvc.cache.process_handle import join_folder, leave_folder
+from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.cache.staging import stage_objects
 from datasvc.repository import ObjectInfo, Repository
 

@@ -37,7 +37,7 @@ from report import Report, alternate, make_parser
 from xxhash import xxh3_128_digest
 
 from datasvc.repository import Repository
-from datasvc.shards.ingest import ingest
+from datasvc.shards.ingestion.ingest import ingest
 
 ONE, TWO = "datasvc ingest, 1 process", "datasvc ingest, 2 workers"
 TAR, TAR_SYNCED, COPY, ARRAY_RECORD = "tar cf", "tar cf + fsync", "cp -r", "ArrayRecord, 2 processes"

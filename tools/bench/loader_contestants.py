@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from datasvc.cache import Cache
+from datasvc.loaders import ImageLoader
+from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, Windows, plan_random_windows
+from datasvc.loaders.core.batches import Cursor, SampleBatches
+from datasvc.loaders.decode import DecodeConfig, PixelFormat
+from datasvc.loaders.decode.cpu import CpuBackend
+from datasvc.loaders.decode.gpu.dali import DaliPipeline
+from datasvc.loaders.profiling.step_profiler import Stopwatch
 from datasvc.order import OrderConfig
 from datasvc.shards import Split
-from datasvc.shards.schema import HEIGHT, IMAGE, LABEL, WIDTH
-from loaders import ImageLoader
-from loaders.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, Windows, plan_random_windows
-from loaders.batches import Cursor, SampleBatches
-from loaders.decode import DecodeConfig, PixelFormat
-from loaders.decode.cpu import CpuBackend
-from loaders.decode.dali import DaliPipeline
-from loaders.stopwatch import Stopwatch
+from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH
 
 LOADER, NUMPY, MEMORY, DALI, VIEWS = "ImageLoader", "ImageLoader.numpy()", "own_in_memory", "dali_in_memory", "views"
 PREFETCH = 2

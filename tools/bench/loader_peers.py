@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 from report import ROOT
 
-from loaders.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, plan_random_windows
+from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, plan_random_windows
 
 WARM_UP_STEPS = 4
 PER_TAR = 500

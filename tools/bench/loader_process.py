@@ -63,7 +63,7 @@ def main() -> None:
 
     import datasvc
     from datasvc.cache import Cache
-    from loaders import ImageLoader
+    from datasvc.loaders import ImageLoader
 
     split = next(iter(datasvc.open(settings.repository).dataset("photos@1").values()))
 

@@ -27,7 +27,7 @@ from report import ROOT, Report, make_parser
 import datasvc
 from datasvc.repository import Repository
 from datasvc.shards import ShardTable
-from datasvc.shards.versions import describe_tables
+from datasvc.shards.versions.version_entry import describe_tables
 
 SAMPLES_PER_SHARD = 600
 NUM_REAL = 8
@@ -38,7 +38,7 @@ RUN = r"""
 import json, re, sys, time
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from loaders import TokenLoader
+from datasvc.loaders import TokenLoader
 url, shuffle, share = sys.argv[1], sys.argv[2], float(sys.argv[3])
 options = {} if shuffle == "global" else {"lanes": 8, "block": 8192}
 found, started = {}, time.perf_counter()

@@ -22,7 +22,7 @@ from datasvc.models import model_log
 from datasvc.models.search import find_versions
 from datasvc.models.search.index import INDEX_PATH
 from datasvc.repository import Repository
-from datasvc.repository.log import encode_entry
+from datasvc.repository.logs.log import encode_entry
 
 CONDITION = "top1 > 0.75 and data = 'imagenet@3'"
 WITH_TAG = f"{CONDITION} and tag = 'prod'"

@@ -21,8 +21,8 @@ from rich.progress import track
 
 import datasvc
 from datasvc.models import Model
+from datasvc.trainer.recipes.models import MODELS
 from tools.bench.models_training import Training
-from trainer.recipes.models import MODELS
 
 WARM_UP_STEPS: Final = 5
 

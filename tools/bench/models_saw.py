@@ -23,12 +23,12 @@ from report import ROOT, Report, make_parser
 from datasvc.models import DataUse, Span
 from datasvc.order import OrderConfig, OrderState, count_steps
 from datasvc.repository import ObjectInfo, Repository
-from datasvc.repository.objects import digest_of
+from datasvc.repository.objects.objects import digest_of
 from datasvc.shards import ShardTable, image_schema
-from datasvc.shards.index import SampleIndex
-from datasvc.shards.table import TableRow
-from datasvc.shards.versions import describe_tables
-from datasvc.shards.writer import ShardStatistics
+from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.shard_table import TableRow
+from datasvc.shards.format.writer import ShardStatistics
+from datasvc.shards.versions.version_entry import describe_tables
 
 SHARDS, SAMPLES_PER_SHARD, EPOCHS = 2_000, 640, 90
 SAMPLES = SHARDS * SAMPLES_PER_SHARD

@@ -13,7 +13,7 @@ from models_states import NO_CODE, State, size_of, tensors_of, timed, train, war
 from report import Report, alternate
 
 from datasvc.models import restore, save
-from datasvc.models.store import CODECS
+from datasvc.models.tensors.write import CODECS
 from datasvc.repository import Repository
 
 

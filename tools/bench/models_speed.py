@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import datasvc
 from datasvc.models import restore, save
-from datasvc.models.store import CODECS
+from datasvc.models.tensors.write import CODECS
 from datasvc.repository import Repository
 
 

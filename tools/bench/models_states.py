@@ -15,7 +15,7 @@ import torch
 from report import ROOT
 
 from datasvc.models import CodeRevision
-from datasvc.models.tree import flatten, unflatten
+from datasvc.models.tensors.state_tree import flatten, unflatten
 
 MB: Final = 1e6
 NO_CODE: Final = CodeRevision(None, dirty=False)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from sklearn.datasets import load_digits
 
-from trainer.recipes.models import build_model
+from datasvc.trainer.recipes.models import build_model
 
 BATCH, SIDE, CLASSES = 8, 32, 1000
 

@@ -22,7 +22,7 @@ from report import ROOT, Report, make_parser
 
 from datasvc.repository import Repository
 from datasvc.shards import ShardTable, image_schema
-from datasvc.shards.versions import describe_tables
+from datasvc.shards.versions.version_entry import describe_tables
 
 SAMPLES_PER_SHARD = 600
 SHARD_BYTES = 64 << 20

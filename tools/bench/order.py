@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from report import Report, alternate, make_parser
 
-from datasvc.keyed import Integers
+from datasvc.keyed_random import Integers
 from datasvc.order import AccessOrder, OrderConfig
 
 BASELINE = "numpy permutation"

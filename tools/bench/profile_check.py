@@ -1,7 +1,7 @@
 """Predicted by measured step time of two ranks, for steps that are serial, prefetched and overlapped.
 
-`python -m trainer profile --check` measures the parts of a step, predicts the three ways to arrange them, and then
-runs each, in turn. Every round measures and predicts anew, so that what else the machine does meanwhile is in both;
+`python -m datasvc.trainer profile --check` measures the parts of a step, predicts the three ways to arrange them, and
+then runs each, in turn. Every round measures and predicts anew, so that other load of the machine is in both;
 a ratio is taken within each round. Two workloads on digits enlarged to 64x64, gloo over the loopback: the recipe's
 small CNN, where loading is a large part, and ResNet-18, which sends 45 MB in several messages.
 
@@ -46,7 +46,7 @@ def measure(
     """Return the profile of a workload, whose ranks compute in so many threads each."""
     # The ranks must not find this folder's trainer.py where they import the package: -P.
     python = [sys.executable, "-P", "-m"]
-    command = [*python, "trainer.launch", "-np", str(ranks), "--no-prefix", *python, "trainer", "profile"]
+    command = [*python, "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix", *python, "trainer", "profile"]
     told = ["--data", data, "--repo", repository, *options, "--check", "--json"]
     counts = ["--rounds", str(repeats), "--steps", str(steps)]
     # Packages may lie in a folder that only PYTHONPATH names.

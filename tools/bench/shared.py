@@ -32,7 +32,7 @@ from report import ROOT, Report, alternate, make_parser
 
 import datasvc
 from datasvc.cache import Cache
-from loaders import ImageBatch, ImageLoader
+from datasvc.loaders import ImageBatch, ImageLoader
 
 SHARING, SEPARATE, LONE = "sharing", "separate", "one job alone"
 WARM_UP_STEPS = 4

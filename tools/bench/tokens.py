@@ -28,8 +28,8 @@ from report import Report, alternate, make_parser
 
 import datasvc
 from datasvc.cache import Cache
+from datasvc.loaders.tokens.token_loader import TokenLoader
 from datasvc.shards import Split
-from loaders.tokens import TokenLoader
 
 ARRAYS, TENSORS, LABELS, DOCUMENTS = (
     "TokenLoader, arrays",

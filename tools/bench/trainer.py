@@ -1,4 +1,4 @@
-"""What `trainer.DistributedOptimizer` costs, beside torch's DistributedDataParallel and beside no communication.
+"""What DistributedOptimizer costs, beside torch's DistributedDataParallel and beside no communication.
 
 One thread a rank, gloo over the loopback. Two workloads: ResNet-18 on 32 images of 32x32; and 161 tensors of
 ResNet-50's sizes (25.6 million fp32, 102 MB) with a loss that only sums them, so that a step is little but
@@ -48,7 +48,7 @@ Values = dict[str, dict[str, list[float]]]
 def measure(part: str, repeats: int, seconds: float) -> Values:
     """Run the ranks of one part and gather what they say."""
     # The ranks must not find this folder's trainer.py where they import the package: -P.
-    command = [sys.executable, "-P", "-m", "trainer.launch", "-np", str(RANKS[part]), "--no-prefix"]
+    command = [sys.executable, "-P", "-m", "datasvc.trainer.launch", "-np", str(RANKS[part]), "--no-prefix"]
     program = [sys.executable, "-P", str(Path(__file__).with_name("trainer_rank.py")), part]
     options = ["--repeats", str(repeats), "--seconds", str(seconds)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

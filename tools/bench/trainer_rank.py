@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer as hvd
-from trainer.engine.messages import CycleMessage, decode_message, encode_message
-from trainer.engine.negotiation import Negotiation
-from trainer.engine.request_cache import RequestCache
-from trainer.engine.requests import Kind, Request
-from trainer.engine.transport import GroupTransport
-from trainer.recipes.models import build_model
+import datasvc.trainer as hvd
+from datasvc.trainer.engine.execution.transport import GroupTransport
+from datasvc.trainer.engine.negotiation.messages import CycleMessage, decode_message, encode_message
+from datasvc.trainer.engine.negotiation.negotiation import Negotiation
+from datasvc.trainer.engine.negotiation.request_cache import RequestCache
+from datasvc.trainer.engine.negotiation.requests import Kind, Request
+from datasvc.trainer.recipes.models import build_model
 
 BATCH, SIDE, CLASSES = 32, 32, 1000
 WARM_UP_STEPS = 2

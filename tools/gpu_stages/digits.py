@@ -40,7 +40,8 @@ def train(stage: Stage, precision: str) -> list[dict]:
     side = stage.choose(64, 16)
     # fmt: off
     printed = stage.run(
-        "-m", "trainer", "--data", "digits", "--repo", stage.folder / "repository", "--name", f"digits-{precision}",
+        "-m", "datasvc.trainer", "--data", "digits", "--repo", stage.folder / "repository",
+        "--name", f"digits-{precision}",
         "--model", "small-cnn", "--epochs", EPOCHS, "--batch-size", 64, "--size", side, "--resize", side,
         "--scale", 0.8, 1.0, "--ratio", 0.9, 1.1, "--flip", 0, "--precision", precision, "--device", stage.device,
         *stage.choose((), ("--max-steps", 2)),

@@ -15,9 +15,9 @@ from contextlib import ExitStack
 
 import datasvc
 from datasvc.cache import Cache
+from datasvc.loaders import ImageBatch, ImageLoader
 from datasvc.shards import Split
 from gpu_stages.stage import synchronize
-from loaders import ImageBatch, ImageLoader
 
 WARM_UP_STEPS = 8
 

@@ -1,4 +1,4 @@
-"""`python -m trainer profile --check` of ResNet-50 and AlexNet on one GPU: predicted by measured step time."""
+"""`datasvc.trainer profile --check` of ResNet-50 and AlexNet on one GPU: predicted by measured step time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What each rank of the stage `ranks` runs: every operation against what it must give, a training, and times.
 
-    python -P -m trainer.launch -np 2 python -P tools/gpu_stages/rank_checks.py --device cuda
+    python -P -m datasvc.trainer.launch -np 2 python -P tools/gpu_stages/rank_checks.py --device cuda
 
 Rank 0 prints one JSON object. A single rank would have no network; it gets one of torch.distributed here, so that its
 tensors go through NCCL where they lie on a GPU.
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import trainer as hvd
+import datasvc.trainer as hvd
+from datasvc.trainer.engine.execution.transport import GroupTransport
+from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.env.environment import Place, read_place
+from datasvc.trainer.job import runtime
 from gpu_stages.stage import synchronize
-from trainer import runtime
-from trainer.engine.settings import EngineSettings
-from trainer.engine.transport import GroupTransport
-from trainer.environment import Place, read_place
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8)
 WARM_UPS = 3

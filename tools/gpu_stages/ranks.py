@@ -39,7 +39,7 @@ def run(stage: Stage) -> None:
 
 def launch(stage: Stage, num_ranks: int, program: Path, *arguments: Any) -> str:
     """Run a program on some ranks of this machine; returns what they printed."""
-    command = ("-P", "-m", "trainer.launch", "-np", num_ranks, "--no-prefix", sys.executable, "-P", program)
+    command = ("-P", "-m", "datasvc.trainer.launch", "-np", num_ranks, "--no-prefix", sys.executable, "-P", program)
     return stage.run(*command, *arguments, environment={"OMP_NUM_THREADS": "1"})
 
 

@@ -19,9 +19,9 @@ from models_training import Training
 from torch import nn
 
 import datasvc
-from datasvc.models.tree import flatten, unflatten
+from datasvc.models.tensors.state_tree import flatten, unflatten
+from datasvc.trainer.recipes.models import build_model
 from gpu_stages.stage import Stage, synchronize
-from trainer.recipes.models import build_model
 
 STEPS_BETWEEN = 2
 REPEATS = 3

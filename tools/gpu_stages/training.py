@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from datasvc.cache import Cache
+from datasvc.loaders import ImageLoader
 from datasvc.processors import count_processors
+from datasvc.trainer.recipes.models import build_model
 from gpu_stages.loading_rate import endless
 from gpu_stages.photo_data import make_photos
 from gpu_stages.stage import Stage, synchronize
-from loaders import ImageLoader
-from trainer.recipes.models import build_model
 
 MODELS = ("resnet50", "alexnet")
 SYNTHETIC, OURS, FOLDER = "synthetic", "ours", "torch's folder"

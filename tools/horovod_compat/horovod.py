@@ -1,4 +1,4 @@
-"""The package name ``horovod`` for the trainer: ``import horovod.torch as hvd`` is ``import trainer as hvd``.
+"""The package name ``horovod`` for the trainer: ``import horovod.torch as hvd`` is ``import datasvc.trainer as hvd``.
 
 Each module below is the trainer's own, not a copy: the class of an exception that one raises is that which the other
 catches. Modules of Horovod that are not in the table cannot be imported, and say so.
@@ -15,22 +15,22 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _MODULES = {
-    "horovod.torch": "trainer",
-    "horovod.torch.compression": "trainer.compression",
-    "horovod.torch.elastic": "trainer.elastic",
-    "horovod.torch.elastic.sampler": "trainer.elastic.sampler",
-    "horovod.torch.elastic.state": "trainer.elastic.state",
-    "horovod.torch.functions": "trainer.functions",
-    "horovod.torch.mpi_ops": "trainer.mpi_ops",
-    "horovod.torch.optimizer": "trainer.optimizer",
-    "horovod.torch.sync_batch_norm": "trainer.sync_batch_norm",
-    "horovod.common": "trainer.common",
-    "horovod.common.elastic": "trainer.common.elastic",
-    "horovod.common.exceptions": "trainer.common.exceptions",
-    "horovod.common.process_sets": "trainer.common.process_sets",
-    "horovod.common.util": "trainer.common.util",
-    "horovod.runner": "trainer.runner",
-    "horovod.runner.launch": "trainer.runner.launch",
+    "horovod.torch": "datasvc.trainer",
+    "horovod.torch.compression": "datasvc.trainer.gradients.compression",
+    "horovod.torch.elastic": "datasvc.trainer.elastic",
+    "horovod.torch.elastic.sampler": "datasvc.trainer.elastic.sampler",
+    "horovod.torch.elastic.state": "datasvc.trainer.elastic.state",
+    "horovod.torch.functions": "datasvc.trainer.functions",
+    "horovod.torch.mpi_ops": "datasvc.trainer.mpi_ops",
+    "horovod.torch.optimizer": "datasvc.trainer.optim.optimizer",
+    "horovod.torch.sync_batch_norm": "datasvc.trainer.optim.sync_batch_norm",
+    "horovod.common": "datasvc.trainer.common",
+    "horovod.common.elastic": "datasvc.trainer.common.elastic",
+    "horovod.common.exceptions": "datasvc.trainer.common.exceptions",
+    "horovod.common.process_sets": "datasvc.trainer.common.process_sets",
+    "horovod.common.util": "datasvc.trainer.common.util",
+    "horovod.runner": "datasvc.trainer.runner",
+    "horovod.runner.launch": "datasvc.trainer.runner.launch",
 }
 
 
@@ -82,7 +82,7 @@ def _check_alone() -> None:
             f"two packages are imported as horovod: Horovod {found.version} in {found.locate_file('')}, and "
             f"datasvc-horovod, {__file__}; remove one: pip uninstall datasvc-horovod, or pip uninstall horovod"
         )
-    if importlib.util.find_spec("trainer") is None:
+    if importlib.util.find_spec("datasvc") is None:
         raise ImportError(
             f"{__file__} gives datasvc's trainer the name horovod, but there is no trainer: install datasvc"
         )
@@ -91,9 +91,9 @@ def _check_alone() -> None:
 def __getattr__(name: str) -> Any:
     # Nothing is loaded before it is used: `import horovod` alone does not need torch, nor the launcher.
     if name == "run":
-        return importlib.import_module("trainer.runner").run
+        return importlib.import_module("datasvc.trainer.runner").run
     if name == "__version__":
-        return importlib.import_module("trainer").__version__
+        return importlib.import_module("datasvc.trainer").__version__
     raise AttributeError(f"module 'horovod' has no attribute {name!r}")
 
 

@@ -1,7 +1,7 @@
 """The exceptions of ``horovod.common.exceptions``. Loads no torch."""
 
-from trainer.elastic.host_update import HostsUpdatedInterrupt
-from trainer.errors import HorovodInternalError
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
 

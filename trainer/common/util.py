@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
-from trainer import capabilities
-from trainer.engine.requests import ReduceOp
-from trainer.ops.reductions import choose_op
+from datasvc.trainer.engine.negotiation.requests import ReduceOp
+from datasvc.trainer.job import capabilities
+from datasvc.trainer.ops.reductions import choose_op
 
 T = TypeVar("T")
 

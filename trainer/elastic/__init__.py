@@ -7,14 +7,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.elastic.elastic_loader import ElasticLoader
-    from trainer.elastic.elastic_sampler import ElasticSampler
-    from trainer.elastic.handlers import StateHandler
-    from trainer.elastic.host_update import HostsUpdatedInterrupt, HostUpdateResult
-    from trainer.elastic.registry import get_handler_registry, set_handler_registry
-    from trainer.elastic.run_loop import run
-    from trainer.elastic.state import ObjectState, State
-    from trainer.elastic.torch_state import TorchState
+    from datasvc.trainer.elastic.elastic_loader import ElasticLoader
+    from datasvc.trainer.elastic.elastic_sampler import ElasticSampler
+    from datasvc.trainer.elastic.handlers import StateHandler
+    from datasvc.trainer.elastic.registry import get_handler_registry, set_handler_registry
+    from datasvc.trainer.elastic.run_loop import run
+    from datasvc.trainer.elastic.state import ObjectState, State
+    from datasvc.trainer.elastic.torch_state import TorchState
+    from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt, HostUpdateResult
 
 __all__ = [
     "ElasticLoader",
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "ElasticLoader": "elastic_loader",
-    "ElasticSampler": "elastic_sampler",
-    "HostUpdateResult": "host_update",
-    "HostsUpdatedInterrupt": "host_update",
-    "ObjectState": "state",
-    "State": "state",
-    "StateHandler": "handlers",
-    "TorchState": "torch_state",
-    "get_handler_registry": "registry",
-    "run": "run_loop",
-    "set_handler_registry": "registry",
+    "ElasticLoader": "elastic.elastic_loader",
+    "ElasticSampler": "elastic.elastic_sampler",
+    "HostUpdateResult": "rendezvous.host_update",
+    "HostsUpdatedInterrupt": "rendezvous.host_update",
+    "ObjectState": "elastic.state",
+    "State": "elastic.state",
+    "StateHandler": "elastic.handlers",
+    "TorchState": "elastic.torch_state",
+    "get_handler_registry": "elastic.registry",
+    "run": "elastic.run_loop",
+    "set_handler_registry": "elastic.registry",
 }
 
 
@@ -51,10 +51,10 @@ _PUBLIC_MODULES = ("sampler", "state")
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC_MODULES:
-        return importlib.import_module(f"trainer.elastic.{name}")
+        return importlib.import_module(f"datasvc.trainer.elastic.{name}")
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'trainer.elastic' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"trainer.elastic.{_MODULE_OF[name]}"), name)
+        raise AttributeError(f"module 'datasvc.trainer.elastic' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"datasvc.trainer.{_MODULE_OF[name]}"), name)
     return value
 
 

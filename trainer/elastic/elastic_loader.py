@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from trainer import runtime
+from datasvc.trainer.job import runtime
 
 B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from trainer import runtime
+from datasvc.trainer.job import runtime
 
 
 class ElasticSampler(Sampler[int]):

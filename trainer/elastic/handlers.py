@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from trainer.elastic.elastic_loader import ElasticLoader
-from trainer.elastic.elastic_sampler import ElasticSampler
-from trainer.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from datasvc.trainer.elastic.elastic_loader import ElasticLoader
+from datasvc.trainer.elastic.elastic_sampler import ElasticSampler
+from datasvc.trainer.optim.broadcast_state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
 class StateHandler:

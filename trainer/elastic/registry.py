@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from trainer.elastic.elastic_loader import ElasticLoader
-from trainer.elastic.elastic_sampler import ElasticSampler
-from trainer.elastic.handlers import (
+from datasvc.trainer.elastic.elastic_loader import ElasticLoader
+from datasvc.trainer.elastic.elastic_sampler import ElasticSampler
+from datasvc.trainer.elastic.handlers import (
     GradScalerHandler,
     ModelHandler,
     OptimizerHandler,

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
-from trainer import runtime
-from trainer.elastic.host_update import HostsUpdatedInterrupt
-from trainer.elastic.rendezvous import Rendezvous, open_rendezvous
-from trainer.elastic.state import State
-from trainer.errors import HorovodInternalError
-from trainer.wrapper_numbers import raise_counts
+from datasvc.trainer.elastic.state import State
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.job import runtime
+from datasvc.trainer.optim.wrapper_numbers import raise_counts
+from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+from datasvc.trainer.rendezvous.rendezvous import Rendezvous, open_rendezvous
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """Horovod's module of the sampler: ``horovod.torch.elastic.sampler``."""
 
-from trainer.elastic.elastic_sampler import ElasticSampler
+from datasvc.trainer.elastic.elastic_sampler import ElasticSampler
 
 __all__ = ["ElasticSampler"]

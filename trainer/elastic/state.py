@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from trainer import runtime
-from trainer.elastic.host_update import HostsUpdatedInterrupt, HostUpdateResult
-from trainer.state import broadcast_object
+from datasvc.trainer.job import runtime
+from datasvc.trainer.optim.broadcast_state import broadcast_object
+from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt, HostUpdateResult
 
 BroadcastObject = Callable[..., Any]
 
@@ -176,5 +176,5 @@ _MODULE_OF = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'trainer.elastic.state' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"trainer.elastic.{_MODULE_OF[name]}"), name)
+        raise AttributeError(f"module 'datasvc.trainer.elastic.state' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"datasvc.trainer.elastic.{_MODULE_OF[name]}"), name)

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from trainer.elastic.handlers import StateHandler
-from trainer.elastic.registry import choose_handler
-from trainer.elastic.state import ObjectState
+from datasvc.trainer.elastic.handlers import StateHandler
+from datasvc.trainer.elastic.registry import choose_handler
+from datasvc.trainer.elastic.state import ObjectState
 
 
 class TorchState(ObjectState):

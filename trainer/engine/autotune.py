@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from trainer.engine.messages import Tuning
+from datasvc.trainer.engine.negotiation.messages import Tuning
 
 FUSION_MIB: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 CYCLE_TIME_MS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)

@@ -11,23 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from trainer.engine.agreement import name_ranks
-from trainer.engine.buffers import FusionBuffers
-from trainer.engine.completion import Completions
-from trainer.engine.execution import Executor
-from trainer.engine.handles import Result, Submission
-from trainer.engine.messages import CycleMessage, Tuning, decode_message, encode_message
-from trainer.engine.negotiation import JOIN, Negotiation, Outcome, Ready, Refused
-from trainer.engine.profiler_ranges import profiled
-from trainer.engine.request_cache import RequestCache
-from trainer.engine.requests import Key, Kind, Request
-from trainer.engine.settings import EngineSettings
-from trainer.engine.stall import StallWatch
-from trainer.engine.streams import EngineStreams
-from trainer.engine.timeline import Timeline
-from trainer.engine.transport import Transport
-from trainer.engine.tuning import Tuner
-from trainer.errors import HorovodInternalError
+from datasvc.trainer.engine.execution.buffers import FusionBuffers
+from datasvc.trainer.engine.execution.completion import Completions
+from datasvc.trainer.engine.execution.execution import Executor
+from datasvc.trainer.engine.execution.handles import Result, Submission
+from datasvc.trainer.engine.execution.profiler_ranges import profiled
+from datasvc.trainer.engine.execution.streams import EngineStreams
+from datasvc.trainer.engine.execution.timeline import Timeline
+from datasvc.trainer.engine.execution.transport import Transport
+from datasvc.trainer.engine.negotiation.agreement import name_ranks
+from datasvc.trainer.engine.negotiation.messages import CycleMessage, Tuning, decode_message, encode_message
+from datasvc.trainer.engine.negotiation.negotiation import JOIN, Negotiation, Outcome, Ready, Refused
+from datasvc.trainer.engine.negotiation.request_cache import RequestCache
+from datasvc.trainer.engine.negotiation.requests import Key, Kind, Request
+from datasvc.trainer.engine.negotiation.stall import StallWatch
+from datasvc.trainer.engine.tuning import Tuner
+from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.errors import HorovodInternalError
 
 logger = logging.getLogger(__name__)
 

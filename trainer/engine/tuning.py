@@ -7,11 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import Self
 
-from trainer.engine.autotune import Autotuner
-from trainer.engine.messages import Tuning
-from trainer.engine.requests import Kind, Request
-from trainer.engine.settings import EngineSettings
-from trainer.engine.wire import wire_dtype
+from datasvc.trainer.engine.autotune import Autotuner
+from datasvc.trainer.engine.execution.wire import wire_dtype
+from datasvc.trainer.engine.negotiation.messages import Tuning
+from datasvc.trainer.engine.negotiation.requests import Kind, Request
+from datasvc.trainer.env.engine_settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""Calls a function on every rank of a job: ``trainer.run``."""
+"""Calls a function on every rank of a job: ``datasvc.trainer.run``."""
 
-from trainer.function.job import run
+from datasvc.trainer.function.job import run
 
 __all__ = ["run"]

@@ -1,4 +1,4 @@
-"""``trainer.run``: calls a function on every rank of a job, and returns the results in rank order."""
+"""``datasvc.trainer.run``: calls a function on every rank of a job, and returns the results in rank order."""
 
 import dataclasses
 import os
@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.errors import HorovodInternalError
-from trainer.function.pickling import pickle_call, unpickle_error, unpickle_result
-from trainer.function.post import Post
-from trainer.function.worker import KEY, PORT
-from trainer.launch.command_line import run_job
-from trainer.launch.hosts import parse_host_file, parse_hosts
-from trainer.launch.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
-from trainer.launch.remote_shell import is_local
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.function.pickling import pickle_call, unpickle_error, unpickle_result
+from datasvc.trainer.function.post import Post
+from datasvc.trainer.function.worker import KEY, PORT
+from datasvc.trainer.launch.command_line import run_job
+from datasvc.trainer.launch.ranks.hosts import parse_host_file, parse_hosts
+from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
+from datasvc.trainer.launch.ranks.remote_shell import is_local
 
 T = TypeVar("T")
 
 # The search path of this process, so that ranks find the same modules, this one to begin with.
-_PROGRAM = "import sys; sys.path[:] = {paths!r}; from trainer.function.worker import main; main()"
+_PROGRAM = "import sys; sys.path[:] = {paths!r}; from datasvc.trainer.function.worker import main; main()"
 
 
 def run(
@@ -59,7 +59,7 @@ def run(
 
     The function and its arguments are sent by cloudpickle where it is installed, so functions of a script, a notebook
     or a closure will do; else by pickle, for functions of modules. Output of the ranks is printed as by
-    ``trainer.launch``. From a thread other than the main one, Ctrl-C is not passed on.
+    ``datasvc.trainer.launch``. From a thread other than the main one, Ctrl-C is not passed on.
 
     Args:
         func: what every rank calls; it begins with ``hvd.init()`` if it wants to talk to the other ranks.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import HorovodInternalError
+from datasvc.trainer.errors import HorovodInternalError
 
 
 class RankTracebackError(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
-from trainer.function.pickling import Answer
+from datasvc.trainer.function.pickling import Answer
 
 _ASK, _TELL = b"call", b"answer"
 

@@ -1,12 +1,12 @@
-"""What runs as a rank of ``trainer.run``: fetches the call, makes it, sends its result or exception back."""
+"""What runs as a rank of ``datasvc.trainer.run``: fetches the call, makes it, sends its result or exception back."""
 
 import dataclasses
 import os
 import sys
 
-from trainer.elastic.host_update import LeaveJob
-from trainer.function.pickling import call_pickled, pickle_error, pickle_result
-from trainer.function.post import ask, tell
+from datasvc.trainer.function.pickling import call_pickled, pickle_error, pickle_result
+from datasvc.trainer.function.post import ask, tell
+from datasvc.trainer.rendezvous.host_update import LeaveJob
 
 PORT, KEY = "TRAINER_POST_PORT", "TRAINER_POST_KEY"
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 def _rank() -> int:
     # In an elastic job the rank changes; only the runtime knows it, if the function has used it.
-    runtime = sys.modules.get("trainer.runtime")
+    runtime = sys.modules.get("datasvc.trainer.job.runtime")
     if runtime is not None and runtime.is_initialized():
         return int(runtime.rank())
     return int(os.environ.get("RANK", "0"))

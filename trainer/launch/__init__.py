@@ -1,8 +1,8 @@
 """Starts a program as the ranks of one data-parallel job, here and on other hosts, and ends them together.
 
-``python -m trainer.launch -np 2 python train.py``; installed as ``datasvc-run``.
+``python -m datasvc.trainer.launch -np 2 python train.py``; installed as ``datasvc-run``.
 """
 
-from trainer.launch.command_line import main, parse_arguments
+from datasvc.trainer.launch.command_line import main, parse_arguments
 
 __all__ = ["main", "parse_arguments"]

@@ -1,8 +1,8 @@
-"""``python -m trainer.launch``."""
+"""``python -m datasvc.trainer.launch``."""
 
 import sys
 
-from trainer.launch.command_line import main
+from datasvc.trainer.launch.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

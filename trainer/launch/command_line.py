@@ -1,4 +1,4 @@
-"""The launcher's command line: ``python -m trainer.launch -np 2 python train.py``, with horovodrun's flags.
+"""The launcher's command line: ``python -m datasvc.trainer.launch -np 2 python train.py``, with horovodrun's flags.
 
 Exit status: 0 when all ranks end well; else that of the first rank that failed, 128 + N for signal N; 2 for a
 command line that describes no job, 3 when an elastic job has reached its reset limit, 127 for a program that is not
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.launch.config_file import read_config_file
-from trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
-from trainer.launch.hosts import parse_host_file, parse_hosts, read_allocation
-from trainer.launch.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
-from trainer.launch.rank_process import StartError
-from trainer.launch.remote_shell import is_local
-from trainer.launch.static_job import run_static_job
+from datasvc.trainer.launch.config_file import read_config_file
+from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
+from datasvc.trainer.launch.ranks.hosts import parse_host_file, parse_hosts, read_allocation
+from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
+from datasvc.trainer.launch.ranks.rank_process import StartError
+from datasvc.trainer.launch.ranks.remote_shell import is_local
+from datasvc.trainer.launch.ranks.static_job import run_static_job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def run_job(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str]
     """
     if elastic is None:
         return run_static_job(job, environ)
-    from trainer.elastic.driver import run_elastic_job
+    from datasvc.trainer.elastic.driver.driver import run_elastic_job
 
     return run_elastic_job(job, elastic, environ)
 
@@ -63,7 +63,7 @@ def parse_arguments(
     parser = _build_parser()
     options = parser.parse_args(arguments)
     if options.check_build:
-        from trainer.launch.check_build import describe_build
+        from datasvc.trainer.launch.check_build import describe_build
 
         print(describe_build())  # noqa: T201 - a command line's answer
         parser.exit(0)
@@ -179,7 +179,7 @@ def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="trainer.launch", description="Run a program as the ranks of one data-parallel job."
+        prog="datasvc.trainer.launch", description="Run a program as the ranks of one data-parallel job."
     )
     parser.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
     parser.add_argument("--no-prefix", action="store_true", help="do not begin output lines with [rank]")
@@ -278,4 +278,4 @@ def _version() -> str:
 
 
 def _say(text: str) -> None:
-    print(f"trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - a command line's answer
+    print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - a command line's answer

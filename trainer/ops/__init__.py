@@ -16,8 +16,8 @@ Raises:
         lost. Raised by the synchronous calls and by ``synchronize``.
 """
 
-from trainer.ops.all_gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from trainer.ops.all_reduce import (
+from datasvc.trainer.ops.all_gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from datasvc.trainer.ops.all_reduce import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -27,17 +27,17 @@ from trainer.ops.all_reduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from trainer.ops.all_to_all import alltoall, alltoall_async
-from trainer.ops.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
-from trainer.ops.reduce_scatter import (
+from datasvc.trainer.ops.all_to_all import alltoall, alltoall_async
+from datasvc.trainer.ops.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
+from datasvc.trainer.ops.reduce_scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from trainer.ops.reductions import Adasum, Average, Max, Min, Product, Sum
-from trainer.ops.sparse import sparse_allreduce_async
-from trainer.ops.waiting import barrier, join, poll, synchronize
+from datasvc.trainer.ops.reductions import Adasum, Average, Max, Min, Product, Sum
+from datasvc.trainer.ops.sparse import sparse_allreduce_async
+from datasvc.trainer.ops.waiting import barrier, join, poll, synchronize
 
 __all__ = [
     "Adasum",

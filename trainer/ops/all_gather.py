@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trainer import autograd
-from trainer.engine.handles import Handle
-from trainer.engine.requests import Kind
-from trainer.process_sets import ProcessSet, global_process_set
-from trainer.submit import choose_name, submit_allgather
+from datasvc.trainer.engine.execution.handles import Handle
+from datasvc.trainer.engine.negotiation.requests import Kind
+from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
+from datasvc.trainer.job.submit import choose_name, submit_allgather
+from datasvc.trainer.ops import autograd
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer import autograd
-from trainer.engine.handles import Handle, Result
-from trainer.engine.requests import Kind
-from trainer.process_sets import ProcessSet, global_process_set
-from trainer.submit import choose_name, submit_alltoall
+from datasvc.trainer.engine.execution.handles import Handle, Result
+from datasvc.trainer.engine.negotiation.requests import Kind
+from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
+from datasvc.trainer.job.submit import choose_name, submit_alltoall
+from datasvc.trainer.ops import autograd
 
 
 def alltoall(

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from trainer import autograd
-from trainer.engine.handles import Handle
-from trainer.engine.requests import Kind
-from trainer.process_sets import ProcessSet, global_process_set
-from trainer.submit import choose_name, new_output, submit_broadcast
+from datasvc.trainer.engine.execution.handles import Handle
+from datasvc.trainer.engine.negotiation.requests import Kind
+from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
+from datasvc.trainer.job.submit import choose_name, new_output, submit_broadcast
+from datasvc.trainer.ops import autograd
 
 
 def broadcast(

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer import autograd
-from trainer.compression import Compression, Compressor
-from trainer.engine.handles import Handle
-from trainer.engine.requests import Kind, ReduceOp
-from trainer.ops.reductions import Average
-from trainer.process_sets import ProcessSet, global_process_set
-from trainer.submit import choose_name, submit_reducescatter
+from datasvc.trainer.engine.execution.handles import Handle
+from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp
+from datasvc.trainer.gradients.compression import Compression, Compressor
+from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
+from datasvc.trainer.job.submit import choose_name, submit_reducescatter
+from datasvc.trainer.ops import autograd
+from datasvc.trainer.ops.reductions import Average
 
 
 def reducescatter(

@@ -2,7 +2,7 @@
 
 import warnings
 
-from trainer.engine.requests import ReduceOp
+from datasvc.trainer.engine.negotiation.requests import ReduceOp
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from trainer.engine.requests import Kind, ReduceOp
-from trainer.gradient_bucket import Reduction
-from trainer.ops.reductions import Average, Sum
-from trainer.process_sets import ProcessSet, global_process_set
-from trainer.sparse_gather import gather_sparse, put_together
-from trainer.submit import choose_name
+from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp
+from datasvc.trainer.gradients.gradient_bucket import Reduction
+from datasvc.trainer.gradients.sparse_gather import gather_sparse, put_together
+from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
+from datasvc.trainer.job.submit import choose_name
+from datasvc.trainer.ops.reductions import Average, Sum
 
 
 def sparse_allreduce_async(

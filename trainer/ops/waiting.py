@@ -1,8 +1,8 @@
 """Waiting: for an operation, and for the other ranks."""
 
-from trainer.engine.handles import Handle, Result
-from trainer.process_sets import ProcessSet, global_process_set
-from trainer.submit import restart_names, submit_barrier, submit_join
+from datasvc.trainer.engine.execution.handles import Handle, Result
+from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
+from datasvc.trainer.job.submit import restart_names, submit_barrier, submit_join
 
 
 def poll(handle: Handle) -> bool:

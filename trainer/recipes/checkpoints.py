@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-import trainer as hvd
+import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError
 from datasvc.models import Checkpoint, Model
 from datasvc.progress import byte_progress
-from trainer.recipes import random_state
-from trainer.recipes.batch_statistics import averaged_batch_statistics, batch_statistics
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.precision import load_loss_scale
-from trainer.recipes.run import Run
+from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
+from datasvc.trainer.recipes.run import Run
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.batch_statistics import averaged_batch_statistics, batch_statistics
 
 
 def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> Model:

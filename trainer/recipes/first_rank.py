@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-import trainer as hvd
-from datasvc.models.ranks import describe_error, raise_together
+import datasvc.trainer as hvd
+from datasvc.models.saving.rank_channel import describe_error, raise_together
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasvc.models import Checkpoint, Model
-from trainer.recipes.first_rank import ask_first_rank
+from datasvc.trainer.recipes.first_rank import ask_first_rank
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from datasvc.api import DataRepository
+from datasvc.loaders.core.loader import Loader
 from datasvc.models import Model, Reading, SaveHandle
 from datasvc.node.ranks import RankNodes
 from datasvc.shards import Dataset
-from loaders.loader import Loader
-from trainer.recipes.batch_plan import BatchPlan
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.early_stop import EarlyStop
-from trainer.recipes.ema import WeightAverage
-from trainer.recipes.events import Events
-from trainer.recipes.metric_logs import MetricLog
-from trainer.recipes.schedules import RateSchedule
-from trainer.recipes.task import Task
+from datasvc.trainer.recipes.early_stop import EarlyStop
+from datasvc.trainer.recipes.ema import WeightAverage
+from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
+from datasvc.trainer.recipes.reporting.events import Events
+from datasvc.trainer.recipes.reporting.metric_logs import MetricLog
+from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.task import Task
 
 
 @dataclass

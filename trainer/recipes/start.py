@@ -8,7 +8,7 @@ import dataclasses
 import torch
 
 import datasvc
-import trainer as hvd
+import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
@@ -18,25 +18,25 @@ from datasvc.node.ranks import RankNodes
 from datasvc.processors import count_processors
 from datasvc.repository import Resolved
 from datasvc.shards import Split
-from datasvc.shards.schema import IMAGE
-from datasvc.shards.sources.tokens import TOKENS
-from trainer.recipes import random_state
-from trainer.recipes.batch_plan import plan_batches
-from trainer.recipes.checkpoints import open_checkpoints, restore, resume
-from trainer.recipes.classification import Classification
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.early_stop import EarlyStop
-from trainer.recipes.ema import WeightAverage
-from trainer.recipes.events import Events
-from trainer.recipes.first_rank import ask_first_rank
-from trainer.recipes.language import LanguageModelling
-from trainer.recipes.metric_logs import open_logs
-from trainer.recipes.optimizers import build_distributed_optimizer
-from trainer.recipes.precision import make_loss_scale
-from trainer.recipes.run import Run
-from trainer.recipes.scaling import scale_rate
-from trainer.recipes.schedules import RateSchedule
-from trainer.recipes.task import Place, Task
+from datasvc.shards.format.schema import IMAGE
+from datasvc.shards.sources.text.tokens import TOKENS
+from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.checkpoints import open_checkpoints, restore, resume
+from datasvc.trainer.recipes.early_stop import EarlyStop
+from datasvc.trainer.recipes.ema import WeightAverage
+from datasvc.trainer.recipes.first_rank import ask_first_rank
+from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer
+from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
+from datasvc.trainer.recipes.optimizers.scaling import scale_rate
+from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
+from datasvc.trainer.recipes.reporting.events import Events
+from datasvc.trainer.recipes.reporting.metric_logs import open_logs
+from datasvc.trainer.recipes.run import Run
+from datasvc.trainer.recipes.settings.batch_plan import plan_batches
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.classification import Classification
+from datasvc.trainer.recipes.tasks.language import LanguageModelling
+from datasvc.trainer.recipes.tasks.task import Place, Task
 
 
 def start(config: TrainConfig, events: Events) -> Run:

@@ -6,20 +6,20 @@ import os
 import signal
 import sys
 
-import trainer as hvd
-from datasvc.models.preemption import SIGNALS
-from trainer.recipes import random_state
-from trainer.recipes.batch_statistics import average_batch_statistics
-from trainer.recipes.checkpoints import commit, report_commits
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.epoch_trace import profile_epoch
-from trainer.recipes.evaluate import evaluate
-from trainer.recipes.events import choose_events
-from trainer.recipes.optimizers import set_rate
-from trainer.recipes.run import Run
-from trainer.recipes.start import start
-from trainer.recipes.step_clock import StepClock
-from trainer.recipes.update import update
+import datasvc.trainer as hvd
+from datasvc.models.saving.preemption import SIGNALS
+from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.checkpoints import commit, report_commits
+from datasvc.trainer.recipes.make_optimizer import set_rate
+from datasvc.trainer.recipes.reporting.epoch_trace import profile_epoch
+from datasvc.trainer.recipes.reporting.events import choose_events
+from datasvc.trainer.recipes.reporting.step_clock import StepClock
+from datasvc.trainer.recipes.run import Run
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import start
+from datasvc.trainer.recipes.tasks.batch_statistics import average_batch_statistics
+from datasvc.trainer.recipes.tasks.evaluate import evaluate
+from datasvc.trainer.recipes.update import update
 
 
 def train(config: TrainConfig) -> str:

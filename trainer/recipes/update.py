@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-import trainer as hvd
-from trainer.recipes.batch_plan import BatchPlan
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.ema import WeightAverage
-from trainer.recipes.precision import autocast
-from trainer.recipes.task import Task
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.ema import WeightAverage
+from datasvc.trainer.recipes.optimizers.precision import autocast
+from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.task import Task
 
 Mark = Callable[[str], None]
 """Called when a part of a step has been told to the device, with its name."""

@@ -1,5 +1,5 @@
 """Horovod's package of the launcher: the names of ``horovod.runner``, which are defined elsewhere. Loads no torch."""
 
-from trainer.function import run
+from datasvc.trainer.function import run
 
 __all__ = ["run"]

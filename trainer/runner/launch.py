@@ -2,7 +2,7 @@
 
 import sys
 
-from trainer.launch.command_line import main
+from datasvc.trainer.launch.command_line import main
 
 __all__ = ["run_commandline"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import typer
 
 from datasvc.cli.models import (
-    comparing,
-    finding,
-    foreign,
+    diff,
+    find,
+    interop,
     lineage,
     listing,
-    removing,
-    restoring,
-    saw,
+    remove,
+    restore,
     sign,
     tags,
+    trained_on,
     transfer,
     verify,
 )
@@ -23,19 +23,19 @@ app = typer.Typer(no_args_is_help=True, help="Model versions: checkpoints that k
 app.command()(listing.ls)
 app.command()(listing.log)
 app.command()(listing.show)
-app.command()(comparing.diff)
+app.command()(diff.diff)
 app.command()(tags.tag)
-app.command()(finding.find)
-app.command()(removing.rm)
-app.command()(removing.retain)
-app.command()(removing.gc)
-app.command()(restoring.restore)
+app.command()(find.find)
+app.command()(remove.rm)
+app.command()(remove.retain)
+app.command()(remove.gc)
+app.command()(restore.restore)
 app.command()(verify.verify)
 app.command()(sign.keygen)
 app.command()(sign.sign)
-app.command()(saw.saw)
+app.command()(trained_on.saw)
 app.command()(lineage.lineage)
-app.command("import")(foreign.import_model)
-app.command("export")(foreign.export_model)
+app.command("import")(interop.import_model)
+app.command("export")(interop.export_model)
 app.command()(transfer.push)
 app.command()(transfer.pull)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.models.arguments import RefArgument
-from datasvc.cli.output import JsonOption, RepoOption, print_json
-from datasvc.cli.values import text_value
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
+from datasvc.cli.terminal.values import text_value
 
 if TYPE_CHECKING:
-    from datasvc.models.lineage import DataOrigin, Lineage, ModelOrigin
+    from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
 
 _STEP = "  "
 

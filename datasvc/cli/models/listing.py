@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from datasvc.cli.models.arguments import NameArgument, RefArgument
-from datasvc.cli.output import JsonOption, RepoOption, print_facts, print_json, print_table
-from datasvc.cli.values import text_value
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table
+from datasvc.cli.terminal.values import text_value
 
 if TYPE_CHECKING:
     from datasvc.models import ModelVersion
@@ -40,8 +40,8 @@ def log(
 
     Example: datasvc models log digits-cnn --repo ./repo
     """
-    from datasvc.models.history import read_history
-    from datasvc.models.registry import model_log
+    from datasvc.models.registry.graph import read_history
+    from datasvc.models.registry.registry import model_log
     from datasvc.repository import Repository
 
     repository = Repository.open(repo)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from datasvc.cli.models.arguments import RefArgument
-from datasvc.cli.output import JsonOption, RepoOption, print_json
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
 
 
 def keygen(
@@ -20,7 +20,7 @@ def keygen(
 
     Example: datasvc models keygen ~/.datasvc/signing.pem
     """
-    from datasvc.models.signing_keys import make_key
+    from datasvc.models.versions.signing_keys import make_key
 
     key = make_key(path.expanduser())
     if as_json:
@@ -39,8 +39,8 @@ def sign(
 
     Example: datasvc models sign digits-cnn@3 --key ~/.datasvc/signing.pem --repo s3://bucket/repo
     """
-    from datasvc.models.signatures import sign as run_sign
-    from datasvc.models.signing_keys import load_private_key
+    from datasvc.models.versions.signing import sign as run_sign
+    from datasvc.models.versions.signing_keys import load_private_key
     from datasvc.repository import Repository
 
     done = run_sign(Repository.open(repo), ref, load_private_key(key.expanduser()))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from datasvc.cli.maintain import parse_duration
+from datasvc.cli.datasets.maintain import parse_duration
 from datasvc.cli.models.arguments import RefArgument
-from datasvc.cli.output import JsonOption, RepoOption, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
 from datasvc.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def tag(
     NAME@TAG~1 is where the tag stood one move ago, in every command. Times are the clocks' of those who moved it.
     """
     from datasvc.repository import Repository
-    from datasvc.repository.references import parse_reference
+    from datasvc.repository.logs.references import parse_reference
 
     repository = Repository.open(repo)
     model = parse_reference(ref, "model").name
@@ -117,7 +117,7 @@ def _print_moves(moves: list[Entry], *, as_json: bool) -> None:
 
 
 def _print_place(model: str, tag: str, moves: list[Entry], when: datetime, *, as_json: bool) -> None:
-    from datasvc.repository.tags import choose_move, version_of
+    from datasvc.repository.logs.tags import choose_move, version_of
 
     move = choose_move(moves, when)
     version = version_of(move) if move is not None else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.models.arguments import TrustedOption
-from datasvc.cli.output import JsonOption, RepoOption, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _transfer(
     trusted: list[Path] | None,
     as_json: bool,
 ) -> None:
-    from datasvc.models.selection import parse_name_map
+    from datasvc.models.tensors.name_filter import parse_name_map
     from datasvc.models.transfer import transfer
     from datasvc.sizes import format_size
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.models.arguments import TrustedOption
-from datasvc.cli.output import JsonOption, RepoOption, print_json
-from datasvc.cli.values import text_value
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
+from datasvc.cli.terminal.values import text_value
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
-    from datasvc.models.repair import Repair
+    from datasvc.models.registry.repair import Repair
     from datasvc.repository import Repository, Resolved
 
 
@@ -47,8 +47,8 @@ def verify(
 
     Ends with status 3 when a problem is left.
     """
-    from datasvc.models.repair import verify_and_repair
-    from datasvc.models.signing_keys import trusted_keys
+    from datasvc.models.registry.repair import verify_and_repair
+    from datasvc.models.versions.signing_keys import trusted_keys
     from datasvc.repository import Repository
     from datasvc.sizes import format_size
 
@@ -75,7 +75,7 @@ def verify(
 
 
 def _choose(repository: Repository, refs: list[str], *, every: bool) -> list[Resolved]:
-    from datasvc.models.verify import every_version
+    from datasvc.models.registry.verify import every_version
 
     if every:
         return every_version(repository, refs)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from datasvc.errors import ConfigError
-from datasvc.repository.references import parse_reference
+from datasvc.repository.logs.references import parse_reference
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,21 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from datasvc.errors import ConfigError
-from datasvc.models.copies import Copies
 from datasvc.models.dcp.metadata import Sharding, decode_sharding, describe_unsharded
 from datasvc.models.dcp.paths import find
 from datasvc.models.dcp.values import decode_opaque, wrap_value
-from datasvc.models.entry_objects import MAX_SHARDING_BYTES
-from datasvc.models.load import load_tensors, read_in_threads
-from datasvc.models.piece_reader import ObjectSource, PieceReader, check_reaches
-from datasvc.models.pieces import Box, intersect, slices
-from datasvc.models.records import Piece, TensorRecord
-from datasvc.models.restore_report import RestoreReport
-from datasvc.models.stored_version import read_version
-from datasvc.models.tensor_bytes import bytes_of, dtype_name, is_plain, tensor_of
-from datasvc.models.tree import MAX_STATE_BYTES, decode_state, unflatten
+from datasvc.models.restoring.copies import Copies
+from datasvc.models.restoring.report import RestoreReport
+from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.tensors.chunk_reader import ObjectSource, PieceReader, check_reaches
+from datasvc.models.tensors.chunks import Box, intersect, slices
+from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
+from datasvc.models.tensors.read import load_tensors, read_in_threads
+from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
+from datasvc.models.tensors.tensor_table import Piece, TensorRecord
+from datasvc.models.versions.entry_refs import MAX_SHARDING_BYTES
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.objects import parse_digest
+from datasvc.repository.objects.objects import parse_digest
 
 
 @dataclass(frozen=True)

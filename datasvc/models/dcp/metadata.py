@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.dcp.paths import Path, check_paths, check_reach, path_of
-from datasvc.models.entry_objects import MAX_SHARDING_BYTES
-from datasvc.models.pieces import Box, is_tiling
-from datasvc.models.records import TensorRecord
-from datasvc.models.tree import flatten, unflatten
+from datasvc.models.tensors.chunks import Box, is_tiling
+from datasvc.models.tensors.state_tree import flatten, unflatten
+from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.models.versions.entry_refs import MAX_SHARDING_BYTES
 from datasvc.sizes import format_size
 
 SHARDING_FORMAT: Final = 1

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.models.copies import Copies, OpenCache
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.loading import ShardedVersion, load_items, read_sharded
 from datasvc.models.dcp.writer import DEFAULT_NAME
-from datasvc.models.restore_report import RestoreReport
+from datasvc.models.restoring.copies import Copies, OpenCache
+from datasvc.models.restoring.report import RestoreReport
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.references import parse_reference
+from datasvc.repository.logs.references import parse_reference
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class Reader(StorageReader):
         name: of the model; its newest version is read.
         ref: which version, "NAME@3" or "NAME@tag", instead of `name`.
         cache: the node's cache, of which the repository and `fallback` are asked for what it lacks; made by
-            `datasvc.restoring.node_cache`. Objects are brought there whole, once for all ranks of the node.
+            `datasvc.models.restoring.restore.node_cache`. Each object is fetched whole, once per node.
         fallback: other repositories, or their URLs, that may have copies of objects; asked in this order.
-        trusted_keys: files of public keys, as of `datasvc.models.stored_version.read_version`.
+        trusted_keys: files of public keys, as of `datasvc.models.restoring.stored_version.read_version`.
         planner_bytes: hand values that a planner saved in a format of its own to the planner that loads. Only for
             versions of people you trust: what the bytes do there is up to that planner, which may unpickle them.
 
@@ -67,7 +67,9 @@ class Reader(StorageReader):
     ) -> None:
         parse_reference(ref or name, "model")
         if cache is not None and not callable(cache):
-            raise ConfigError(f"cache is {cache!r}; a Reader takes datasvc.restoring.node_cache of that")
+            raise ConfigError(
+                f"cache is {cache!r}; a Reader takes datasvc.models.restoring.restore.node_cache of that"
+            )
         self.url = os.fspath(path)
         self.ref = ref or name
         self.load_id = str(uuid.uuid4())

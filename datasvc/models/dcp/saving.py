@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from datasvc.errors import ConfigError
-from datasvc.models.commit import StoredState
 from datasvc.models.dcp.metadata import planned_paths
 from datasvc.models.dcp.paths import path_of
 from datasvc.models.dcp.values import encode_value, nest
-from datasvc.models.pieces import PIECE_BYTES, Box, Shape, plan_pieces, slices
-from datasvc.models.records import Piece, TensorRecord, join_pieces
-from datasvc.models.store import Codec, TensorPiece, store_pieces
-from datasvc.models.tensor_bytes import dtype_name
+from datasvc.models.tensors.chunks import PIECE_BYTES, Box, Shape, plan_pieces, slices
+from datasvc.models.tensors.dtypes import dtype_name
+from datasvc.models.tensors.tensor_table import Piece, TensorRecord, join_pieces
+from datasvc.models.tensors.write import Codec, TensorPiece, store_pieces
+from datasvc.models.versions.commit import StoredState
 from datasvc.repository import Repository
 
 _FINEST_PIECE_BYTES: Final = 512 << 10

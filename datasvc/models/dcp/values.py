@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.dcp.paths import Path, find
-from datasvc.models.tree import flatten
+from datasvc.models.tensors.state_tree import flatten
 
 
 class EncodedValue(NamedTuple):
     """A value as it is stored.
 
     Attributes:
-        skeleton: JSON, as `tree.flatten` gives it.
+        skeleton: JSON, as `state_tree.flatten` gives it.
         tensors: that lie in it, by the names that the skeleton gives them.
         is_opaque: whether it is bytes that only the planner which made them understands.
     """

@@ -15,19 +15,19 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from datasvc.errors import ConfigError
-from datasvc.models.about import About
-from datasvc.models.code import CodeRevision
-from datasvc.models.commit import base_records, commit
-from datasvc.models.data_use import DataUse
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.metadata import encode_sharding
 from datasvc.models.dcp.saving import join_shares, sizes_by_name, store_share
-from datasvc.models.records import TensorRecord
-from datasvc.models.shared_store import Marker, check_markers, leave_marker
-from datasvc.models.store import CODECS, Codec
+from datasvc.models.saving.shared_store import Marker, check_markers, leave_marker
+from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.models.tensors.write import CODECS, Codec
+from datasvc.models.versions.code_revision import CodeRevision
+from datasvc.models.versions.commit import base_records, commit
+from datasvc.models.versions.data_use import DataUse
+from datasvc.models.versions.metadata import About
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.references import check_name
+from datasvc.repository.logs.references import check_name
 
 DEFAULT_NAME: Final = "checkpoint"
 

@@ -21,8 +21,8 @@ import pyarrow as pa
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.search.columns import Column, build_columns
 from datasvc.repository import Entry, Repository
-from datasvc.repository.objects import digest_of
-from datasvc.repository.references import is_name
+from datasvc.repository.logs.references import is_name
+from datasvc.repository.objects.objects import digest_of
 
 INDEX_FORMAT: Final = 2
 # No model can have that name.

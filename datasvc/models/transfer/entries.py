@@ -7,14 +7,14 @@ from contextlib import suppress
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.models.ancestry import HISTORY
-from datasvc.models.entry_reader import EntryReader
-from datasvc.models.registry import version_named
-from datasvc.models.segments import history_of
-from datasvc.models.transfer.named import named_objects
+from datasvc.models.provenance.segments import history_of
+from datasvc.models.registry.ancestry import HISTORY
+from datasvc.models.registry.registry import version_named
+from datasvc.models.transfer.reachable import named_objects
+from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
-from datasvc.repository.storage import redact_url
-from datasvc.shards.versions import VAL_FRACTION, read_val_fraction
+from datasvc.repository.store.storage import redact_url
+from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fraction
 
 # What a log writes itself.
 _OWN: Final = frozenset({"format", "commit", "created", "checksum"})

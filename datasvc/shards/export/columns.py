@@ -8,7 +8,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
 
 _PLAIN_JSON: Final = (
     pa.types.is_null,

@@ -13,8 +13,8 @@ from typing import BinaryIO
 from datasvc import durable
 from datasvc.errors import ConfigError
 from datasvc.repository import Storage
-from datasvc.repository.asking import translated
-from datasvc.repository.storage import redact_url
+from datasvc.repository.store.retries import translated
+from datasvc.repository.store.storage import redact_url
 
 
 class Destination:

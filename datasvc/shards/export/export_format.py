@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from datasvc.shards.dataset import Split
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.samples import Unit
+from datasvc.shards.versions.dataset import Split
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import numpy as np
 from blake3 import blake3
 
 from datasvc.errors import ConfigError
-from datasvc.shards.dataset import Split
 from datasvc.shards.export.columns import (
     encode_json,
     given_columns,
@@ -31,7 +30,8 @@ from datasvc.shards.export.export_format import ExportFormat, Written
 from datasvc.shards.export.names import image_extension, safe_part, safe_path, split_extension
 from datasvc.shards.export.progress import unit_path
 from datasvc.shards.export.samples import Unit, samples_of
-from datasvc.shards.schema import IMAGE, KEY, LABEL
+from datasvc.shards.format.schema import IMAGE, KEY, LABEL
+from datasvc.shards.versions.dataset import Split
 
 METADATA_FILE: Final = "metadata.jsonl"
 FILE_NAME: Final = "file_name"

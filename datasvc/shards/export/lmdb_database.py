@@ -14,15 +14,15 @@ import lmdb
 
 from datasvc import durable
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.repository.asking import translated
-from datasvc.shards.dataset import Split
+from datasvc.repository.store.retries import translated
 from datasvc.shards.export.columns import given_columns, has_images, is_label, refused_column, refused_null
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, Written
 from datasvc.shards.export.names import safe_part
 from datasvc.shards.export.protobuf import bytes_field, varint_field
 from datasvc.shards.export.samples import Unit
-from datasvc.shards.schema import IMAGE, KEY, LABEL
+from datasvc.shards.format.schema import IMAGE, KEY, LABEL
+from datasvc.shards.versions.dataset import Split
 
 _DATA, _LABEL, _ENCODED = 4, 5, 7  # fields of Datum in caffe.proto
 _MAX_KEY_BYTES: Final = 511

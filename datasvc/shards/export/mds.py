@@ -16,8 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.dataset import Split
-from datasvc.shards.digests import blob_views
 from datasvc.shards.export.columns import (
     encode_json,
     given_columns,
@@ -31,7 +29,9 @@ from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, Written
 from datasvc.shards.export.names import safe_part
 from datasvc.shards.export.samples import Unit
-from datasvc.shards.schema import IMAGE, KEY, is_blob
+from datasvc.shards.format.digests import blob_views
+from datasvc.shards.format.schema import IMAGE, KEY, is_blob
+from datasvc.shards.versions.dataset import Split
 
 _VERSION: Final = 2
 _MAX_FILE_BYTES: Final = (1 << 32) - 1

@@ -8,13 +8,13 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from datasvc.shards.dataset import Split
 from datasvc.shards.export.columns import given_columns, has_label, refused_column
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, Written
 from datasvc.shards.export.names import safe_part
 from datasvc.shards.export.samples import Unit
-from datasvc.shards.schema import LABEL, is_blob
+from datasvc.shards.format.schema import LABEL, is_blob
+from datasvc.shards.versions.dataset import Split
 
 
 class Parquet(ExportFormat):

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError
-from datasvc.repository.asking import translated
+from datasvc.repository.store.retries import translated
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import Written
 from datasvc.shards.export.names import safe_part

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from datasvc.keyed import Integers
-from datasvc.shards.dataset import Split
-from datasvc.shards.digests import blob_views
-from datasvc.shards.schema import is_blob
+from datasvc.keyed_random import Integers
+from datasvc.shards.format.digests import blob_views
+from datasvc.shards.format.schema import is_blob
+from datasvc.shards.versions.dataset import Split
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.dataset import Split
 from datasvc.shards.export.columns import given_columns, is_json, is_list, is_text, refused_column, refused_null
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, Written
 from datasvc.shards.export.names import safe_part
 from datasvc.shards.export.protobuf import bytes_field, packed_varints
 from datasvc.shards.export.samples import Unit
-from datasvc.shards.schema import KEY, is_blob
-from datasvc.shards.sources.tfrecord import masked_crc
+from datasvc.shards.format.schema import KEY, is_blob
+from datasvc.shards.sources.records.tfrecord import masked_crc
+from datasvc.shards.versions.dataset import Split
 
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # of Feature in TensorFlow's feature.proto
 _ABLE: Final = "parquet, webdataset, mds"

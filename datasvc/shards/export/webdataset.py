@@ -14,13 +14,13 @@ from typing import Any, BinaryIO, ClassVar, Final
 
 import pyarrow as pa
 
-from datasvc.shards.dataset import Split
 from datasvc.shards.export.columns import encode_json, given_columns, is_json, is_label, is_text, refused_column
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, Written
 from datasvc.shards.export.names import image_extension, percent_encoded, safe_part, safe_path, split_extension
 from datasvc.shards.export.samples import Unit
-from datasvc.shards.schema import IMAGE, KEY, is_blob
+from datasvc.shards.format.schema import IMAGE, KEY, is_blob
+from datasvc.shards.versions.dataset import Split
 
 _BLOCK_BYTES: Final = 512
 _RECORD_BYTES: Final = 20 * _BLOCK_BYTES

@@ -12,11 +12,11 @@ from multiprocessing import get_context
 from datasvc.errors import UnavailableError
 from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
-from datasvc.shards.dataset import Split, open_dataset
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, Written
 from datasvc.shards.export.formats import FORMATS
 from datasvc.shards.export.samples import Unit
+from datasvc.shards.versions.dataset import Split, open_dataset
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What can be ingested: one file per format."""
 
-from datasvc.shards.sources.image_folder import ImageFolder
-from datasvc.shards.sources.options import SourceOptions
-from datasvc.shards.sources.source import BadSample, ImageFile, ListedSource, Part, Source, StreamedSource
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BadSample, ImageFile, ListedSource, Part, Source, StreamedSource
+from datasvc.shards.sources.images.image_folder import ImageFolder
 
 __all__ = [
     "BadSample",

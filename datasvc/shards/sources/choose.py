@@ -11,12 +11,12 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.asking import translated
-from datasvc.repository.storage import redact_url, resolve_url
-from datasvc.shards.images import EXTENSIONS as IMAGES
-from datasvc.shards.sources.files import COMPRESSIONS, expand_braces, is_marker
-from datasvc.shards.sources.options import SourceOptions
-from datasvc.shards.sources.source import Source
+from datasvc.repository.store.retries import translated
+from datasvc.repository.store.storage import redact_url, resolve_url
+from datasvc.shards.images.header import EXTENSIONS as IMAGES
+from datasvc.shards.sources.common.files import COMPRESSIONS, expand_braces, is_marker
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import Source
 
 # Loaded where they are used: tokenizers and lmdb are nothing that an image folder needs.
 _CLASSES: Final = {

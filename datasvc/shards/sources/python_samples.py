@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.objects import Digest, digest_of
-from datasvc.shards.schema import KEY
-from datasvc.shards.sources.columns import ColumnMap, SampleBatcher, infer_columns
-from datasvc.shards.sources.options import SourceOptions
-from datasvc.shards.sources.source import BadSample, Part, StreamedSource, printable
-from datasvc.shards.sources.splits import DEFAULT_SPLIT
+from datasvc.repository.objects.objects import Digest, digest_of
+from datasvc.shards.format.schema import KEY
+from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher, infer_columns
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource, printable
+from datasvc.shards.sources.common.splits import DEFAULT_SPLIT
 
 _LOOKED_AT: Final = 100
 

@@ -9,8 +9,8 @@ import torch
 from checking import raises, run_checks
 from torch import nn
 
-import trainer as hvd
-from trainer.compression_with_memory import RESIDUAL
+import datasvc.trainer as hvd
+from datasvc.trainer.gradients.compression_with_memory import RESIDUAL
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 VICTIMS, HOW = sys.argv[1:3]
 NAMES = (

@@ -3,7 +3,7 @@
 import sys
 import threading
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 
 def say(*words):

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 counts = []
 for round_number in range(20):

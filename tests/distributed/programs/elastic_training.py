@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 
-import trainer as hvd
-import trainer.elastic.round
+import datasvc.trainer as hvd
+from datasvc.loaders import TokenLoader
 from datasvc.repository import Repository
-from datasvc.shards.dataset import Split
-from loaders import TokenLoader
+from datasvc.shards.versions.dataset import Split
+from datasvc.trainer.rendezvous import round as elastic_round
+from datasvc.trainer.rendezvous.rendezvous import current_rendezvous
 
 URL, DIGEST, RESULT = sys.argv[1:4]
 TOLD = json.loads(sys.argv[4])
@@ -66,8 +67,8 @@ class State(hvd.elastic.TorchState):
 
 
 def rounds():
-    rendezvous = trainer.elastic.rendezvous.current_rendezvous()
-    return 0 if rendezvous is None else rendezvous.seat.round_number
+    current = current_rendezvous()
+    return 0 if current is None else current.seat.round_number
 
 
 def reaching(point, function):
@@ -78,8 +79,8 @@ def reaching(point, function):
     return reached
 
 
-trainer.elastic.round._connect = reaching("connect", trainer.elastic.round._connect)
-trainer.elastic.round.GroupTransport = reaching("groups", trainer.elastic.round.GroupTransport)
+elastic_round._connect = reaching("connect", elastic_round._connect)
+elastic_round.GroupTransport = reaching("groups", elastic_round.GroupTransport)
 
 hvd.init()
 torch.manual_seed(int(NUMBER))  # every worker its own weights: only rank 0's of the first round count

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 import datasvc
 from datasvc.errors import DatasvcError, UnavailableError
-from datasvc.models import cadence, joint_save
 from datasvc.models.dcp import Writer
-from datasvc.repository.batch import ObjectBatch
-from datasvc.repository.objects import Objects
+from datasvc.models.saving import distributed_save, save_policy
+from datasvc.repository.objects.batch import ObjectBatch
+from datasvc.repository.objects.objects import Objects
 
 RANKS = 3
 
@@ -117,7 +117,7 @@ def fails(repo, rank):
         put = Objects.put
         if rank == 0:
             Objects.put = raising(UnavailableError("nothing can be committed"))
-        hears, hear = threading.Event(), joint_save._hear_of_commit
+        hears, hear = threading.Event(), distributed_save._hear_of_commit
 
         def hear_late(*arguments):
             try:
@@ -126,7 +126,7 @@ def fails(repo, rank):
                 hears.wait(30)
 
         if rank == 2:
-            joint_save._hear_of_commit = hear_late
+            distributed_save._hear_of_commit = hear_late
         handle = model.save(weights(2), step=2)
         if rank != 2:
             handle.wait()
@@ -159,7 +159,7 @@ def dies(repo, rank):
 def stops(repo, rank):
     """Only one rank gets the signal; all stop after the same step. Time says when to save: as rank 0 has it."""
     saved, step = [], 0
-    cadence.LOOK_EVERY_S = 0.01
+    save_policy.LOOK_EVERY_S = 0.01
     with repo.model("m", max_stall="50%", grace="60s") as model:
         while not model.stop_signal:
             step += 1

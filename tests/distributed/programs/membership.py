@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from checking import raises, run_checks
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 RANK = int(os.environ["RANK"])
 
@@ -92,7 +92,7 @@ def check_a_stall_names_the_missing_rank():
             messages.append(message.getMessage())
             warned.set()
 
-    logging.getLogger("trainer").addHandler(Listener())
+    logging.getLogger("datasvc.trainer").addHandler(Listener())
     hvd.init()
     if RANK == 0:
         handle = hvd.allreduce_async(torch.ones(1), name="late")

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from datasvc.cache import Cache
+from datasvc.loaders import ImageLoader
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from loaders import ImageLoader
 
 url, folder = sys.argv[1:]
 dist.init_process_group("gloo")

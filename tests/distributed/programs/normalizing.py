@@ -6,7 +6,7 @@ import torch
 from checking import raises, run_checks
 from torch import nn
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

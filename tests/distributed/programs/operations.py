@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from checking import raises, run_checks
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from checking import raises, run_checks
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 OUTER = hvd.ProcessSet([2, 0])
 hvd.init(process_sets=[OUTER])

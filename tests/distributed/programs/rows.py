@@ -3,7 +3,7 @@
 import torch
 from checking import raises, run_checks
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

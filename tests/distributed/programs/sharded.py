@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.dcp import Reader, Writer
 from datasvc.repository import Repository
-from datasvc.repository.log import MAX_ENTRY_BYTES
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES
 
 (URL,) = sys.argv[1:]
 WHOLE = whole_tensors()

@@ -12,8 +12,8 @@ import torch
 from checking import raises, run_checks
 from torch import nn
 
-import trainer as hvd
-import trainer.buckets
+import datasvc.trainer as hvd
+from datasvc.trainer.gradients.buckets import plan_buckets
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -93,7 +93,7 @@ def train(make_optimizer=sgd, set_to_none=True, options=None, memory_format=torc
 
 def check_that_there_are_several_buckets():
     sizes = [p.numel() * 4 for p in new_model().parameters()]
-    assert len(trainer.buckets.plan_buckets(sizes, [0] * len(sizes))) > 1
+    assert len(plan_buckets(sizes, [0] * len(sizes))) > 1
 
 
 def adam(model):

@@ -10,7 +10,7 @@ import sys
 import torch
 from checking import raises
 
-import trainer as hvd
+import datasvc.trainer as hvd
 
 NUM_NUMBERS = int(sys.argv[1])
 KILL_AT = 100 if NUM_NUMBERS < 10_000 else 3

@@ -16,9 +16,9 @@ if __name__ == "__main__":
     if BEHAVIOUR == "answer":
         sys.stdout.write('{"rate": 50.0}\n{"rate": 70.0}\n')
     if BEHAVIOUR == "segfault at windows":
-        from loaders.decode import trial
-        from loaders.decode.make import make_backend
-        from loaders.stopwatch import Stopwatch
+        from datasvc.loaders.decode.choice import trial
+        from datasvc.loaders.decode.choice.make import make_backend
+        from datasvc.loaders.profiling.step_profiler import Stopwatch
 
         def make(config, backend):
             if backend == "gpu-window":

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from loaders.augment import Windows
-from loaders.decode.backend import DecodeConfig
-from loaders.decode.cpu import CpuBackend
-from loaders.decode.pixels import PixelFormat
-from loaders.stopwatch import Stopwatch
+from datasvc.loaders.augment.augment import Windows
+from datasvc.loaders.decode.backend import DecodeConfig
+from datasvc.loaders.decode.cpu import CpuBackend
+from datasvc.loaders.decode.pixels import PixelFormat
+from datasvc.loaders.profiling.step_profiler import Stopwatch
 from tests.samples import jpeg
 
 SIZE = 24

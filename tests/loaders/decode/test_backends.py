@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from loaders.decode.finish import DeviceFinish
-from loaders.decode.resize import make_resizer
+from datasvc.loaders.decode.gpu.finish import DeviceFinish
+from datasvc.loaders.decode.resize import make_resizer
 from tests.loaders.decode.photos import LEVELS, SIZE, broken, config, decode, on_cpu, photos, windows
 
 

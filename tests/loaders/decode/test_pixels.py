@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from loaders.decode.pixels import PixelFormat, PixelWriter
+from datasvc.loaders.decode.pixels import PixelFormat, PixelWriter
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PRECISION = {"uint8": 0.0, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}

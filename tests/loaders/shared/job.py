@@ -10,10 +10,10 @@ import json
 import sys
 import warnings
 
+from datasvc.loaders import ImageLoader
+from datasvc.loaders.decode_sharing import Share
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from loaders import ImageLoader
-from loaders.shared import Share
 
 OPTIONS = {"batch_size": 8, "training": True, "size": 32, "num_threads": 1, "output": "uint8"}
 

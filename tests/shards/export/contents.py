@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.shards import open_dataset
-from datasvc.shards.digests import digest_batch
 from datasvc.shards.export import export
-from datasvc.shards.images import read_header
-from datasvc.shards.schema import image_schema, shard_schema
+from datasvc.shards.format.digests import digest_batch
+from datasvc.shards.format.schema import image_schema, shard_schema
+from datasvc.shards.images.header import read_header
 from tests.samples import jpeg
-from tests.shards.versions import write_version
+from tests.shards.written_versions import write_version
 
 KEY_FIELD = pa.field("key", pa.string(), nullable=False)
 CLASSES = ("cat", "dog")

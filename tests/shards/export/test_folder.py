@@ -7,7 +7,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
-from datasvc.shards.schema import image_schema, shard_schema
+from datasvc.shards.format.schema import image_schema, shard_schema
 from tests.shards.export.contents import (
     CLASSES,
     KEY_FIELD,
@@ -22,7 +22,7 @@ from tests.shards.export.contents import (
     write_rich,
     write_tokens,
 )
-from tests.shards.versions import write_version
+from tests.shards.written_versions import write_version
 
 
 def read(folder, split="train", classes=CLASSES):

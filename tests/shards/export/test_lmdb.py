@@ -7,7 +7,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
-from datasvc.shards.schema import image_schema, shard_schema
+from datasvc.shards.format.schema import image_schema, shard_schema
 from tests.shards.export.contents import (
     CLASSES,
     KEY_FIELD,
@@ -20,7 +20,7 @@ from tests.shards.export.contents import (
     write_rich,
     write_tokens,
 )
-from tests.shards.versions import write_version
+from tests.shards.written_versions import write_version
 
 FIELDS = [("channels", 1, "INT32"), ("height", 2, "INT32"), ("width", 3, "INT32"), ("data", 4, "BYTES"),
           ("label", 5, "INT32"), ("encoded", 7, "BOOL")]  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
 from datasvc.shards.export import mds
-from datasvc.shards.schema import shard_schema
+from datasvc.shards.format.schema import shard_schema
 from tests.shards.export.contents import (
     KEY_FIELD,
     ODD_KEYS,
@@ -29,7 +29,7 @@ from tests.shards.export.contents import (
     write_rich,
     write_tokens,
 )
-from tests.shards.versions import describe_table, write_version
+from tests.shards.written_versions import describe_table, write_version
 
 
 @pytest.fixture

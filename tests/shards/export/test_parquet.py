@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datasvc.shards import open_dataset
-from datasvc.shards.schema import shard_schema
+from datasvc.shards.format.schema import shard_schema
 from tests.shards.export.contents import (
     CLASSES,
     KEY_FIELD,
@@ -19,7 +19,7 @@ from tests.shards.export.contents import (
     write_rich,
     write_tokens,
 )
-from tests.shards.versions import write_version
+from tests.shards.written_versions import write_version
 
 
 def check(dataset, folder, split="train"):

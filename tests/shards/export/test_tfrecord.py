@@ -13,8 +13,8 @@ from tfrecord.writer import TFRecordWriter
 from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
 from datasvc.shards.export.protobuf import packed_varints, varint
-from datasvc.shards.schema import shard_schema
-from datasvc.shards.sources.protobuf import read_packed_varints
+from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.sources.common.protobuf import read_packed_varints
 from tests.shards.export.contents import (
     KEY_FIELD,
     ODD_KEYS,
@@ -26,7 +26,7 @@ from tests.shards.export.contents import (
     write_rich,
     write_tokens,
 )
-from tests.shards.versions import write_version
+from tests.shards.written_versions import write_version
 
 FLAT = shard_schema(
     [

@@ -9,8 +9,8 @@ import webdataset
 
 from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
-from datasvc.shards.schema import shard_schema
-from tests.shards.export.contents import (
+from datasvc.shards.format.schema import shard_schema
+from tests.shards.export.contents import (  # fmt: skip
     KEY_FIELD,
     ODD_KEYS,
     digests,
@@ -21,8 +21,8 @@ from tests.shards.export.contents import (
     write_photos,
     write_rich,
     write_tokens,
-)  # fmt: skip
-from tests.shards.versions import write_version
+)
+from tests.shards.written_versions import write_version
 
 TEXT = {"caption"}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import fsspec
 import pyarrow as pa
 
-from datasvc.shards.sources.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
 
 
 def read_all(source):

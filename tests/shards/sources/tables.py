@@ -3,7 +3,7 @@
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from datasvc.shards.sources.columns import looks_like_image
+from datasvc.shards.sources.common.columns import looks_like_image
 
 LEAVES = {
     pa.int8(): st.integers(-128, 127),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import trainer as hvd
-from trainer.elastic import (
+import datasvc.trainer as hvd
+from datasvc.trainer.elastic import (
     ElasticLoader,
     ElasticSampler,
     HostsUpdatedInterrupt,
@@ -21,8 +21,8 @@ from trainer.elastic import (
     get_handler_registry,
     set_handler_registry,
 )
-from trainer.elastic.messages import Seat
-from trainer.environment import Place
+from datasvc.trainer.env.environment import Place
+from datasvc.trainer.rendezvous.messages import Seat
 
 
 @pytest.fixture(autouse=True)
@@ -327,7 +327,7 @@ class Meetings:
 @pytest.mark.parametrize("deaths", [True, False])
 def test_losses_of_ranks_are_not_counted_among_errors_that_come_again_and_again(monkeypatch, deaths):
     meetings = Meetings(deaths=deaths)
-    monkeypatch.setattr("trainer.elastic.run_loop.open_rendezvous", lambda _: meetings)
+    monkeypatch.setattr("datasvc.trainer.elastic.run_loop.open_rendezvous", lambda _: meetings)
     errors = iter([hvd.HorovodInternalError("rank 1 left the job")] * 10)
 
     @hvd.elastic.run
@@ -371,8 +371,8 @@ def places(monkeypatch):
     """Sets rank and size as a round would."""
 
     def be(rank, size):
-        monkeypatch.setattr("trainer.runtime.rank", lambda: rank)
-        monkeypatch.setattr("trainer.runtime.size", lambda: size)
+        monkeypatch.setattr("datasvc.trainer.job.runtime.rank", lambda: rank)
+        monkeypatch.setattr("datasvc.trainer.job.runtime.size", lambda: size)
 
     return be
 

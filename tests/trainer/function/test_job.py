@@ -1,4 +1,4 @@
-"""What ``trainer.run`` asks for before it starts anything, and where it listens."""
+"""What ``datasvc.trainer.run`` asks for before it starts anything, and where it listens."""
 
 import contextlib
 import inspect
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import HorovodInternalError
-from trainer.function import run, worker
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.function import run, worker
 
 LISTENING = "0A"
 
@@ -51,7 +51,9 @@ def test_an_argument_of_elastic_jobs_alone_is_refused(name):
 def jobs(monkeypatch):
     """What would be started, in place of starting it."""
     started = []
-    monkeypatch.setattr("trainer.function.job._run", lambda job, elastic, *_: started.append((job, elastic)) or [])
+    monkeypatch.setattr(
+        "datasvc.trainer.function.job._run", lambda job, elastic, *_: started.append((job, elastic)) or []
+    )
     return started
 
 
@@ -140,6 +142,6 @@ def test_a_rank_of_an_elastic_job_that_exits_instead_of_returning_is_named_altho
                 with contextlib.suppress(SystemExit):
                     worker.main()
 
-    monkeypatch.setattr("trainer.function.job.run_job", run_job)
+    monkeypatch.setattr("datasvc.trainer.function.job.run_job", run_job)
     with pytest.raises(HorovodInternalError, match="rank 0 ended with status 0 before the function returned"):
         run(leave_on_rank_0, num_proc=2, min_num_proc=1)

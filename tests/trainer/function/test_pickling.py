@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.errors import HorovodInternalError
-from trainer.function.pickling import (
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.function.pickling import (
     RankTracebackError,
     call_pickled,
     pickle_call,

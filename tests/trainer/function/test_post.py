@@ -1,4 +1,4 @@
-"""The server that ranks of ``trainer.run`` ask and tell, over real sockets."""
+"""The server that ranks of ``datasvc.trainer.run`` ask and tell, over real sockets."""
 
 import multiprocessing
 import socket
@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from trainer.function.pickling import Answer
-from trainer.function.post import Post, ask, tell
+from datasvc.trainer.function.pickling import Answer
+from datasvc.trainer.function.post import Post, ask, tell
 
 KEY = b"k" * 32
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.environment import read_engine_settings
-from trainer.launch import parse_arguments
-from trainer.launch.engine_flags import SWITCHES, VALUES, WITHOUT_MEANING
-from trainer.launch.job import ElasticOptions, Host, RemoteSettings
+from datasvc.trainer.env.environment import read_engine_settings
+from datasvc.trainer.launch import parse_arguments
+from datasvc.trainer.launch.engine_flags import SWITCHES, VALUES, WITHOUT_MEANING
+from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, RemoteSettings
 
 
 def parse(*arguments, environ=None):

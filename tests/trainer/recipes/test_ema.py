@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from datasvc.errors import ConfigError
-from trainer.recipes.ema import WeightAverage
+from datasvc.trainer.recipes.ema import WeightAverage
 
 
 def step(model, by):

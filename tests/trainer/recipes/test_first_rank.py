@@ -1,8 +1,8 @@
 import pytest
 
-import trainer as hvd
+import datasvc.trainer as hvd
 from datasvc.errors import CorruptDataError, DatasvcError
-from trainer.recipes.first_rank import ask_first_rank
+from datasvc.trainer.recipes.first_rank import ask_first_rank
 
 
 @pytest.fixture

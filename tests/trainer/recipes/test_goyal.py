@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import trainer as hvd
-from trainer.recipes.batch_plan import BatchPlan
-from trainer.recipes.classification import Classification
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.optimizers import build_optimizer, set_rate
-from trainer.recipes.precision import make_loss_scale
-from trainer.recipes.run import Run
-from trainer.recipes.start import build_schedule
-from trainer.recipes.task import Examples, Place
-from trainer.recipes.update import update
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.make_optimizer import build_optimizer, set_rate
+from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
+from datasvc.trainer.recipes.run import Run
+from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import build_schedule
+from datasvc.trainer.recipes.tasks.classification import Classification
+from datasvc.trainer.recipes.tasks.task import Examples, Place
+from datasvc.trainer.recipes.update import update
 
 CONFIG = TrainConfig(data="d", repo="r", name="m", size=32, scale=(0.8, 1.0), flip=0.0)
 

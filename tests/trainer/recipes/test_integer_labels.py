@@ -13,12 +13,12 @@ import datasvc
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.class_names import name_classes
 from datasvc.shards.export import export
+from datasvc.shards.versions.class_names import name_classes
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.classification import Classification
+from datasvc.trainer.recipes.train import train
 from tests.samples import jpeg
-from trainer.recipes.classification import Classification
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.train import train
 
 NUM_CLASSES = 3
 CONFIG = TrainConfig(data="d", repo="r", name="m")

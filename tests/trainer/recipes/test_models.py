@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from datasvc.errors import ConfigError
-from trainer.recipes.models import MODELS, build_model
+from datasvc.trainer.recipes.models import MODELS, build_model
 
 GPT2_VOCABULARY = 50_257
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from datasvc.errors import ConfigError
-from trainer.recipes.models import LogitsWithAuxiliary, build_model, combine_losses, main_logits
-from trainer.recipes.models.resnet import Bottleneck, ResidualBlock, ResNet
+from datasvc.trainer.recipes.models import LogitsWithAuxiliary, build_model, combine_losses, main_logits
+from datasvc.trainer.recipes.models.resnet import Bottleneck, ResidualBlock, ResNet
 
 CLASSES = 5
 

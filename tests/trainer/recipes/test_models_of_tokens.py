@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.models import build_model
+from datasvc.trainer.recipes.models.gpt import GPT, mask_documents
 from tests.examples import examples
-from trainer.recipes.models import build_model
-from trainer.recipes.models.gpt import GPT, mask_documents
 
 VOCABULARY, BLOCK = 11, 12
 

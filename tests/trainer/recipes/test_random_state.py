@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from trainer.recipes import random_state
+from datasvc.trainer.recipes import random_state
 
 
 def test_random_states_go_on_where_they_were():

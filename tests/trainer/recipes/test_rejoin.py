@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import datasvc
-import trainer as hvd
-from trainer.recipes.rejoin import take_newest
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.rejoin import take_newest
 
 
 @pytest.fixture(autouse=True)

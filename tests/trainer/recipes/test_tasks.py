@@ -8,12 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from datasvc.errors import ConfigError
-from trainer.recipes.classification import Classification
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.language import LanguageModelling
-from trainer.recipes.models import LogitsWithAuxiliary
-from trainer.recipes.start import choose_task
-from trainer.recipes.task import Examples
+from datasvc.trainer.recipes.models import LogitsWithAuxiliary
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import choose_task
+from datasvc.trainer.recipes.tasks.classification import Classification
+from datasvc.trainer.recipes.tasks.language import LanguageModelling
+from datasvc.trainer.recipes.tasks.task import Examples
 
 CONFIG = TrainConfig(data="d", repo="r", name="m", label_smoothing=0.1, vocabulary=7)
 

@@ -15,15 +15,15 @@ import torch
 import datasvc
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.models import describe_model, model_log
-from datasvc.models.removal import remove
-from datasvc.models.stored_version import read_version
+from datasvc.models.registry.removal import remove
+from datasvc.models.restoring.stored_version import read_version
 from datasvc.repository import Repository
-from datasvc.repository.objects import Objects
+from datasvc.repository.objects.objects import Objects
 from datasvc.shards import ingest
+from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.train import train
 from tests.terminals import read_terminal
-from trainer.recipes import random_state
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.train import train
 
 BLOCK, VOCABULARY = 16, 11
 
@@ -78,7 +78,7 @@ MIXED = {"precision": "fp16", "ema_decay": 0.9, "optimizer": "lamb", "learning_r
 def test_mixed_precision_average_and_optimizer_survive_a_restore(repository):
     """The loss scale grows every other step here, so a run that forgot it would end elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.recipes.start.make_loss_scale", small_growing_scale)
+        patch.setattr("datasvc.trainer.recipes.start.make_loss_scale", small_growing_scale)
         run(repository, "mixed", max_steps=8, **MIXED)
         run(repository, "mixed-resumed", max_steps=5, **MIXED)
         halfway = state_of(repository, "mixed-resumed")["loss_scale"]
@@ -97,7 +97,7 @@ def small_growing_scale(precision, device):
 def test_a_gradient_that_overflows_halves_the_loss_scale_and_skips_the_step(repository):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "trainer.recipes.start.make_loss_scale",
+            "datasvc.trainer.recipes.start.make_loss_scale",
             lambda precision, device: torch.amp.GradScaler(device.type, init_scale=2.0**40),
         )
         run(repository, "overflow", max_steps=1, precision="fp16", ema_decay=0.5)
@@ -277,7 +277,7 @@ def test_numbers_go_to_the_logs_that_a_run_names(repository, tmp_path, monkeypat
         def close(self):
             taken.append("closed")
 
-    monkeypatch.setattr("trainer.recipes.metric_logs._KINDS", {"tensorboard": Log})
+    monkeypatch.setattr("datasvc.trainer.recipes.reporting.metric_logs._KINDS", {"tensorboard": Log})
     run(repository, "logged", batch_size=160, epochs=1, report_every=2, log_to=(f"tensorboard:{tmp_path}",))
     assert taken == [
         (str(tmp_path), "logged", 1, 0),
@@ -299,7 +299,7 @@ def test_a_signal_ends_the_run_with_a_last_checkpoint_and_the_rest_gives_the_sam
         if run.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("trainer.recipes.train.report_step", report_step)
+    monkeypatch.setattr("datasvc.trainer.recipes.train.report_step", report_step)
     try:
         with pytest.raises(SystemExit) as ended:
             run(repository, "preempted", **settings)
@@ -327,7 +327,7 @@ def test_a_checkpoint_may_be_left_out_where_an_earlier_one_is_still_being_writte
             gate.set()
 
     monkeypatch.setattr(Objects, "write", write)
-    monkeypatch.setattr("trainer.recipes.train.report_step", report_step)
+    monkeypatch.setattr("datasvc.trainer.recipes.train.report_step", report_step)
     # A seed of its own: what another test has stored already would not be written, and nothing held back.
     settings = {"max_steps": 5, "checkpoint_every": 2, "checkpoint_overlap": "refuse", "seed": 5}
     events = run(repository, "refusing", capsys, **settings)
@@ -354,7 +354,7 @@ def test_a_run_goes_on_after_a_checkpoint_that_failed_and_says_so(repository, ca
     is_full = threading.Event()
     is_full.set()
     monkeypatch.setattr(Objects, "write", write)
-    monkeypatch.setattr("trainer.recipes.train.report_step", report_step)
+    monkeypatch.setattr("datasvc.trainer.recipes.train.report_step", report_step)
     # A seed of its own: what another test has stored already would not be written.
     events = run(repository, "failing", capsys, max_steps=5, checkpoint_every=2, seed=6)
     said = [(event["event"], event["step"]) for event in events if event["event"] in {"checkpoint", "failed"}]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainer.recipes.models.image_size import require_image_size
-from trainer.recipes.models.initialisation import initialise
+from datasvc.trainer.recipes.models.image_size import require_image_size
+from datasvc.trainer.recipes.models.initialisation import initialise
 
 _SMALLEST = 63  # with fewer the last pooling, which takes 3x3 positions, has 2x2
 

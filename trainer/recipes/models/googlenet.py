@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from datasvc.errors import ConfigError
-from trainer.recipes.models.auxiliary import LogitsWithAuxiliary
-from trainer.recipes.models.image_size import require_image_size
-from trainer.recipes.models.initialisation import initialise
+from datasvc.trainer.recipes.models.auxiliary import LogitsWithAuxiliary
+from datasvc.trainer.recipes.models.image_size import require_image_size
+from datasvc.trainer.recipes.models.initialisation import initialise
 
 _SMALLEST: Final = 15  # with fewer the third pooling has one position, of which it makes none
 _AUXILIARY_WEIGHT: Final = 0.3  # section 5

@@ -11,12 +11,12 @@ from typing import Any, Final
 from torch import nn
 
 from datasvc.errors import ConfigError
-from trainer.recipes.models.alexnet import alexnet
-from trainer.recipes.models.googlenet import googlenet
-from trainer.recipes.models.gpt import gpt, gpt2
-from trainer.recipes.models.resnet import resnet18, resnet34, resnet50, resnet101, resnet152
-from trainer.recipes.models.small_cnn import small_cnn
-from trainer.recipes.models.vgg import vgg16
+from datasvc.trainer.recipes.models.alexnet import alexnet
+from datasvc.trainer.recipes.models.googlenet import googlenet
+from datasvc.trainer.recipes.models.gpt import gpt, gpt2
+from datasvc.trainer.recipes.models.resnet import resnet18, resnet34, resnet50, resnet101, resnet152
+from datasvc.trainer.recipes.models.small_models import small_cnn
+from datasvc.trainer.recipes.models.vgg import vgg16
 
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = {
     "small-cnn": small_cnn,

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from trainer.recipes.models.image_size import require_image_size
-from trainer.recipes.models.initialisation import initialise
+from datasvc.trainer.recipes.models.image_size import require_image_size
+from datasvc.trainer.recipes.models.initialisation import initialise
 
 _WIDTHS = (64, 128, 256, 512)
 

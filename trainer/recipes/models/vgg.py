@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import nn
 
-from trainer.recipes.models.image_size import require_image_size
-from trainer.recipes.models.initialisation import initialise
+from datasvc.trainer.recipes.models.image_size import require_image_size
+from datasvc.trainer.recipes.models.initialisation import initialise
 
 # Width and number of the 3x3 convolutions before each of the five poolings.
 _STAGES: Final = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))

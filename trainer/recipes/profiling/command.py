@@ -1,4 +1,4 @@
-"""`python -m trainer profile`: measures a step of training, part by part, and says what it would take elsewhere."""
+"""`python -m datasvc.trainer profile`: measures a step part by part, and predicts its time on other clusters."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-import trainer as hvd
+import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
-from loaders.step_times import Span
-from loaders.trace import write_trace
-from trainer.recipes import random_state
-from trainer.recipes.config import TrainConfig
-from trainer.recipes.epoch_trace import trace_path
-from trainer.recipes.options import parse_options
-from trainer.recipes.profiling.all_reduce import Cluster
-from trainer.recipes.profiling.cluster_options import add_cluster_options, parse_clusters
-from trainer.recipes.profiling.layers import Layers, measure_layers
-from trainer.recipes.profiling.measure import Bench
-from trainer.recipes.profiling.messages import measure_traffic
-from trainer.recipes.profiling.predict import predict
-from trainer.recipes.profiling.profile import Profile
-from trainer.recipes.profiling.profiled_run import open_profiled_run
-from trainer.recipes.profiling.step_time import Mode
+from datasvc.loaders.profiling.step_times import Span
+from datasvc.loaders.profiling.trace import write_trace
+from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.profiling.measure.layers import Layers, measure_layers
+from datasvc.trainer.recipes.profiling.measure.measure import Bench
+from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
+from datasvc.trainer.recipes.profiling.measure.profile import Profile
+from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled_run
+from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
+from datasvc.trainer.recipes.profiling.predict.cluster_options import add_cluster_options, parse_clusters
+from datasvc.trainer.recipes.profiling.predict.predict import predict
+from datasvc.trainer.recipes.profiling.predict.step_time import Mode
+from datasvc.trainer.recipes.reporting.epoch_trace import trace_path
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.options import parse_options
 
-PROG = "python -m trainer profile"
+PROG = "python -m datasvc.trainer profile"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -117,7 +117,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG,
         description="Measure what a training step costs, part by part, and predict it for other clusters. "
-        "Takes the options of python -m trainer as well, of which --data and --repo must be given.",
+        "Takes the options of python -m datasvc.trainer as well, of which --data and --repo must be given.",
         allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=20, help="steps of a block that is timed [%(default)s]")

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from trainer.recipes.profiling.costs import Message, StepCosts
+from datasvc.trainer.recipes.profiling.predict.costs import Message, StepCosts
 
 seconds = st.floats(0, 1, allow_subnormal=False)
 

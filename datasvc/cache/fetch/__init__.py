@@ -1,0 +1,1 @@
+"""Brings one object onto the node: reserve, transfer, verify, publish."""

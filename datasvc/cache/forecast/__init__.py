@@ -1,0 +1,1 @@
+"""Predicts hits and traffic of a cache before a run starts. Pure."""

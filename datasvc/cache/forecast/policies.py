@@ -1,0 +1,138 @@
+"""A cache in which nothing lies: which shards it would hold, and what it would evict, by three policies. Pure.
+
+A shard in use (held) stays under all of them. The first runs the rule of the real cache, `eviction.choose_victims`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from datasvc.cache.catalogue.eviction import UNKNOWN, Candidate, choose_victims
+from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Account
+from datasvc.order import NEVER
+from datasvc.repository import Digest
+
+
+class SimulatedCache:
+    """A cache that is told the next use of each shard: "furthest", the policy of the real one.
+
+    Args:
+        sizes: bytes of each shard.
+        budget_bytes: of the cache.
+    """
+
+    def __init__(self, sizes: Sequence[int], budget_bytes: int) -> None:
+        self._sizes = sizes
+        self._budget_bytes = budget_bytes
+        self._bytes: dict[int, int] = {}
+        self._holds: Counter[int] = Counter()
+        self._unheld: list[tuple[int, int]] = []  # (rank, shard) ascending: what goes first is last
+        self._ranks: dict[int, int] = {}
+        self._num_unknown = 0
+        self.resident_bytes = 0
+
+    def missing(self, shard: int) -> int:
+        """Return how many bytes of a shard are not resident."""
+        return self._sizes[shard] - self._bytes.get(shard, 0)
+
+    def hold(self, shard: int) -> None:
+        """Keep what is resident of a shard, and what is brought in, until `release`."""
+        self._holds[shard] += 1
+        if shard in self._ranks:
+            self._forget_rank(shard)
+
+    def release(self, shard: int, now: int, next_use: int) -> None:
+        """Give up a hold, saying when the shard is needed again: UNKNOWN where nobody knows, NEVER for never."""
+        self._holds[shard] -= 1
+        if self._holds[shard]:
+            return
+        del self._holds[shard]
+        if shard in self._bytes:
+            self._ranks[shard] = self._rank(now, next_use)
+            bisect.insort(self._unheld, (self._ranks[shard], shard))
+
+    def bring(self, shard: int, now: int, nearest: int = -NEVER) -> bool:
+        """Make all of a held shard resident.
+
+        Args:
+            shard: which.
+            now: the time.
+            nearest: evict nothing that is needed that soon or sooner, as a distance from now.
+
+        Returns:
+            False where there is no room, and nothing was done.
+        """
+        needed = self.missing(shard)
+        victims = self._victims(needed, now, nearest)
+        if victims is None:
+            return False
+        for victim, freed in victims:
+            self._evict(victim, freed)
+        self._bytes[shard] = self._sizes[shard]
+        self.resident_bytes += needed
+        return True
+
+    def _rank(self, now: int, next_use: int) -> int:
+        """Return what sorts a shard that is released now: what is largest goes first."""
+        del now
+        if next_use < UNKNOWN:
+            return next_use
+        self._num_unknown += 1
+        return next_use + self._num_unknown
+
+    def _victims(self, needed: int, now: int, nearest: int) -> list[tuple[int, int]] | None:
+        """Return which shards make room, and how many bytes of each; None where there is not enough."""
+        account = Account(self._budget_bytes, {}, {DEFAULT_TENANT: self.resident_bytes})
+        victims = choose_victims(self._candidates(now), account, DEFAULT_TENANT, needed, nearest_bytes=nearest)
+        if account.missing(DEFAULT_TENANT, needed) > 0:
+            return None
+        return [(int(victim.digest), victim.freed_bytes) for victim in victims]
+
+    def _candidates(self, now: int) -> Iterator[Candidate]:
+        for rank, shard in reversed(self._unheld):
+            yield Candidate(Digest(str(shard)), self._bytes[shard], DEFAULT_TENANT, self._distance(rank, now))
+
+    def _distance(self, rank: int, now: int) -> int:
+        return rank - now
+
+    def _evict(self, shard: int, freed: int) -> None:
+        self.resident_bytes -= freed
+        self._bytes[shard] -= freed
+        if not self._bytes[shard]:
+            del self._bytes[shard]
+            self._forget_rank(shard)
+
+    def _forget_rank(self, shard: int) -> None:
+        del self._unheld[bisect.bisect_left(self._unheld, (self._ranks.pop(shard), shard))]
+
+
+class LeastRecentlyUsedCache(SimulatedCache):
+    """A cache that evicts what was released first. For comparison only."""
+
+    def _rank(self, now: int, next_use: int) -> int:
+        del next_use
+        return -now
+
+    def _distance(self, rank: int, now: int) -> int:
+        return now + rank
+
+
+class OptimalCache(SimulatedCache):
+    """A cache that evicts by Belady's rule byte by byte, so that a shard may stay in part.
+
+    No cache gets more bytes from its disk: to a cache of bytes all objects have one size, and there the rule is
+    optimal (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
+    """
+
+    def _victims(self, needed: int, now: int, nearest: int) -> list[tuple[int, int]] | None:
+        assert nearest == -NEVER, "the bound is on what is fetched when needed"
+        missing = self.resident_bytes + needed - self._budget_bytes
+        victims = []
+        for candidate in self._candidates(now):
+            if missing <= 0:
+                break
+            victims.append((int(candidate.digest), min(candidate.freed_bytes, missing)))
+            missing -= candidate.freed_bytes
+        return None if missing > 0 else victims

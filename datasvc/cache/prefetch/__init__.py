@@ -1,0 +1,1 @@
+"""Fetches the shards of a job ahead of its access order."""

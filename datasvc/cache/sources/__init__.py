@@ -1,0 +1,1 @@
+"""Reads objects from where they come from: the origin, by parallel ranged requests."""

@@ -1,0 +1,88 @@
+"""`datasvc ls | log | tag`: data sets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
+
+RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
+
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")]
+
+
+def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
+    """List the data sets of a repository.
+
+    Example: datasvc ls --repo ./repo
+    """
+    from datasvc.repository import Repository
+    from datasvc.shards import open_dataset
+
+    repository = Repository.open(repo)
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "version": (found := open_dataset(repository, name)).resolved.version,
+            "samples": sum(split["samples"] for split in found.entry.content["splits"].values()),
+            "bytes": sum(split["bytes"] for split in found.entry.content["splits"].values()),
+            "tags": repository.tags("datasets", name),
+        }
+        for name in repository.names("datasets")
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(("name", "version", "samples", "bytes", "tags"), [_row(row) for row in rows])
+
+
+def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
+    """List the versions of a data set, newest first.
+
+    Example: datasvc log pets --repo ./repo
+    """
+    from datasvc.repository import Repository
+
+    entries = Repository.open(repo).entries("datasets", name)
+    if as_json:
+        print_json([{**entry.content, "version": entry.number} for entry in entries])
+        return
+    rows = [
+        (
+            f"{name}@{entry.number}",
+            entry.content["created"],
+            sum(split["samples"] for split in entry.content["splits"].values()),
+            entry.content["message"] or "-",
+        )
+        for entry in reversed(entries)
+    ]
+    print_table(("version", "created", "samples", "message"), rows)
+
+
+def tag(
+    ref: RefArgument,
+    name: Annotated[str, typer.Argument(metavar="TAG", help="The tag to set or move.")],
+    repo: RepoOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Let TAG stand on a data-set version; its earlier places stay in its history.
+
+    Example: datasvc tag pets@1 stable --repo ./repo
+    """
+    from datasvc.repository import Repository
+
+    target = Repository.open(repo).tag("datasets", ref, name)
+    if as_json:
+        print_json({"tag": name, "version": str(target)})
+    else:
+        typer.echo(f"{target.name}@{name} is {target}")
+
+
+def _row(row: dict[str, Any]) -> tuple[object, ...]:
+    from datasvc.sizes import format_size
+
+    tags = ", ".join(f"{tag}={version}" for tag, version in row["tags"].items()) or "-"
+    return row["name"], row["version"], row["samples"], format_size(row["bytes"]), tags

@@ -1,0 +1,191 @@
+"""`datasvc show | head | sql`: what is in a data-set version."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table
+from datasvc.cli.terminal.values import json_value, text_value
+from datasvc.errors import BadSampleError, ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from rich.console import Console
+
+    from datasvc.shards.query.preview import Preview
+
+RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
+
+_SHOWN_CLASSES = 20
+_BAR_CHARACTERS = 40
+_DRAWN_PIXELS = 40
+
+
+def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
+    """Show a data-set version: where it came from, its splits, statistics, columns and classes.
+
+    Example: datasvc show pets@1 --repo ./repo
+    """
+    from datasvc.repository import Repository
+    from datasvc.shards import open_dataset
+    from datasvc.shards.versions.describe import describe_dataset
+
+    found = describe_dataset(open_dataset(Repository.open(repo), ref))
+    if as_json:
+        print_json(found)
+        return
+    about = {name: found[name] for name in ("version", "created", "parent", "change") if found.get(name) is not None}
+    print_facts({**about, "message": found["message"] or "-", "source": found["source"]["url"]})
+    print_facts({"skipped": found["skipped"]})
+    for name, split in found["splits"].items():
+        _print_split(name, split)
+
+
+def head(
+    ref: RefArgument,
+    repo: RepoOption,
+    num: Annotated[int, typer.Option("-n", min=0, help="Samples of each split.")] = 10,
+    split: Annotated[str | None, typer.Option(help="One split; default all.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a contact sheet instead.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the first samples of a data-set version; a terminal with colours shows the images too.
+
+    Example: datasvc head pets@1 -n 3 --split train --repo ./repo
+    """
+    from rich.console import Console
+
+    from datasvc.repository import Repository
+    from datasvc.shards import open_dataset
+    from datasvc.shards.query.contact_sheet import write_contact_sheet
+    from datasvc.shards.query.preview import preview_samples
+    from datasvc.shards.versions.dataset import choose_split
+
+    found = open_dataset(Repository.open(repo), ref)
+    samples = (sample for each in choose_split(found, split) for sample in preview_samples(each, num))
+    if html is not None:
+        written = write_contact_sheet(html, str(found.resolved), samples)
+        if as_json:
+            print_json({"file": str(html), "samples": written})
+        else:
+            typer.echo(f"wrote {written} samples of {found.resolved} to {html}")
+    elif as_json:
+        print_json([_sample_facts(sample) for sample in samples])
+    else:
+        console = Console()
+        for sample in samples:
+            _print_sample(console, sample)
+
+
+def sql(
+    ref: RefArgument,
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="One SQL query, as DuckDB understands it.")],
+    repo: RepoOption,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask a data-set version in SQL; only columns that the query uses are read.
+
+    Example: datasvc sql pets@1 "select name, count(*) from train join classes using (label) group by name"
+
+    There is a table for each split, `samples` over all of them with a column `split`, and `classes` with `label` and
+    `name`. Blobs are printed as their sizes.
+    """
+    from datasvc.repository import Repository
+    from datasvc.shards.query.query import query as run_query
+
+    if as_csv and as_json:
+        raise ConfigError("--csv and --json exclude each other")
+    found = run_query(Repository.open(repo), ref, query)
+    if as_json:
+        names = _unique(found.column_names)
+        print_json([dict(zip(names, map(json_value, row), strict=True)) for row in _rows(found)])
+    elif as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(found.column_names)
+        writer.writerows([_csv_value(value) for value in row] for row in _rows(found))
+    else:
+        print_table(found.column_names, [tuple(map(text_value, row)) for row in _rows(found)])
+
+
+def _print_split(name: str, split: Mapping[str, Any]) -> None:
+    listed = ("classes", "class_counts", "columns", "image_kinds")
+    facts = {key: value for key, value in split.items() if key not in listed}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in split["image_kinds"].items())
+    print_facts({f"split {name}": facts | ({"images": kinds} if kinds else {})})
+    print_facts({"  columns": {f"  {column}": kind for column, kind in split["columns"].items()}})
+    if split["classes"] or split["class_counts"]:
+        sys.stdout.write(f"  classes: {max(len(split['classes']), len(split['class_counts']))}\n")
+    for line in histogram_lines(split["class_counts"]):
+        sys.stdout.write(f"    {line}\n")
+
+
+def histogram_lines(counts: Mapping[str, int]) -> list[str]:
+    """Return a bar for each of the largest classes, longest first, and a line that sums up the rest."""
+    ordered = sorted(counts.items(), key=lambda each: -each[1])
+    shown, rest = ordered[:_SHOWN_CLASSES], ordered[_SHOWN_CLASSES:]
+    longest = max((len(text_value(name)) for name, _ in shown), default=0)
+    digits = len(str(shown[0][1])) if shown else 0
+    lines = [
+        f"{text_value(name):<{longest}}  {count:>{digits}} "
+        + "\N{FULL BLOCK}" * round(_BAR_CHARACTERS * count / max(shown[0][1], 1))
+        for name, count in shown
+    ]
+    return lines + ([f"and {len(rest)} more: {sum(count for _, count in rest)}"] if rest else [])
+
+
+def _sample_facts(sample: Preview) -> dict[str, Any]:
+    values = {name: json_value(value) for name, value in sample.values.items()}
+    blobs = {name: {"bytes": size} for name, size in sample.blob_bytes.items()}
+    return {"split": sample.split, "key": sample.key, "class": sample.class_name, "values": values | blobs}
+
+
+def _print_sample(console: Console, sample: Preview) -> None:
+    facts = {name: text_value(value) for name, value in sample.values.items()}
+    if sample.class_name is not None:
+        facts["class"] = text_value(sample.class_name)
+    facts |= {name: f"{size} bytes" for name, size in sample.blob_bytes.items()}
+    print_facts({text_value(f"{sample.split}/{sample.key}"): facts})
+    _draw_images(console, sample)
+
+
+def _draw_images(console: Console, sample: Preview) -> None:
+    from datasvc.cli.terminal.terminal_image import can_draw, draw_image
+    from datasvc.shards.query.preview import thumbnail
+
+    if not can_draw(console):
+        return
+    sys.stdout.flush()  # the console writes past it
+    for name, encoded in sample.images.items():
+        try:
+            console.print(draw_image(thumbnail(encoded, min(_DRAWN_PIXELS, console.width))))
+        except BadSampleError as error:
+            console.print(f"  {name}: {text_value(str(error))}", markup=False, highlight=False)
+
+
+def _rows(table: pa.Table) -> list[tuple[Any, ...]]:
+    columns = [column.to_pylist() for column in table.columns]
+    return list(zip(*columns, strict=True))
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Return the names of columns so that none is there twice: `a`, `a_1`."""
+    unique: list[str] = []
+    for name in names:
+        free, number = name, 0
+        while free in unique or (free != name and free in names):
+            number += 1
+            free = f"{name}_{number}"
+        unique.append(free)
+    return unique
+
+
+def _csv_value(value: Any) -> Any:
+    plain = json_value(value)
+    return text_value(value) if isinstance(plain, (dict, list)) else plain

@@ -1,0 +1,113 @@
+"""`datasvc models restore`: a model version as files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from datasvc.cli.models.arguments import ExcludeOption, MapOption, OnlyOption, RefArgument, TrustedOption
+from datasvc.cli.nodes.cache import BudgetOption, PeersOption
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
+from datasvc.progress import byte_progress
+
+if TYPE_CHECKING:
+    from datasvc.cache import Cache
+    from datasvc.models.restoring.report import RestoreReport
+
+CacheOption = Annotated[
+    Path | None,
+    typer.Option("--cache", envvar="DATASVC_CACHE", help="Read through this node's cache, in its folder."),
+]
+FallbackOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fallback",
+        metavar="URL",
+        help="Another repository that may have what is missing or damaged; may be given several times.",
+    ),
+]
+
+
+def restore(
+    ref: RefArgument,
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    repo: RepoOption,
+    cache: CacheOption = None,
+    budget: BudgetOption = None,
+    peers: PeersOption = None,
+    fallback: FallbackOption = None,
+    only: OnlyOption = None,
+    exclude: ExcludeOption = None,
+    rename: MapOption = None,
+    trusted: TrustedOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a model version, every byte verified, as safetensors and JSON.
+
+    Example: datasvc models restore digits-cnn@3 ./restored --repo ./repo
+
+    Example: datasvc models restore gpt@prod ./restored --repo s3://bucket/repo --cache /nvme/cache
+    """
+    from datasvc.models.interop.checkpoint_files import export_checkpoint
+    from datasvc.models.interop.whole_folder import check_target
+    from datasvc.models.restoring.restore import restore as run_restore
+    from datasvc.models.tensors.name_filter import parse_name_map
+    from datasvc.repository import Repository
+
+    repository = Repository.open(repo)
+    check_target(folder)
+    with (
+        _opened(cache, budget, peers) as node,
+        byte_progress(f"restoring {ref}") as (set_total, advance),
+    ):
+        checkpoint = run_restore(
+            repository,
+            ref,
+            cache=node,
+            fallback=fallback or (),
+            only=only or (),
+            exclude=exclude or (),
+            rename=parse_name_map(rename or ()),
+            trusted_keys=trusted or None,
+            begin=set_total,
+            report=advance,
+        )
+    files = export_checkpoint(checkpoint, folder)
+    report = checkpoint.report
+    assert report is not None
+    if as_json:
+        facts = {**asdict(report), "bytes_s": report.bytes_s}
+        print_json({"version": str(checkpoint.version), "files": [str(file) for file in files], **facts})
+        return
+    typer.echo(f"restored {checkpoint.version}, verified: {', '.join(str(file) for file in files)}")
+    for line in describe_restore(report):
+        typer.echo(line)
+
+
+def describe_restore(report: RestoreReport) -> list[str]:
+    """Return how a restore went, for people."""
+    from datasvc.cli.terminal.values import text_value
+    from datasvc.sizes import format_size
+
+    came = ", ".join(f"{where} {format_size(count)}" for where, count in sorted(report.came_bytes.items()))
+    size, rate = format_size(report.size_bytes), format_size(report.bytes_s)
+    took = f"{size} of tensors in {report.seconds:.2f} s, {rate}/s; stored bytes: {came or 'none'}"
+    return [took, *(text_value(f"a bad copy: {copy}") for copy in report.bad_copies)]
+
+
+@contextmanager
+def _opened(folder: Path | None, budget: str | None, peers: str | None) -> Iterator[Cache | None]:
+    # A node's environment names its peers for every command: without a cache nobody asks them.
+    if folder is None:
+        yield None
+        return
+    from datasvc.cache import Cache
+    from datasvc.node.peers import open_peers
+
+    with Cache(folder, budget=budget, peers=None if peers is None else open_peers(peers)) as node:
+        yield node

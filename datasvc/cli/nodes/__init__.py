@@ -1,0 +1,1 @@
+"""Commands about caches and nodes."""

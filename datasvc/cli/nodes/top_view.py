@@ -1,0 +1,156 @@
+"""How `datasvc top` draws a node: plain values in, text or tables out."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from datasvc.cli.terminal.values import text_value
+from datasvc.errors import UnavailableError
+from datasvc.sizes import format_size
+
+Status = Mapping[str, Any]
+
+_RATES = (
+    ("from origin", "origin_bytes"),
+    ("from peers", "peer_bytes"),
+    ("to peers", "served_bytes"),
+    ("evicted", "evicted_bytes"),
+)
+
+
+def watch(look: Callable[[], Status], *, interval_s: float, stop: threading.Event) -> None:
+    """Draw what `look` returns again and again, until interrupted or `stop` is set.
+
+    A node that does not answer for a while is shown as such, and looked at again.
+    """
+    with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        before: tuple[float, Status] | None = None
+        while not stop.is_set():
+            now = time.monotonic()
+            try:
+                status = look()
+            except UnavailableError as error:
+                live.update(Text(str(error), style="bold red"), refresh=True)
+            else:
+                rates = {} if before is None else byte_rates(before[1], status, now - before[0])
+                live.update(draw(status, rates), refresh=True)
+                before = now, status
+            stop.wait(interval_s)
+
+
+def status_text(status: Status) -> str:
+    """Return one look at a node as text without colours."""
+    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console.print(draw(status, {}))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().rstrip()
+
+
+def byte_rates(before: Status, after: Status, elapsed_s: float) -> dict[str, float]:
+    """Return bytes a second of each counter of bytes; 0 for one that began again, as after a restart."""
+    old, new = before["cache"]["counters"], after["cache"]["counters"]
+    if elapsed_s <= 0:
+        return {}
+    return {name: max(0, new.get(name, 0) - old.get(name, 0)) / elapsed_s for _, name in _RATES}
+
+
+def draw(status: Status, rates: Mapping[str, float]) -> RenderableType:
+    """Return everything that is known of a node, to be printed."""
+    return Group(*_parts(status, rates))
+
+
+def _parts(status: Status, rates: Mapping[str, float]) -> Iterator[RenderableType]:
+    cache = status["cache"]
+    yield Text(f"cache {text_value(cache['folder'])}", style="bold")
+    yield _space(cache)
+    yield _traffic(cache["counters"], rates)
+    if "serving" in status:
+        serving = status["serving"]
+        yield Text(
+            f"serving: {serving['num_streams']} streams, {serving['num_connections']} of "
+            f"{serving['max_connections']} connections, {serving['num_fetches']} objects on their way for peers, "
+            f"{serving['num_broken']} answers cut short"
+        )
+    yield from _tables(status)
+
+
+def _space(cache: Status) -> RenderableType:
+    used = cache["resident_bytes"] + cache["reserved_bytes"] + cache["quarantined_bytes"]
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        ProgressBar(total=max(1, cache["limit_bytes"]), completed=used, width=40),
+        f"{format_size(used)} of {format_size(cache['limit_bytes'])}",
+    )
+    details = ", ".join(
+        f"{format_size(cache[name])} {text}"
+        for name, text in (
+            ("resident_bytes", f"resident in {cache['num_resident']} objects"),
+            ("reserved_bytes", "on their way"),
+            ("held_bytes", "held by jobs"),
+            ("pinned_bytes", "pinned"),
+            ("quarantined_bytes", "quarantined"),
+        )
+        if cache[name] or name == "resident_bytes"
+    )
+    return Group(table, Text(details))
+
+
+def _traffic(counters: Status, rates: Mapping[str, float]) -> RenderableType:
+    hits, misses = counters.get("hits", 0), counters.get("misses", 0)
+    ratio = f"{hits / (hits + misses):.1%}" if hits + misses else "none yet"
+    table = _table("traffic", "in all", "now")
+    for text, name in _RATES:
+        rate = f"{format_size(rates[name])}/s" if name in rates else ""
+        table.add_row(text, format_size(counters.get(name, 0)), rate)
+    bad = f"{counters.get('corrupt', 0)} corrupt objects found, {counters.get('refused', 0)} refused for lack of room"
+    return Group(Text(f"hits: {ratio} of {hits + misses}; {bad}"), table)
+
+
+def _tables(status: Status) -> Iterator[RenderableType]:
+    cache = status["cache"]
+    if status.get("jobs"):
+        table = _table("staging", "split", "state", "done", "of", "hit", "from origin", "from peers")
+        for job in status["jobs"]:
+            kinds = (job["bytes"][kind] for kind in ("resident", "origin", "peer"))
+            sizes = map(format_size, (job["done_bytes"], job["total_bytes"], *kinds))
+            table.add_row(*map(_plain, (job["ref"], job["split"] or "all", job["state"], *sizes)))
+        yield table
+    if status.get("peers"):
+        table = _table("peer", "right", "missing", "failed", "lying", "bytes")
+        for url, peer in sorted(status["peers"].items()):
+            counts = (peer[f"num_{name}"] for name in ("ok", "missing", "failed", "lying"))
+            table.add_row(_plain(url), *map(str, counts), format_size(peer["bytes_received"]))
+        yield table
+    if cache["jobs"]:
+        table = _table("process", "read so far", "what it is")
+        for job in cache["jobs"]:
+            process = str(job["lease_id"]).partition("-")[0]
+            table.add_row(_plain(process), format_size(job["clock_bytes"]), _plain(job["note"]))
+        yield table
+    if len(cache["tenants"]) > 1:
+        table = _table("tenant", "uses", "guaranteed", "at most")
+        for name, usage in sorted(cache["tenants"].items()):
+            most = usage["maximum_bytes"]
+            owned = map(format_size, (usage["used_bytes"], usage["guaranteed_bytes"]))
+            table.add_row(_plain(name), *owned, "all" if most is None else format_size(most))
+        yield table
+
+
+def _plain(value: str) -> Text:
+    """Return text that is neither markup of rich nor commands to the terminal."""
+    return Text(text_value(value))
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))

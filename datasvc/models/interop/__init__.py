@@ -1,0 +1,6 @@
+"""Model versions from and to the files of others: safetensors, Hugging Face folders, torch.save, DCP, ONNX."""
+
+from datasvc.models.interop.exporting import FORMATS, ModelExport, export_model
+from datasvc.models.interop.importing import ImportReport, import_model
+
+__all__ = ["FORMATS", "ImportReport", "ModelExport", "export_model", "import_model"]

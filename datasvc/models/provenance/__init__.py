@@ -1,0 +1,1 @@
+"""Where a version comes from, and which versions consumed a sample."""

@@ -1,0 +1,1 @@
+"""Lists, compares, retains, removes, verifies and repairs model versions."""

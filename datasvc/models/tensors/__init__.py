@@ -1,0 +1,1 @@
+"""How tensors become stored bytes: chunks, byte planes, deltas and the table that lists them."""

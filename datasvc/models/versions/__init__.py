@@ -1,0 +1,1 @@
+"""What the log entry of a model version says: metadata, code, environment, data, signatures."""

@@ -1,0 +1,110 @@
+"""What is said of a state when it becomes a version, checked before anything is stored."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from datasvc.errors import ConfigError
+from datasvc.models.versions.code_revision import CodeRevision
+from datasvc.models.versions.data_use import DataUse
+
+_MAX_STEP: Final = (1 << 63) - 1
+_MAX_DEPTH: Final = 100
+
+
+@dataclass(frozen=True)
+class About:
+    """What is said of a state: the arguments of `checkpoint.save` that have these names.
+
+    Numbers of numpy become those of Python, and metrics floats.
+
+    Raises:
+        ConfigError: something cannot be said in an entry; names it.
+    """
+
+    step: int
+    data: Sequence[DataUse] = ()
+    config: Mapping[str, Any] | None = None
+    metrics: Mapping[str, float] | None = None
+    parent: str | None = None
+    merged: Sequence[str] = ()
+    message: str = ""
+    code: CodeRevision | None = None
+    environment: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.message, str):
+            raise ConfigError(f"message is {self.message!r}; expected text")
+        checked = {
+            "step": check_step(self.step),
+            "data": _check_data(self.data),
+            "config": _check_tree(self.config, "config"),
+            "metrics": _check_metrics(self.metrics),
+            "environment": _check_tree(self.environment, "environment"),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+def check_step(step: Any) -> int:
+    """Return a number of steps. Raises ConfigError where it is none."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _MAX_STEP:
+        raise ConfigError(f"step is {step!r}; expected how many optimizer steps lie behind the state, 0 or more")
+    return number
+
+
+def _check_data(data: Any) -> tuple[DataUse, ...]:
+    uses = tuple(data) if isinstance(data, Iterable) and not isinstance(data, str | Mapping) else (None,)
+    if not all(isinstance(use, DataUse) for use in uses):
+        raise ConfigError(f"data is {str(data)[:80]!r}; expected a list of DataUse, such as [reading.use()]")
+    return uses
+
+
+def _check_metrics(metrics: Any) -> dict[str, float] | None:
+    if metrics is None:
+        return None
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics are {str(metrics)[:80]!r}; expected numbers by name")
+    checked = {}
+    for name, value in metrics.items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"metric {name!r} is {str(value)[:80]!r}; expected a number ({error})") from error
+    return checked
+
+
+def _check_tree(value: Any, name: str) -> Any:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is a {type(value).__name__}; expected a dict, such as vars(...) of it")
+    return _json_value(value, name, 0)
+
+
+def _json_value(value: Any, path: str, depth: int) -> Any:
+    """Return a value as JSON has it; `path` leads to it."""
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path} is {value}, which JSON cannot say; give it as text")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str | int):
+                raise ConfigError(f"{path} has the key {key!r}; expected text")
+        return {str(key): _json_value(each, f"{path}.{key}", depth + 1) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_json_value(each, f"{path}.{number}", depth + 1) for number, each in enumerate(value)]
+    raise ConfigError(f"{path} is a {type(value).__name__}; expected what JSON can say, such as str() of it")

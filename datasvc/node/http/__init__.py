@@ -1,0 +1,1 @@
+"""The HTTP interface of a node: routes, authentication, errors, metrics."""

@@ -1,0 +1,1 @@
+"""Append-only logs of versions, tags and removals, and the journals of unfinished work."""

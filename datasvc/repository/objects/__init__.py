@@ -1,0 +1,1 @@
+"""Immutable objects, named by the BLAKE3 digest of their bytes."""

@@ -1,0 +1,113 @@
+"""Where a shard's record batches lie in its file, so that samples can be read before the whole shard is there.
+
+Of most record batches the *frame* is kept: the encapsulated message without the bytes of its blobs. That is all that
+is needed beside the blobs themselves, which are read one by one and checked by the payload digests of the sample
+index. Where the frame is no small part of the message, as of text, a digest of the whole message is kept instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+
+from datasvc.errors import CorruptDataError
+from datasvc.shards.format.digests import DIGEST_BYTES
+
+_SCHEMA_KEY: Final = b"datasvc.sample_schema"
+_SPAN = pa.struct([pa.field("offset", pa.int64(), nullable=False), pa.field("length", pa.int64(), nullable=False)])
+_COLUMNS = pa.schema(
+    [
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int64(), nullable=False),
+        pa.field("samples", pa.int64(), nullable=False),
+        pa.field("digest", pa.binary(DIGEST_BYTES)),
+        pa.field("frame", pa.large_binary()),
+        pa.field("blobs", pa.list_(pa.field("item", _SPAN, nullable=False)), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of bytes."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """One record batch in a shard's file.
+
+    Attributes:
+        message: its encapsulated IPC message, metadata and body, in the file.
+        num_samples: its samples.
+        digest: xxHash3 of 128 bits of the message; None where there is a frame.
+        frame: the message without the bytes of `blobs`; None where there is a digest.
+        blobs: with a frame, where the bytes of each blob column lie in the message, in the schema's order.
+    """
+
+    message: Span
+    num_samples: int
+    digest: bytes | None = None
+    frame: bytes | None = None
+    blobs: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """A shard's columns, and its record batches in order.
+
+    Attributes:
+        schema: of the shard's own file.
+        batches: all of them.
+    """
+
+    schema: pa.Schema
+    batches: tuple[BatchLayout, ...]
+
+    def encode(self) -> bytes:
+        """Return the layout as an Arrow IPC stream; equal layouts give equal bytes."""
+        rows = [
+            {
+                "offset": batch.message.offset,
+                "length": batch.message.length,
+                "samples": batch.num_samples,
+                "digest": batch.digest,
+                "frame": batch.frame,
+                "blobs": [{"offset": span.offset, "length": span.length} for span in batch.blobs],
+            }
+            for batch in self.batches
+        ]
+        schema = _COLUMNS.with_metadata({_SCHEMA_KEY: self.schema.serialize().to_pybytes()})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, schema) as stream:
+            stream.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+        return bytes(sink.getvalue().to_pybytes())
+
+    @classmethod
+    def decode(cls, content: bytes, name: str) -> ShardLayout:
+        """Return the layout that `encode` gave. Raises CorruptDataError."""
+        try:
+            table = pa.ipc.open_stream(pa.py_buffer(content)).read_all()
+            schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[_SCHEMA_KEY]))
+            batches = tuple(_decode_batch(row) for row in table.to_pylist())
+        except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
+            raise CorruptDataError(f"{name} says nothing sound of the shard's record batches: {error!r}") from error
+        return cls(schema, batches)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all record batches."""
+        return sum(batch.num_samples for batch in self.batches)
+
+
+def _decode_batch(row: dict[str, Any]) -> BatchLayout:
+    if (row["frame"] is None) == (row["digest"] is None):
+        raise ValueError("a record batch needs either a digest or a frame")
+    spans = tuple(Span(span["offset"], span["length"]) for span in row["blobs"])
+    return BatchLayout(
+        Span(row["offset"], row["length"]), row["samples"], digest=row["digest"], frame=row["frame"], blobs=spans
+    )

@@ -1,0 +1,195 @@
+"""One record batch of a shard that is not there yet: read sample by sample, or as a whole.
+
+Each kind knows what to read for some of its samples, and takes nothing in that it has not checked.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from xxhash import xxh3_128_digest
+
+from datasvc.errors import CorruptDataError
+from datasvc.keyed_random import Integers
+from datasvc.shards.format.digests import digest_blob, digest_sample
+from datasvc.shards.format.layout import BatchLayout, Span
+from datasvc.shards.format.reader import blob_part
+from datasvc.shards.format.sample_index import Digests
+from datasvc.shards.format.schema import is_blob
+
+Content = bytes | memoryview
+Run = tuple[int, int]
+"""Samples of a record batch, from `start` to before `stop`."""
+
+_ADVICE: Final = "read it again; if it fails again, restore the shard from another copy"
+
+
+class PartialBatch(Protocol):
+    """What both kinds have in common.
+
+    Attributes:
+        batch: the samples; what is not there yet is null or arbitrary.
+        readable: `bool[num_samples]`, those that can be read from the start.
+    """
+
+    batch: pa.RecordBatch
+    readable: npt.NDArray[np.bool_]
+
+    def plan(self, rows: Integers, gap_bytes: int, /) -> list[tuple[Run, tuple[Span, ...]]]:
+        """Return runs of samples that cover `rows` (ascending), and what of the shard's file to read for each."""
+
+    def add(self, run: Run, contents: Sequence[Content], /) -> None:
+        """Take in what was read for a run. Raises CorruptDataError; then nothing was taken in."""
+
+
+class FramedBatch:
+    """A record batch with a frame: all but the blobs is there from the start, blobs come sample by sample.
+
+    Args:
+        layout: with a frame.
+        schema: of the shard.
+        memory: as large as the shard's file; the batch takes its own place in it.
+        payloads: digest of each sample of the batch.
+        name: of shard and batch, for messages.
+
+    Raises:
+        CorruptDataError: the frame is no record batch of that schema, or does not fit.
+    """
+
+    def __init__(
+        self, layout: BatchLayout, schema: pa.Schema, memory: mmap.mmap, payloads: Digests, name: str
+    ) -> None:
+        self._layout = layout
+        self._payloads = payloads
+        self._name = name
+        try:
+            self.batch = _read_message(_place_frame(layout, memory), schema, layout.num_samples)
+        except ValueError as error:
+            raise CorruptDataError(f"{name}: its sample index holds no sound frame: {error}") from error
+        self._memory = memoryview(memory)[layout.message.offset :][: layout.message.length]
+        self._columns = [field.name for field in schema if is_blob(field.type)]
+        parts = [blob_part(self.batch.column(name)) for name in self._columns]
+        self._starts = np.array([starts for _, starts, _ in parts])
+        self._stops = np.array([stops for _, _, stops in parts])
+        self._valid = np.array(
+            [self.batch.column(name).is_valid().to_numpy(zero_copy_only=False) for name in self._columns]
+        )
+        self.readable = np.asarray((self._stops == self._starts).all(axis=0))
+
+    def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[Span, ...]]]:
+        """Return runs and what to read: a span for each blob column, in the schema's order."""
+        runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
+        return [(run, self._spans(*run)) for run in runs]
+
+    def add(self, run: Run, contents: Sequence[Content]) -> None:
+        """Take in the bytes of a run's blobs. Raises CorruptDataError."""
+        views = [memoryview(content) for content in contents]
+        starts = self._starts - self._starts[:, run[0], None]
+        stops = self._stops - self._starts[:, run[0], None]
+        for row in range(*run):
+            blobs = {
+                name: digest_blob(views[number][starts[number, row] : stops[number, row]])
+                for number, name in enumerate(self._columns)
+                if self._valid[number, row]
+            }
+            if blobs and digest_sample(blobs, {})[1] != self._payloads[row].tobytes():
+                raise CorruptDataError(f"{self._name}: its sample {row} is corrupt as it was read; {_ADVICE}")
+        for number, view in enumerate(views):
+            start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
+            self._memory[start : start + len(view)] = view
+
+    def _spans(self, start: int, stop: int) -> tuple[Span, ...]:
+        before = self._layout.message.offset
+        return tuple(
+            Span(before + span.offset + int(starts[start]), int(stops[stop - 1] - starts[start]))
+            for span, starts, stops in zip(self._layout.blobs, self._starts, self._stops, strict=True)
+        )
+
+
+class WholeBatch:
+    """A record batch with a digest: nothing of it is there before all of it is.
+
+    Args:
+        layout: with a digest.
+        schema: of the shard.
+        name: of shard and batch, for messages.
+    """
+
+    def __init__(self, layout: BatchLayout, schema: pa.Schema, name: str) -> None:
+        self._layout = layout
+        self._name = name
+        count = layout.num_samples
+        self.batch = pa.RecordBatch.from_arrays([pa.nulls(count, field.type) for field in schema], schema=schema)
+        self.readable = np.zeros(count, np.bool_)
+
+    def plan(self, rows: Integers, _gap_bytes: int) -> list[tuple[Run, tuple[Span, ...]]]:
+        """Return the whole batch as one run."""
+        return [((0, self._layout.num_samples), (self._layout.message,))] if len(rows) else []
+
+    def add(self, _run: Run, contents: Sequence[Content]) -> None:
+        """Take in the whole message. Raises CorruptDataError."""
+        (content,) = contents
+        if xxh3_128_digest(content) != self._layout.digest:
+            raise CorruptDataError(f"{self._name} is corrupt as it was read; {_ADVICE}")
+        try:
+            self.batch = _read_message(pa.py_buffer(content), self.batch.schema, self._layout.num_samples)
+        except ValueError as error:
+            raise CorruptDataError(f"{self._name} is no sound record batch: {error}") from error
+
+
+def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int) -> list[Run]:
+    """Return runs of samples that cover `rows`, as few as gaps of at most `gap_bytes` allow.
+
+    Args:
+        starts: `int64[num_samples]`, where the bytes of each sample begin.
+        stops: `int64[num_samples]`, where they end.
+        rows: `int64[n]`, ascending, each once.
+        gap_bytes: bytes between two samples that are read rather than skipped.
+    """
+    if not len(rows):
+        return []
+    gaps = starts[rows[1:]] - stops[rows[:-1]]
+    runs = np.split(rows, np.flatnonzero(gaps > gap_bytes) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+
+def reserve_memory(size_bytes: int) -> mmap.mmap:
+    """Return memory that takes room only where it is written to."""
+    memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A huge page would take two megabytes for a sample of a hundred kilobytes.
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
+
+
+def _place_frame(layout: BatchLayout, memory: mmap.mmap) -> pa.Buffer:
+    """Put the frame where it belongs in `memory`; returns the message, with nothing yet where the blobs will be."""
+    assert layout.frame is not None
+    start, frame = layout.message.offset, memoryview(layout.frame)
+    stop = start + layout.message.length
+    if stop > len(memory) or len(frame) + sum(span.length for span in layout.blobs) != layout.message.length:
+        raise ValueError("its record batch does not fit into the shard")
+    place = 0
+    for span in sorted(layout.blobs, key=lambda span: span.offset):
+        if span.length:
+            memory[start + place : start + span.offset] = frame[: span.offset - place]
+            frame = frame[span.offset - place :]
+            place = span.offset + span.length
+    memory[start + place : stop] = frame
+    return pa.py_buffer(memoryview(memory)[start:stop])
+
+
+def _read_message(message: pa.Buffer, schema: pa.Schema, num_samples: int) -> pa.RecordBatch:
+    """Return the record batch of a message: a view of it. Raises ValueError."""
+    try:
+        batch = pa.ipc.read_record_batch(message, schema)
+        batch.validate()
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise ValueError(f"Arrow cannot read it: {error}") from error
+    if batch.num_rows != num_samples:
+        raise ValueError(f"it has {batch.num_rows} samples; expected {num_samples}")
+    return batch

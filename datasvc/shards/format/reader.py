@@ -1,0 +1,223 @@
+"""One shard, mapped: blobs as zero-copy views, other columns as arrays.
+
+Views are slices of Arrow's own buffers, some thirty times faster than going through Arrow scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.repository import ObjectInfo, Objects
+from datasvc.repository.objects.objects import digest_of_file
+from datasvc.shards.format.mapped_file import Bytes, MappedFile
+from datasvc.shards.format.schema import check_shard_format, is_blob
+
+BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]
+_NO_BYTES: Bytes = np.empty(0, np.uint8)
+
+
+class Shard:
+    """A shard open for reading. Whoever opens one has checked its bytes against its digest.
+
+    Args:
+        schema: its columns.
+        batches: its record batches.
+        name: for messages.
+
+    Raises:
+        ConfigError: a later shard format.
+    """
+
+    def __init__(self, schema: pa.Schema, batches: Sequence[pa.RecordBatch], name: str) -> None:
+        check_shard_format(schema, name)
+        self.name = name
+        self.schema = schema
+        self._batches = list(batches)
+        self._starts = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
+        self.num_samples = int(self._starts[-1])
+        self._file: MappedFile | None = None
+
+    @staticmethod
+    def map(path: Path | str) -> Shard:
+        """Open a local file by mapping it: nothing is read before it is needed.
+
+        The mapping outlives the file's name. Raises NotFoundError, CorruptDataError, ConfigError.
+        """
+        file = MappedFile(path)
+        shard = _open_file(pa.py_buffer(file.mapping), str(path))
+        shard._file = file  # noqa: SLF001 - its own
+        return shard
+
+    @staticmethod
+    def from_bytes(content: bytes, name: str) -> Shard:
+        """Open a file held in memory. Raises CorruptDataError, ConfigError."""
+        return _open_file(pa.py_buffer(content), name)
+
+    def read(self, view: Bytes, buffer: Bytes) -> Bytes:
+        """Return the bytes of a view of this shard without touching the pages that it maps.
+
+        To touch a page maps up to 2 MiB around it, and a process that reads here and there soon has all of its shards
+        mapped: they count as its own wherever its memory is limited. An unreadable disk is an error here, where it
+        ends a process that touches the page.
+
+        Args:
+            view: from `blobs`.
+            buffer: at least as long; left alone by a shard that is held in memory.
+
+        Returns:
+            The start of `buffer`, filled; or `view` itself.
+
+        Raises:
+            CorruptDataError: the file has become shorter.
+            UnavailableError: the disk cannot be read.
+        """
+        return view if self._file is None else self._file.read(view, buffer[: len(view)])
+
+    @property
+    def batches(self) -> Sequence[pa.RecordBatch]:
+        """The record batches, in order: views of the file."""
+        return self._batches
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """Return one column that the shard has: a view of the file."""
+        field = self.schema.field(name)
+        return pa.chunked_array([batch.column(name) for batch in self._batches], field.type)
+
+    def blobs(self, column: str, rows: npt.NDArray[np.int64]) -> list[Bytes]:
+        """Return the blobs of `rows`, in that order.
+
+        Args:
+            column: a blob column; one that the shard lacks is null throughout.
+            rows: `int64[n]` in range(num_samples).
+
+        Returns:
+            Views, `uint8[size]` each, empty for null; they keep the mapping alive.
+        """
+        if column not in self._blob_parts:
+            return [_NO_BYTES] * len(rows)
+        parts = self._blob_parts[column]
+        if len(parts) == 1:
+            content, starts, stops = parts[0]
+            return [
+                content[start:stop] for start, stop in zip(starts[rows].tolist(), stops[rows].tolist(), strict=True)
+            ]
+        batches = np.searchsorted(self._starts, rows, side="right") - 1
+        within = rows - self._starts[batches]
+        views = []
+        for batch, row in zip(batches.tolist(), within.tolist(), strict=True):
+            content, starts, stops = parts[batch]
+            views.append(content[starts[row] : stops[row]])
+        return views
+
+    def values(self, column: str) -> npt.NDArray[Any]:
+        """Return a whole column of fixed width: `dtype[num_samples]`, made once; 0 for null, see `is_valid`."""
+        if column not in self._arrays:
+            values = self.column(column)
+            filled = pc.fill_null(values, pa.scalar(0).cast(values.type)) if values.null_count else values
+            self._arrays[column] = self._kept(filled.to_numpy() if filled.num_chunks else np.empty(0))
+            self._let_go()
+        return self._arrays[column]
+
+    def is_valid(self, column: str, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether the shard has that column, and it is not null for any of `rows`."""
+        if column not in self.schema.names:
+            return False
+        if column not in self._valid:
+            values = self.column(column)
+            self._valid[column] = values.is_valid().to_numpy() if values.null_count else None
+            self._let_go()
+        valid = self._valid[column]
+        return valid is None or bool(valid[rows].all())
+
+    def sample(self, row: int) -> dict[str, Any]:
+        """Return one sample as Python values; blobs as bytes (copies)."""
+        batch = int(np.searchsorted(self._starts, row, side="right")) - 1
+        within = row - int(self._starts[batch])
+        return {
+            name: self._batches[batch].column(index)[within].as_py() for index, name in enumerate(self.schema.names)
+        }
+
+    def _forget_columns(self) -> None:
+        """Let go of what was made of record batches that others took the place of."""
+        for made in ("_arrays", "_valid", "_blob_parts"):
+            self.__dict__.pop(made, None)
+
+    @cached_property
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {}
+
+    @cached_property
+    def _valid(self) -> dict[str, npt.NDArray[np.bool_] | None]:
+        return {}
+
+    @cached_property
+    def _blob_parts(self) -> dict[str, list[BlobPart]]:
+        parts: dict[str, list[BlobPart]] = {}
+        for name in (field.name for field in self.schema if is_blob(field.type)):
+            parts[name] = []
+            for content, starts, stops in (blob_part(batch.column(name)) for batch in self._batches):
+                parts[name].append((content, self._kept(starts), self._kept(stops)))
+        self._let_go()
+        return parts
+
+    def _kept(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a small array that is asked for again and again as one that touches no page of a file."""
+        return array if self._file is None else array.copy()
+
+    def _let_go(self) -> None:
+        if self._file is not None:
+            self._file.let_go()
+
+
+def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
+    """Return a shard straight from a repository, verified: mapped where it is local, read into memory where not.
+
+    Raises:
+        NotFoundError: the repository lacks it.
+        CorruptDataError: its bytes differ from its name.
+        UnavailableError: the store did not answer.
+    """
+    path = objects.local_path(info.digest)
+    if path is None:
+        return Shard.from_bytes(objects.read(info.digest), objects.location(info.digest))
+    try:
+        found = digest_of_file(path)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"shard {path} is missing; restore it from another copy") from error
+    if found != info.digest:
+        raise CorruptDataError(
+            f"shard {path} is corrupt: its bytes hash to {found[:12]}...; restore it from another copy"
+        )
+    return Shard.map(path)
+
+
+def _open_file(content: pa.Buffer, name: str) -> Shard:
+    try:
+        reader = pa.ipc.open_file(pa.BufferReader(content))
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise CorruptDataError(f"{name} is no Arrow IPC file: {error}") from error
+    return Shard(reader.schema, batches, name)
+
+
+def blob_part(array: pa.Array) -> BlobPart:
+    """Return the bytes of an array of blobs, and where each starts and stops in them: `int64[num_samples]` both."""
+    _, offsets, content = array.buffers()
+    held = np.frombuffer(content, np.uint8) if content is not None and content.size else _NO_BYTES
+    if not len(array):
+        return held, np.empty(0, np.int64), np.empty(0, np.int64)
+    every = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    starts, stops = every[:-1], every[1:]
+    if array.null_count:
+        # Arrow lets a null have bytes of its own; nobody shall see them.
+        stops = np.where(array.is_valid().to_numpy(zero_copy_only=False), stops, starts)
+    return held, starts, stops

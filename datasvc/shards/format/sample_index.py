@@ -1,0 +1,97 @@
+"""The sample index of a shard: the key and the digests of each of its samples, without the samples.
+
+A small object beside each shard, so that appending, comparing and looking for duplicates never read an image. With
+the layout of the shard's record batches, so that single samples can be read and checked before the shard is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from datasvc.errors import CorruptDataError
+from datasvc.shards.format.arrow_object import decode_metadata, decode_table, encode_table
+from datasvc.shards.format.digests import DIGEST_BYTES
+from datasvc.shards.format.layout import ShardLayout
+
+INDEX_FORMAT = 2
+_FORMAT_KEY: Final = b"datasvc.index.format"
+_LAYOUT_KEY: Final = b"datasvc.index.batches"
+_SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("sample", pa.binary(DIGEST_BYTES), nullable=False),
+        pa.field("payload", pa.binary(DIGEST_BYTES), nullable=False),
+    ],
+    metadata={_FORMAT_KEY: str(INDEX_FORMAT).encode()},
+)
+
+Digests = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """Keys and digests of a shard's samples, in the shard's order.
+
+    Attributes:
+        table: Arrow table with the columns `key`, `sample` and `payload`, see `digests`.
+        layout: the shard's record batches; None of shards that were written before there were layouts, or that have
+            no samples.
+    """
+
+    table: pa.Table
+    layout: ShardLayout | None = None
+
+    @classmethod
+    def build(
+        cls,
+        keys: Sequence[str] | pa.Array,
+        samples: Sequence[bytes] | pa.Array,
+        payloads: Sequence[bytes] | pa.Array,
+        layout: ShardLayout | None = None,
+    ) -> SampleIndex:
+        """Return the index of samples given by their keys and digests, and of the shard's record batches."""
+        columns = [
+            values if isinstance(values, pa.Array) else pa.array(values, field.type)
+            for values, field in zip((keys, samples, payloads), _SCHEMA, strict=True)
+        ]
+        return cls(pa.Table.from_arrays(columns, schema=_SCHEMA), layout)
+
+    def encode(self) -> bytes:
+        """Return the index as an Arrow IPC file; equal indexes give equal bytes."""
+        return encode_table(self.table, {_LAYOUT_KEY: self.layout.encode()} if self.layout is not None else None)
+
+    @classmethod
+    def decode(cls, content: bytes, name: str) -> SampleIndex:
+        """Return the index that `encode` gave. Raises CorruptDataError, ConfigError for a later format."""
+        table = decode_table(content, name, what="sample index", format_key=_FORMAT_KEY, latest=INDEX_FORMAT)
+        encoded = decode_metadata(content).get(_LAYOUT_KEY)
+        if encoded is None:
+            return cls(table)
+        layout = ShardLayout.decode(encoded, name)
+        if layout.num_samples != table.num_rows:
+            raise CorruptDataError(f"{name} lists {table.num_rows} samples, its batches {layout.num_samples}")
+        return cls(table, layout)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the shard, deleted ones included."""
+        return int(self.table.num_rows)
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys in the shard's order."""
+        keys: list[str] = self.table.column("key").to_pylist()
+        return keys
+
+    def digests(self, column: str) -> Digests:
+        """Return the digests of `column` ("sample" or "payload"): `void16[num_samples]`, comparable and sortable."""
+        joined = self.table.column(column).combine_chunks()
+        chunk = joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
+        raw = np.frombuffer(chunk.buffers()[1] or b"", f"V{DIGEST_BYTES}")
+        return raw[chunk.offset : chunk.offset + len(chunk)]

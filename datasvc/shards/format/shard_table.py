@@ -1,0 +1,228 @@
+"""The shard table of a split: one row per shard. It is an object, so its digest identifies the split's samples.
+
+Some hundred bytes a shard, whatever the samples: a billion of them open in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.keyed_random import Integers
+from datasvc.repository import Digest, ObjectInfo
+from datasvc.shards.format.writer import ShardStatistics
+
+TABLE_FORMAT = 2
+_COLUMNS = pa.schema(
+    [
+        pa.field("digest", pa.binary(32), nullable=False),
+        pa.field("samples", pa.int64(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),
+        pa.field("max_width", pa.int32(), nullable=False),
+        pa.field("max_height", pa.int32(), nullable=False),
+        pa.field("max_sample_bytes", pa.int64(), nullable=False),
+        pa.field("index", pa.binary(32)),
+        pa.field("deleted", pa.int64(), nullable=False),
+    ]
+)
+_METADATA_KEY = b"datasvc.table"
+MAX_CLASSES = 1 << 16
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """What the table says of one shard.
+
+    Attributes:
+        shard: its object.
+        statistics: of the samples stored in it.
+        index: its sample index; None for shards that were written before there was one.
+    """
+
+    shard: ObjectInfo
+    statistics: ShardStatistics
+    index: Digest | None = None
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """The shards of one split, in table order.
+
+    Attributes:
+        rows: Arrow table with the columns of docs/formats.md.
+        sample_schema: the columns of the samples; a shard may lack some, which are null in it.
+        classes: names of the labels, index by index; empty without labels.
+        label_counts: samples of each label, deleted ones left out; empty where nobody counted.
+        image_kinds: images of each encoding, deleted ones included.
+        deletions: the object that says which samples are deleted; None when none is.
+    """
+
+    rows: pa.Table
+    sample_schema: pa.Schema
+    classes: tuple[str, ...] = ()
+    label_counts: Mapping[int, int] = field(default_factory=dict)
+    image_kinds: Mapping[str, int] = field(default_factory=dict)
+    deletions: Digest | None = None
+
+    @classmethod
+    def build(cls, rows: Sequence[TableRow], sample_schema: pa.Schema, classes: Sequence[str] = ()) -> ShardTable:
+        """Return the table of shards in which nothing is deleted, in that order."""
+        statistics = [row.statistics for row in rows]
+        columns = [
+            [bytes.fromhex(row.shard.digest) for row in rows],
+            [each.num_samples for each in statistics],
+            [row.shard.size_bytes for row in rows],
+            [each.max_width for each in statistics],
+            [each.max_height for each in statistics],
+            [each.max_sample_bytes for each in statistics],
+            [bytes.fromhex(row.index) if row.index else None for row in rows],
+            [0] * len(rows),
+        ]
+        arrays = [pa.array(values, column.type) for values, column in zip(columns, _COLUMNS, strict=True)]
+        return cls(
+            pa.Table.from_arrays(arrays, schema=_COLUMNS),
+            sample_schema,
+            tuple(classes),
+            _bounded(_total([each.label_counts for each in statistics])),
+            _total([each.image_kinds for each in statistics]),
+        )
+
+    def encode(self) -> bytes:
+        """Return the table as an Arrow IPC file; equal tables give equal bytes."""
+        described: dict[str, Any] = {
+            "format": TABLE_FORMAT,
+            "classes": list(self.classes),
+            "columns": {column.name: str(column.type) for column in self.sample_schema},
+            "label_counts": {str(label): count for label, count in self.label_counts.items()},
+            "image_kinds": dict(self.image_kinds),
+            "deletions": self.deletions,
+        }
+        metadata = {
+            _METADATA_KEY: json.dumps(described, sort_keys=True, ensure_ascii=False).encode(),
+            b"datasvc.sample_schema": self.sample_schema.serialize().to_pybytes(),
+        }
+        sink = pa.BufferOutputStream()
+        table = self.rows.combine_chunks().replace_schema_metadata(metadata)
+        with pa.ipc.new_file(sink, table.schema) as file:
+            file.write_table(table)
+        return bytes(sink.getvalue().to_pybytes())
+
+    @classmethod
+    def decode(cls, content: bytes, name: str) -> ShardTable:
+        """Return the table that `encode` gave, in this or an earlier format.
+
+        Raises:
+            CorruptDataError: not a shard table.
+            ConfigError: a later format.
+        """
+        try:
+            rows = pa.ipc.open_file(pa.py_buffer(content)).read_all()
+            described = json.loads(rows.schema.metadata[_METADATA_KEY])
+            schema = pa.ipc.read_schema(pa.py_buffer(rows.schema.metadata[b"datasvc.sample_schema"]))
+            found = int(described["format"])
+        except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
+            raise CorruptDataError(f"{name} is no shard table: {error!r}") from error
+        if found > TABLE_FORMAT:
+            raise ConfigError(f"{name} has shard table format {found}; this datasvc reads up to {TABLE_FORMAT}")
+        return cls(
+            rows if found > 1 else _upgraded(rows),
+            schema,
+            tuple(described["classes"]),
+            {int(label): count for label, count in described.get("label_counts", {}).items()},
+            described.get("image_kinds", {}),
+            described.get("deletions"),
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return int(self.rows.num_rows)
+
+    @property
+    def samples_per_shard(self) -> Integers:
+        """Samples of each shard that are not deleted: `int64[num_shards]`. What the access order counts."""
+        return self.stored_per_shard - self.deleted_per_shard
+
+    @property
+    def stored_per_shard(self) -> Integers:
+        """Samples that each shard's file holds: `int64[num_shards]`."""
+        return self._integers("samples")
+
+    @property
+    def deleted_per_shard(self) -> Integers:
+        """How many of the stored samples are deleted: `int64[num_shards]`."""
+        return self._integers("deleted")
+
+    @property
+    def bytes_per_shard(self) -> Integers:
+        """Size of each shard's file: `int64[num_shards]`."""
+        return self._integers("bytes")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the split, deleted ones left out."""
+        return int(self.samples_per_shard.sum())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all shards."""
+        return int(self.bytes_per_shard.sum())
+
+    def largest(self, statistic: str) -> int:
+        """Return the largest value of a statistics column, 0 without shards: for `preallocate` hints."""
+        return int(self.rows.column(statistic).to_numpy().max(initial=0))
+
+    def shard(self, number: int) -> ObjectInfo:
+        """Return name and size of one shard."""
+        digest = Digest(self.rows.column("digest")[number].as_py().hex())
+        return ObjectInfo(digest, int(self.rows.column("bytes")[number].as_py()))
+
+    def shards(self) -> list[ObjectInfo]:
+        """Return all shards in table order."""
+        digests, sizes = self.rows.column("digest").to_pylist(), self.rows.column("bytes").to_pylist()
+        return [ObjectInfo(Digest(digest.hex()), size) for digest, size in zip(digests, sizes, strict=True)]
+
+    def index(self, number: int) -> Digest | None:
+        """Return the object that is the sample index of one shard; None where there is none."""
+        index = self.rows.column("index")[number].as_py()
+        return Digest(index.hex()) if index is not None else None
+
+    def objects(self) -> set[Digest]:
+        """Return every object that the table names: shards, sample indexes, deletions."""
+        named = [*self.rows.column("digest").to_pylist(), *self.rows.column("index").to_pylist()]
+        own = {Digest(digest.hex()) for digest in named if digest is not None}
+        return own | ({self.deletions} if self.deletions is not None else set())
+
+    def with_column(self, name: str, values: Sequence[Any] | Integers) -> ShardTable:
+        """Return the table with other values in one column of its rows: one for each shard."""
+        column = _COLUMNS.field(name)
+        number = self.rows.schema.get_field_index(name)
+        return replace(self, rows=self.rows.set_column(number, column, pa.array(values, column.type)))
+
+    def _integers(self, column: str) -> Integers:
+        return np.asarray(self.rows.column(column).to_numpy(), np.int64)
+
+
+def _upgraded(rows: pa.Table) -> pa.Table:
+    """Return the rows of a table of format 1: no sample indexes, nothing deleted."""
+    rows = rows.append_column(_COLUMNS.field("index"), pa.nulls(rows.num_rows, pa.binary(32)))
+    return rows.append_column(_COLUMNS.field("deleted"), pa.array(np.zeros(rows.num_rows, np.int64)))
+
+
+def _bounded(counts: dict[Any, int]) -> dict[Any, int]:
+    """Return the counts, {} of so many that they are no classes: metadata never grows with the data."""
+    return counts if len(counts) <= MAX_CLASSES else {}
+
+
+def _total(counts: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
+    total: Counter[Any] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items()))

@@ -1,0 +1,1 @@
+"""Reads headers of encoded images, checks that they decode, and encodes them again."""

@@ -1,0 +1,1 @@
+"""Turns a source into shards and commits them as the next version of a data set."""

@@ -1,0 +1,47 @@
+"""What, with the source, determines the bytes of every shard: settings of the plan and of what builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from datasvc.errors import ConfigError
+from datasvc.shards.images.header import Reencoding
+
+SHARD_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What, with the source, determines the bytes of every shard.
+
+    Attributes:
+        shard_bytes: sample bytes at which a shard is full.
+        decode_check: decode every image fully rather than check its header and its end.
+        reencoding: whether images are made smaller.
+        keep_order: keep the source's order rather than deal samples to shards by a permutation.
+        seed: of that permutation.
+        val_fraction: share of "train" that becomes "val", by the hash of the key.
+        limit: samples of each split of the source, its first ones, bad ones included; None: all.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    shard_bytes: int = SHARD_BYTES
+    decode_check: bool = False
+    reencoding: Reencoding = field(default_factory=Reencoding)
+    keep_order: bool = False
+    seed: int = 0
+    val_fraction: float = 0.0
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard_bytes < 1:
+            raise ConfigError(f"shard_bytes is {self.shard_bytes}; expected at least 1")
+        if not 0 <= self.val_fraction < 1:
+            raise ConfigError(f"val_fraction is {self.val_fraction}; expected 0 <= val_fraction < 1")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit is {self.limit}; expected at least 1 sample")
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed is {self.seed}; expected 0 <= seed < 2**64")

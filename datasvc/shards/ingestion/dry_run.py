@@ -1,0 +1,160 @@
+"""What an ingest would make, without making it: from the source's listing, and from reading a little of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import pyarrow as pa
+
+from datasvc.errors import BadSampleError
+from datasvc.shards.format.digests import digest_blob
+from datasvc.shards.format.schema import stored_schema
+from datasvc.shards.images.header import read_header
+from datasvc.shards.ingestion.build import Work
+from datasvc.shards.ingestion.build_options import BuildOptions
+from datasvc.shards.ingestion.plan import Unit, plan_units
+from datasvc.shards.ingestion.validate import check_batch
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource
+
+_READ_BYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What an ingest would make.
+
+    Attributes:
+        kind: format of the source.
+        num_samples: by split; None where only reading more of the source would tell.
+        is_estimate: the numbers of samples and shards were guessed from the parts that were read.
+        size_bytes: of the source.
+        num_shards: over all splits.
+        schema: columns of the shards.
+        classes: names of the labels.
+        seconds: about how long it would take, writing aside: from reading and checking the first of it.
+        bad: bad samples among the first.
+    """
+
+    kind: str
+    num_samples: dict[str, int | None]
+    is_estimate: bool
+    size_bytes: int
+    num_shards: int
+    schema: pa.Schema
+    classes: tuple[str, ...]
+    seconds: float
+    bad: list[BadSample]
+
+
+@dataclass
+class _Probe:
+    """What reading the first of a source showed; `whole` counts only parts that were read to their end."""
+
+    read_bytes: int = 0
+    whole_source_bytes: int = 0
+    whole_stored_bytes: int = 0
+    whole_samples: int = 0
+    seconds: float = 0.0
+
+
+def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRun:
+    """Return what an ingest of `source` would make.
+
+    Args:
+        source: listed already.
+        options: how shards would be made.
+        workers: processes that would build them.
+
+    Raises:
+        ConfigError: the options contradict the source.
+        NotFoundError, UnavailableError: the source cannot be read.
+    """
+    units = plan_units(source, options)
+    bad: list[BadSample] = []
+    probe = _read_some(source, options, bad)
+    size_bytes = sum(unit.size_bytes for unit in units)
+    is_listed = isinstance(source, ListedSource)
+    counts = _count_samples(units, probe, options.limit)
+    share = probe.whole_stored_bytes / probe.whole_source_bytes if probe.whole_source_bytes else 1.0
+    rate = probe.read_bytes / max(probe.seconds, 1e-6)
+    return DryRun(
+        source.kind,
+        counts,
+        not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
+        size_bytes,
+        len(units) if is_listed else max(1, round(size_bytes * share / options.shard_bytes)),
+        stored_schema(source.schema),
+        source.classes,
+        size_bytes / max(rate, 1.0) / max(1, min(workers, len(units))),
+        bad,
+    )
+
+
+def _count_samples(units: Sequence[Unit], probe: _Probe, limit: int | None) -> dict[str, int | None]:
+    """Return the samples of each split, held-out ones of streamed sources not told apart."""
+    counts: dict[str, int | None] = {}
+    for unit in units:
+        known = [part.num_samples for part in unit.parts]
+        if None not in known:
+            count = len(unit.files) + sum(each for each in known if each is not None)
+        elif probe.whole_source_bytes:
+            count = round(unit.size_bytes * probe.whole_samples / probe.whole_source_bytes)
+        else:
+            counts[unit.split] = None
+            continue
+        before = counts.get(unit.split, 0)
+        counts[unit.split] = None if before is None else before + count
+    return {split: count if count is None or limit is None else min(count, limit) for split, count in counts.items()}
+
+
+def _read_some(source: Source, options: BuildOptions, bad: list[BadSample]) -> _Probe:
+    """Read and check the first samples, as an ingest would; listed images are not made smaller here."""
+    probe = _Probe()
+    started = time.perf_counter()
+    if isinstance(source, ListedSource):
+        _read_files(source, options, bad, probe)
+    else:
+        assert isinstance(source, StreamedSource)
+        _read_parts(source, options, bad, probe)
+    probe.seconds = time.perf_counter() - started
+    return probe
+
+
+def _read_files(source: ListedSource, options: BuildOptions, bad: list[BadSample], probe: _Probe) -> None:
+    reader = FileReader(source.url)
+    for split, files in source.splits.items():
+        for file in files:
+            content = reader.read(file.path)
+            probe.read_bytes += len(content)
+            digest_blob(content)
+            try:
+                read_header(content, decode=options.decode_check)
+            except BadSampleError as error:
+                bad.append(BadSample(split, file.key, str(error)))
+            if probe.read_bytes >= _READ_BYTES:
+                return
+
+
+def _read_parts(source: StreamedSource, options: BuildOptions, bad: list[BadSample], probe: _Probe) -> None:
+    work = Work("", "", "", "", source, stored_schema(source.schema), options, source.classes)
+    for part in source.parts:
+        samples = stored_bytes = 0
+        for piece in source.read(part):
+            if isinstance(piece, BadSample):
+                bad.append(piece)
+                continue
+            checked = check_batch(work, piece, part.split, bad)
+            _ = checked.digests
+            samples += checked.num_samples
+            stored_bytes += int(checked.sizes_bytes.sum())
+            if probe.read_bytes + stored_bytes >= _READ_BYTES:
+                probe.read_bytes += stored_bytes
+                return
+        probe.read_bytes += stored_bytes
+        probe.whole_samples += samples
+        probe.whole_stored_bytes += stored_bytes
+        probe.whole_source_bytes += part.size_bytes

@@ -1,0 +1,1 @@
+"""Answers questions about samples: SQL, scans, previews and contact sheets."""

@@ -1,0 +1,1 @@
+"""numpy arrays as a source: `.npy` and `.npz`."""

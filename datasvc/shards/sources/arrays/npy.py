@@ -1,0 +1,180 @@
+"""Arrays as numpy stores them, in `.npy` files and as members of `.npz` archives, and never as a pickle."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.repository.store.retries import translated
+from datasvc.shards.sources.common.files import FileReader, SourceFile
+from datasvc.shards.sources.common.length_framing import skip
+
+_HEADER_BYTES: Final = 1 << 16
+# An archive that claims more than both is a bomb: deflate reaches 1000:1 on zeros, data does not.
+_MAX_RATIO: Final = 200
+_MAX_UNBOUND_BYTES: Final = 1 << 30
+_ZIP_ERRORS: Final = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    NotImplementedError,
+    RuntimeError,
+    EOFError,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True)
+class NpyArray:
+    """An array in a file; its first axis are the samples.
+
+    Attributes:
+        path: of the file on the source's file system.
+        member: of an `.npz` archive, None for an `.npy` file.
+        offset: of the first value, bytes from the start of the file or member.
+        dtype: such as "<f4".
+        shape: of the whole array.
+    """
+
+    path: str
+    member: str | None
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """Length of the first axis."""
+        return self.shape[0]
+
+    @property
+    def sample_bytes(self) -> int:
+        """Size of one sample."""
+        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
+
+    @property
+    def stop(self) -> int:
+        """Offset behind the last value."""
+        return self.offset + self.num_samples * self.sample_bytes
+
+
+def read_npy_header(reader: FileReader, file: SourceFile) -> NpyArray:
+    """Return what an `.npy` file holds.
+
+    Raises:
+        ConfigError: it is no array of samples that can be read without pickle; says why.
+        CorruptDataError: it is shorter than it says.
+    """
+    array = _parse_header(reader.read_range(file.path, 0, _HEADER_BYTES), file.path, None, file.name)
+    if array.stop > file.size_bytes:
+        raise CorruptDataError(f"{file.name} is cut off: it has {file.size_bytes} of {array.stop} bytes")
+    return array
+
+
+def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray]:
+    """Return what an `.npz` archive holds, by the names of its arrays.
+
+    Raises:
+        ConfigError: as `read_npy_header`; or it is encrypted, or claims absurdly much.
+        CorruptDataError: it is no archive, cut off, or its sizes disagree.
+    """
+    arrays = {}
+    with _archive(reader, file.path, file.name) as archive:
+        infos = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+        claimed = sum(info.file_size for info in infos)
+        if claimed > max(_MAX_UNBOUND_BYTES, _MAX_RATIO * file.size_bytes):
+            raise ConfigError(
+                f"{file.name} claims to hold {claimed} bytes in {file.size_bytes}: refused as a zip bomb"
+            )
+        for info in infos:
+            name = f"{file.name}:{info.filename}"
+            with archive.open(info) as member:
+                array = _parse_header(member.read(_HEADER_BYTES), file.path, info.filename, name)
+            if array.stop != info.file_size:
+                raise CorruptDataError(f"{name} should take {array.stop} bytes; it takes {info.file_size}")
+            arrays[info.filename.removesuffix(".npy")] = array
+    return arrays
+
+
+@contextmanager
+def open_array(reader: FileReader, array: NpyArray, start: int, stop: int) -> Iterator[BinaryIO]:
+    """Open the values of samples `start` to `stop` as a stream.
+
+    Raises:
+        CorruptDataError: an archive does not decompress, or a checksum does not match.
+    """
+    if array.member is None:
+        first = array.offset + start * array.sample_bytes
+        with reader.open(array.path, start=first, stop=array.offset + stop * array.sample_bytes) as stream:
+            yield stream
+        return
+    with _archive(reader, array.path, array.path) as archive, archive.open(array.member) as stream:
+        skip(stream, array.offset + start * array.sample_bytes)  # type: ignore[arg-type]
+        yield stream  # type: ignore[misc]
+
+
+def check_member(reader: FileReader, array: NpyArray) -> None:
+    """Read an archive's array to its end, where the checksum is.
+
+    Raises:
+        CorruptDataError: it does not decompress, or the checksum does not match.
+    """
+    if array.member is not None:
+        with _archive(reader, array.path, array.path) as archive, archive.open(array.member) as stream:
+            skip(stream, array.stop + 1)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _archive(reader: FileReader, path: str, name: str) -> Iterator[zipfile.ZipFile]:
+    with translated("read", reader.location(path)):
+        try:
+            with reader.file_system.open(path, "rb") as opened, zipfile.ZipFile(opened) as archive:
+                yield archive
+        except _ZIP_ERRORS as error:
+            raise CorruptDataError(f"{os.path.basename(name)} cannot be unpacked: {error}") from error
+
+
+def _parse_header(content: bytes, path: str, member: str | None, name: str) -> NpyArray:
+    head = io.BytesIO(content)
+    try:
+        version = npy_format.read_magic(head)
+        if version == (1, 0):
+            shape, is_fortran, dtype = npy_format.read_array_header_1_0(head)
+        elif version == (2, 0):
+            shape, is_fortran, dtype = npy_format.read_array_header_2_0(head)
+        else:
+            raise ConfigError(f"{name} is of npy version {version}; datasvc reads 1.0 and 2.0")
+    except (ValueError, SyntaxError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise CorruptDataError(f"{name} is no array: {error}") from error
+    _check_array(name, dtype, shape, is_fortran=is_fortran)
+    return NpyArray(path, member, head.tell(), dtype.str, tuple(map(int, shape)))
+
+
+def _check_array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], *, is_fortran: bool) -> None:
+    if dtype.hasobject:
+        raise ConfigError(
+            f"{name} holds Python objects, which numpy pickles, and a pickle runs code when it is read: datasvc "
+            "never does; save it with a type of numbers or text"
+        )
+    if dtype.kind not in "biufUS" or not dtype.itemsize:
+        raise ConfigError(f"{name} holds {dtype}; expected bool, integers, floats or text")
+    if not shape:
+        raise ConfigError(f"{name} is a single value; expected an array whose first axis are the samples")
+    if any(size < 0 for size in shape):
+        raise CorruptDataError(f"{name} has the shape {list(shape)}")
+    if is_fortran and len(shape) > 1:
+        raise ConfigError(f"{name} is in Fortran order, samples interleaved; save numpy.ascontiguousarray of it")
+    if dtype.kind in "US" and math.prod(shape[1:]) != 1:
+        raise ConfigError(f"{name} has several texts a sample, shape {list(shape)}; expected one")

@@ -1,0 +1,294 @@
+"""Numpy arrays: `.npy` files and `.npz` archives whose first axis are the samples.
+
+The arrays of one folder, or of one archive, are the columns of a split, and have one length. A split may be part of
+their names, which it then leaves: `train_x.npy`, `train_y.npy`, `x_test` of an archive. Samples of more than one
+value are tensors (see `tensors`). What is read is streamed by ranges, on a local disk as on a store: memory that is
+mapped would count as the worker's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.repository.objects.objects import Digest
+from datasvc.repository.store.retries import translated
+from datasvc.repository.store.storage import redact_url
+from datasvc.shards.format.schema import KEY, LABEL
+from datasvc.shards.sources.arrays.npy import NpyArray, check_member, open_array, read_npy_header, read_npz_headers
+from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
+from datasvc.shards.sources.common.length_framing import read_up_to
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.splits import SPLIT_NAMES, split_of
+from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
+
+_LABELS: Final = frozenset({"y", "label", "labels", "target", "targets"})
+_UNNAMED: Final = "data"
+_PART_BYTES: Final = 64 << 20
+# What a key takes beside the file's name, its offset included.
+_KEY_BYTES: Final = 32
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The arrays of one split of one folder or archive, by column.
+
+    Attributes:
+        split: of its samples.
+        name: of a file, with which keys begin.
+        stamp: of all its files.
+        arrays: by the column's name.
+    """
+
+    split: str
+    name: str
+    stamp: str
+    arrays: dict[str, NpyArray]
+
+    @property
+    def num_samples(self) -> int:
+        return next(iter(self.arrays.values())).num_samples
+
+
+@dataclass(frozen=True)
+class NumpyFiles(StreamedSource):
+    """Numpy files.
+
+    Attributes:
+        url: where they lie.
+        schema: `key` (FILE#ROW unless a column holds it), and the columns.
+        parts: ranges of samples; a whole archive.
+        columns: names of the arrays of the schema's columns behind the first.
+        key: name of the array that holds the keys, None: they are made.
+    """
+
+    kind: ClassVar[str] = "numpy"
+
+    url: str
+    schema: pa.Schema
+    parts: list[Part]
+    columns: tuple[str, ...]
+    key: str | None
+    classes: tuple[str, ...] = ()
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def keys_are_places(self) -> bool:
+        """Unless a column holds them."""
+        return self.key is None
+
+    @classmethod
+    def list(cls, url: str, options: SourceOptions | None = None) -> NumpyFiles:
+        """List the source.
+
+        Raises:
+            NotFoundError: nothing is there, or no sample is.
+            ConfigError: arrays of one split differ in length, or splits in columns; or they hold what is no
+                sample (see `npy`).
+            CorruptDataError: a file is cut off or no array.
+            UnavailableError: the store does not answer.
+        """
+        options = options or SourceOptions()
+        reader = FileReader(url)
+        listed = list_files(url)
+        files = [file for file in listed if file.extension in (".npy", ".npz")]
+        ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
+        tables = [table for table in _tables(reader, files, options.split) if table.num_samples]
+        if not tables:
+            raise NotFoundError(
+                f"cannot ingest {redact_url(url)}: no samples in its {len(files)} .npy and .npz files"
+            )
+        names = list(tables[0].arrays)
+        key = _choose_key(tables[0], options.key)
+        columns = tuple(name for name in names if name != key)
+        schema = _schema(tables[0], columns)
+        for table in tables:
+            if list(table.arrays) != names or not _schema(table, columns).equals(schema, check_metadata=True):
+                raise ConfigError(
+                    f"cannot ingest {redact_url(url)}: {table.name} has the columns {_described(table)}; "
+                    f"{tables[0].name} has {_described(tables[0])}"
+                )
+        return cls(url, schema, [part for table in tables for part in _parts(table)], columns, key, ignored=ignored)
+
+    def fingerprint(self) -> Digest:
+        """Return a digest of the listing and of which array holds the keys."""
+        return self._digest([self.key, [asdict(part) for part in self.parts]])
+
+    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield the samples of a range; see `StreamedSource.read`."""
+        reader = FileReader(self.url)
+        arrays = {name: _array(values) for name, values in part.where["arrays"].items()}
+        start, stop = part.where["start"], part.where["start"] + (part.num_samples or 0)
+        sample_bytes = sum(array.sample_bytes for array in arrays.values()) + len(part.where["file"]) + _KEY_BYTES
+        step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // sample_bytes))
+        first = start
+        try:
+            for array in arrays.values():
+                check_member(reader, array)
+            with ExitStack() as stack, translated("read", part.name):
+                streams = {
+                    name: stack.enter_context(open_array(reader, array, start, stop))
+                    for name, array in arrays.items()
+                }
+                for first in range(start, stop, step):
+                    count = min(step, stop - first)
+                    values = {name: _read(streams[name], array, count) for name, array in arrays.items()}
+                    yield from self._batches(part, first, values)
+        except CorruptDataError as error:
+            reason = f"{stop - first} samples cannot be read: {error}"
+            yield BadSample(part.split, f"{part.where['file']}#{first}", reason)
+
+    def _batches(
+        self, part: Part, first: int, values: dict[str, npt.NDArray[Any]]
+    ) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield a batch; where a value does not convert, the smaller ones around it."""
+        num_samples = len(next(iter(values.values())))
+        made = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
+        try:
+            keys = made if self.key is None else list(map(str, values[self.key].reshape(-1).tolist()))
+            columns = [pa.array(keys, pa.string())]
+            for name, wanted in zip(self.columns, list(self.schema)[1:], strict=True):
+                columns.append(_column(wanted, values[name]))
+            yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
+        except (ValueError, pa.ArrowException) as error:
+            if num_samples == 1:
+                yield BadSample(part.split, made[0], f"does not fit the columns: {error}")
+                return
+            half = num_samples // 2
+            yield from self._batches(part, first, {name: each[:half] for name, each in values.items()})
+            yield from self._batches(part, first + half, {name: each[half:] for name, each in values.items()})
+
+
+def _tables(reader: FileReader, files: Sequence[SourceFile], only: str | None) -> Sequence[_Table]:
+    found: dict[tuple[str, str], list[tuple[SourceFile, str, NpyArray]]] = {}
+    for file in files:
+        base, extension = os.path.splitext(file.name)
+        if extension.lower() == ".npz":
+            for name, array in read_npz_headers(reader, file).items():
+                own = split_of(name) if _split_words(name) else split_of(file.name)
+                found.setdefault((file.name, only or own), []).append((file, _column_name(name), array))
+        else:
+            place = (os.path.dirname(file.name), only or split_of(file.name))
+            name = _column_name(os.path.basename(base))
+            found.setdefault(place, []).append((file, name, read_npy_header(reader, file)))
+    return [_table(split.lower(), listed) for (_, split), listed in found.items()]
+
+
+def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _Table:
+    names = [name for _, name, _ in listed]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ConfigError(
+            f"two arrays would be the columns {twice} of split {split!r}, such as in {listed[0][0].name}"
+        )
+    lengths = {name: array.num_samples for _, name, array in listed}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(
+            f"the arrays of split {split!r} beside {listed[0][0].name} differ in length: {lengths}; the first axis "
+            "must be the samples of all"
+        )
+    stamps = dict.fromkeys(f"{file.name} {file.size_bytes} {file.stamp}" for file, _, _ in listed)
+    return _Table(
+        split, listed[0][0].name, "\n".join(stamps), {name: array for _, name, array in sorted(listed, key=_by_name)}
+    )
+
+
+def _by_name(listed: tuple[SourceFile, str, NpyArray]) -> str:
+    return listed[1]
+
+
+def _split_words(name: str) -> list[str]:
+    return [word for word in re.split(r"[-_.]", name.lower()) if word in SPLIT_NAMES]
+
+
+def _column_name(name: str) -> str:
+    """Return an array's name without the split in it: "x" of "train_x"."""
+    words = _split_words(name)
+    if not words:
+        return name
+    kept = [word for word in re.split(r"[-_.]", name) if word.lower() != words[0]]
+    return "_".join(kept) or _UNNAMED
+
+
+def _parts(table: _Table) -> Iterator[Part]:
+    sample_bytes = sum(array.sample_bytes for array in table.arrays.values())
+    is_archive = any(array.member is not None for array in table.arrays.values())
+    step = table.num_samples if is_archive else max(1, _PART_BYTES // sample_bytes)
+    arrays = {name: asdict(array) for name, array in table.arrays.items()}
+    for start in range(0, table.num_samples, step):
+        count = min(step, table.num_samples - start)
+        where = {"arrays": arrays, "start": start, "file": table.name}
+        name = f"{table.split}/{table.name}@{start}"
+        yield Part(table.split, name, count * sample_bytes, count, table.stamp, where)
+
+
+def _array(listed: dict[str, Any]) -> NpyArray:
+    return NpyArray(**{**listed, "shape": tuple(listed["shape"])})
+
+
+def _choose_key(table: _Table, key: str | None) -> str | None:
+    if key is None:
+        key = KEY if KEY in table.arrays else None
+    elif key not in table.arrays:
+        raise ConfigError(f"there is no array {key!r} to take keys from; found {_described(table)}")
+    if key is not None:
+        array = table.arrays[key]
+        if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "Uiu":
+            raise ConfigError(
+                f"array {key!r} cannot hold keys: it is {_described(table)[key]}; expected text or integers"
+            )
+    return key
+
+
+def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
+    labels = [name for name in columns if name.lower() in _LABELS and _is_label(table.arrays[name])]
+    fields = [pa.field(KEY, pa.string(), nullable=False)]
+    for name in columns:
+        if LABEL not in columns and name in labels[:1]:
+            fields.append(pa.field(LABEL, pa.int32(), nullable=False))
+        else:
+            fields.append(_field(name, table.arrays[name], is_label=name == LABEL and name in labels))
+    return pa.schema(fields)
+
+
+def _is_label(array: NpyArray) -> bool:
+    return array.sample_bytes == np.dtype(array.dtype).itemsize and np.dtype(array.dtype).kind in "iu"
+
+
+def _field(name: str, array: NpyArray, *, is_label: bool) -> pa.Field:
+    dtype = np.dtype(array.dtype)
+    if is_label:
+        return pa.field(name, pa.int32(), nullable=False)
+    if dtype.kind in "US":
+        return pa.field(name, pa.string() if dtype.kind == "U" else pa.large_binary(), nullable=False)
+    return tensor_field(name, dtype, array.shape[1:])
+
+
+def _described(table: _Table) -> dict[str, str]:
+    return {name: f"{np.dtype(array.dtype)}{list(array.shape)}" for name, array in table.arrays.items()}
+
+
+def _read(stream: BinaryIO, array: NpyArray, count: int) -> npt.NDArray[Any]:
+    content = read_up_to(stream, count * array.sample_bytes)
+    if len(content) < count * array.sample_bytes:
+        raise CorruptDataError(f"{os.path.basename(array.path)} is cut off")
+    return np.frombuffer(content, array.dtype).reshape(count, *array.shape[1:])
+
+
+def _column(wanted: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
+    if values.dtype.kind in "US":
+        return pa.array(values.reshape(-1).tolist(), wanted.type)
+    if wanted.type == pa.int32():
+        return pa.array(values.reshape(-1).astype(values.dtype.newbyteorder("="))).cast(wanted.type)
+    return tensor_array(wanted, values)

@@ -1,0 +1,1 @@
+"""What all source formats share: the `Source` interface, files, columns and splits."""

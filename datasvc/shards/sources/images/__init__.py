@@ -1,0 +1,1 @@
+"""Sources of image files: folders, ImageNet as distributed, manifests."""

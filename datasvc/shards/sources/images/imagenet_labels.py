@@ -1,0 +1,150 @@
+"""The labels of ImageNet's validation images: ground truth and synsets of the devkit.
+
+The classes are the synsets in alphabetical order and a label is an index into them, as with everyone who trains on
+class folders. The devkit counts otherwise: line i of its ground truth is the ILSVRC id of image i, 1 is the first
+line of its synset list, and that list is not in alphabetical order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.repository.store.storage import redact_url
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.options import SourceOptions
+
+SYNSET: Final = re.compile(r"n\d{8}")
+
+_DEVKIT: Final = "ILSVRC2012_devkit_t12/data"
+_GROUND_TRUTH: Final = "ILSVRC2012_validation_ground_truth.txt"
+_SYNSETS: Final = ("synsets.txt", "synset_words.txt", "LOC_synset_mapping.txt")
+_META: Final = "meta.mat"
+_NUM_CLASSES: Final = 1000
+_HOW_TO_LIST: Final = (
+    "write it from the devkit's meta.mat: python -c \"import scipy.io; print('\\n'.join(s[0][1][0] for s in "
+    "scipy.io.loadmat('meta.mat')['synsets'][:1000]))\" > synsets.txt"
+)
+
+
+def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
+    """Return the synsets in the order of the ILSVRC ids, from the file that the options or the folder name.
+
+    Args:
+        folder: path of the folder where the tars lie.
+        reader: of the source.
+        options: of the user.
+
+    Raises:
+        NotFoundError: there is no such file; says how to get one.
+        ConfigError: a line is no synset or there twice, or the order is not the devkit's.
+    """
+    if options.synsets is not None:
+        location, text = redact_url(options.synsets), _read_url(options.synsets)
+    else:
+        location, text = _find(folder, reader, _SYNSETS, f"--synsets, a list of synsets; {_HOW_TO_LIST}")
+    return parse_synsets(text, location)
+
+
+def read_ground_truth(folder: str, reader: FileReader, options: SourceOptions) -> list[int]:
+    """Return the ILSVRC ids of the validation images; arguments and errors as `read_synsets`."""
+    if options.ground_truth is not None:
+        location, text = redact_url(options.ground_truth), _read_url(options.ground_truth)
+    else:
+        wanted = f"--ground-truth, the devkit's {_GROUND_TRUTH}"
+        location, text = _find(folder, reader, (_GROUND_TRUTH,), wanted)
+    return parse_ground_truth(text, location)
+
+
+def parse_synsets(text: str, location: str) -> list[str]:
+    """Return the first word of each line, at most the 1,000 classes; the devkit has inner nodes behind them.
+
+    Raises:
+        ConfigError: see `read_synsets`.
+    """
+    synsets = [(line.split() or [""])[0] for line in text.rstrip().splitlines()][:_NUM_CLASSES]
+    numbers: dict[str, int] = {}
+    for number, synset in enumerate(synsets, 1):
+        if not SYNSET.fullmatch(synset):
+            raise ConfigError(f"line {number} of {location} starts with {synset!r}; expected a synset like n01440764")
+        if synset in numbers:
+            raise ConfigError(f"{location} has {synset} twice, in lines {numbers[synset]} and {number}")
+        numbers[synset] = number
+    if not synsets:
+        raise ConfigError(f"{location} is empty; expected a synset a line, such as n01440764")
+    # Lists of Caffe and Kaggle are in alphabetical order: with the devkit's ids every label would be wrong.
+    if len(synsets) == _NUM_CLASSES and synsets == sorted(synsets):
+        raise ConfigError(
+            f"{location} lists the synsets in alphabetical order, but the ground truth counts them in the order of "
+            f"the devkit, whose first is n02119789: every label would be wrong. Give its list; {_HOW_TO_LIST}"
+        )
+    return synsets
+
+
+def parse_ground_truth(text: str, location: str) -> list[int]:
+    """Return the number in each line. Raises ConfigError."""
+    ids = []
+    for number, line in enumerate(text.rstrip().splitlines(), 1):
+        word = line.strip()
+        if not (word.isascii() and word.isdigit() and len(word) < 10):
+            raise ConfigError(f"line {number} of {location} is {line[:40]!r}; expected one ILSVRC id, such as 490")
+        ids.append(int(word))
+    if not ids:
+        raise ConfigError(f"{location} is empty; expected one ILSVRC id a line")
+    return ids
+
+
+def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]) -> list[int]:
+    """Return the label of each image.
+
+    Args:
+        ids: ILSVRC ids, 1 for the first of `synsets`.
+        synsets: in the order of the ids.
+        classes: the same synsets in the order of the labels.
+
+    Raises:
+        ConfigError: an id is no line of `synsets`, or the two name different classes.
+    """
+    if set(synsets) != set(classes):
+        differing = sorted(set(synsets) ^ set(classes))
+        raise ConfigError(
+            f"the synset list has {len(synsets)} classes, the training tar {len(classes)}; only one of them has "
+            f"{len(differing)}, such as {differing[0]}"
+        )
+    index = {synset: label for label, synset in enumerate(classes)}
+    labels = [index[synset] for synset in synsets]
+    for number, found in enumerate(ids, 1):
+        if not 1 <= found <= len(labels):
+            raise ConfigError(
+                f"line {number} of the ground truth is the id {found}, but the synset list has {len(labels)} lines"
+            )
+    return [labels[found - 1] for found in ids]
+
+
+def _find(folder: str, reader: FileReader, names: Sequence[str], wanted: str) -> tuple[str, str]:
+    """Return path and text of the first file of these names beside the tars or in the devkit's folder."""
+    for name in names:
+        for below in ("", f"{_DEVKIT}/"):
+            path = f"{folder}/{below}{name}"
+            try:
+                return reader.location(path), _decoded(reader.read(path), reader.location(path))
+            except NotFoundError:
+                continue
+    raise NotFoundError(
+        f"the validation images have no labels: no {' or '.join(names)} is in {reader.location(folder)} or its "
+        f"{_DEVKIT}; give {wanted}"
+    )
+
+
+def _read_url(url: str) -> str:
+    reader = FileReader(url)
+    return _decoded(reader.read(reader.root), redact_url(url))
+
+
+def _decoded(content: bytes, location: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{location} is no text file: {error}; meta.mat is not read, {_HOW_TO_LIST}") from error

@@ -1,0 +1,1 @@
+"""Data sets of MosaicML Streaming (MDS) as a source."""

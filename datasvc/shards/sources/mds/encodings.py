@@ -1,0 +1,212 @@
+"""How MosaicML MDS encodes values, and the columns that they become.
+
+Images stay as they are encoded; raw ones become PNG. Arrays of one shape are tensors; where each sample has a shape
+of its own they are lists of values, flattened in C order, beside a column NAME.shape. Pickles are never read.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from PIL import Image
+
+from datasvc.errors import BadSampleError, ConfigError
+from datasvc.shards.sources.common.tensors import tensor_field
+
+_SCALARS: Final = {
+    "int": "int64",
+    **{name: name for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")},
+    **{name: name for name in ("float16", "float32", "float64")},
+}
+# What a byte says of an array whose type is its own.
+_ARRAY_TYPES: Final = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+    64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+# Bits of a pixel in the modes of raw images that a PNG can hold.
+_MODE_BITS: Final = {"1": 1, "L": 8, "P": 8, "LA": 16, "I;16": 16, "RGB": 24, "RGBA": 32}
+_PNG_LEVEL: Final = 1
+SHAPE_SUFFIX: Final = ".shape"
+
+
+@dataclass(frozen=True)
+class MdsColumn:
+    """A column of an index.
+
+    Attributes:
+        name: of the column.
+        encoding: "jpeg", "ndarray:float32:3,4".
+        size_bytes: of each value; None: it is written before each.
+    """
+
+    name: str
+    encoding: str
+    size_bytes: int | None
+
+    @property
+    def is_image(self) -> bool:
+        """Whether each value is one image."""
+        return self.encoding in ("jpeg", "png", "pil")
+
+    def fields(self, first: dict[str, Any]) -> list[pa.Field]:
+        """Return the columns that it becomes; `first` is the first sample, as `decode` gives it.
+
+        Raises:
+            ConfigError: the encoding is a pickle, or none that is known.
+        """
+        kind, _, settings = self.encoding.partition(":")
+        if kind == "ndarray":
+            dtype, shape = array_type(self.name, settings)
+            if dtype is not None and shape is not None:
+                return [tensor_field(self.name, dtype, shape)]
+            values = pa.list_(pa.from_numpy_dtype(dtype or first[self.name].dtype))
+            return [pa.field(self.name, values), pa.field(self.name + SHAPE_SUFFIX, pa.list_(pa.int64()))]
+        if self.encoding in _SCALARS:
+            return [pa.field(self.name, pa.from_numpy_dtype(np.dtype(_SCALARS[self.encoding])))]
+        return [pa.field(self.name, _simple(self)[0])]
+
+    def decode(self, content: memoryview) -> dict[str, Any]:
+        """Return the values of the columns that it becomes.
+
+        Raises:
+            BadSampleError: `content` is not of this encoding.
+        """
+        kind, _, settings = self.encoding.partition(":")
+        try:
+            if kind == "ndarray":
+                return self._decode_array(content, *array_type(self.name, settings))
+            if self.encoding in _SCALARS:
+                (value,) = np.frombuffer(content, np.dtype(_SCALARS[self.encoding]).newbyteorder("<"))
+                return {self.name: value.item()}
+            return {self.name: _simple(self)[1](content)}
+        except ValueError as error:
+            raise BadSampleError(f"column {self.name!r} is no {self.encoding}: {error}") from error
+
+    def _decode_array(self, content: memoryview, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, Any]:
+        offset = 0
+        if dtype is None:
+            dtype, offset = _ARRAY_TYPES.get(_byte(content, 0), ""), 1
+            if not dtype:
+                raise ValueError(f"there is no type {content[0]}")
+        if shape is not None:
+            values = _numbers(content, offset, dtype)
+            if len(values) != np.prod(shape):
+                raise ValueError(f"it has {len(values)} values; expected the shape {list(shape)}")
+            return {self.name: values if len(values) > 1 else values[0]}
+        packed = _byte(content, offset)
+        offset += 1
+        stop = offset + ((packed >> 2) << (packed & 3))
+        found = _numbers(content[:stop], offset, f"uint{8 << (packed & 3)}").tolist()
+        values = _numbers(content, stop, dtype)
+        if len(found) != packed >> 2 or len(values) != np.prod(found, dtype=object):
+            raise ValueError(f"it has {len(values)} values and the shape {found}")
+        return {self.name: values, self.name + SHAPE_SUFFIX: found}
+
+
+def array_type(name: str, settings: str) -> tuple[str | None, tuple[int, ...] | None]:
+    """Return type and shape that an encoding "ndarray:TYPE:SHAPE" fixes, None where it does not.
+
+    Raises:
+        ConfigError: there is no such type or shape.
+    """
+    dtype, _, sizes = settings.partition(":")
+    try:
+        shape = tuple(map(int, sizes.split(","))) if sizes else None
+    except ValueError as error:
+        raise ConfigError(f"column {name!r} has the shape {sizes!r}; expected numbers") from error
+    if dtype and dtype not in _ARRAY_TYPES.values():
+        raise ConfigError(f"column {name!r} has arrays of {dtype!r}; expected {sorted(_ARRAY_TYPES.values())}")
+    return dtype or None, shape
+
+
+def _byte(content: memoryview, offset: int) -> int:
+    if offset >= len(content):
+        raise ValueError("it is cut off")
+    return int(content[offset])
+
+
+def _numbers(content: memoryview, offset: int, dtype: str) -> npt.NDArray[Any]:
+    return np.frombuffer(content[offset:], np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
+
+
+def _simple(column: MdsColumn) -> tuple[pa.DataType, Callable[[memoryview], Any]]:
+    if column.encoding == "pkl":
+        raise ConfigError(
+            f"column {column.name!r} holds pickles, which run code when they are read: datasvc never does; "
+            "write it again as bytes, json or ndarray"
+        )
+    if column.encoding not in _SIMPLE:
+        raise ConfigError(f"column {column.name!r} has the encoding {column.encoding!r}, which datasvc does not know")
+    return _SIMPLE[column.encoding]
+
+
+def _text(content: memoryview) -> str:
+    return bytes(content).decode()
+
+
+def _raw_image(content: memoryview) -> bytes:
+    """Return what MDS calls "pil" (width, height, size of mode: uint32 each; mode; pixels) as a PNG.
+
+    MDS keeps no palette, so indices into one ("P", often classes of pixels) stay what they are, as grey values.
+    """
+    width, height, mode_bytes = np.frombuffer(content[:12], "<u4").tolist()
+    mode = bytes(content[12 : 12 + mode_bytes]).decode()
+    pixels = content[12 + mode_bytes :]
+    if mode not in _MODE_BITS:
+        raise ValueError(f"mode {mode!r} does not fit into a PNG; expected {', '.join(_MODE_BITS)}")
+    if len(pixels) != (width * _MODE_BITS[mode] + 7) // 8 * height or not len(pixels):
+        raise ValueError(f"{width} x {height} pixels of mode {mode!r} do not take {len(pixels)} bytes")
+    buffer = io.BytesIO()
+    Image.frombytes("L" if mode == "P" else mode, (width, height), bytes(pixels)).save(
+        buffer, "PNG", compress_level=_PNG_LEVEL
+    )
+    return buffer.getvalue()
+
+
+def _pieces(content: memoryview, offset: int) -> list[memoryview]:
+    """Return what a count, that many sizes, and that many pieces hold: uint32 each."""
+    (count,) = np.frombuffer(content[offset : offset + 4], "<u4").tolist()
+    start = offset + 4 + 4 * count
+    if start > len(content):
+        raise ValueError("it is cut off")
+    stops = np.cumsum(np.frombuffer(content[offset + 4 : start], "<u4"), dtype=np.int64) + start
+    if (stops[-1] if count else start) != len(content):
+        raise ValueError("the sizes of its pieces do not add up")
+    return [content[begin:stop] for begin, stop in zip([start, *stops[:-1].tolist()], stops.tolist(), strict=False)]
+
+
+def _images(content: memoryview) -> list[bytes]:
+    return [bytes(piece) for piece in _pieces(content, 4)]
+
+
+def _raw_images(content: memoryview) -> list[bytes]:
+    return [_raw_image(piece) for piece in _pieces(content, 4)]
+
+
+def _image_array(content: memoryview) -> list[bytes]:
+    return [bytes(piece) for piece in _pieces(content, 0)]
+
+
+_BLOBS: Final = pa.list_(pa.large_binary())
+_SIMPLE: Final[dict[str, tuple[pa.DataType, Callable[[memoryview], Any]]]] = {
+    "bytes": (pa.large_binary(), bytes),
+    "str": (pa.string(), _text),
+    "json": (pa.string(), _text),
+    "str_int": (pa.int64(), lambda content: int(_text(content))),
+    "str_float": (pa.float64(), lambda content: float(_text(content))),
+    "str_decimal": (pa.string(), _text),
+    "jpeg": (pa.large_binary(), bytes),
+    "png": (pa.large_binary(), bytes),
+    "pil": (pa.large_binary(), _raw_image),
+    "jpeg_array": (_BLOBS, _image_array),
+    "jpegarray": (_BLOBS, _image_array),
+    "list[jpeg]": (_BLOBS, _images),
+    "list[png]": (_BLOBS, _images),
+    "list[pil]": (_BLOBS, _raw_images),
+}

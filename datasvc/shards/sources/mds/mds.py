@@ -1,0 +1,189 @@
+"""MosaicML Streaming's data sets (MDS, version 2), without their library; `mds_shard` has the format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
+from datasvc.repository.objects.objects import Digest
+from datasvc.repository.store.storage import redact_url
+from datasvc.shards.format.schema import KEY
+from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher
+from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.common.tensors import SHAPE
+from datasvc.shards.sources.mds.encodings import MdsColumn
+from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
+from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
+
+_FIRST_SAMPLES: Final = 64
+
+
+@dataclass(frozen=True)
+class MdsDataset(StreamedSource):
+    """An MDS data set: a folder with an index, or with split folders that have one each.
+
+    Attributes:
+        url: where it lies.
+        schema: `key` (SHARD#ROW unless a column holds it), and the columns.
+        parts: one for each shard.
+        columns: of the shards, in the order of their values.
+        names: of the schema's columns, by the name that they decode to; that of the keys is absent.
+        key: what the keys decode to, None: they are made.
+    """
+
+    kind: ClassVar[str] = "mds"
+
+    url: str
+    schema: pa.Schema
+    parts: list[Part]
+    columns: tuple[MdsColumn, ...]
+    names: dict[str, str]
+    key: str | None
+    classes: tuple[str, ...] = ()
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def keys_are_places(self) -> bool:
+        """Unless a column holds them."""
+        return self.key is None
+
+    @classmethod
+    def list(cls, url: str, options: SourceOptions | None = None) -> MdsDataset:
+        """List the source.
+
+        Raises:
+            NotFoundError: there is no index, a shard that it names is missing, or there is no sample.
+            ConfigError: a column holds pickles, an encoding or a compression is unknown, shards differ in columns.
+            CorruptDataError: the index is no JSON, or no first sample can be read.
+            UnavailableError: the store does not answer.
+        """
+        options = options or SourceOptions()
+        root = url.rstrip("/").removesuffix(f"/{INDEX_FILE}")
+        files = {file.name: file for file in list_files(root)}
+        reader = FileReader(root)
+        shards = _list_shards(reader, files, root)
+        columns = {shard.columns for _, shard in shards}
+        if len(columns) > 1:
+            raise ConfigError(f"cannot ingest {redact_url(url)}: its shards have different columns")
+        parts = [_part(folder, shard, files, options.split, root) for folder, shard in shards]
+        if not sum(part.num_samples or 0 for part in parts):
+            raise NotFoundError(f"cannot ingest {redact_url(url)}: its index names no samples")
+        (only,) = columns
+        schema, names, key = _choose_columns(only, _first_sample(reader, parts, only), options.key)
+        return cls(root, schema, parts, only, names, key)
+
+    def fingerprint(self) -> Digest:
+        """Return a digest of the listing and of what the columns become."""
+        columns = [[asdict(column) for column in self.columns], self.names, self.key]
+        return self._digest([[asdict(part) for part in self.parts], columns])
+
+    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield the samples of one shard; see `StreamedSource.read`."""
+        reader = FileReader(self.url)
+        problem = check_hashes(reader, part)
+        if problem:
+            yield BadSample(part.split, part.name, problem)
+            return
+        batcher = SampleBatcher(self.schema, part.split)
+        for name, content in read_samples(reader, part):
+            try:
+                if isinstance(content, BadSampleError):
+                    raise content
+                sample = self._sample(name, decode_sample(content, self.columns))
+            except BadSampleError as error:
+                yield BadSample(part.split, name, str(error))
+            else:
+                yield from batcher.add(sample)
+        yield from batcher.flush()
+
+    def _sample(self, name: str, decoded: dict[str, Any]) -> dict[str, Any]:
+        key = name if self.key is None else str(decoded[self.key])
+        return {KEY: key, **{final: decoded[raw] for raw, final in self.names.items()}}
+
+
+def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> list[tuple[str, MdsShard]]:
+    """Return folder and description of each shard; an index at the top speaks for all below."""
+    indexes = (
+        [INDEX_FILE] if INDEX_FILE in files else sorted(name for name in files if name.endswith(f"/{INDEX_FILE}"))
+    )
+    if not indexes:
+        raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no {INDEX_FILE} in it")
+    shards = []
+    for name in indexes:
+        path = files[name].path
+        shards += [
+            (name[: -len(INDEX_FILE)], shard) for shard in parse_index(reader.read(path), reader.location(path))
+        ]
+    if not shards:
+        raise NotFoundError(f"cannot ingest {redact_url(url)}: its index names no shards")
+    return shards
+
+
+def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], split: str | None, url: str) -> Part:
+    chosen = next((each for each in (shard.raw, shard.compressed) if each and folder + each.name in files), None)
+    if chosen is None:
+        raise NotFoundError(
+            f"cannot ingest {redact_url(url)}: its index names {folder}{shard.raw.name}, which is gone"
+        )
+    if chosen.compression not in (None, *COMPRESSIONS):
+        raise ConfigError(
+            f"{folder}{chosen.name} is compressed by {chosen.compression!r}; datasvc reads "
+            f"{' and '.join(COMPRESSIONS)}: decompress it beside the index, or write it again"
+        )
+    file = files[folder + chosen.name]
+    where = {"path": file.path, "raw_bytes": shard.raw.size_bytes, **asdict(chosen)}
+    name = folder + shard.raw.name
+    return Part((split or split_of(name)).lower(), name, file.size_bytes, shard.num_samples, file.stamp, where)
+
+
+def _first_sample(reader: FileReader, parts: list[Part], columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
+    for column in columns:
+        column.fields({column.name: np.empty(0)})  # refuses pickles before anything is read
+    problem: Exception | str = "all shards are empty"
+    for part in parts:
+        for number, (_, content) in enumerate(read_samples(reader, part)):
+            try:
+                if isinstance(content, BadSampleError):
+                    raise content
+                return decode_sample(content, columns)
+            except BadSampleError as error:
+                problem = error
+            if number >= _FIRST_SAMPLES:
+                break
+    raise CorruptDataError(f"no sample of {reader.location(parts[0].where['path'])} can be read: {problem}")
+
+
+def _choose_columns(
+    columns: tuple[MdsColumn, ...], first: dict[str, Any], key: str | None
+) -> tuple[pa.Schema, dict[str, str], str | None]:
+    """Return the schema, its names by the ones that columns decode to, and what holds the keys."""
+    fields = [each for column in columns for each in column.fields(first)]
+    names = [each.name for each in fields]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two columns would have one name: {sorted(names)}; rename one of them")
+    images = {column.name for column in columns if column.is_image}
+    arrays = [
+        # The index says that these are images, whatever the first one looks like.
+        pa.array([b"\xff\xd8\xff" if each.name in images else first[each.name]], each.type)
+        for each in fields
+    ]
+    chosen = ColumnMap(pa.schema(fields), pa.table(dict(zip(names, arrays, strict=True))), key=key)
+    kept = [each for each in fields if each.name != chosen.key]
+    schema = pa.schema(
+        [chosen.schema.field(0)]
+        + [
+            final.with_metadata(raw.metadata) if SHAPE in (raw.metadata or {}) else final
+            for raw, final in zip(kept, list(chosen.schema)[1:], strict=True)
+        ]
+    )
+    finals = {raw.name: final for raw, final in zip(kept, schema.names[1:], strict=True)}
+    return schema, finals, chosen.key

@@ -1,0 +1,131 @@
+"""One shard of a MosaicML MDS data set.
+
+It is the number of samples, an offset for each and for the end (uint32, little-endian), a JSON of the columns that
+nobody needs, and the samples: sizes of the values that vary, then the values. Hashes that `hashlib` has (md5, sha1,
+sha256, ...) are verified before a shard is read; MosaicML's xxhash ones (xxh64, ...) are not.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from datasvc.errors import BadSampleError
+from datasvc.repository.store.retries import translated
+from datasvc.shards.sources.common.files import FileReader, decompressed
+from datasvc.shards.sources.common.length_framing import read_up_to, skip
+from datasvc.shards.sources.common.source import Part
+from datasvc.shards.sources.common.tensors import MAX_SAMPLE_BYTES
+from datasvc.shards.sources.mds.encodings import MdsColumn
+
+COMPRESSIONS: Final = ("gz", "zstd")
+_STEP_BYTES: Final = 4 << 20
+
+
+def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
+    """Return the values of one sample, by the names that its columns decode to.
+
+    Raises:
+        BadSampleError: its sizes do not add up, or a value is not of its encoding.
+    """
+    num_varying = sum(column.size_bytes is None for column in columns)
+    start = 4 * num_varying
+    if start > len(content):
+        raise BadSampleError(f"it has {len(content)} bytes, too few for {num_varying} sizes")
+    varying = iter(np.frombuffer(content[:start], "<u4").tolist())
+    sizes = [next(varying) if column.size_bytes is None else column.size_bytes for column in columns]
+    offsets = list(accumulate(sizes, initial=start))
+    if offsets[-1] != len(content):
+        raise BadSampleError(f"its values take {offsets[-1] - start} bytes; it has {len(content) - start} for them")
+    decoded: dict[str, Any] = {}
+    for column, (begin, stop) in zip(columns, pairwise(offsets), strict=True):
+        decoded.update(column.decode(memoryview(content)[begin:stop]))
+    return decoded
+
+
+def check_hashes(reader: FileReader, part: Part) -> str:
+    """Return what differs from the index's hashes, "" where nothing does."""
+    expected = {name: value for name, value in part.where["hashes"].items() if name in hashlib.algorithms_available}
+    hashes = {name: hashlib.new(name) for name in expected if not name.startswith("shake")}
+    if not hashes:
+        return ""
+    offset = 0
+    while content := reader.read_range(part.where["path"], offset, _STEP_BYTES):
+        for each in hashes.values():
+            each.update(content)
+        offset += len(content)
+    for name, each in hashes.items():
+        if each.hexdigest() != expected[name]:
+            return f"its {name} is {each.hexdigest()}; the index says {expected[name]}: none of its samples is used"
+    return ""
+
+
+def read_samples(reader: FileReader, part: Part) -> Iterator[tuple[str, bytes | BadSampleError]]:
+    """Yield name and content of each sample of a shard, or what is wrong with it."""
+    path, num_samples, row = part.where["path"], part.num_samples or 0, 0
+    with translated("read", reader.location(path)), _open(reader, path, part.where["compression"]) as stream:
+        try:
+            offsets = _read_offsets(stream, num_samples, part.where["raw_bytes"])
+            for row, size_bytes in enumerate(np.diff(offsets).tolist()):
+                yield f"{part.name}#{row}", _read_sample(stream, size_bytes)
+            row = num_samples
+            _check_end(stream, part.where["raw_bytes"])
+        except (_LostError, EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+            message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
+            yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
+
+
+class _LostError(Exception):
+    """The rest of a shard cannot be read."""
+
+
+def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDArray[np.int64]:
+    """Return where each sample starts and the last one ends: `int64[num_samples + 1]`; the first one is next."""
+    head = read_up_to(stream, 4)
+    found = int.from_bytes(head, "little")
+    if len(head) < 4 or found != num_samples:
+        raise _LostError(f"it says that it has {found} samples, the index {num_samples}")
+    table = read_up_to(stream, 4 * (num_samples + 1))
+    if len(table) < 4 * (num_samples + 1):
+        raise _LostError("it is cut off in its header")
+    offsets = np.frombuffer(table, "<u4").astype(np.int64)
+    header_bytes = 4 + len(table)
+    if offsets[0] < header_bytes or np.any(np.diff(offsets) < 0) or offsets[-1] != raw_bytes:
+        raise _LostError(
+            f"its samples lie between {offsets[0]} and {offsets[-1]}; expected from {header_bytes} or later, in "
+            f"order, to {raw_bytes} as the index says"
+        )
+    if skip(stream, int(offsets[0]) - header_bytes) < offsets[0] - header_bytes:
+        raise _LostError("it is cut off in its header")
+    return offsets
+
+
+def _check_end(stream: BinaryIO, raw_bytes: int) -> None:
+    if stream.read(1):
+        raise _LostError(f"it goes on behind the {raw_bytes} bytes that the index says")
+
+
+def _read_sample(stream: BinaryIO, size_bytes: int) -> bytes | BadSampleError:
+    if size_bytes > MAX_SAMPLE_BYTES:
+        skip(stream, size_bytes)
+        return BadSampleError(f"it has {size_bytes} bytes; expected at most {MAX_SAMPLE_BYTES}")
+    content = read_up_to(stream, size_bytes)
+    if len(content) < size_bytes:
+        raise _LostError("it is cut off")
+    return content
+
+
+def _open(reader: FileReader, path: str, compression: str | None) -> BinaryIO:
+    stream = reader.open(path)  # which decompresses .gz and .zst
+    if compression == "zstd" and not path.endswith(".zst"):
+        return decompressed(stream, "zstd")
+    if compression == "gz" and not path.endswith(".gz"):
+        return decompressed(stream, "gzip")
+    return stream

@@ -1,0 +1,1 @@
+"""Sources of single records: TFRecord, and LMDB with Caffe's messages."""

@@ -1,0 +1,248 @@
+"""LMDB databases on a local disk: Caffe's (each value a Datum), and plain keys and values.
+
+Datums give `image` and `label`, or `data` (a tensor) and `label` where they hold floats or no 1 or 3 channels;
+other values give `image` where all first ones are images, else `value`. Values are never unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, ClassVar, Final
+
+import lmdb
+import numpy as np
+import pyarrow as pa
+
+from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
+from datasvc.repository.store.retries import translated
+from datasvc.repository.store.storage import redact_url
+from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
+from datasvc.shards.sources.common.columns import SampleBatcher, looks_like_image
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.local_files import check_inside
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BATCH_SAMPLES, BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.common.tensors import tensor_field
+from datasvc.shards.sources.records.caffe import datum_image, datum_values, is_datum, parse_datum
+from datasvc.shards.sources.records.lmdb_file import open_lmdb, read_pairs
+
+DATA_FILE: Final = "data.mdb"
+_VALUE, _DATA = "value", "data"
+_EXTENSIONS: Final = (".lmdb", ".mdb")
+_LOCK_FILE: Final = "lock.mdb"
+_NAMED_BYTES: Final = 48  # of what the main database keeps of a named one
+_FIRST_VALUES: Final = 8
+_PART_BYTES: Final = 64 << 20
+_PART_SAMPLES: Final = 1 << 14
+
+
+@dataclass(frozen=True)
+class _Database:
+    """One database as listed.
+
+    Attributes:
+        name: of its folder or file.
+        path: of its data file.
+    """
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class LmdbDatabase(StreamedSource):
+    """One database, or a folder of some: `ilsvrc12_train_lmdb`, `ilsvrc12_val_lmdb`.
+
+    Attributes:
+        url: where it lies, on this machine.
+        schema: `key`, and `image` or `data` with `label`, or `image`, or `value`.
+        parts: ranges of keys.
+    """
+
+    kind: ClassVar[str] = "lmdb"
+
+    url: str
+    schema: pa.Schema
+    parts: list[Part]
+    classes: tuple[str, ...] = ()
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def list(cls, url: str, options: SourceOptions | None = None) -> LmdbDatabase:
+        """List the source, by one pass over its keys.
+
+        Raises:
+            NotFoundError: nothing is there, or no sample is.
+            ConfigError: it is remote, is no LMDB, has named databases or several values of a key; or its databases
+                hold different things.
+            CorruptDataError: a file is cut off or damaged.
+        """
+        options = options or SourceOptions()
+        reader = FileReader(url)
+        if not reader.is_local:
+            raise ConfigError(
+                f"cannot ingest {redact_url(url)}: LMDB maps its file into memory, which only a local disk allows; "
+                "copy the database to this machine first"
+            )
+        databases = _find(reader.root)
+        splits = {each.name: (options.split or split_of(each.name)).lower() for each in databases}
+        in_split = Counter(splits.values())
+        schema: pa.Schema | None = None
+        parts: list[Part] = []
+        for each in databases:
+            found, listed = _list_parts(each, splits[each.name], prefixed=in_split[splits[each.name]] > 1)
+            if schema is not None and found is not None and not found.equals(schema, check_metadata=True):
+                raise ConfigError(
+                    f"cannot ingest {redact_url(url)}: {each.name} has the columns {found.names}, other databases "
+                    f"{schema.names}, or they differ in type; ingest them as data sets of their own"
+                )
+            schema = found if schema is None else schema
+            parts += listed
+        if schema is None:
+            raise NotFoundError(f"cannot ingest {redact_url(url)}: the database is empty")
+        return cls(url, schema, parts)
+
+    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield the samples of a range of keys; see `StreamedSource.read`."""
+        batcher = SampleBatcher(self.schema, part.split)
+        start, left, is_read = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
+        while left:
+            try:
+                pairs = read_pairs(part.where["path"], start, min(left, BATCH_SAMPLES), skip_first=is_read)
+                problem = "the database has fewer keys than when it was listed"
+            except CorruptDataError as error:
+                pairs, problem = [], str(error)
+            if not pairs:
+                yield from batcher.flush()
+                yield BadSample(part.split, part.name, f"{left} samples cannot be read: {problem}")
+                return
+            for key, value in pairs:
+                yield from self._add(batcher, part, key, value)
+            start, left, is_read = pairs[-1][0], left - len(pairs), True
+        yield from batcher.flush()
+
+    def _add(
+        self, batcher: SampleBatcher, part: Part, key: bytes, value: bytes
+    ) -> Iterator[pa.RecordBatch | BadSample]:
+        name = part.where["prefix"] + key.hex()
+        try:
+            if not part.where["hex_keys"]:
+                name = part.where["prefix"] + key.decode()
+            sample = self._sample(value)
+        except UnicodeDecodeError:
+            yield BadSample(part.split, name, "its key is not UTF-8 (shown in hexadecimal), though the first one is")
+        except BadSampleError as error:
+            yield BadSample(part.split, name, str(error))
+        else:
+            yield from batcher.add({KEY: name, **sample})
+
+    def _sample(self, value: bytes) -> dict[str, Any]:
+        if LABEL not in self.schema.names:
+            return {self.schema.names[1]: value}
+        datum = parse_datum(value)
+        if IMAGE in self.schema.names:
+            return {IMAGE: datum_image(datum), LABEL: datum.label}
+        expected = self.schema.field(_DATA)
+        values = datum_values(datum)
+        if not tensor_field(_DATA, values.dtype, datum.shape).equals(expected, check_metadata=True):
+            raise BadSampleError(f"it is {values.dtype}{list(datum.shape)}; expected {expected.type} as the first")
+        return {_DATA: values if values.size > 1 else values.item(), LABEL: datum.label}
+
+
+def _find(root: str) -> list[_Database]:
+    with translated("open", root):
+        if os.path.isfile(os.path.join(root, DATA_FILE)):
+            return [_Database(os.path.basename(root), os.path.join(root, DATA_FILE))]
+        if not os.path.isdir(root):
+            os.stat(root)
+            return [_Database(os.path.basename(root), root)]
+        with os.scandir(root) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        databases = []
+        for entry in found:
+            inner = os.path.join(entry.path, DATA_FILE)
+            if entry.is_dir() and os.path.isfile(inner):
+                databases.append(_Database(entry.name, inner))
+            elif entry.is_file() and entry.name.endswith(_EXTENSIONS) and entry.name != _LOCK_FILE:
+                databases.append(_Database(entry.name, entry.path))
+    if not databases:
+        raise NotFoundError(f"no LMDB is in {root}: looked for {DATA_FILE}, here and one folder below")
+    check_inside(root, [each.path for each in databases])
+    return databases
+
+
+def _list_parts(database: _Database, split: str, *, prefixed: bool) -> tuple[pa.Schema | None, list[Part]]:
+    """Return what a database holds (None: nothing) and its parts, by one pass over its keys."""
+    with open_lmdb(database.path) as env, env.begin(buffers=True) as txn:
+        if env.open_db(None, txn=txn).flags(txn)["dupsort"]:  # type: ignore[call-arg]  # its stub forgets it
+            raise ConfigError(f"{database.path} has several values of one key (DUPSORT); write them under own keys")
+        statistics = env.stat()
+        num_samples = int(statistics["entries"])
+        if not num_samples:
+            return None, []
+        pages = sum(statistics[name] for name in ("branch_pages", "leaf_pages", "overflow_pages"))
+        sample_bytes = -(-pages * statistics["psize"] // num_samples)
+        per_part = max(1, min(_PART_SAMPLES, _PART_BYTES // sample_bytes))
+        starts = _scan(env, txn, per_part, num_samples, database.path)
+        first = [(bytes(key), bytes(value)) for key, value in islice(txn.cursor(), _FIRST_VALUES)]
+        stamp = f"{os.stat(database.path).st_mtime_ns}-{env.info()['last_txnid']}"
+    prefix = f"{database.name}/" if prefixed else ""
+    where = {"path": database.path, "prefix": prefix, "hex_keys": not _is_text(first[0][0])}
+    parts = []
+    for number, start in enumerate(starts):
+        count = min(per_part, num_samples - number * per_part)
+        name = f"{database.name}#{number}"
+        parts.append(Part(split, name, count * sample_bytes, count, stamp, {**where, "start": start.hex()}))
+    return _schema_of([value for _, value in first]), parts
+
+
+def _scan(env: lmdb.Environment, txn: lmdb.Transaction, per_part: int, num_samples: int, path: str) -> list[bytes]:
+    """Return every `per_part`-th key. Values are not touched, only their sizes."""
+    starts, count = [], 0
+    for key, value in txn.cursor():
+        if len(value) == _NAMED_BYTES and _is_named(env, txn, bytes(key)):
+            raise ConfigError(
+                f"{path} holds named databases, such as {bytes(key)!r}; datasvc reads the unnamed one only: "
+                "copy it into a database of its own"
+            )
+        if count % per_part == 0:
+            starts.append(bytes(key))
+        count += 1
+    if count != num_samples:
+        raise CorruptDataError(f"{path} says it has {num_samples} keys and has {count}; restore another copy")
+    return starts
+
+
+def _is_named(env: lmdb.Environment, txn: lmdb.Transaction, key: bytes) -> bool:
+    try:
+        env.open_db(key, txn=txn, create=False)
+    except lmdb.Error:
+        return False
+    return True
+
+
+def _schema_of(values: list[bytes]) -> pa.Schema:
+    key = pa.field(KEY, pa.string(), nullable=False)
+    if all(map(is_datum, values)):
+        datum = parse_datum(values[0])
+        label = pa.field(LABEL, pa.int32(), nullable=False)
+        if datum.is_image:
+            return pa.schema([key, image_field(IMAGE), label])
+        dtype = np.float32 if len(datum.floats) else np.uint8
+        return pa.schema([key, tensor_field(_DATA, dtype, datum.shape), label])
+    if all(map(looks_like_image, values)):
+        return pa.schema([key, image_field(IMAGE)])
+    return pa.schema([key, pa.field(_VALUE, pa.large_binary(), nullable=False)])
+
+
+def _is_text(key: bytes) -> bool:
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

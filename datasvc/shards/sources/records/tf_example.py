@@ -1,0 +1,215 @@
+"""TensorFlow's `Example` without TensorFlow: a message of named features, and the columns that they become.
+
+As in example.proto: Example {Features features = 1}, Features {map<string, Feature> feature = 1}, Feature
+{BytesList = 1 | FloatList = 2 | Int64List = 3}, each list {repeated value = 1}, packed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from datasvc.errors import BadSampleError, ConfigError
+from datasvc.shards.sources.common.columns import ColumnMap
+from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_fields, read_packed_varints, to_signed
+
+FeatureKind = Literal["bytes", "float", "int64"]
+_KINDS: Final[dict[int, FeatureKind]] = {1: "bytes", 2: "float", 3: "int64"}
+# As the scripts name them that everybody's ImageNet went through.
+_USUAL_NAMES: Final = {"image/encoded": "image", "image/class/label": "label"}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of one example.
+
+    Attributes:
+        kind: of its values.
+        values: a list of bytes, `float32[n]` or `int64[n]`.
+    """
+
+    kind: FeatureKind
+    values: Sequence[bytes] | npt.NDArray[Any]
+
+
+class SequenceExampleError(BadSampleError):
+    """The message is a SequenceExample, which has no columns."""
+
+
+def parse_example(message: bytes | memoryview) -> dict[str, Feature]:
+    """Return the features of an Example that have a kind, by name.
+
+    Raises:
+        SequenceExampleError: it has feature lists.
+        BadSampleError: it is no Example.
+    """
+    features: dict[str, Feature] = {}
+    for number, value in _messages(message, "Example"):
+        if number == 2:
+            raise SequenceExampleError(
+                "it is a SequenceExample; write its steps as Examples, or as lists of an Example"
+            )
+        if number != 1:
+            raise BadSampleError(f"no Example: it has a field {number}")
+        for _, entry in _messages(value, "Features"):
+            parts = dict(_messages(entry, "feature"))
+            feature = _parse_feature(parts.get(2, memoryview(b"")))
+            if feature is not None:
+                features[_name(parts.get(1, memoryview(b"")))] = feature
+    return features
+
+
+@dataclass(frozen=True)
+class FeatureColumn:
+    """What a feature becomes.
+
+    Attributes:
+        column: name in the source's schema; None: it is the key.
+        kind: of its values.
+        is_list: several values a sample.
+        is_text: UTF-8 instead of bytes.
+    """
+
+    column: str | None
+    kind: FeatureKind
+    is_list: bool
+    is_text: bool
+
+    def value(self, name: str, feature: Feature | None) -> Any:
+        """Return the column's value for one sample; None without feature.
+
+        Raises:
+            BadSampleError: the feature differs from what it was in the first samples.
+        """
+        if feature is None:
+            return None
+        if feature.kind != self.kind:
+            raise BadSampleError(f"feature {name!r} holds {feature.kind}; the first samples have {self.kind}")
+        values: Any = [_text(name, value) for value in feature.values] if self.is_text else feature.values
+        if self.is_list:
+            return values
+        if len(values) > 1:
+            raise BadSampleError(f"feature {name!r} has {len(values)} values; the first samples have one")
+        return values[0] if len(values) else None
+
+
+def choose_columns(
+    examples: Sequence[Mapping[str, Feature]], key: str | None
+) -> tuple[dict[str, FeatureColumn], pa.Schema]:
+    """Return what each feature becomes, and the source's schema, from its first samples.
+
+    A feature that has several values somewhere is a list; bytes that are UTF-8 everywhere are text.
+
+    Args:
+        examples: the first samples, at least one.
+        key: feature that holds the keys, None: one called `key`, else keys are made.
+
+    Raises:
+        ConfigError: a feature is of two kinds, two would have one name, or `key` is none or no text or integer.
+    """
+    names = list(dict.fromkeys(name for example in examples for name in example))
+    shapes = {name: _shape(name, [example[name] for example in examples if name in example]) for name in names}
+    renamed = {name: _usual_name(name, names) for name in names}
+    arrays = {
+        renamed[name]: pa.array([shape.value(name, each.get(name)) for each in examples], _type(shape))
+        for name, shape in shapes.items()
+    }
+    first = pa.table(arrays)
+    columns = ColumnMap(first.schema, first, key=renamed.get(key, key) if key is not None else None)
+    finals = iter(columns.schema.names[1:])  # in the order of the raw ones, without the key
+    targets = {name: None if renamed[name] == columns.key else next(finals) for name in names}
+    chosen = {
+        name: FeatureColumn(targets[name], shape.kind, shape.is_list, shape.is_text) for name, shape in shapes.items()
+    }
+    return chosen, columns.schema
+
+
+def _shape(name: str, features: Sequence[Feature]) -> FeatureColumn:
+    kinds = sorted({feature.kind for feature in features})
+    if len(kinds) > 1:
+        raise ConfigError(f"feature {name!r} holds {kinds[0]} in some samples and {kinds[1]} in others")
+    values = [value for feature in features for value in feature.values] if kinds[0] == "bytes" else []
+    is_list = any(len(feature.values) > 1 for feature in features)
+    return FeatureColumn(name, kinds[0], is_list, bool(values) and all(map(_is_text, values)))
+
+
+def _type(shape: FeatureColumn) -> pa.DataType:
+    types = {"float": pa.float32(), "int64": pa.int64(), "bytes": pa.string() if shape.is_text else pa.large_binary()}
+    return pa.list_(types[shape.kind]) if shape.is_list else types[shape.kind]
+
+
+def _usual_name(name: str, names: Sequence[str]) -> str:
+    usual = _USUAL_NAMES.get(name, name)
+    return name if usual in names else usual
+
+
+def _is_text(value: bytes) -> bool:
+    """Return whether this is UTF-8, and not zeros, which are too."""
+    try:
+        return "\0" not in value.decode()
+    except UnicodeDecodeError:
+        return False
+
+
+def _text(name: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise BadSampleError(f"feature {name!r} is not UTF-8, as it is in the first samples: {error}") from error
+
+
+def _messages(message: bytes | memoryview, what: str) -> Iterator[tuple[int, memoryview]]:
+    """Yield the fields of a message that has none but messages and strings."""
+    for number, _, value in read_fields(message):
+        if not isinstance(value, memoryview):
+            raise BadSampleError(f"no {what}: field {number} is a number")
+        yield number, value
+
+
+def _name(raw: memoryview) -> str:
+    try:
+        return bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        raise BadSampleError(f"the name of a feature is not UTF-8: {bytes(raw)!r}") from error
+
+
+def _parse_feature(message: memoryview) -> Feature | None:
+    feature = None
+    for number, value in _messages(message, "Feature"):
+        if number not in _KINDS:
+            raise BadSampleError(f"no Feature: it has a field {number}")
+        feature = Feature(_KINDS[number], _PARSERS[_KINDS[number]](value))  # as in any oneof, the last one counts
+    return feature
+
+
+def _parse_bytes(message: memoryview) -> list[bytes]:
+    return [bytes(value) for _, value in _messages(message, "BytesList")]
+
+
+def _parse_floats(message: memoryview) -> npt.NDArray[np.float32]:
+    pieces = []
+    for number, wire_type, value in read_fields(message):
+        if number != 1 or wire_type not in (FIXED32, BYTES) or isinstance(value, int) or len(value) % 4:
+            raise BadSampleError(f"no FloatList: field {number} of wire type {wire_type}")
+        pieces.append(value)
+    return np.frombuffer(b"".join(pieces), "<f4")
+
+
+def _parse_ints(message: memoryview) -> npt.NDArray[np.int64]:
+    pieces: list[npt.NDArray[np.int64]] = []
+    for number, wire_type, value in read_fields(message):
+        if number == 1 and wire_type == VARINT and isinstance(value, int):
+            pieces.append(np.array([to_signed(value)], np.int64))
+        elif number == 1 and wire_type == BYTES and isinstance(value, memoryview):
+            pieces.append(read_packed_varints(value))
+        else:
+            raise BadSampleError(f"no Int64List: field {number} of wire type {wire_type}")
+    return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+
+_PARSERS: Final[dict[FeatureKind, Any]] = {"bytes": _parse_bytes, "float": _parse_floats, "int64": _parse_ints}

@@ -1,0 +1,1 @@
+"""Sources of tables: Parquet, Arrow, CSV, JSON lines, Hugging Face `datasets`."""

@@ -1,0 +1,199 @@
+"""CSV and TSV files with a header line. Types come from the first block of the first file and hold for all.
+
+Values are read as bytes and converted here: a reader that converts gives up a whole file for one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+from datasvc.shards.sources.common.column_types import check_unique
+from datasvc.shards.sources.common.columns import ColumnMap
+from datasvc.shards.sources.common.files import FileReader, SourceFile
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BadSample, Part
+from datasvc.shards.sources.common.tables import (
+    UNREADABLE,
+    RawBatch,
+    TableSource,
+    all_empty,
+    is_compressed,
+    list_tables,
+    look_at,
+    numbered_keys,
+    reason_of,
+    table_split,
+)
+from datasvc.shards.sources.tabular.csv_rows import (
+    BLOCKS_BYTES,
+    CsvRows,
+    Skipped,
+    header_of,
+    is_too_long,
+    open_csv,
+    read_rows,
+)
+from datasvc.shards.sources.tabular.csv_values import parse_column
+
+EXTENSIONS: Final = frozenset({".csv", ".tsv"})
+_HEADER_BYTES: Final = 1 << 18
+
+
+@dataclass(frozen=True)
+class CsvFiles(TableSource):
+    """Listed CSV files. A sample's key is `FILE#ROW` where no column holds keys; row 0 follows the header.
+
+    Attributes:
+        raw: names and types of the values.
+    """
+
+    kind: ClassVar[str] = "csv"
+
+    raw: pa.Schema
+
+    @classmethod
+    def list(cls, url: str, options: SourceOptions | None = None, *, texts: Sequence[str] = ()) -> CsvFiles:
+        """List the source: the header of every file and the first block of the first are read.
+
+        Args:
+            url: where it lies.
+            options: what the user says of it.
+            texts: columns that hold text even where all of it looks like numbers.
+
+        Raises:
+            NotFoundError: nothing is there, or no samples are.
+            ConfigError: files have different columns, or a file is not UTF-8; and as `ColumnMap`.
+            UnavailableError: the store does not answer.
+        """
+        options = options or SourceOptions()
+        files, ignored = list_tables(url, EXTENSIONS, compressed=True)
+        reader = FileReader(url)
+        headers = look_at(reader, files, lambda file: _read_header(reader, file))
+        filled = [(file, header) for file, header in zip(files, headers, strict=True) if header]
+        _check_headers(filled)
+        # As numbers, keys would lose the zeros that they may begin with.
+        raw = _infer(reader, [file for file, _ in filled], [*texts, options.key or "key"])
+        if raw is None:
+            raise all_empty(url, files)
+        columns = ColumnMap(raw, key=options.key)
+        parts = [_part(file, header, table_split(file, options)) for file, header in filled]
+        return cls(url, columns.schema, (), parts, columns, ignored, raw)
+
+    def read_raw(self, part: Part) -> Iterator[RawBatch | BadSample]:
+        """Yield the samples of one part with raw columns."""
+        reader, where, row = FileReader(self.url), part.where, 0
+        try:
+            for rows in read_rows(lambda: reader.open(where["path"]), where["header"], where["delimiter"]):
+                yield from self._parse(part, rows)
+                row = rows.stop
+        except UNREADABLE as error:
+            reason = f"the file cannot be read from line {row + 2} on: {reason_of(error)}"
+            yield BadSample(part.split, f"{where['name']}#{row}", reason)
+
+    def _parse(self, part: Part, rows: CsvRows) -> Iterator[RawBatch | BadSample]:
+        name, reasons = part.where["name"], dict(rows.bad)
+        batch = rows.batch.rename_columns(_column_names(part.where["header"]))
+        columns = []
+        for field in self.raw:
+            column, misfits = parse_column(batch.column(field.name), field.type)
+            columns.append(column)
+            for index, reason in misfits:
+                reasons.setdefault(int(rows.numbers[index]), f"column {field.name!r}: {reason}")
+        for number in sorted(reasons):
+            # As editors and spreadsheets count: the header is line 1.
+            yield BadSample(part.split, f"{name}#{number}", f"line {number + 2}: {reasons[number]}")
+        batch = pa.RecordBatch.from_arrays(columns, schema=self.raw)
+        good = ~np.isin(rows.numbers, list(reasons))
+        if good.all():
+            yield RawBatch(batch, numbered_keys(name, rows.numbers))
+        elif good.any():
+            yield RawBatch(batch.filter(pa.array(good)), numbered_keys(name, rows.numbers[good]))
+
+
+def _part(file: SourceFile, header: Sequence[str], split: str) -> Part:
+    where = {"path": file.path, "name": file.name, "delimiter": _delimiter(file), "header": [*header]}
+    return Part(split, file.name, file.size_bytes, stamp=file.stamp, where=where)
+
+
+def _delimiter(file: SourceFile) -> str:
+    return "\t" if file.extension == ".tsv" else ","
+
+
+def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
+    stop = None if is_compressed(file) else min(file.size_bytes, _HEADER_BYTES)
+    try:
+        with reader.open(file.path, stop=stop) as stream:
+            header = header_of(stream.read(_HEADER_BYTES), _delimiter(file))
+    except ConfigError as error:
+        raise ConfigError(f"{file.name} {error}") from error
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"{file.name} is no readable CSV file: {reason_of(error)}; mend it, or leave it out of the source"
+        ) from error
+    if header is not None:
+        check_unique(_column_names(header), file.name)
+    return header
+
+
+def _column_names(header: Sequence[str]) -> list[str]:
+    """Return names for all columns: pandas writes its index without one."""
+    return [name or f"column_{number}" for number, name in enumerate(header)]
+
+
+def _check_headers(filled: Sequence[tuple[SourceFile, Sequence[str]]]) -> None:
+    for file, header in filled[1:]:
+        first, expected = filled[0]
+        lacking = sorted(set(expected) - set(header))
+        extra = sorted(set(header) - set(expected))
+        if lacking or extra:
+            raise ConfigError(
+                f"{file.name} has other columns than {first.name}: it lacks {lacking} and has {extra} beside; give "
+                "all files the same header, or ingest them apart"
+            )
+
+
+def _infer(reader: FileReader, files: Sequence[SourceFile], texts: Sequence[str]) -> pa.Schema | None:
+    """Return the columns as the first file with a row has them; None where none has."""
+    for file in files:
+        try:
+            found = _first_block(reader, file)
+        except UNREADABLE as error:
+            raise ConfigError(f"cannot read {file.name}: {reason_of(error)}") from error
+        if found is not None:
+            names = _column_names(found.names)
+            return pa.schema(
+                (name, pa.string() if name in texts else _value_type(field.type))
+                for name, field in zip(names, found, strict=True)
+            )
+    return None
+
+
+def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
+    for block_bytes in BLOCKS_BYTES:
+        skipped: Skipped = []
+        try:
+            with reader.open(file.path) as stream:
+                opened = open_csv(stream, _delimiter(file), block_bytes=block_bytes, skipped=skipped)
+                if opened is None:
+                    return None
+                if next((batch.num_rows for batch in opened), 0):
+                    return opened.schema
+        except pa.ArrowInvalid as error:
+            if not is_too_long(error) or block_bytes == BLOCKS_BYTES[-1]:
+                raise
+        else:
+            break
+    if skipped:
+        raise ConfigError(f"no line at the start of {file.name} has the columns of its header: {skipped[0][1]}")
+    return None
+
+
+def _value_type(found: pa.DataType) -> pa.DataType:
+    # Bytes are text in another encoding: the lines that hold it are reported.
+    return pa.string() if pa.types.is_null(found) or pa.types.is_binary(found) else found

@@ -1,0 +1,86 @@
+"""What Hugging Face `datasets` says of columns, in the metadata of a schema or in `dataset_info.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+from datasvc.shards.format.schema import LABEL
+
+_METADATA: Final = b"huggingface"
+_LABELS: Final = (LABEL, "labels")
+
+
+def features_of(schema: pa.Schema) -> Mapping[str, Any]:
+    """Return the features by column that a schema's metadata names; none where it says nothing that parses."""
+    try:
+        described = json.loads((schema.metadata or {}).get(_METADATA, b"{}"))
+    except ValueError:
+        return {}
+    return features_in(described.get("info")) if isinstance(described, dict) else {}
+
+
+def features_of_files(schemas: Iterable[tuple[str, pa.Schema]]) -> Mapping[str, Any]:
+    """Return the features that several files name, each with its raw schema.
+
+    Raises:
+        ConfigError: two files number their classes differently.
+    """
+    first, found = "", None
+    for name, schema in schemas:
+        features = features_of(schema)
+        if features and found is None:
+            first, found = name, features
+        elif features and found is not None and _classes(features) != _classes(found):
+            raise ConfigError(
+                f"{name} has other class names than {first}: {_classes(features)} and {_classes(found)}; "
+                "their labels would mean different things: ingest them apart"
+            )
+    return found or {}
+
+
+def features_in(info: Any) -> Mapping[str, Any]:
+    """Return the features by column of a parsed `dataset_info.json`."""
+    features = info.get("features") if isinstance(info, dict) else None
+    return features if isinstance(features, dict) else {}
+
+
+def image_columns(features: Mapping[str, Any], schema: pa.Schema) -> list[str]:
+    """Return the columns of `schema` that hold images."""
+    return [name for name in schema.names if _kind(features.get(name)) == "Image"]
+
+
+def label_column(features: Mapping[str, Any], schema: pa.Schema) -> tuple[str | None, tuple[str, ...]]:
+    """Return the column that holds the class, and the names of the classes.
+
+    Of several columns of classes it is the one called `label` or `labels`, else the first; the others stay
+    integers under their own names.
+    """
+    names = [name for name in schema.names if _kind(features.get(name)) == "ClassLabel"]
+    names = [name for name in names if pa.types.is_integer(schema.field(name).type)]
+    if not names or (LABEL in schema.names and LABEL not in names):
+        return None, ()
+    chosen = next((name for name in _LABELS if name in names), names[0])
+    return chosen, _class_names(features[chosen].get("names"))
+
+
+def _classes(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {
+        name: _class_names(feature.get("names"))
+        for name, feature in features.items()
+        if _kind(feature) == "ClassLabel"
+    }
+
+
+def _kind(feature: Any) -> str | None:
+    return feature.get("_type") if isinstance(feature, dict) else None
+
+
+def _class_names(names: Any) -> tuple[str, ...]:
+    if isinstance(names, dict):  # as the cards of data sets write them: {"0": "cat"}
+        names = [names[number] for number in sorted(names, key=int)]
+    return tuple(map(str, names)) if isinstance(names, list) else ()

@@ -1,0 +1,1 @@
+"""Sources in tars: WebDataset, and the tar reader itself."""

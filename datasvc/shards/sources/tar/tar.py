@@ -1,0 +1,218 @@
+"""Tars as streams: one member at a time, in bounded memory, and never an end that is not said to be one.
+
+A reader of our own, because the standard library's ends without an error where a header is broken or the tar is cut
+off at a header: the samples behind it would be lost in silence. Links and devices are never followed, whatever their
+target.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final, TypeVar, cast
+
+import zstandard
+
+from datasvc.errors import CorruptDataError
+from datasvc.repository.store.retries import translated
+from datasvc.shards.sources.common.files import FileReader, decompressed
+from datasvc.shards.sources.tar import tar_header
+from datasvc.shards.sources.tar.tar_header import BLOCK_BYTES, padded
+
+LARGEST_MEMBER_BYTES: Final = 1 << 30
+
+_T = TypeVar("_T")
+_ZEROS: Final = bytes(BLOCK_BYTES)
+_PIECE_BYTES: Final = 16 << 20
+_WORTH_A_SEEK_BYTES: Final = 1 << 16
+_LARGEST_EXTENSION_BYTES: Final = 1 << 20  # of a pax header or a long name
+_DECOMPRESSION_ERRORS: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+_GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """A member of a tar that is no folder.
+
+    Attributes:
+        name: as stored; bytes that are not UTF-8 are shown escaped.
+        offset: of its content in the tar, decompressed.
+        size_bytes: of its content.
+        problem: why it must not be used: it is no regular file, or its name climbs, is absolute or not UTF-8.
+    """
+
+    name: str
+    offset: int
+    size_bytes: int
+    problem: str | None = None
+
+
+class TarReader:
+    """Iterates over the members of a tar, once.
+
+    Args:
+        stream: at the tar's start. Where it can seek, large contents that nobody reads are not read.
+        location: of the tar, for messages.
+
+    Raises:
+        CorruptDataError: by iterating and `read`: the tar is truncated, no tar, or broken; says where. Nothing can be
+            read behind that place.
+        UnavailableError: likewise: the store failed.
+    """
+
+    def __init__(self, stream: BinaryIO, location: str) -> None:
+        self._stream = stream
+        self._location = location
+        self._position = 0
+        self._next_header = 0
+        self._defaults: dict[bytes, bytes] = {}
+
+    def __iter__(self) -> Iterator[TarMember]:
+        while (member := self._next_member()) is not None:
+            yield member
+
+    def read(self, member: TarMember) -> bytes:
+        """Return the content of the member that the iteration gave last; once. Raises as the class says."""
+        assert self._position == member.offset
+        return self._read_exactly(member.size_bytes)
+
+    def _next_member(self) -> TarMember | None:
+        pax, long_name = dict(self._defaults), None
+        while (header := self._read_header()) is not None:
+            kind = tar_header.kind_of(header)
+            size_bytes = self._parsed(tar_header.size_of, header)
+            if kind in tar_header.PAX:
+                pax.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
+            elif kind == tar_header.PAX_GLOBAL:
+                self._defaults.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
+                pax = {**self._defaults, **pax}
+            elif kind == tar_header.LONG_NAME:
+                long_name = tar_header.terminated(self._read_extension(size_bytes))
+            elif kind == tar_header.LONG_LINK:
+                self._read_extension(size_bytes)
+            else:
+                if pax.get(b"size"):
+                    size_bytes = self._parsed(tar_header.pax_size, pax[b"size"])
+                name = pax.get(b"path") or long_name or tar_header.short_name(header)
+                member = self._member(header, name, size_bytes, pax)
+                if member is not None:
+                    return member
+                pax, long_name = dict(self._defaults), None
+        return None
+
+    def _member(self, header: bytes, name: bytes, size_bytes: int, pax: dict[bytes, bytes]) -> TarMember | None:
+        """Return the member, or None for a folder; the position is at its content afterwards."""
+        kind = tar_header.kind_of(header)
+        if kind == tar_header.FOLDER or (kind in tar_header.FILE and name.endswith(b"/")):
+            return None
+        if kind == tar_header.SPARSE:
+            self._pass_sparse_map(header)
+        if kind in tar_header.WITHOUT_CONTENT:
+            size_bytes = 0
+        self._next_header = self._position + padded(size_bytes)
+        problem = tar_header.problem_of_kind(kind, pax) or tar_header.problem_of_name(name)
+        return TarMember(name.decode(errors="backslashreplace"), self._position, size_bytes, problem)
+
+    def _read_header(self) -> bytes | None:
+        """Return the next header block; None where the tar ends as it should."""
+        self._pass_to(self._next_header)
+        start = self._position
+        header = self._take(BLOCK_BYTES)
+        self._next_header = self._position
+        if header == _ZEROS:
+            self._check_end()
+            return None
+        if not header:
+            raise self._broken(start, "ends without its end mark: it is truncated" if start else "is empty")
+        if start == 0 and not tar_header.has_right_checksum(header):
+            raise self._broken(start, f"is no tar: it starts with {header[:16]!r}")
+        if len(header) < BLOCK_BYTES:
+            raise self._broken(start, "ends within a header: it is truncated")
+        if not tar_header.has_right_checksum(header):
+            raise self._broken(start, f"has a header with a wrong checksum; it starts with {header[:16]!r}")
+        return header
+
+    def _check_end(self) -> None:
+        """Read on to the end: a compressed stream is checked only there, and behind the end mark nothing may be."""
+        while piece := self._take(_PIECE_BYTES):
+            if piece.count(0) < len(piece):
+                raise self._broken(
+                    self._position - len(piece.lstrip(b"\0")),
+                    "goes on behind its end mark, where no reader looks; concatenated tars must be split again",
+                )
+
+    def _pass_to(self, offset: int) -> None:
+        if offset - self._position > _WORTH_A_SEEK_BYTES and self._stream.seekable():
+            # Seeking behind the end succeeds; the header that is missing there says so.
+            self._guarded(self._stream.seek, offset - self._position, io.SEEK_CUR)
+            self._position = offset
+        while self._position < offset:
+            if not self._take(min(offset - self._position, _PIECE_BYTES)):
+                raise self._broken(self._position, "ends within a member: it is truncated")
+
+    def _pass_sparse_map(self, header: bytes) -> None:
+        goes_on = header[482]
+        while goes_on:
+            goes_on = self._read_exactly(BLOCK_BYTES)[504]
+
+    def _read_extension(self, length: int) -> bytes:
+        if length > _LARGEST_EXTENSION_BYTES:
+            raise self._broken(self._position, f"has a header that claims {length} bytes")
+        self._next_header = self._position + padded(length)
+        return self._read_exactly(length)
+
+    def _read_exactly(self, length: int) -> bytes:
+        start, pieces, left = self._position, [], length
+        while left:
+            # A claimed size allocates nothing: only what is there is held.
+            piece = self._take(min(left, _PIECE_BYTES))
+            if not piece:
+                raise self._broken(start, f"ends within a member of {length} bytes: it is truncated")
+            pieces.append(piece)
+            left -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _take(self, length: int) -> bytes:
+        piece = self._guarded(self._stream.read, length)
+        self._position += len(piece)
+        return piece
+
+    def _guarded(self, call: Callable[..., _T], *arguments: int) -> _T:
+        try:
+            return call(*arguments)
+        except _DECOMPRESSION_ERRORS as error:
+            raise self._broken(self._position, f"cannot be decompressed: {error}") from error
+        except OSError:
+            with translated("read", self._location):
+                raise
+
+    def _parsed(self, parse: Callable[[bytes], _T], content: bytes) -> _T:
+        try:
+            return parse(content)
+        except ValueError as error:
+            raise self._broken(self._position, f"has a broken header: {error}") from error
+
+    def _broken(self, offset: int, what: str) -> CorruptDataError:
+        return CorruptDataError(f"the tar {self._location} {what} (at byte {offset})")
+
+
+def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
+    """Return the tar at `path`, or within its bytes `start` to `stop`, as a stream to close after use.
+
+    It is decompressed where its first bytes say that it is compressed, as "x.tgz" and misnamed tars are.
+
+    Raises:
+        NotFoundError, UnavailableError: see `FileReader.open`.
+    """
+    stream = reader.open(path, start=start, stop=stop)
+    with translated("read", reader.location(path)):
+        try:
+            first = cast("Any", stream).peek(4)[:4]
+        except _DECOMPRESSION_ERRORS:
+            return stream  # reading it will say so
+    if first.startswith(_GZIP_MAGIC):
+        return decompressed(stream, "gzip")
+    return decompressed(stream, "zstd") if first == _ZSTD_MAGIC else stream

@@ -1,0 +1,241 @@
+"""WebDataset: tars in which consecutive files with one key are one sample.
+
+A file's key is its path up to the first dot of its base name, its field is what follows, lower-cased: "a/b.seg.png"
+is the field "seg.png" of the sample "a/b". Names without a dot or starting with one, and WebDataset's own `__meta__`
+files, are passed over. Fields become columns by their extensions, see `webdataset_fields`.
+
+The key is kept as it is, or is what the field "key.txt" says, where there is one: `datasvc export` writes it for keys
+that no such path can say. WebDataset lets keys repeat from tar to tar; a data set does not, so that the ingest
+reports the second one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import pyarrow as pa
+
+from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError
+from datasvc.repository.store.storage import redact_url
+from datasvc.shards.format.schema import KEY
+from datasvc.shards.sources.common.columns import SampleBatcher
+from datasvc.shards.sources.common.files import FileReader, list_files
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.tar.tar import LARGEST_MEMBER_BYTES, TarMember, TarReader, open_tar
+from datasvc.shards.sources.tar.webdataset_fields import KEY_FIELD, choose_columns, field_value
+
+_TAR_EXTENSIONS: Final = frozenset({".tar", ".tgz"})
+_FIRST_SAMPLES, _FIRST_BYTES, _FIRST_PARTS = 1000, 32 << 20, 16
+_META: Final = re.compile(r"__[^/]*__(/|$)")
+
+
+@dataclass(frozen=True)
+class WebDataset(StreamedSource):
+    """Listed tars, each of which is a part.
+
+    Attributes:
+        url: a tar, a folder of tars, a `*` pattern or brace notation.
+        parts: by name.
+        schema: columns of the samples.
+        columns: column of each field.
+        classes: empty: WebDataset does not name its classes.
+        ignored: how many files of each other extension were left out.
+    """
+
+    kind: ClassVar[str] = "webdataset"
+
+    url: str
+    parts: list[Part]
+    schema: pa.Schema
+    columns: dict[str, str]
+    classes: tuple[str, ...] = ()
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def list(cls, url: str, options: SourceOptions | None = None) -> WebDataset:
+        """List the tars and read the first samples of each split, which decide the columns.
+
+        Raises:
+            NotFoundError: nothing is there, no tar is, or no tar of a split holds a sample.
+            ConfigError: see `list_files`.
+            CorruptDataError: the only tar that could have shown samples cannot be read.
+            UnavailableError: the store does not answer.
+        """
+        options = options or SourceOptions()
+        files = list_files(url)
+        tars = [file for file in files if file.extension in _TAR_EXTENSIONS]
+        if not tars:
+            raise NotFoundError(
+                f"cannot ingest {redact_url(url)}: no tar is in it ({len(files)} other files); looked for .tar, "
+                ".tar.gz, .tgz and .tar.zst"
+            )
+        ignored = Counter(file.extension or "(none)" for file in files if file.extension not in _TAR_EXTENSIONS)
+        parts = [
+            Part(
+                options.split or split_of(file.name),
+                file.name,
+                file.size_bytes,
+                stamp=file.stamp,
+                where={"path": file.path},
+            )
+            for file in tars
+        ]
+        reader = FileReader(url)
+        first = [
+            fields
+            for split in dict.fromkeys(part.split for part in parts)
+            for fields in _first_fields(reader, [part for part in parts if part.split == split])
+        ]
+        columns, schema = choose_columns(first)
+        return cls(url, parts, schema, columns, (), ignored)
+
+    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield the samples of one tar; see `StreamedSource.read`."""
+        reader = FileReader(self.url)
+        batcher = SampleBatcher(self.schema, part.split)
+        with open_tar(reader, part.where["path"]) as stream:
+            groups = group_by_key(TarReader(stream, reader.location(part.where["path"])))
+            try:
+                for group in groups:
+                    try:
+                        sample = self._sample(group)
+                    except BadSampleError as error:
+                        yield BadSample(part.split, group.key, str(error))
+                    else:
+                        yield from batcher.add(sample)
+            except CorruptDataError as error:
+                yield from batcher.flush()
+                yield BadSample(part.split, part.name, str(error))
+                return
+        yield from batcher.flush()
+
+    def _sample(self, group: Group) -> dict[str, Any]:
+        """Return the group's columns. Raises BadSampleError."""
+        if group.problem is not None:
+            raise BadSampleError(group.problem)
+        sample: dict[str, Any] = {KEY: group.key}
+        for name, content in group.contents.items():
+            if name == KEY_FIELD:
+                sample[KEY] = field_value(name, content)
+                continue
+            column = self.columns.get(name)
+            if column is None:
+                raise BadSampleError(
+                    f"its field {name!r} is in none of the first samples, which decided the columns; put a sample "
+                    "that has it into the first tar, or ingest the tars that have it as another data set"
+                )
+            if column in sample:
+                raise BadSampleError(f"two of its fields {sorted(group.contents)} would be the column {column!r}")
+            sample[column] = field_value(name, content)
+        for column in self.schema:
+            if not column.nullable and column.name not in sample:
+                raise BadSampleError(f"it has no {column.name}; its fields are {sorted(group.contents)}")
+        return sample
+
+
+@dataclass
+class Group:
+    """The files of one sample.
+
+    Attributes:
+        key: the sample's.
+        contents: of each field, in the tar's order.
+        size_bytes: of all contents.
+        problem: why it is no sample; the contents are not complete then.
+    """
+
+    key: str
+    contents: dict[str, bytes] = field(default_factory=dict)
+    size_bytes: int = 0
+    problem: str | None = None
+
+
+def group_by_key(tar: TarReader, *, with_contents: bool = True) -> Iterator[Group]:
+    """Yield the samples of a tar, one at a time.
+
+    Args:
+        tar: to read.
+        with_contents: False: fields have no bytes, and nothing is read where the stream can seek.
+
+    Raises:
+        CorruptDataError: see `TarReader`; the message names the sample that may be incomplete, which is not yielded.
+    """
+    group: Group | None = None
+    try:
+        for member in tar:
+            parsed = split_name(member.name)
+            if parsed is None:
+                continue
+            key, name = parsed
+            if group is None or key != group.key:
+                if group is not None:
+                    yield group
+                group = Group(key)
+            group.problem = group.problem or _problem(group, member, name)
+            group.size_bytes += member.size_bytes
+            if group.problem is None:
+                group.contents[name] = tar.read(member) if with_contents else b""
+            else:
+                group.contents.clear()
+    except CorruptDataError as error:
+        lost = f"; sample {group.key!r} may be incomplete and is left out" if group is not None else ""
+        raise CorruptDataError(f"{error}{lost}") from error
+    if group is not None:
+        yield group
+
+
+def split_name(path: str) -> tuple[str, str] | None:
+    """Return key and field of a file, None where WebDataset passes it over."""
+    folder, slash, base = path.rpartition("/")
+    stem, dot, extension = base.partition(".")
+    if not stem or not dot or _META.match(path):
+        return None
+    return f"{folder}{slash}{stem}", extension.lower()
+
+
+def _problem(group: Group, member: TarMember, name: str) -> str | None:
+    """Return why `member` must not become the field `name` of the group; None: it may."""
+    if member.problem is not None:
+        return f"{member.name} {member.problem}"
+    if not name:
+        return f"{member.name} has no extension"
+    if name in group.contents:
+        return f"its field {name!r} is there twice"
+    if group.size_bytes + member.size_bytes > LARGEST_MEMBER_BYTES:
+        return f"{member.name} makes it larger than {LARGEST_MEMBER_BYTES} bytes"
+    return None
+
+
+def _first_fields(reader: FileReader, parts: Sequence[Part]) -> list[list[str]]:
+    """Return the fields of some first samples of a split's parts. Raises NotFoundError, CorruptDataError."""
+    samples: list[list[str]] = []
+    size_bytes, broken = 0, None
+    for number, part in enumerate(parts):
+        if len(samples) >= _FIRST_SAMPLES or size_bytes >= _FIRST_BYTES or (samples and number >= _FIRST_PARTS):
+            break
+        with open_tar(reader, part.where["path"]) as stream:
+            try:
+                for group in group_by_key(
+                    TarReader(stream, reader.location(part.where["path"])), with_contents=False
+                ):
+                    if group.problem is None:
+                        samples.append(list(group.contents))
+                    size_bytes += group.size_bytes
+                    if len(samples) >= _FIRST_SAMPLES or (samples and size_bytes >= _FIRST_BYTES):
+                        break
+            except CorruptDataError as error:
+                broken = broken or error  # `read` reports it; here the next tar may show samples
+    if not samples and broken is not None:
+        raise broken
+    if not samples:
+        raise NotFoundError(
+            f"no sample is in {parts[0].name} ({len(parts)} tars); expected files with a key and an extension, "
+            "such as 0001.jpg and 0001.cls"
+        )
+    return samples

@@ -1,0 +1,92 @@
+"""Which columns the fields of WebDataset samples become, by the last extension of a field.
+
+- Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field with nothing but an image's
+  extension; several such fields are one column where no sample has two of them (0.jpg here, 1.png there). Without
+  one it is the only image at all. Other image fields ("seg.png") are columns of their own names.
+- "cls" is an integer, the field of just that name the column `label`.
+- "txt", "text" and "json" are text. JSON is kept as it is written, not parsed: its structure may differ from sample
+  to sample, a column's type may not.
+- Everything else is bytes.
+
+A field called like one of these columns or like `key` gets the prefix "source_"; "key.txt" is the key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import pyarrow as pa
+
+from datasvc.errors import BadSampleError
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
+from datasvc.shards.images.header import EXTENSIONS
+
+KEY_FIELD: Final = "key.txt"
+_IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)
+_INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
+_DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")
+_SOURCE_PREFIX: Final = "source_"
+_OFTEN: Final = 10  # every tenth sample
+
+
+def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], pa.Schema]:
+    """Return the column of each field, and the schema.
+
+    Args:
+        samples: the fields of each of some first samples. Every field but an image may be absent later, and an image
+            that is absent in one of these; the column `image` only where one in ten lacks it: a lone sample
+            without its image is a bad one.
+    """
+    count = Counter(name for fields in samples for name in fields if name != KEY_FIELD)
+    images = _main_images(samples, [name for name in count if _last(name) in _IMAGES])
+    taken = {KEY, *((IMAGE, WIDTH, HEIGHT) if images else ()), *((LABEL,) if _INTEGER in count else ())}
+    columns = {name: f"{_SOURCE_PREFIX}{name}" if name in taken else name for name in count}
+    columns |= dict.fromkeys(images, IMAGE) | ({_INTEGER: LABEL} if _INTEGER in count else {})
+    fields = {KEY: pa.field(KEY, pa.string(), nullable=False)}
+    for name, column in columns.items():
+        num_without = len(samples) - (sum(count[image] for image in images) if column == IMAGE else count[name])
+        nullable = num_without * _OFTEN >= len(samples) if column == IMAGE else num_without > 0
+        fields[column] = _field(name, column, nullable=nullable)
+    return columns, pa.schema(list(fields.values()))
+
+
+def field_value(name: str, content: bytes) -> bytes | str | int:
+    """Return the content of the field `name` as its column holds it. Raises BadSampleError."""
+    last = _last(name)
+    if last == _INTEGER:
+        digits = _DIGITS.fullmatch(content)
+        if digits is None:
+            raise BadSampleError(f"its field {name!r} is no integer: {content[:40]!r}")
+        return int(digits[1])
+    if last in _TEXTS:
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise BadSampleError(f"its field {name!r} is not UTF-8: {error}") from error
+    return content
+
+
+def _main_images(samples: Sequence[Collection[str]], images: Sequence[str]) -> Sequence[str]:
+    """Return the fields that are the column `image`."""
+    plain = [name for name in images if "." not in name]
+    if not plain:
+        return images if len(images) == 1 else []
+    if len(plain) == 1 or all(sum(name in plain for name in fields) <= 1 for fields in samples):
+        return sorted(_IMAGES)
+    return []
+
+
+def _field(name: str, column: str, *, nullable: bool) -> pa.Field:
+    last = _last(name)
+    if last in _IMAGES:
+        return image_field(column, nullable=nullable)
+    if last == _INTEGER:
+        return pa.field(column, pa.int32() if column == LABEL else pa.int64())
+    return pa.field(column, pa.string() if last in _TEXTS else pa.large_binary())
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,1 @@
+"""Text as a source: documents become packed blocks of tokens."""

@@ -1,0 +1,171 @@
+"""Documents of text files: a `.txt` is one, a `.jsonl` has one a line.
+
+A piece is a file or a range of one. A line belongs to the piece in which its first byte lies, so that pieces that
+meet have each line once.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import zstandard
+
+from datasvc.errors import BadSampleError, ConfigError
+from datasvc.repository.store.retries import translated
+from datasvc.shards.sources.common.files import COMPRESSIONS, FileReader, SourceFile
+from datasvc.shards.sources.common.length_framing import read_up_to
+from datasvc.shards.sources.common.line_blocks import LINE_BYTES, read_line_blocks
+
+TEXT, LINES = ".txt", (".jsonl", ".ndjson")
+# A tokenizer takes a document at once, and some hundred bytes a token for it.
+MAX_DOCUMENT_BYTES: Final = LINE_BYTES
+_Failure = (EOFError, gzip.BadGzipFile, zstandard.ZstdError)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file, or the lines of it that start in a range.
+
+    Attributes:
+        name: of the file below the source's root.
+        path: on the source's file system.
+        start: offset of its first byte.
+        stop: offset behind its last; None: the end of the file.
+    """
+
+    name: str
+    path: str
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text.
+
+    Attributes:
+        name: FILE, or FILE@OFFSET of its line.
+        text: of it.
+    """
+
+    name: str
+    text: str
+
+
+def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list[Piece], int, str]]:
+    """Cut and group files into parts of about `part_bytes`: pieces, bytes and stamp of each.
+
+    Files of lines that are not compressed are cut; others are too short, or cannot be.
+    """
+    groups: list[list[Piece]] = []
+    sizes: list[int] = []
+    stamps: list[list[str]] = []
+    for file in files:
+        can_cut = file.extension in LINES and os.path.splitext(file.name)[1].lower() not in COMPRESSIONS
+        step = part_bytes if can_cut else max(file.size_bytes, 1)
+        for start in range(0, max(file.size_bytes, 1), step):
+            stop = min(start + step, file.size_bytes)
+            if not groups or sizes[-1] + stop - start > part_bytes:
+                groups.append([])
+                sizes.append(0)
+                stamps.append([])
+            groups[-1].append(Piece(file.name, file.path, start, stop if stop < file.size_bytes else None))
+            sizes[-1] += stop - start
+            stamps[-1].append(f"{file.size_bytes} {file.stamp}")
+    return list(zip(groups, sizes, map("\n".join, stamps), strict=True))
+
+
+def check_column(reader: FileReader, piece: Piece, column: str) -> None:
+    """Raise ConfigError where the first line of a piece has other columns than `column`; other faults are later's."""
+    with translated("read", reader.location(piece.path)):
+        _, line = next(_read_lines(reader, piece), ("", b""))
+    try:
+        values = json.loads(line) if isinstance(line, bytes) else None
+    except (ValueError, RecursionError):
+        return
+    if isinstance(values, dict) and column not in values:
+        raise ConfigError(f"{piece.name} has no column {column!r} to take texts from; found {sorted(values)}")
+
+
+def read_documents(reader: FileReader, piece: Piece, column: str) -> Iterator[Document | tuple[str, BadSampleError]]:
+    """Yield the documents of a piece in order, and name and fault of what is none.
+
+    Args:
+        reader: of the source.
+        piece: to be read.
+        column: of JSON lines that holds the text.
+
+    Raises:
+        NotFoundError, UnavailableError: see `storage.translated`.
+    """
+    is_text = os.path.splitext(piece.name.lower().removesuffix(".gz").removesuffix(".zst"))[1] == TEXT
+    with translated("read", reader.location(piece.path)):
+        if is_text:
+            yield _read_text(reader, piece)
+            return
+        for name, line in _read_lines(reader, piece):
+            try:
+                if isinstance(line, BadSampleError):
+                    raise line
+                yield Document(name, _text_of(line, column))
+            except BadSampleError as error:
+                yield name, error
+
+
+def _read_text(reader: FileReader, piece: Piece) -> Document | tuple[str, BadSampleError]:
+    try:
+        with reader.open(piece.path) as stream:
+            content = read_up_to(stream, MAX_DOCUMENT_BYTES + 1)
+        if len(content) > MAX_DOCUMENT_BYTES:
+            return piece.name, _too_large()
+        return Document(piece.name, content.decode())
+    except _Failure as error:
+        return piece.name, BadSampleError(f"does not decompress: {error}")
+    except UnicodeDecodeError as error:
+        return piece.name, BadSampleError(f"is not UTF-8: {error}")
+
+
+def _read_lines(reader: FileReader, piece: Piece) -> Iterator[tuple[str, bytes | BadSampleError]]:
+    """Yield name and content of the lines that start in a piece; blank ones are left out."""
+    offset = piece.start
+    with reader.open(piece.path, start=max(piece.start - 1, 0)) as stream:
+        try:
+            for block in read_line_blocks(stream, start=piece.start, stop=piece.stop):
+                offset = block.offset
+                if block.content is None:
+                    yield f"{piece.name}@{offset}", _too_large()
+                    continue
+                for line in block.content.split(b"\n"):
+                    if line.strip():
+                        yield f"{piece.name}@{offset}", line
+                    offset += len(line) + 1
+        except _Failure as error:
+            yield f"{piece.name}@{offset}", BadSampleError(f"the rest of the file does not decompress: {error}")
+
+
+def _text_of(line: bytes, column: str) -> str:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadSampleError(f"is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise BadSampleError(f"is a JSON {type(values).__name__}; expected an object with {column!r}")
+    text = values.get(column)
+    if not isinstance(text, str):
+        raise BadSampleError(f"has no text in {column!r}: it has {sorted(values)[:10]}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadSampleError(f"is no Unicode text: {error}") from error
+    return text
+
+
+def _too_large() -> BadSampleError:
+    return BadSampleError(
+        f"is one document of over {MAX_DOCUMENT_BYTES >> 20} MiB; cut it into documents, one a line of JSON lines"
+    )

@@ -1,0 +1,245 @@
+"""Text to packed token blocks, by a Hugging Face `tokenizer.json`.
+
+Documents are encoded whole, without truncation, padding or the special tokens of its template, each followed by the
+token that ends a text where the tokenizer has one, and packed (see `blocks`). Parts are packed on their own: each
+but wastes the rest of its last block. The digest of `tokenizer.json` is part of the schema, so that a model's data
+says what its tokens mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.extras import how_to_install
+from datasvc.repository.objects.objects import Digest, digest_of
+from datasvc.repository.store.storage import redact_url, resolve_url
+from datasvc.shards.format.schema import KEY
+from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.text.documents import (
+    LINES,
+    TEXT,
+    Document,
+    Piece,
+    check_column,
+    plan_pieces,
+    read_documents,
+)
+from datasvc.shards.sources.text.token_blocks import BlockPacker, Blocks
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER: Final = b"datasvc.tokenizer"
+TOKENS, LENGTH, DOCUMENT_STARTS = "tokens", "length", "document_starts"
+_ENDS_OF_TEXT: Final = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
+_PART_BYTES: Final = 64 << 20
+_BATCH_TEXT: Final = 1 << 20
+_BATCH_DOCUMENTS: Final = 256
+# At worst a document starts with every token; what a key takes beside the part's name, and the length.
+_START_BYTES: Final = 4
+_KEY_BYTES: Final = 40
+_MAX_BLOCK_TOKENS: Final = 1 << 24
+
+
+@dataclass(frozen=True)
+class TokenFiles(StreamedSource):
+    """Text files as token blocks.
+
+    Attributes:
+        url: where they lie.
+        schema: `key` (PART#BLOCK), `tokens`, `length` and `document_starts`.
+        parts: groups of files, or ranges of lines.
+        tokenizer_url: of `tokenizer.json`.
+        tokenizer_digest: of its content.
+        block_tokens: tokens of a block.
+        text: column of JSON lines that holds the text.
+    """
+
+    kind: ClassVar[str] = "tokens"
+
+    url: str
+    schema: pa.Schema
+    parts: list[Part]
+    tokenizer_url: str
+    tokenizer_digest: Digest
+    block_tokens: int
+    text: str
+    classes: tuple[str, ...] = ()
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def list(cls, url: str, options: SourceOptions | None = None) -> TokenFiles:
+        """List the source.
+
+        Raises:
+            NotFoundError: nothing is there, no text is, or no tokenizer.
+            ConfigError: no tokenizer is named, it is none, or `block_tokens` is out of range; or the first line of
+                JSON has no such column.
+            UnavailableError: the store does not answer.
+        """
+        options = options or SourceOptions()
+        if options.tokenizer is None:
+            raise ConfigError("text becomes tokens by a tokenizer: name a Hugging Face tokenizer.json")
+        if not 2 <= options.block_tokens <= _MAX_BLOCK_TOKENS:
+            raise ConfigError(f"block_tokens is {options.block_tokens}; expected 2 to {_MAX_BLOCK_TOKENS}")
+        content = _read_url(options.tokenizer)
+        digest = digest_of(content)
+        listed = list_files(url)
+        files = [file for file in listed if file.extension in (TEXT, *LINES)]
+        if not sum(file.size_bytes for file in files):
+            raise NotFoundError(f"cannot ingest {redact_url(url)}: no text in its {len(listed)} files (.txt, .jsonl)")
+        first_lines = next((file for file in files if file.extension in LINES), None)
+        if first_lines is not None:
+            check_column(FileReader(url), Piece(first_lines.name, first_lines.path), options.text)
+        ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
+        splits: dict[str, list[SourceFile]] = {}
+        for file in files:
+            splits.setdefault((options.split or split_of(file.name)).lower(), []).append(file)
+        parts = [_part(split, *group) for split, each in splits.items() for group in plan_pieces(each, _PART_BYTES)]
+        schema = _schema(load_tokenizer(content, redact_url(options.tokenizer)), digest, options.block_tokens)
+        return cls(url, schema, parts, options.tokenizer, digest, options.block_tokens, options.text, ignored=ignored)
+
+    def fingerprint(self) -> Digest:
+        """Return a digest of the listing, the tokenizer and what is read."""
+        parts = [asdict(part) for part in self.parts]
+        return self._digest([self.tokenizer_digest, self.block_tokens, self.text, parts])
+
+    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield the blocks of a part; see `StreamedSource.read`. A `BadSample` is a document that is left out."""
+        reader = FileReader(self.url)
+        tokenizer = _tokenizer(self.tokenizer_url, self.tokenizer_digest)
+        end = end_of_text(tokenizer)
+        token_type = self.schema.field(TOKENS).type.value_type
+        packer = BlockPacker(self.block_tokens, token_type.to_pandas_dtype(), end or 0)
+        block_bytes = self.block_tokens * (token_type.bit_width // 8 + _START_BYTES) + len(part.name) + _KEY_BYTES
+        step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // block_bytes))
+        number = 0
+        for found in self._encoded(tokenizer, end, reader, part):
+            if isinstance(found, BadSample):
+                yield found
+                continue
+            packer.add(found)
+            while packer.num_full >= step:
+                yield self._batch(part, number, packer.take(step))
+                number += step
+        while packer.num_full:
+            step = min(step, packer.num_full)
+            yield self._batch(part, number, packer.take(step))
+            number += step
+        last = packer.finish()
+        if last is not None:
+            yield self._batch(part, number, last)
+
+    def _encoded(
+        self, tokenizer: Tokenizer, end: int | None, reader: FileReader, part: Part
+    ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
+        """Yield the tokens of each document, with the one that ends it."""
+        documents: list[Document] = []
+        size = 0
+        for piece in part.where["pieces"]:
+            for found in read_documents(reader, Piece(**piece), self.text):
+                if isinstance(found, tuple):
+                    yield BadSample(part.split, found[0], str(found[1]))
+                    continue
+                documents.append(found)
+                size += len(found.text)
+                if size >= _BATCH_TEXT or len(documents) >= _BATCH_DOCUMENTS:
+                    yield from _encode(tokenizer, end, documents, part.split)
+                    documents, size = [], 0
+        yield from _encode(tokenizer, end, documents, part.split)
+
+    def _batch(self, part: Part, number: int, blocks: Blocks) -> pa.RecordBatch:
+        keys = [f"{part.name}#{number + index}" for index in range(len(blocks.lengths))]
+        columns = [
+            pa.array(keys, pa.string()),
+            pa.FixedSizeListArray.from_arrays(pa.array(blocks.tokens.reshape(-1)), self.block_tokens),
+            pa.array(blocks.lengths),
+            pa.ListArray.from_arrays(pa.array(blocks.start_offsets), pa.array(blocks.starts)),
+        ]
+        return pa.RecordBatch.from_arrays(
+            [column.cast(wanted.type) for column, wanted in zip(columns, self.schema, strict=True)],
+            schema=self.schema,
+        )
+
+
+def load_tokenizer(content: bytes, location: str) -> Tokenizer:
+    """Return the tokenizer that a `tokenizer.json` describes, without its truncation and padding.
+
+    Raises:
+        ConfigError: it describes none, or the package `tokenizers` is missing.
+    """
+    # Workers are the parallelism; its threads beside them, after a fork, are a deadlock.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"text becomes tokens by the package tokenizers, which is missing ({error}): {how_to_install('text')}"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # it raises nothing narrower
+        raise ConfigError(f"{location} is no Hugging Face tokenizer.json: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends a text, of the usual names among the tokens that were added; None without."""
+    added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+    return next((added[name] for name in _ENDS_OF_TEXT if name in added), None)
+
+
+def _part(split: str, pieces: list[Piece], size_bytes: int, stamp: str) -> Part:
+    first = pieces[0]
+    name = f"{first.name}@{first.start}" if first.start else first.name
+    return Part(split, name, size_bytes, None, stamp, {"pieces": [asdict(piece) for piece in pieces]})
+
+
+def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    token = pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
+    fields = [
+        pa.field(KEY, pa.string(), nullable=False),
+        pa.field(TOKENS, pa.list_(token, block_tokens), nullable=False),
+        pa.field(LENGTH, pa.int32(), nullable=False),
+        pa.field(DOCUMENT_STARTS, pa.list_(pa.int32()), nullable=False),
+    ]
+    return pa.schema(fields, metadata={TOKENIZER: digest.encode()})
+
+
+def _encode(
+    tokenizer: Tokenizer, end: int | None, documents: list[Document], split: str
+) -> Iterator[np.ndarray[Any, Any] | BadSample]:
+    tail = np.array([] if end is None else [end], np.uint32)
+    encodings = tokenizer.encode_batch_fast([document.text for document in documents], add_special_tokens=False)
+    for document, encoding in zip(documents, encodings, strict=True):
+        if encoding.ids:
+            yield np.concatenate([np.array(encoding.ids, np.uint32), tail])
+        else:
+            yield BadSample(split, document.name, "is empty: it has no tokens")
+
+
+def _read_url(url: str) -> bytes:
+    return FileReader(url).read(resolve_url(url)[1])
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(url: str, digest: Digest) -> Tokenizer:
+    content = _read_url(url)
+    if digest_of(content) != digest:
+        raise ConfigError(f"{redact_url(url)} has changed since the source was listed; list it again")
+    return load_tokenizer(content, redact_url(url))

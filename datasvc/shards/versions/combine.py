@@ -1,0 +1,307 @@
+"""Splits put together: append and merge. Shards are shared, never copied, unless their labels must change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import pyarrow as pa
+
+from datasvc.errors import ConfigError, ConflictError
+from datasvc.repository import Digest, ObjectInfo, Objects
+from datasvc.shards.format.digests import blob_views, digest_batch
+from datasvc.shards.format.reader import Shard, open_shard
+from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob
+from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.writer import ShardWriter
+from datasvc.shards.sources.text.tokens import TOKENIZER
+from datasvc.shards.versions.deletions import Deletions, Flags, delete_samples, load_deletions, only_samples
+from datasvc.shards.versions.key_join import CommonKeys, find_common_keys, first_keys
+from datasvc.shards.versions.labels import check_unnamed, combine_classes, map_labels, plan_labels
+
+OnCommon = Literal["fail", "drop", "keep", "replace"]
+"""What becomes of a key that both sides have.
+
+- fail: nothing is put together.
+- drop: equal samples are taken once; unequal ones fail.
+- keep: the sample that was there first stays.
+- replace: the new sample takes its place.
+"""
+
+_REQUIRED = (KEY, IMAGE, LABEL)
+
+
+def append_splits(
+    objects: Objects,
+    head: Mapping[str, ShardTable],
+    new: Mapping[str, ShardTable],
+    *,
+    on_common: OnCommon = "fail",
+) -> dict[str, ShardTable]:
+    """Return the splits of `head` with those of `new` appended; splits of one side only are taken as they are.
+
+    A class name gets one index in all splits of the result, where those of `head` agree on it.
+
+    Raises:
+        ConfigError: one side has labels, and a split that only the other has is without, or the reverse; or as
+            `append_table`.
+        ConflictError, CorruptDataError, NotFoundError, UnavailableError: as `append_table`.
+    """
+    _check_labelled(head, new)
+    classes = _shared_classes(head.values())
+    if classes is not None:
+        classes = combine_classes(classes, [table.classes for table in new.values()])
+    result = dict(head)
+    for split, table in new.items():
+        if split in head:
+            result[split] = append_table(objects, head[split], table, classes=classes, on_common=on_common)
+        elif classes and table.classes:
+            labels = plan_labels(table.classes, classes)
+            result[split] = replace(relabel_shards(objects, table, labels), classes=tuple(classes))
+        else:
+            result[split] = table
+    return result
+
+
+def _check_labelled(head: Mapping[str, ShardTable], new: Mapping[str, ShardTable]) -> None:
+    """Raise ConfigError where a split of `new` alone differs from `head` in whether it has labels."""
+    is_labelled = any(LABEL in table.sample_schema.names for table in head.values())
+    for split, table in new.items():
+        # Splits that both have are compared column by column: see `combine_schemas`.
+        if split in head or not head or (LABEL in table.sample_schema.names) == is_labelled:
+            continue
+        if is_labelled:
+            raise ConfigError(
+                f"the new split {split!r} has no column {LABEL!r}, and the data set has labels: give its samples "
+                "labels, for instance by folders named as the classes, or ingest it as a data set of its own"
+            )
+        raise ConfigError(
+            f"the new split {split!r} has a column {LABEL!r}, and the data set has no labels: ingest it as a data "
+            "set of its own, or all of it again with labels"
+        )
+
+
+def keep_splits(
+    objects: Objects,
+    head: Mapping[str, ShardTable],
+    new: Mapping[str, ShardTable],
+    *,
+    on_common: OnCommon = "fail",
+) -> dict[str, ShardTable]:
+    """Return `new` without keys that `head` has in another split: a key stays in the split where it is.
+
+    `on_common` says what becomes of such a key, as of one that both have in the same split; with "replace" the new
+    sample moves to the split that has the key. Raises as `append_table`.
+    """
+    result = dict(new)
+    for split, other in ((split, other) for split in new for other in head if other != split):
+        common = find_common_keys(objects, head[other], result[split])
+        if not len(common):
+            continue
+        _check_common(common, on_common, f" (in {other!r} of the data set, in {split!r} of what is added)")
+        rows = common.b.by_shard()
+        if on_common == "replace":
+            moved = only_samples(objects, result[split], rows)
+            # Where the source has the key in both splits, the sample that is in its right split already stays.
+            own = result.get(other)
+            result[other] = moved if own is None else append_table(objects, own, moved, on_common="keep")
+        result[split] = delete_samples(objects, result[split], rows)
+    return {split: table for split, table in result.items() if table.num_samples or split in head}
+
+
+def append_table(
+    objects: Objects,
+    head: ShardTable,
+    new: ShardTable,
+    *,
+    classes: Sequence[str] | None = None,
+    on_common: OnCommon = "fail",
+) -> ShardTable:
+    """Return one split of the samples of `head` and then those of `new`; nothing is stored but what is new in it.
+
+    Args:
+        objects: of the repository that has both.
+        head: columns of one side only are null for samples of the other.
+        new: its labels become indexes into the class names of the result.
+        classes: names of the result, which start with those of `head`; None: `combine_classes` of both.
+        on_common: what becomes of keys that both have.
+
+    Raises:
+        ConfigError: a column has two types; `new` lacks one that `head` must have; labels without names do not fit.
+        ConflictError: both have a key, and `on_common` does not settle it; names up to ten.
+        CorruptDataError, NotFoundError, UnavailableError: a shard or its index cannot be read.
+    """
+    if on_common not in get_args(OnCommon):
+        raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(get_args(OnCommon))}")
+    schema = combine_schemas(head.sample_schema, new.sample_schema)
+    names = combine_classes(head.classes, [new.classes]) if classes is None else tuple(classes)
+    if not (head.classes or new.classes):
+        names = ()  # the names of other splits are not those of labels that have none
+    assert names[: len(head.classes)] == head.classes, (names, head.classes)
+    for table, what in ((head, "the data set"), (new, "what is added")):
+        if not table.classes:
+            check_unnamed(table.label_counts, names, what)
+    if new.classes:
+        new = relabel_shards(objects, new, plan_labels(new.classes, names))
+    head, new = _settle(objects, head, new, on_common)
+    joined = replace(head, sample_schema=schema, classes=names)
+    return _concatenate(objects, joined, new)
+
+
+def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
+    """Return the columns of both, those of `head` first; a column that one side lacks becomes nullable.
+
+    Raises:
+        ConfigError: a column has two types, or `new` lacks `key`, `image` or `label`, which `head` has, or has labels
+            where `head` has none; or their tokens were made by different tokenizers.
+    """
+    tokenizers = [(schema.metadata or {}).get(TOKENIZER) for schema in (head, new)]
+    if None not in tokenizers and tokenizers[0] != tokenizers[1]:
+        raise ConfigError(
+            f"the data set's tokens were made by the tokenizer {_short(tokenizers[0])}, what is added by "
+            f"{_short(tokenizers[1])}; ingest it with the same --tokenizer"
+        )
+    missing = [name for name in _REQUIRED if name in head.names and name not in new.names]
+    if missing:
+        raise ConfigError(f"what is added has no column {missing[0]!r}, which every sample of the data set has")
+    if LABEL in new.names and LABEL not in head.names and len(head.names):
+        raise ConfigError(
+            f"what is added has a column {LABEL!r}, and the data set has no labels: ingest it as a data set of its "
+            "own, or all of it again with labels"
+        )
+    fields = []
+    for name in (*head.names, *(name for name in new.names if name not in head.names)):
+        sides = [schema.field(name) for schema in (head, new) if name in schema.names]
+        if len(sides) == 2 and not sides[0].type.equals(sides[1].type):
+            raise ConfigError(
+                f"column {name!r} is {sides[0].type} in the data set and {sides[1].type} in what is added; give it "
+                f"the type {sides[0].type}"
+            )
+        nullable = len(sides) == 1 or any(side.nullable for side in sides)
+        fields.append(sides[0].with_nullable(nullable))
+    return pa.schema(fields, metadata=head.metadata)
+
+
+def _short(digest: bytes | None) -> str:
+    return f"{(digest or b'').decode()[:12]}..."
+
+
+def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int]) -> ShardTable:
+    """Return the split with every label mapped to another; shards that hold no such label are shared.
+
+    Args:
+        objects: where the new shards and their indexes are stored.
+        table: its class names are not changed here.
+        labels: where each label goes; {}: all stay.
+
+    Raises:
+        ConfigError: a sample has a label without a place.
+        CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read.
+    """
+    if not labels or LABEL not in table.sample_schema.names:
+        return table
+    written = [_relabel_shard(objects, table, number, labels) for number in range(table.num_shards)]
+    counts: Counter[int] = Counter()
+    for label, count in table.label_counts.items():
+        counts[labels.get(label, label)] += count
+    relabelled = table.with_column("digest", [bytes.fromhex(info.digest) for info, _ in written])
+    relabelled = relabelled.with_column("bytes", [info.size_bytes for info, _ in written])
+    relabelled = relabelled.with_column("index", [bytes.fromhex(index) if index else None for _, index in written])
+    return replace(relabelled, label_counts=dict(sorted(counts.items())))
+
+
+def _relabel_shard(
+    objects: Objects, table: ShardTable, number: int, labels: Mapping[int, int]
+) -> tuple[ObjectInfo, Digest | None]:
+    info = table.shard(number)
+    shard = open_shard(objects, info)
+    if LABEL not in shard.schema.names:
+        return info, table.index(number)
+    batches = [_relabel_batch(batch, labels) for batch in shard.batches]
+    if all(one.column(LABEL).equals(other.column(LABEL)) for one, other in zip(batches, shard.batches, strict=True)):
+        return info, table.index(number)
+    return _write_shard(objects, shard, batches)
+
+
+def _relabel_batch(batch: pa.RecordBatch, labels: Mapping[int, int]) -> pa.RecordBatch:
+    number = batch.schema.get_field_index(LABEL)
+    return batch.set_column(number, batch.schema.field(LABEL), map_labels(batch.column(LABEL), labels))
+
+
+def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
+    """Store a shard of the same record batches with other labels, and its index."""
+    blobs = [field.name for field in shard.schema if is_blob(field.type)]
+    keys: list[str] = []
+    samples: list[bytes] = []
+    payloads: list[bytes] = []
+    with objects.writing() as sink, ShardWriter(sink, shard.schema) as writer:
+        for batch in batches:
+            views: dict[str, Any] = {name: blob_views(batch.column(name)) for name in blobs}
+            writer.append_columns(views, batch.drop_columns(blobs), as_one=True)
+            digests = digest_batch(batch)
+            keys += batch.column(KEY).to_pylist()
+            samples += digests[0]
+            payloads += digests[1]
+    index = SampleIndex.build(keys, samples, payloads, writer.layout)
+    return sink.info, objects.put(index.encode()).digest
+
+
+def _settle(
+    objects: Objects, head: ShardTable, new: ShardTable, on_common: OnCommon
+) -> tuple[ShardTable, ShardTable]:
+    """Return both sides with no key in common."""
+    common = find_common_keys(objects, head, new)
+    if not len(common):
+        return head, new
+    _check_common(common, on_common)
+    if on_common == "replace":
+        return delete_samples(objects, head, common.a.by_shard()), new
+    return head, delete_samples(objects, new, common.b.by_shard())
+
+
+def _check_common(common: CommonKeys, on_common: OnCommon, where: str = "") -> None:
+    """Raise ConflictError where `on_common` does not settle what becomes of common keys."""
+    if on_common == "fail":
+        raise ConflictError(
+            f"{len(common)} keys are on both sides{where}: {first_keys(common.keys)}; rename the samples, or say "
+            "which of two equal keys stays"
+        )
+    if on_common == "drop" and not common.equal.all():
+        unequal = common.keys.filter(pa.array(~common.equal))
+        raise ConflictError(
+            f"{len(unequal)} keys are on both sides with different samples{where}: {first_keys(unequal)}; rename the "
+            "samples, or say which of two equal keys stays"
+        )
+
+
+def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTable:
+    flags: dict[int, Flags] = {}
+    for start, table in ((0, head), (head.num_shards, new)):
+        deletions = load_deletions(objects, table)
+        flags |= {start + shard: deletions.flags(shard) for shard in deletions.shards.tolist()}
+    return replace(
+        head,
+        rows=pa.concat_tables([head.rows.replace_schema_metadata(), new.rows.replace_schema_metadata()]),
+        label_counts=_sum_counts(head, new, "label_counts", LABEL),
+        image_kinds=_sum_counts(head, new, "image_kinds", IMAGE),
+        deletions=objects.put(Deletions.build(flags).encode()).digest if flags else None,
+    )
+
+
+def _sum_counts(head: ShardTable, new: ShardTable, counts: str, column: str) -> dict[Any, int]:
+    """Add up what both sides counted; {} where one did not count: half a sum would mislead."""
+    for table in (head, new):
+        if column in table.sample_schema.names and table.num_samples and not getattr(table, counts):
+            return {}
+    total = Counter(getattr(head, counts)) + Counter(getattr(new, counts))
+    return dict(sorted(total.items()))
+
+
+def _shared_classes(tables: Any) -> tuple[str, ...] | None:
+    """Return the class names that every split's are the start of; None where they disagree."""
+    lists = [table.classes for table in tables]
+    longest: tuple[str, ...] = max(lists, key=len, default=())
+    return longest if all(longest[: len(names)] == names for names in lists) else None

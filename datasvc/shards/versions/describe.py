@@ -1,0 +1,52 @@
+"""What there is to say of a data-set version without reading a sample: the entry and the shard tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from datasvc.shards.versions.dataset import Dataset, Split
+
+
+def describe_dataset(dataset: Dataset) -> dict[str, Any]:
+    """Return the entry of a version as JSON values, with what the tables say of its splits.
+
+    Raises:
+        CorruptDataError, NotFoundError, UnavailableError: a shard table cannot be read.
+    """
+    splits = {name: describe_split(split) for name, split in dataset.items()}
+    return {**dataset.entry.content, "version": str(dataset.resolved), "splits": splits}
+
+
+def describe_split(split: Split) -> dict[str, Any]:
+    """Return statistics, columns and class histogram of a split as JSON values. Raises as `Split.table`."""
+    table = split.table
+    num_stored = int(table.stored_per_shard.sum())
+    return {
+        "samples": len(split),
+        "deleted": num_stored - len(split),
+        "shards": table.num_shards,
+        "bytes": table.size_bytes,
+        "bytes_per_sample": round(table.size_bytes / num_stored) if num_stored else 0,
+        "max_sample_bytes": table.largest("max_sample_bytes"),
+        "max_width": table.largest("max_width"),
+        "max_height": table.largest("max_height"),
+        "image_kinds": dict(table.image_kinds),
+        "classes": list(table.classes),
+        "class_counts": count_classes(table.label_counts, table.classes),
+        "columns": {field.name: str(field.type) for field in table.sample_schema},
+        "table": split.digest,
+    }
+
+
+def count_classes(label_counts: Mapping[int, int], classes: tuple[str, ...]) -> dict[str, int]:
+    """Return the samples of each class by name, in the order of the labels; {} where nobody counted.
+
+    A class without samples counts 0; a label without a name is named by its number.
+    """
+    if not label_counts:
+        return {}
+    counts = {name: label_counts.get(label, 0) for label, name in enumerate(classes)}
+    unnamed = {str(label): count for label, count in sorted(label_counts.items()) if not 0 <= label < len(classes)}
+    # A name that looks like a number stays the class's own.
+    return counts | {label if label not in counts else f"label {label}": count for label, count in unnamed.items()}

@@ -1,0 +1,144 @@
+"""The keys of a split's live samples, and where each lies: read from the sample indexes, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.keyed_random import Integers
+from datasvc.repository import Objects
+from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch
+from datasvc.shards.format.reader import Shard, open_shard
+from datasvc.shards.format.sample_index import Digests, SampleIndex
+from datasvc.shards.format.schema import KEY, LABEL
+from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.versions.deletions import Deletions, Flags, load_deletions
+from datasvc.shards.versions.labels import map_labels
+
+
+@dataclass(frozen=True)
+class ShardKeys:
+    """The live samples of one shard.
+
+    Attributes:
+        shard: number in the table.
+        rows: `int64[n]`, where its file holds them, ascending.
+        keys: Arrow array of `n` keys.
+        read_digests: returns their sample digests, `void16[n]`; may have to read the shard.
+    """
+
+    shard: int
+    rows: Integers
+    keys: pa.Array
+    read_digests: Callable[[], Digests]
+
+
+class SplitKeys:
+    """The live samples of some shards of a split.
+
+    Args:
+        objects: of the repository.
+        table: the split.
+        shards: numbers of the shards, ascending; None: all.
+        labels: when given, digests are those that the samples would have with their labels mapped so.
+        without: by shard, live rows that do not count, ascending.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        table: ShardTable,
+        shards: Sequence[int] | Integers | None = None,
+        labels: Mapping[int, int] | None = None,
+        without: Mapping[int, Integers] | None = None,
+    ) -> None:
+        self.table = table
+        self.shards = np.arange(table.num_shards) if shards is None else np.asarray(shards, np.int64)
+        self._without = without or {}
+        self.num_samples = int(table.samples_per_shard[self.shards].sum()) - sum(map(len, self._without.values()))
+        self._objects = objects
+        self._labels = labels
+
+    def __iter__(self) -> Iterator[ShardKeys]:
+        """Yield shard after shard. Raises CorruptDataError, NotFoundError, UnavailableError."""
+        return (self.read(shard) for shard in self.shards.tolist())
+
+    def read(self, shard: int) -> ShardKeys:
+        """Return the live samples of one shard. Raises as `__iter__`."""
+        rows = self.live_rows(shard)
+        digest = self.table.index(shard)
+        if digest is None:
+            opened = open_shard(self._objects, self.table.shard(shard))
+            return ShardKeys(shard, rows, take_keys(opened.column(KEY), rows), lambda: self._digest(opened)[rows])
+        index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
+        keys = take_keys(index.table.column("key"), rows)
+        if self._labels is None:
+            return ShardKeys(shard, rows, keys, lambda: index.digests("sample")[rows])
+        return ShardKeys(
+            shard, rows, keys, lambda: self._digest(open_shard(self._objects, self.table.shard(shard)))[rows]
+        )
+
+    def live_rows(self, shard: int) -> Integers:
+        """Return the stored rows of a shard that are not deleted, and count, ascending: `int64[n]`."""
+        live = self._deletions.kept_rows(shard) if self._deleted[shard] else np.arange(self._stored[shard])
+        left_out = self._without.get(shard)
+        return live if left_out is None else np.setdiff1d(live, left_out, assume_unique=True)
+
+    def _digest(self, shard: Shard) -> Digests:
+        digests = []
+        for batch in shard.batches:
+            if self._labels is not None and LABEL in batch.schema.names:
+                number = batch.schema.get_field_index(LABEL)
+                mapped = map_labels(batch.column(LABEL), self._labels)
+                digests += digest_batch(batch.set_column(number, batch.schema.field(LABEL), mapped))[0]
+            else:
+                digests += digest_batch(batch)[0]
+        return np.frombuffer(b"".join(digests), f"V{DIGEST_BYTES}")
+
+    @cached_property
+    def _deletions(self) -> Deletions:
+        return load_deletions(self._objects, self.table)
+
+    @cached_property
+    def _deleted(self) -> Integers:
+        return self.table.deleted_per_shard
+
+    @cached_property
+    def _stored(self) -> Integers:
+        return self.table.stored_per_shard
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where samples of a split lie: shard and stored row of each, `int64[n]`."""
+
+    shards: Integers
+    rows: Integers
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, chosen: Integers | Flags) -> Places:
+        return Places(self.shards[chosen], self.rows[chosen])
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Places]) -> Places:
+        """Return the places of all parts, of which there is one at least."""
+        return cls(np.concatenate([each.shards for each in parts]), np.concatenate([each.rows for each in parts]))
+
+    def by_shard(self) -> dict[int, Integers]:
+        """Return the rows by shard, both ascending."""
+        order = np.lexsort((self.rows, self.shards))
+        shards, starts = np.unique(self.shards[order], return_index=True)
+        rows = np.split(self.rows[order], starts[1:]) if len(shards) else []
+        return dict(zip(shards.tolist(), rows, strict=True))
+
+
+def take_keys(keys: pa.Array | pa.ChunkedArray, rows: Integers) -> pa.Array:
+    """Return the keys of `rows`, which ascend and are no more than there are: all of them cost nothing."""
+    whole = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+    return whole if len(rows) == len(whole) else whole.take(pa.array(rows))

@@ -1,0 +1,229 @@
+"""What is random in an image: its window, its flip, its colours; pure functions of (seed, epoch, position).
+
+Widths and heights are columns since the ingest, so windows are drawn before anything is decoded, and a resumed run
+draws what an uninterrupted one would.
+
+Source of the random window: Szegedy et al. 2015 (area and aspect ratio drawn at random, the log of the ratio
+uniform), with ten tries and a centre fallback as in common implementations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.errors import ConfigError
+from datasvc.keyed_random import Integers, derive_keys, uniform, uniforms
+
+IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
+IMAGENET_STD: Final = (0.229, 0.224, 0.225)
+
+_AUGMENTATION, _TRANSFORMS = 32, 35  # purposes of keys; those of order and ingest are below
+_TRIES = 10
+# Streams of a position: four per try, then the flip, then the colours. Numbers stay for good: states rely on them.
+_AREA, _RATIO, _LEFT, _TOP, _STREAMS_PER_TRY = 0, 1, 2, 3, 4
+_FLIP = _TRIES * _STREAMS_PER_TRY
+_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 6)
+_SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How training windows and colours are drawn.
+
+    Attributes:
+        scale: share of the image's area, 0 < low <= high <= 1.
+        ratio: width / height of the window, 0 < low <= high.
+        flip: probability of a horizontal flip.
+        brightness: it is multiplied by something in [max(0, 1 - brightness), 1 + brightness]; 0 leaves it alone.
+        contrast: likewise.
+        saturation: likewise.
+        hue: it is turned by something in [-hue, hue], a share of the full circle, at most 0.5.
+
+    Raises:
+        ConfigError: out of range.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ConfigError(f"scale is {self.scale}; expected 0 < low <= high <= 1")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise ConfigError(f"ratio is {self.ratio}; expected 0 < low <= high")
+        if not 0 <= self.flip <= 1:
+            raise ConfigError(f"flip is {self.flip}; expected a probability")
+        for name in ("brightness", "contrast", "saturation"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")
+        if not 0 <= self.hue <= 0.5:
+            raise ConfigError(f"hue is {self.hue}; expected a share of the circle, 0 to 0.5")
+
+    @property
+    def changes_colours(self) -> bool:
+        """Whether colours are changed at all."""
+        return any((self.brightness, self.contrast, self.saturation, self.hue))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a batch, in pixels.
+
+    Attributes:
+        starts: `int32[batch, 2]`, top and left.
+        shapes: `int32[batch, 2]`, height and width.
+        flips: `int32[batch]`, 1 where the window is mirrored.
+    """
+
+    starts: npt.NDArray[np.int32]
+    shapes: npt.NDArray[np.int32]
+    flips: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class ColourFactors:
+    """How the colours of a batch change; `factors[rows]` are those of some of its images.
+
+    Attributes:
+        brightness: `float64[batch]`, 1 changes nothing.
+        contrast: likewise.
+        saturation: likewise.
+        hue: `float64[batch]`, share of the circle, 0 changes nothing.
+        sequence: `int8[batch, 4]`, in which order: 0 brightness, 1 contrast, 2 saturation, 3 hue.
+    """
+
+    brightness: npt.NDArray[np.float64]
+    contrast: npt.NDArray[np.float64]
+    saturation: npt.NDArray[np.float64]
+    hue: npt.NDArray[np.float64]
+    sequence: npt.NDArray[np.int8]
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def __getitem__(self, rows: slice) -> ColourFactors:
+        return ColourFactors(
+            self.brightness[rows], self.contrast[rows], self.saturation[rows], self.hue[rows], self.sequence[rows]
+        )
+
+
+def plan_random_windows(
+    widths: npt.NDArray[Any],
+    heights: npt.NDArray[Any],
+    positions: Integers,
+    *,
+    seed: int,
+    epoch: int,
+    config: AugmentConfig,
+) -> Windows:
+    """Draw a training window for each sample.
+
+    Args:
+        widths: pixels, `int[batch]`.
+        heights: pixels, `int[batch]`.
+        positions: of the samples in the epoch, `int64[batch]`.
+        seed: of the order.
+        epoch: of the order.
+        config: how windows are drawn.
+    """
+    key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
+    image_w, image_h = widths.astype(np.float64), heights.astype(np.float64)
+    drawn = uniforms(key, positions, _FLIP + 1)
+    draw = drawn[:_FLIP].reshape(_TRIES, _STREAMS_PER_TRY, len(positions))
+    area = image_w * image_h * _between(draw[:, _AREA], *config.scale)
+    ratio = np.exp(_between(draw[:, _RATIO], *np.log(config.ratio)))
+    width, height = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+    fits = (width >= 1) & (height >= 1) & (width <= image_w) & (height <= image_h)
+    left = np.floor(draw[:, _LEFT] * (image_w - width + 1))
+    top = np.floor(draw[:, _TOP] * (image_h - height + 1))
+    first = np.argmax(fits, axis=0)  # 0 where no try fits
+    tried = np.stack([top, left, height, width])[:, first, np.arange(len(positions))]
+    window = np.where(fits.any(axis=0), tried, _fallback(image_w, image_h, config))
+    return _windows(window, (drawn[_FLIP] < config.flip).astype(np.int32))
+
+
+def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> ColourFactors:
+    """Draw how the colours of each sample change.
+
+    The ranges and the random order of the four changes are those of torchvision's `ColorJitter`.
+
+    Args:
+        positions: of the samples in the epoch, `int64[batch]`.
+        seed: of the order.
+        epoch: of the order.
+        config: how far colours go.
+    """
+    key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
+
+    def factor(stream: int, spread: float) -> npt.NDArray[np.float64]:
+        return _between(uniform(key, positions, stream), max(0.0, 1 - spread), 1 + spread)
+
+    sequence = (uniform(key, positions, _SEQUENCE) * len(_SEQUENCES)).astype(np.int64)
+    return ColourFactors(
+        brightness=factor(_BRIGHTNESS, config.brightness),
+        contrast=factor(_CONTRAST, config.contrast),
+        saturation=factor(_SATURATION, config.saturation),
+        hue=_between(uniform(key, positions, _HUE), -config.hue, config.hue),
+        sequence=_SEQUENCES[sequence],
+    )
+
+
+def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Generator]:
+    """Return a generator of random numbers for each sample, for transforms of the user's.
+
+    Each starts anew for (seed, epoch, position) and shares no number with another: the position is part of the
+    counter of Philox (Salmon et al., SC 2011), 2**128 blocks apart.
+
+    Args:
+        seed: of the order.
+        epoch: of the order.
+        positions: of the samples in the epoch, `int64[n]`.
+    """
+    key = derive_keys(seed, epoch, _TRANSFORMS, 2)
+    counters = np.zeros((len(positions), 4), np.uint64)
+    counters[:, 2] = positions
+    return [np.random.Generator(np.random.Philox(key=key, counter=counter)) for counter in counters]
+
+
+def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int) -> Windows:
+    """Return the window that, scaled to `size`, equals: scale the shorter side to `resize`, crop the centre.
+
+    Args:
+        widths: pixels, `int[batch]`.
+        heights: pixels, `int[batch]`.
+        size: side of the output.
+        resize: shorter side before the crop, at least `size`.
+    """
+    side = np.maximum(1, np.rint(np.minimum(widths, heights).astype(np.float64) * size / resize))
+    top, left = np.rint((heights - side) / 2), np.rint((widths - side) / 2)
+    return _windows(np.stack([top, left, side, side]), np.zeros(len(widths), np.int32))
+
+
+def _fallback(
+    image_w: npt.NDArray[np.float64], image_h: npt.NDArray[np.float64], config: AugmentConfig
+) -> npt.NDArray[np.float64]:
+    """The largest centred window whose ratio is allowed: `float64[4, batch]`, top, left, height, width."""
+    ratio = np.clip(image_w / image_h, *config.ratio)
+    width = np.clip(np.rint(np.minimum(image_w, image_h * ratio)), 1, image_w)
+    height = np.clip(np.rint(np.minimum(image_h, image_w / ratio)), 1, image_h)
+    return np.stack([np.floor((image_h - height) / 2), np.floor((image_w - width) / 2), height, width])
+
+
+def _windows(window: npt.NDArray[np.float64], flips: npt.NDArray[np.int32]) -> Windows:
+    pixels = np.ascontiguousarray(window.T.astype(np.int32))
+    return Windows(np.ascontiguousarray(pixels[:, :2]), np.ascontiguousarray(pixels[:, 2:]), flips)
+
+
+def _between(draw: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.float64]:
+    return low + draw * (high - low)

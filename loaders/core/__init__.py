@@ -1,0 +1,1 @@
+"""What every loader shares: order, data ranks, sample views, mixtures, state, ledger."""

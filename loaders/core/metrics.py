@@ -1,0 +1,66 @@
+"""The numbers of loaders for Prometheus: `registry.register(LoaderCollector({"train": loader}))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from datasvc.loaders.core.loader import Loader
+from datasvc.loaders.profiling.report import Report
+from datasvc.loaders.profiling.step_times import Stage, Totals
+
+_COUNTERS: Final[tuple[tuple[str, str, Callable[[Totals], float]], ...]] = (
+    ("steps", "Batches handed over", lambda totals: totals.num_steps),
+    ("samples", "Samples handed over", lambda totals: totals.num_samples),
+    ("wait_seconds", "Waited by the consumer", lambda totals: totals.wait_s),
+    ("consumer_seconds", "Between a batch and the next call", lambda totals: totals.consumer_s),
+)
+_GAUGES: Final[tuple[tuple[str, str, Callable[[Report], float]], ...]] = (
+    ("offered", "Samples per second handed over", lambda report: report.verdict.offered),
+    ("asked", "Samples per second that the consumer would take", lambda report: report.verdict.asked or 0.0),
+    ("starved_ratio", "Share of the time that the consumer waited", lambda report: report.verdict.starved_share),
+    ("wait_p95_seconds", "Wait that 95 % of the last steps kept below", lambda report: report.wait_p95_s),
+)
+
+
+class LoaderCollector(Collector):
+    """Counters of all of a loader's steps, gauges of those since the last `restart_report`.
+
+    Labels are the given names, and the stages.
+
+    Args:
+        loaders: by the name that the label `loader` gives them.
+    """
+
+    def __init__(self, loaders: Mapping[str, Loader[Any]]) -> None:
+        self._loaders = dict(loaders)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        totals = {name: loader.stopwatch.totals(whole=True) for name, loader in self._loaders.items()}
+        reports = {name: loader.report() for name, loader in self._loaders.items()}
+        for metric, text, value in _COUNTERS:
+            counter = CounterMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader"])
+            for name, sums in totals.items():
+                counter.add_metric([name], value(sums))
+            yield counter
+        for metric, text, number in _GAUGES:
+            gauge = GaugeMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader"])
+            for name, report in reports.items():
+                gauge.add_metric([name], number(report))
+            yield gauge
+        yield _stages("blocked_seconds", "Waited by the consumer, by stage", totals, lambda sums: sums.blocked_s)
+        yield _stages("beside_seconds", "Worked by other threads, by stage", totals, lambda sums: sums.beside_s)
+
+
+def _stages(
+    metric: str, text: str, totals: Mapping[str, Totals], times: Callable[[Totals], Mapping[Stage, float]]
+) -> Metric:
+    family = CounterMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader", "stage"])
+    for name, sums in totals.items():
+        for stage in Stage:
+            family.add_metric([name, stage.value], times(sums).get(stage, 0.0))
+    return family

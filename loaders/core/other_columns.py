@@ -1,0 +1,47 @@
+"""Columns beside the images: numbers as arrays, everything else as lists of Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+from datasvc.loaders.core.batches import SampleBatch
+from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
+from datasvc.shards import Split
+
+
+def is_number(data_type: pa.DataType) -> bool:
+    """Return whether values of a type become an array or tensor."""
+    return any(is_kind(data_type) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+
+
+def sort_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return which of the columns become arrays, and which lists.
+
+    Raises:
+        ConfigError: one is not there, or a column of numbers has another type in another split of a mixture.
+    """
+    numbers = []
+    for name in dict.fromkeys(columns):
+        check_column(samples, name)
+        types = {split.table.sample_schema.field(name).type for split in weighted_splits(samples)}
+        if any(map(is_number, types)):
+            if len(types) > 1:
+                raise ConfigError(f"column {name!r} of {samples!r} has several types: {sorted(map(str, types))}")
+            numbers.append(name)
+    return numbers, [name for name in columns if name not in numbers]
+
+
+def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any]]:
+    """Return columns of a batch as Python values; None for null, and where a shard lacks the column."""
+    found: dict[str, list[Any]] = {name: [None] * len(batch.positions) for name in columns}
+    for part in batch.parts:
+        for name, values in found.items():
+            if name in part.shard.schema.names:
+                stored = part.shard.column(name)
+                for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
+                    values[index] = stored[row].as_py()
+    return found

@@ -1,0 +1,44 @@
+"""Makes a backend of the name that was chosen."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from datasvc.loaders.decode.backend import Backend, DecodeConfig, Framework, ImageBackend
+from datasvc.loaders.decode.cpu import CpuBackend
+from datasvc.loaders.profiling.step_profiler import Stopwatch
+
+if TYPE_CHECKING:
+    from datasvc.loaders.decode.gpu.dali import Graph
+
+
+def make_backend(
+    config: DecodeConfig, backend: Backend, *, framework: Framework, stopwatch: Stopwatch
+) -> ImageBackend:
+    """Return a backend.
+
+    Args:
+        config: what it is built from.
+        backend: which.
+        framework: of the batches.
+        stopwatch: times what the threads do.
+
+    Raises:
+        ConfigError: software is missing.
+        DeviceError: the GPU cannot be used.
+    """
+    if backend in {"gpu-window", "gpu-whole"}:
+        from datasvc.loaders.decode.gpu.gpu import GpuBackend
+
+        graph: Graph = "window" if backend == "gpu-window" else "whole"
+        if config.changes_colours:
+            from datasvc.loaders.decode.gpu.gpu_colours import ColourBackend
+
+            return ColourBackend(config, partial(GpuBackend, graph=graph, stopwatch=stopwatch), name=backend)
+        return GpuBackend(config, graph, stopwatch=stopwatch)
+    if config.device_id is None:
+        return CpuBackend(config, backend=backend, framework=framework, stopwatch=stopwatch)
+    from datasvc.loaders.decode.gpu.upload import UploadBackend
+
+    return UploadBackend(config, backend=backend, device=f"cuda:{config.device_id}", stopwatch=stopwatch)

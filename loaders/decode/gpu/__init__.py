@@ -1,0 +1,1 @@
+"""Decodes on a GPU, or uploads to it what the CPU decoded."""

@@ -1,0 +1,64 @@
+"""The last steps of a batch on its device: colours, then levels are normalised and laid out as the format says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from datasvc.loaders.augment.augment import ColourFactors
+from datasvc.loaders.augment.device_colour import change_colours, plan_passes
+from datasvc.loaders.decode.gpu.device_stream import place
+from datasvc.loaders.decode.pixels import PixelFormat
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceFinish:
+    """Finishes batches of levels; scale and shift stay on the device.
+
+    Args:
+        pixels: the format.
+        device: of the batches, "cuda:1".
+    """
+
+    def __init__(self, pixels: PixelFormat, device: str | torch.device) -> None:
+        import torch
+
+        self._pixels = pixels
+        self._dtype: torch.dtype = getattr(torch, pixels.output)
+        self._place = partial(place, device=device)
+        # Copied with a wait of the host, once: any stream may read them.
+        self._scale, self._shift = (
+            torch.from_numpy(values).to(device).reshape(3, 1, 1) for values in (pixels.scale, pixels.shift)
+        )
+
+    def finish(
+        self, levels: torch.Tensor, colours: ColourFactors | None = None, bad: Iterable[int] = ()
+    ) -> torch.Tensor:
+        """Return a batch as the format says; the work is queued on the current stream.
+
+        Args:
+            levels: `uint8[n, size, size, 3]` on the device; returned itself where nothing changes.
+            colours: of the images; None leaves them alone.
+            bad: indices of images that become zeros.
+
+        Raises:
+            RuntimeError: the device failed, or has no memory left: backends translate it by `device_errors`.
+        """
+        import torch
+
+        passes = [] if colours is None else plan_passes(colours)
+        layout = torch.contiguous_format if self._pixels.layout == "NCHW" else torch.channels_last
+        images = levels.permute(0, 3, 1, 2)
+        if passes or self._pixels.output != "uint8":
+            images = images.to(torch.float32, memory_format=layout, copy=True)
+        if passes:
+            change_colours(images, passes, self._place)
+        if self._pixels.output != "uint8":
+            images.mul_(self._scale).add_(self._shift)
+        images = images.to(self._dtype, memory_format=layout)
+        for index in bad:  # one by one: a list of them would have to be copied to the device
+            images[index].zero_()
+        return images if self._pixels.layout == "NCHW" else images.permute(0, 2, 3, 1)

@@ -1,0 +1,203 @@
+"""Batches decoded by DALI on a GPU, and by threads of the CPU what is not for it.
+
+nvJPEG decodes JPEG alone, so all other formats go to the CPU as soon as a batch is fed, beside the JPEGs on the GPU.
+An image on which DALI fails ends its pipeline: the JPEGs of that batch go to the CPU too, which says what is bad, and
+another pipeline is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from datasvc.errors import ConfigError, DeviceError
+from datasvc.loaders.augment.augment import Windows
+from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Read
+from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
+from datasvc.loaders.decode.crop import import_codec
+from datasvc.loaders.decode.gpu.dali import DaliPipeline, Graph, device_errors
+from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.shards.images.header import is_plain_jpeg
+
+if TYPE_CHECKING:
+    import torch
+
+    from datasvc.shards.format.mapped_file import Bytes
+
+_LOG = logging.getLogger(__name__)
+# Batches in a row on which DALI fails though each image of them decodes: from then on it is not the images.
+_MAX_UNEXPLAINED: Final = 3
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some images of a batch, by their indices in it; they stay alive until the batch is taken."""
+
+    indices: Sequence[int]
+    images: Sequence[Bytes]
+    windows: Windows
+    read: Read | None
+
+    @classmethod
+    def of(cls, indices: Sequence[int], images: Sequence[Bytes], windows: Windows, read: Read | None) -> _Part:
+        if len(indices) == len(images):
+            return cls(indices, images, windows, read)
+        own = Windows(windows.starts[indices], windows.shapes[indices], windows.flips[indices])
+        return cls(
+            indices,
+            [images[index] for index in indices],
+            own,
+            None if read is None else partial(_read_of_part, read, indices),
+        )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch under way: what DALI decodes, what the CPU does, and its run there."""
+
+    by_dali: _Part
+    by_cpu: _Part
+    run: CpuRun | None
+
+
+class GpuBackend:
+    """An `ImageBackend` whose images never leave the GPU; with `device_id` None the same graph runs on the CPU.
+
+    Args:
+        config: what it is built from.
+        graph: of DALI, see there.
+        stopwatch: times what the threads of the CPU do; None: nobody's.
+
+    Raises:
+        ConfigError: DALI is not installed.
+        DeviceError: the GPU cannot be used.
+    """
+
+    def __init__(self, config: DecodeConfig, graph: Graph = "window", *, stopwatch: Stopwatch | None = None) -> None:
+        self._config, self._graph = config, graph
+        self._name: Backend = "gpu-window" if graph == "window" else "gpu-whole"
+        self._stopwatch = stopwatch or Stopwatch()
+        self._pipeline = DaliPipeline(config, graph)
+        self._threads: CpuBackend | None = None  # made for the first image that is not for DALI
+        self._under_way: deque[_Batch] = deque()
+        self._num_unexplained = 0
+
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
+        """See `ImageBackend`; `edit` is not for GPUs, and DALI has no use for `read`: it reads the mapping."""
+        assert edit is None, "colours and transforms are planned for the CPU"
+        plain = [is_plain_jpeg(image.data) for image in images]
+        by_dali = _Part.of([index for index, is_plain in enumerate(plain) if is_plain], images, windows, read)
+        by_cpu = _Part.of([index for index, is_plain in enumerate(plain) if not is_plain], images, windows, read)
+        self._under_way.append(_Batch(by_dali, by_cpu, self._start_on_cpu(by_cpu)))
+        self._feed(by_dali)
+
+    def take(self) -> DecodedImages:
+        """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left; no sample is bad."""
+        batch, failed = self._under_way[0], False
+        try:
+            with device_errors(self._name):
+                by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
+        except RuntimeError as error:
+            by_dali, failed = self._decode_after_failure(batch.by_dali, error), True
+        else:
+            self._num_unexplained = 0
+        if failed:  # behind the handler, whose traceback refers to what the pipeline holds
+            self._build_again()
+        by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
+        with device_errors(self._name):
+            decoded = self._join(batch, by_dali, by_cpu)
+        self._under_way.popleft()
+        return decoded
+
+    def close(self) -> None:
+        """See `ImageBackend`."""
+        # First: DALI's threads read the images where they lie, and must be done before these go.
+        self._pipeline.close()
+        if self._threads is not None:
+            self._threads.close()
+        self._under_way.clear()
+
+    def _build_again(self) -> None:
+        """Replace the pipeline, and feed it all batches but the one that failed."""
+        self._pipeline.close()  # before the next one takes its memory
+        self._pipeline = DaliPipeline(self._config, self._graph)
+        for batch in list(self._under_way)[1:]:
+            self._feed(batch.by_dali)
+
+    def _feed(self, part: _Part) -> None:
+        if part.images:
+            with device_errors(self._name):
+                self._pipeline.feed(part.images, part.windows)
+
+    def _start_on_cpu(self, part: _Part) -> CpuRun | None:
+        return self._cpu().start(part.images, part.windows, read=part.read) if part.images else None
+
+    def _decode_after_failure(self, part: _Part, error: RuntimeError) -> DecodedImages:
+        """Decode on the CPU what DALI failed on, in all threads; it says what is bad, and decodes the rest."""
+        run = self._start_on_cpu(part)
+        assert run is not None
+        decoded = self._cpu().finish(run)
+        if decoded.bad:
+            self._num_unexplained = 0
+            return decoded
+        self._num_unexplained += 1
+        if self._num_unexplained >= _MAX_UNEXPLAINED:
+            other = "gpu-whole" if self._graph == "window" else "gpu-window"
+            raise DeviceError(
+                f"DALI failed on {self._num_unexplained} batches in a row, of which every image decodes on the CPU; "
+                f"use decode={other!r} or decode='cpu'; DALI said: {error}"
+            ) from error
+        _LOG.warning("DALI failed on a batch that the CPU decodes, which is slower: %s", error)
+        return decoded
+
+    def _join(self, batch: _Batch, by_dali: DecodedImages | None, by_cpu: DecodedImages | None) -> DecodedImages:
+        """Return the two parts of a batch as one, on the device."""
+        import torch
+
+        count = len(batch.by_dali.images) + len(batch.by_cpu.images)
+        parts = [
+            (part.indices, self._to_device(decoded.images), decoded.bad)
+            for part, decoded in ((batch.by_dali, by_dali), (batch.by_cpu, by_cpu))
+            if decoded is not None
+        ]
+        bad: Mapping[int, str] = {indices[at]: why for indices, _, reasons in parts for at, why in reasons.items()}
+        if len(parts) == 1:
+            return DecodedImages(parts[0][1], bad)
+        pixels, device_id = self._config.pixels, self._config.device_id
+        device = "cpu" if device_id is None else f"cuda:{device_id}"
+        out = torch.empty(pixels.shape(count), dtype=getattr(torch, pixels.output), device=device)
+        for indices, images, _ in parts:
+            out[torch.as_tensor(indices, device=device)] = images
+        return DecodedImages(out, bad)
+
+    def _to_device(self, images: object) -> torch.Tensor:
+        import torch
+
+        tensor = torch.as_tensor(images)
+        return tensor if self._config.device_id is None else tensor.cuda(self._config.device_id)
+
+    def _cpu(self) -> CpuBackend:
+        if self._threads is None:
+            self._threads = CpuBackend(
+                self._config, backend=_cpu_decoder(), framework="torch", stopwatch=self._stopwatch
+            )
+        return self._threads
+
+
+def _cpu_decoder() -> Backend:
+    try:
+        import_codec()
+    except ConfigError:
+        return "pillow"
+    return "cpu"
+
+
+def _read_of_part(read: Read, indices: Sequence[int], index: int, buffer: Bytes) -> Bytes:
+    """A `Read` of some images of a batch."""
+    return read(indices[index], buffer)

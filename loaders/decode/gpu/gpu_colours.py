@@ -1,0 +1,63 @@
+"""Colours of batches that a GPU decodes: the decoder gives levels, torch does the rest where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from datasvc.loaders.augment.augment import ColourFactors, Windows
+from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, ImageBackend, Read
+from datasvc.loaders.decode.gpu.dali import device_errors
+from datasvc.loaders.decode.gpu.finish import DeviceFinish
+
+if TYPE_CHECKING:
+    import torch
+
+    from datasvc.shards.format.mapped_file import Bytes
+
+
+class ColourBackend:
+    """An `ImageBackend` that changes the colours of what another one leaves on its device.
+
+    Args:
+        config: what it is built from.
+        make: builds the other one, which has no `Edit`.
+        name: of the other one, for errors.
+
+    Raises:
+        DeviceError: the GPU cannot be used, or has too little memory.
+    """
+
+    def __init__(self, config: DecodeConfig, make: Callable[[DecodeConfig], ImageBackend], *, name: Backend) -> None:
+        self._name: Backend = name
+        device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
+        with device_errors(name):
+            self._finish = DeviceFinish(config.pixels, device)
+        # Last: it has threads and memory of its own, which nobody would close if the rest failed.
+        levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
+        self._inner = make(dataclasses.replace(config, pixels=levels, changes_colours=False))
+        self._under_way: deque[ColourFactors | None] = deque()
+
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
+        """See `ImageBackend`; the transform of `edit` is not for GPUs."""
+        assert edit is None or edit.transform is None, "transforms are planned for the CPU"
+        self._inner.feed(images, windows, None, read)
+        self._under_way.append(None if edit is None else edit.colours)
+
+    def take(self) -> DecodedImages:
+        """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left."""
+        decoded = self._inner.take()
+        colours = self._under_way.popleft()
+        # The batch is valid on the caller's stream, and is finished there.
+        with device_errors(self._name):
+            images = self._finish.finish(cast("torch.Tensor", decoded.images), colours, decoded.bad)
+        return DecodedImages(images, decoded.bad)
+
+    def close(self) -> None:
+        """See `ImageBackend`."""
+        self._inner.close()
+        self._under_way.clear()

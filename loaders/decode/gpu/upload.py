@@ -1,0 +1,188 @@
+"""Batches decoded on the CPU for a GPU: bytes are copied there, a quarter of the floats that they become.
+
+Threads decode to page-locked memory. While the caller uses a batch the next one is copied and normalised on a stream
+of its own. Invariant: memory that a copy reads is decoded to again only when that copy is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from datasvc.loaders.augment.augment import ColourFactors, Windows
+from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Read
+from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
+from datasvc.loaders.decode.gpu.dali import device_errors
+from datasvc.loaders.decode.gpu.device_stream import CudaStream, DeviceStream, Done, Levels
+from datasvc.loaders.decode.gpu.finish import DeviceFinish
+from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_times import Stage
+
+if TYPE_CHECKING:
+    import torch
+
+    from datasvc.shards.format.mapped_file import Bytes
+
+# Beside those under way: what the caller's batch and the next one were copied from.
+_COPYING: Final = 2
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """A batch that threads decode: where to, and what colours it gets on the device."""
+
+    slot: Levels
+    run: CpuRun
+    colours: ColourFactors | None
+
+
+@dataclass(frozen=True)
+class _Uploaded:
+    """A batch on its way to the device: it is there when `done` is past."""
+
+    images: torch.Tensor
+    done: Done
+    decoded: DecodedImages
+
+
+class PinnedRing:
+    """Memory of batches, in turn: a slot that is released is taken again once the copy from it is done.
+
+    Args:
+        allocate: returns a new slot.
+        keep: slots at most, unless more are in use at once.
+    """
+
+    def __init__(self, allocate: Callable[[], Levels], *, keep: int) -> None:
+        self._allocate, self._keep = allocate, keep
+        self._free: list[Levels] = []
+        self._copying: deque[tuple[Done, Levels]] = deque()
+        self._num_slots = 0
+
+    def take(self) -> Levels:
+        """Return a slot that nothing reads; waits for the oldest copy where all are in use."""
+        while self._copying and self._copying[0][0].query():
+            self._free.append(self._copying.popleft()[1])
+        if self._free:
+            return self._free.pop()
+        if self._num_slots >= self._keep and self._copying:
+            done, slot = self._copying[0]
+            done.synchronize()
+            self._copying.popleft()
+            return slot
+        self._num_slots += 1
+        return self._allocate()
+
+    def release(self, slot: Levels, done: Done) -> None:
+        """Give a slot back: it is read until `done` is past."""
+        self._copying.append((done, slot))
+
+    def close(self) -> None:
+        """Wait for every copy, then drop the slots."""
+        for done, _ in self._copying:
+            done.synchronize()
+        self._copying.clear()
+        self._free.clear()
+        self._num_slots = 0
+
+
+class UploadBackend:
+    """An `ImageBackend` that decodes on the CPU and normalises on a device.
+
+    Colours change on the device too, unless a transform of the user's comes after them.
+
+    Args:
+        config: what it is built from.
+        backend: "cpu" or "pillow".
+        device: "cuda:1".
+        stopwatch: times what the threads do, and the copies.
+        stream: copies; None makes one of `device`.
+
+    Raises:
+        ConfigError: the decoder is not installed; torch has no such GPU.
+        DeviceError: the GPU cannot be used, or has too little memory.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        *,
+        backend: Backend,
+        device: str,
+        stopwatch: Stopwatch,
+        stream: DeviceStream | None = None,
+    ) -> None:
+        self._stopwatch, self._name = stopwatch, backend
+        with device_errors(backend):
+            self._stream = CudaStream(device) if stream is None else stream
+            self._finish = DeviceFinish(config.pixels, device)
+        pixels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
+        self._shape = pixels.shape(config.batch_size)
+        self._ring = PinnedRing(lambda: self._stream.allocate(self._shape), keep=config.prefetch + _COPYING)
+        self._inner = CpuBackend(
+            dataclasses.replace(config, pixels=pixels), backend=backend, framework="torch", stopwatch=stopwatch
+        )
+        self._fed: deque[_Fed] = deque()
+        self._uploaded: deque[_Uploaded] = deque()
+
+    def feed(
+        self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
+    ) -> None:
+        """See `ImageBackend`."""
+        if not self._uploaded:  # threads were not ahead at the last `take`
+            self._upload_ahead()
+        colours = None
+        if edit is not None and edit.transform is None:
+            colours, edit = edit.colours, None
+        with (
+            self._stopwatch.stage(Stage.TRANSFER),
+            device_errors(self._name),
+        ):  # where the device is so far behind that every slot is read
+            slot = self._ring.take() if images else np.empty((0, *self._shape[1:]), np.uint8)
+        self._fed.append(_Fed(slot, self._inner.start(images, windows, edit, read, out=slot), colours))
+
+    def take(self) -> DecodedImages:
+        """See `ImageBackend`; the caller's current stream waits for the batch, the host does not.
+
+        Raises:
+            DeviceError: the GPU failed, or it has no memory left.
+        """
+        if not self._uploaded:
+            self._upload()
+        uploaded = self._uploaded.popleft()
+        with self._stopwatch.stage(Stage.TRANSFER), device_errors(self._name):
+            self._stream.hand_over(uploaded.images, uploaded.done)
+        self._upload_ahead()
+        return DecodedImages(uploaded.images, uploaded.decoded.bad)
+
+    def close(self) -> None:
+        """See `ImageBackend`."""
+        self._inner.close()
+        self._fed.clear()
+        self._uploaded.clear()
+        self._ring.close()
+
+    def _upload_ahead(self) -> None:
+        """Begin to copy the next batch while the caller uses the last one, if threads have decoded it."""
+        # What failed to decode is raised in its own turn.
+        if self._fed and self._fed[0].run.is_decoded:
+            self._upload()
+
+    def _upload(self) -> None:
+        """Wait until the oldest batch is decoded, and begin to bring it to the device."""
+        fed = self._fed[0]
+        decoded = self._inner.finish(fed.run)
+        self._fed.popleft()
+        with self._stopwatch.stage(Stage.TRANSFER), device_errors(self._name):
+            with self._stream.active():
+                levels = self._stream.copy(fed.slot[: len(decoded.images)])
+                images = self._finish.finish(levels, fed.colours, decoded.bad)
+            done = self._stream.record()
+            if len(images):
+                self._ring.release(fed.slot, done)
+        self._uploaded.append(_Uploaded(images, done, decoded))

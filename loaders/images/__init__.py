@@ -1,0 +1,1 @@
+"""`ImageLoader`: batches of decoded images."""

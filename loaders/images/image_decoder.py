@@ -1,0 +1,126 @@
+"""From sample batches to image batches: crops are planned, a backend decodes them, what fails is masked or raised."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from datasvc.errors import BadSampleError
+from datasvc.loaders.core.batches import SampleBatch
+from datasvc.loaders.core.other_columns import read_lists
+from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend
+from datasvc.loaders.decode.gpu.device_stream import place
+from datasvc.loaders.images.image_batch import ImageBatch
+from datasvc.loaders.images.image_plan import ImagePlan
+from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_times import Stage
+from datasvc.shards import Shard
+from datasvc.shards.format.mapped_file import Bytes
+from datasvc.shards.format.schema import LABEL
+
+OnBad = Literal["raise", "mask"]
+
+
+class ImageDecoder:
+    """A `Decoder` of images.
+
+    Args:
+        backend: decodes them.
+        framework: of the batches.
+        plan: what is to become of each image.
+        describe: names a sample of a batch, by its index there.
+        numbers: columns to deliver beside, of `SampleBatch.columns`.
+        lists: others, that are read from the shards.
+        on_bad: "raise" or "mask" where samples do not decode.
+        is_mixture: batches say which split each sample is of.
+        device: where labels, mask and numbers go, "cuda:1"; None leaves them on the CPU.
+        stopwatch: of the loader.
+    """
+
+    def __init__(
+        self,
+        backend: ImageBackend,
+        *,
+        framework: Framework,
+        plan: ImagePlan,
+        describe: Callable[[SampleBatch, int], str],
+        numbers: Sequence[str] = (),
+        lists: Sequence[str] = (),
+        on_bad: OnBad = "raise",
+        is_mixture: bool = False,
+        device: str | None = None,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._backend = backend
+        self._framework = framework
+        self._plan = plan
+        self._describe = describe
+        self._numbers, self._lists = numbers, lists
+        self._on_bad = on_bad
+        self._is_mixture, self._device = is_mixture, device
+        self._stopwatch = stopwatch
+        self._under_way: deque[SampleBatch] = deque()
+
+    def feed(self, batch: SampleBatch) -> None:
+        """See `Decoder`."""
+        read = partial(_read, batch.blobs, batch.holders)
+        self._backend.feed(batch.blobs, self._plan.windows(batch), self._plan.edit(batch), read)
+        self._under_way.append(batch)
+
+    def take(self) -> ImageBatch[Any]:
+        """See `Decoder`."""
+        with self._stopwatch.waiting(Stage.DECODE):
+            decoded = self._backend.take()
+        batch = self._under_way.popleft()
+        bad = {
+            index: f"{self._describe(batch, index)}: {reason}"
+            for index, reason in sorted(decoded.bad.items())
+            if batch.mask[index]  # what only pads is nobody's loss
+        }
+        if bad and self._on_bad == "raise":
+            raise BadSampleError(
+                f"{len(bad)} of {len(batch.blobs)} samples of a batch do not decode: {'; '.join(bad.values())}; "
+                "delete them from the data set, ingest it with --decode-check --on-bad skip, or give on_bad='mask'"
+            )
+        with self._stopwatch.stage(Stage.COLLATE):
+            return self._collate(batch, decoded, bad)
+
+    def close(self) -> None:
+        """See `Decoder`."""
+        self._backend.close()
+        self._under_way.clear()
+
+    def _collate(self, batch: SampleBatch, decoded: DecodedImages, bad: Mapping[int, str]) -> ImageBatch[Any]:
+        mask = batch.mask
+        if bad:
+            mask = mask.copy()
+            mask[list(bad)] = False
+        labels = batch.columns[LABEL].astype(np.int64) if LABEL in batch.columns else None
+        columns: dict[str, Any] = {name: self._deliver(batch.columns[name]) for name in self._numbers}
+        return ImageBatch(
+            images=self._deliver(decoded.images),
+            labels=None if labels is None else self._deliver(labels),
+            mask=self._deliver(mask),
+            epoch=batch.epoch,
+            positions=batch.positions,
+            columns=columns | read_lists(batch, self._lists),
+            bad=bad,
+            sources=self._deliver(batch.sources) if self._is_mixture else None,
+        )
+
+    def _deliver(self, values: Any) -> Any:
+        """Return an array as the caller's framework has it: over the same memory, or on the device."""
+        if self._framework == "numpy" or not isinstance(values, np.ndarray):
+            return values
+        import torch
+
+        return torch.from_numpy(values) if self._device is None else place(values, self._device)
+
+
+def _read(blobs: Sequence[Bytes], holders: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
+    """A `Read` of the images of a batch."""
+    return holders[index].read(blobs[index], buffer)

@@ -1,0 +1,62 @@
+"""The last steps as a Chrome trace: Perfetto (https://ui.perfetto.dev) and chrome://tracing open it.
+
+The format is the JSON of the Trace Event Format: complete events ("X") with times in microseconds, and metadata ("M")
+that name processes and threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasvc.durable import write_file
+from datasvc.errors import ConfigError
+from datasvc.loaders.profiling.step_times import Span
+
+
+def write_trace(path: str | Path, spans: Sequence[Span], *, process_name: str) -> None:
+    """Write spans to a file, all or nothing.
+
+    Args:
+        path: of the file; an old one is replaced.
+        spans: of one process.
+        process_name: what the trace calls it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    document = {"traceEvents": trace_events(spans, os.getpid(), process_name), "displayTimeUnit": "ms"}
+    try:
+        write_file(Path(path), json.dumps(document).encode(), synced=False)
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace {path}: {error}") from error
+
+
+def trace_events(spans: Sequence[Span], process: int, process_name: str) -> list[dict[str, Any]]:
+    """Return the events of a trace: names first, then spans, those that hold others before these."""
+    names = {span.thread: span.thread_name for span in spans}
+    return [
+        _name_event("process_name", process, 0, process_name),
+        *(_name_event("thread_name", process, thread, name) for thread, name in names.items()),
+        *(_event(span, process) for span in sorted(spans, key=lambda span: (span.start_ns, -span.duration_ns))),
+    ]
+
+
+def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _event(span: Span, process: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": "loader",
+        "pid": process,
+        "tid": span.thread,
+        "ts": span.start_ns / 1000,
+        "dur": span.duration_ns / 1000,
+        "args": {"step": span.step},
+    }

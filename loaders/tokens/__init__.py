@@ -1,0 +1,1 @@
+"""`TokenLoader`: batches of packed token blocks."""

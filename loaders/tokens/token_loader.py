@@ -1,0 +1,236 @@
+"""TokenLoader: packed blocks of tokens in the access order, exact to the sample over any restart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from datasvc.cache import Cache
+from datasvc.errors import ConfigError
+from datasvc.loaders.core.data_ranks import choose_data_ranks
+from datasvc.loaders.core.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_tail
+from datasvc.loaders.core.mixture import Mixture, weighted_splits
+from datasvc.loaders.core.pinned import pin_batch, warn_without_gpu
+from datasvc.loaders.profiling.bottleneck import Means
+from datasvc.loaders.tokens.token_batch import TokenBatch, to_torch
+from datasvc.loaders.tokens.token_blocks import choose_format
+from datasvc.loaders.tokens.token_decoder import Labels, TokenConfig, TokenDecoder
+from datasvc.order import OrderConfig, Shuffle, Tail
+from datasvc.shards import Split
+from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER, TOKENS
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class TokenLoader(Loader[TokenBatch[Any]]):
+    """Batches of a split's token blocks; `for tokens, labels in loader` runs to the end of the epoch.
+
+    Order, state, ranks, cache and tail are those of `ImageLoader`: what was handed over counts, and a state continues
+    at any world size or batch size with exactly the samples not yet served.
+
+    Args:
+        split: of a data-set version, or a mixture of several. Blocks are lists of integers, of one size or of any, or
+            blobs of them.
+        batch_size: blocks of this rank per step.
+        training: shuffled, and whole batches only; otherwise in table order, and padded.
+        cache: the node's; None reads a local repository in place, and a remote one into memory.
+        tokens: column that holds the blocks.
+        block_tokens: tokens of a block; needed for blobs, and for lists that may be shorter.
+        dtype: of a token in blobs, little-endian: "uint16".
+        pad: token that takes the place of padding; None leaves what the blocks have there, and 0 behind short lists.
+        labels: the next token of each: "across" documents, or "within" them; None: no labels.
+        documents: tell documents apart: `document_ids`, `position_ids`, `cu_seqlens`.
+        end: token that ends a document; needed for documents where there is no column `document_starts`.
+        seed: of the order.
+        shuffle: "global", "windowed" or None; default "global" in training, None otherwise.
+        lanes: see `OrderConfig`.
+        block: see `OrderConfig`.
+        sticky: see `OrderConfig`.
+        data_rank: see `ImageLoader`, as are the next three.
+        data_world_size: number of data ranks.
+        mesh: instead of these two.
+        mesh_axis: name of its data axis.
+        tail: see `ImageLoader`.
+        prefetch: batches whose shards are open while the caller trains.
+        ledger: folder that records what was handed over, see `Loader`.
+
+    Raises:
+        ConfigError: an argument is out of range; no column with tokens; a batch larger than the epoch with "drop".
+        CacheFullError: the cache's budget is below the window that the order needs; says the number.
+    """
+
+    def __init__(
+        self,
+        split: Split | Mixture,
+        *,
+        batch_size: int,
+        training: bool,
+        cache: Cache | None = None,
+        tokens: str = TOKENS,
+        block_tokens: int | None = None,
+        dtype: str | None = None,
+        pad: int | None = None,
+        labels: Labels = None,
+        documents: bool = False,
+        end: int | None = None,
+        seed: int = 0,
+        shuffle: Shuffle | str = "auto",
+        lanes: int = 1,
+        block: int | None = None,
+        sticky: bool = False,
+        data_rank: int | None = None,
+        data_world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        mesh_axis: str | None = None,
+        tail: Tail | None = None,
+        prefetch: int = 2,
+        ledger: Path | str | None = None,
+    ) -> None:
+        check_sizes(block_tokens=block_tokens)
+        splits = weighted_splits(split)
+        self._config = TokenConfig(
+            column=tokens,
+            block_tokens=_common_block(splits, tokens, block_tokens, dtype),
+            dtype=dtype,
+            tokenizer=_common_tokenizer(splits),
+            lengths_are_needed=all(LENGTH in each.table.sample_schema.names for each in splits),
+            pad=pad,
+            labels=labels,
+            documents=documents,
+            end=end,
+        )
+        _check_config(self._config, splits)
+        self._deliver: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]] = to_torch
+        super().__init__(
+            split,
+            blob=None,
+            columns=(),
+            batch_size=batch_size,
+            order=OrderConfig(
+                seed=seed, shuffle=choose_shuffle(shuffle, training=training), lanes=lanes, block=block, sticky=sticky
+            ),
+            tail=choose_tail(tail, training=training),
+            ranks=choose_data_ranks(data_rank, data_world_size, mesh, mesh_axis),
+            cache=cache,
+            prefetch=prefetch,
+            ledger=ledger,
+        )
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self._config.block_tokens
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Digest of the `tokenizer.json` that made the tokens; None where the data set does not say."""
+        return None if self._config.tokenizer is None else self._config.tokenizer.decode()
+
+    def __iter__(self) -> Iterator[TokenBatch[torch.Tensor]]:
+        """Yield the rest of the epoch as tensors on the CPU, see `Loader.__iter__`."""
+        return super().__iter__()
+
+    def numpy(self) -> Iterator[TokenBatch[npt.NDArray[Any]]]:
+        """Yield the rest of the epoch as arrays, as `for` does; torch is not imported."""
+        return self._serve(lambda batch: batch)
+
+    def pin(self) -> Iterator[TokenBatch[torch.Tensor]]:
+        """Yield the rest of the epoch as tensors in page-locked memory, see `ImageLoader.pin`."""
+        warn_without_gpu()
+        return self._serve(lambda batch: pin_batch(to_torch(batch)))
+
+    def _serve(self, deliver: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
+        batches = super().__iter__()
+        while True:
+            self._deliver = deliver
+            try:
+                batch = next(batches, None)
+            finally:
+                self._deliver = to_torch
+            if batch is None:
+                return
+            yield batch
+
+    def _make_decoder(self) -> Decoder[TokenBatch[Any]]:
+        return TokenDecoder(
+            self._config,
+            batch_size=self.batch_size,
+            is_mixture=isinstance(self.split, Mixture),
+            describe=self._batches.describe,
+            finish=self._finish,
+        )
+
+    def _means(self) -> Means:
+        return dataclasses.replace(super()._means(), unit="blocks")
+
+    def _finish(self, batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[Any]:
+        return self._deliver(batch)
+
+
+def _common_block(splits: Sequence[Split], column: str, block_tokens: int | None, dtype: str | None) -> int:
+    """Return the tokens of a block, which are the same in all splits. Raises ConfigError."""
+    blocks: dict[int, Split] = {}
+    for split in splits:
+        try:
+            found = choose_format(split.table.sample_schema, column, block_tokens, dtype)
+        except ConfigError as error:
+            raise ConfigError(f"{split!r}: {error}") from error
+        blocks.setdefault(found.block_tokens, split)
+    if len(blocks) > 1:
+        raise ConfigError(
+            "blocks differ in size: "
+            + ", ".join(f"{size} tokens in {split!r}" for size, split in blocks.items())
+            + "; ingest them with one --block-tokens"
+        )
+    return next(iter(blocks))
+
+
+def _common_tokenizer(splits: Sequence[Split]) -> bytes | None:
+    """Return the digest of the tokenizer of all splits that name one. Raises ConfigError where they differ."""
+    found: dict[bytes, Split] = {}
+    for split in splits:
+        digest = (split.table.sample_schema.metadata or {}).get(TOKENIZER)
+        if digest is not None:
+            found.setdefault(digest, split)
+    if len(found) > 1:
+        raise ConfigError(
+            "tokens of different tokenizers do not mix: "
+            + ", ".join(f"{digest.decode()[:12]}... in {split!r}" for digest, split in found.items())
+            + "; ingest them with one --tokenizer"
+        )
+    return next(iter(found), None)
+
+
+def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:
+    """Raise ConfigError where what is asked for cannot be made."""
+    if config.labels not in ("across", "within", None):
+        raise ConfigError(f"labels is {config.labels!r}; expected 'across', 'within' or None")
+    largest = np.iinfo(np.int64).max
+    for option, value in (("pad", config.pad), ("end", config.end)):
+        if value is not None and not 0 <= value <= largest:
+            raise ConfigError(f"{option} is {value}; a token is 0 to {largest}")
+    for split in splits:
+        schema = split.table.sample_schema
+        if LENGTH in schema.names and not pa.types.is_integer(schema.field(LENGTH).type):
+            raise ConfigError(f"column {LENGTH!r} of {split!r} is {schema.field(LENGTH).type}; expected integers")
+        if config.needs_segments and config.end is None and not _says_starts(schema):
+            raise ConfigError(
+                f"{split!r} does not say where documents start: it has no column {DOCUMENT_STARTS!r} with lists of "
+                "integers; give end=TOKEN, the token that ends a document"
+            )
+
+
+def _says_starts(schema: pa.Schema) -> bool:
+    if DOCUMENT_STARTS not in schema.names:
+        return False
+    kind = schema.field(DOCUMENT_STARTS).type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(is_list and pa.types.is_integer(kind.value_type))

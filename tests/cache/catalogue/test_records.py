@@ -1,0 +1,50 @@
+"""How the catalogue writes its rows: what is read is what was written, and keys sort as they shall."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.cache.catalogue.records import (
+    Record,
+    footprint,
+    order_key,
+    order_value,
+    parse_order_key,
+    parse_order_value,
+)
+from datasvc.repository import Digest
+
+numbers = st.integers(0, 2**63)
+digests = st.binary(min_size=32, max_size=32).map(lambda raw: Digest(raw.hex()))
+names = st.text(st.characters(min_codepoint=45, max_codepoint=122), max_size=30)
+records = st.builds(Record, st.integers(0, 2), numbers, numbers, names, names)
+
+
+@given(records)
+def test_a_record_survives(record):
+    assert Record.decode(record.encode()) == record
+    assert parse_order_value(order_value(record)) == (record.used_bytes, record.tenant)
+
+
+@given(names, numbers, digests)
+def test_an_order_key_survives(owner, next_use, digest):
+    assert parse_order_key(order_key(owner, next_use, digest)) == (owner, next_use, digest)
+
+
+@given(names, numbers, numbers, digests, digests)
+def test_keys_of_one_owner_sort_by_next_use(owner, one, other, digest, other_digest):
+    if one < other:
+        assert order_key(owner, one, digest) < order_key(owner, other, other_digest)
+
+
+@given(st.binary(max_size=40))
+def test_what_is_no_record_is_a_value_error_and_nothing_else(content):
+    with suppress(ValueError):
+        Record.decode(content)
+
+
+@pytest.mark.parametrize(("size", "used"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_a_file_takes_whole_blocks(size, used):
+    assert footprint(size) == used

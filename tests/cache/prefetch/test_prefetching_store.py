@@ -1,0 +1,286 @@
+"""A job's shards, fetched ahead in a process beside it and evicted by when they are needed again."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datasvc.cache import Cache
+from datasvc.cache.catalogue.records import footprint
+from datasvc.cache.prefetch.prefetching_store import FollowedShards
+from datasvc.cache.prefetch.stager import Ahead, StagerJob
+from datasvc.cache.prefetch.timeline import Timeline
+from datasvc.errors import CorruptDataError
+from datasvc.loaders.core.batches import Cursor, SampleBatches
+from datasvc.order import AccessOrder, OrderConfig
+from datasvc.repository import Objects
+from datasvc.shards import Wanted, ingest, open_dataset
+from tests.samples import write_folder
+
+ROOT = Path(__file__).parents[3]
+CONFIG = OrderConfig(seed=5, shuffle="windowed", lanes=2, block=8)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """Some thirty shards."""
+    from datasvc.repository import Repository
+
+    folder = write_folder(tmp_path_factory.mktemp("source") / "pets", {"train": {"a": 60, "b": 60, "c": 60}})
+    repository = Repository.create(str(tmp_path_factory.mktemp("repository") / "repo"))
+    ingest(repository, str(folder), "pets", shard_bytes=4096)
+    found = open_dataset(repository, "pets@1")["train"]
+    assert found.table.num_shards > 20
+    return found
+
+
+def used_bytes(split):
+    return int(footprint(split.table.bytes_per_shard).sum())
+
+
+def job(cache, split, epoch=0, position=0):
+    return StagerJob(cache.folder, cache.tenant, None, split, CONFIG, None, epoch, position, cache.new_owner())
+
+
+def resident(cache, split):
+    there = set()
+    for number, info in enumerate(split.table.shards()):
+        with cache.resident(info.digest) as path:
+            there |= {number} if path is not None else set()
+    return there
+
+
+def fetch_all(ahead):
+    while (piece := ahead.next_piece()) is not None:
+        ahead.fetch(piece)
+
+
+def use_until(cache, split, timeline, start, stop, owner):
+    """Use what an order needs and lets go of between two places near each other, as a loader does."""
+    for piece in timeline.pieces(*start):
+        if piece.stop <= timeline.clock(*stop) and stop[0] - start[0] <= 1:
+            info = split.table.shard(piece.shard)
+            cache.acquire(info, split.repository)
+            cache.release(info.digest, timeline.reuse(piece.shard, *stop), owner=owner)
+
+
+def needed_first(split, epoch, position, count):
+    first = []
+    for piece in Timeline(split.table, CONFIG).pieces(epoch, position):
+        first += [piece.shard] if piece.shard not in first else []
+    return set(first[:count])
+
+
+def test_what_is_needed_first_is_fetched_first_and_pushed_out_by_nothing_that_is_needed_later(tmp_path, split):
+    room = 8 * int(footprint(split.table.bytes_per_shard).max())
+    with Cache(tmp_path / "cache", budget=room) as cache:
+        ahead = Ahead(cache, job(cache, split))
+        ahead.begin()
+        fetch_all(ahead)
+        there = resident(cache, split)
+        assert there == needed_first(split, 0, 0, len(there))  # of an empty cache all is used
+        assert len(there) >= 8
+        assert ahead.next_piece() is None  # until the job goes on
+
+
+def test_the_stager_goes_on_with_the_job_and_across_the_end_of_the_epoch(tmp_path, split):
+    room = 8 * int(footprint(split.table.bytes_per_shard).max())
+    with Cache(tmp_path / "cache", budget=room) as cache:
+        running = job(cache, split)
+        ahead = Ahead(cache, running)
+        ahead.begin()
+        timeline, before = Timeline(split.table, CONFIG), (0, 0)
+        for epoch, position in [(0, 0), (0, 50), (0, 110), (1, 0), (1, 60), (3, 10), (0, 20)]:
+            use_until(cache, split, timeline, before, (epoch, position), running.owner)
+            before = epoch, position
+            ahead.advance(epoch, position)
+            fetch_all(ahead)
+            needed = needed_first(split, epoch, position, 2)
+            assert needed <= resident(cache, split)
+
+
+def test_what_is_there_already_stays_for_its_next_use(tmp_path, split):
+    room = 8 * int(footprint(split.table.bytes_per_shard).max())
+    with Cache(tmp_path / "cache", budget=room) as cache:
+        soon = min(needed_first(split, 0, 0, 2))
+        info = split.table.shard(soon)
+        cache.acquire(info, split.repository)
+        cache.release(info.digest)  # as `datasvc stage` leaves it: nobody knows when it is needed
+        ahead = Ahead(cache, job(cache, split))
+        ahead.begin()
+        fetch_all(ahead)
+        assert soon in resident(cache, split)
+        assert cache.counters()["misses"] == len(resident(cache, split))
+
+
+def test_a_job_served_through_a_small_cache_gets_every_sample_and_never_more_than_the_budget(tmp_path, split):
+    budget = used_bytes(split) // 2
+    with Cache(tmp_path / "cache", budget=budget) as cache:
+        shards = FollowedShards(cache, split, CONFIG)
+        batches = SampleBatches(
+            split, shards, CONFIG, batch_size=6, rank=0, world_size=1, tail="short", blob="image", columns=()
+        )
+        stream, served = batches.stream(Cursor(0, 0)), {0: 0, 1: 0, 2: 0}
+        for _ in range(3 * -(-len(split) // 6)):
+            batch = next(stream)
+            order = AccessOrder(split.table.samples_per_shard, CONFIG, batch.epoch)
+            for blob, shard, row in zip(batch.blobs, *order.locate(batch.positions), strict=True):
+                origin = split.origin.open_shard(split.table.shard(int(shard)))
+                assert bytes(blob) == bytes(origin.blobs("image", np.array([row]))[0])
+            served[batch.epoch] += len(batch.blobs)
+            batches.retire(batch)
+            status = cache.status()
+            assert status.resident_bytes + status.reserved_bytes <= budget
+        batches.close()
+        shards.close()
+        assert set(served.values()) == {len(split)}
+        # Half of the data fits, so half of each later epoch needs no origin; some shards are cut by lanes.
+        assert cache.counters()["misses"] < 3 * split.table.num_shards * 0.85
+
+
+def test_data_that_fits_is_fetched_once_whoever_of_job_and_stager_is_faster(tmp_path, split):
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        shards = FollowedShards(cache, split, CONFIG)
+        for epoch in (0, 1):
+            for number, info in enumerate(split.table.shards()):
+                shards.advance(epoch, number)
+                shards.open_shard(info)
+                shards.release_shard(info)
+        shards.close()
+        assert cache.counters()["misses"] == split.table.num_shards
+
+
+def test_what_a_batch_lacks_is_fetched_side_by_side_where_the_stager_is_late(tmp_path, split, monkeypatch):
+    barrier, real = threading.Barrier(3), Objects.read_range  # broken unless three are on their way at once
+
+    def read_range(*arguments):
+        barrier.wait(20)
+        return real(*arguments)
+
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        shards = FollowedShards(cache, split, CONFIG)
+        shards.open_shard(split.table.shard(0))
+        shards._stager._program.process.kill()
+        shards._stager._program.process.wait()
+        there = resident(cache, split)
+        missing = [info for number, info in enumerate(split.table.shards()) if number not in there][:3]
+        monkeypatch.setattr(Objects, "read_range", read_range)
+        assert shards.open_early([Wanted(info, None, np.array([0])) for info in missing]) == {}
+        for info in missing:
+            shards.open_shard(info)
+        shards.close()
+        assert cache.counters()["misses"] == len(there) + 3
+
+
+def test_data_that_is_all_here_needs_no_stager(tmp_path, split):
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        cache.stage([split])
+        shards = FollowedShards(cache, split, CONFIG)
+        for info in split.table.shards():
+            shards.open_shard(info)
+            shards.release_shard(info)
+        assert shards._stager is None
+
+
+ORPHANED = """
+import os, sys, time
+from datasvc.cache import Cache
+from datasvc.cache.prefetch.prefetching_store import FollowedShards
+from datasvc.order import OrderConfig
+from datasvc.repository import Repository
+from datasvc.shards import open_dataset
+
+def main():
+    split = open_dataset(Repository.open(sys.argv[1]), "pets@1")["train"]
+    cache = Cache(sys.argv[2], budget="1GB")
+    shards = FollowedShards(cache, split, OrderConfig(seed=5, shuffle="windowed", lanes=2, block=8))
+    shards.open_shard(split.table.shard(0))
+    print(shards._stager._program.process.pid, flush=True)
+    sys.stdin.read()
+
+main()
+"""
+
+
+FORKING = ORPHANED.replace(
+    "    print(", "    if os.fork() == 0:\n        sys.stdin.read()\n        os._exit(0)\n    print("
+)
+
+
+@pytest.mark.parametrize("program", [ORPHANED, FORKING], ids=["alone", "a forked child lives on"])
+def test_a_stager_ends_with_its_job_however_that_ends(tmp_path, split, program):
+    words = [sys.executable, "-c", program, split.repository.url, str(tmp_path / "cache")]
+    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    stager = os.pidfd_open(int(process.stdout.readline()))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert select.select([stager], [], [], 20)[0]
+    os.close(stager)
+    process.stdin.close()  # ends a forked child
+    process.stdout.close()
+
+
+def test_a_shard_that_cannot_be_fetched_holds_up_no_other_and_is_not_asked_for_again_and_again(tmp_path, split):
+    counted = Counter()
+    bad = Timeline(split.table, CONFIG).pieces(0, 0)[6].shard
+
+    class Failing(Cache):
+        def prefetch(self, info, *words, **options):
+            counted[info.digest] += 1
+            if info == split.table.shard(bad):
+                raise CorruptDataError("bad")
+            return super().prefetch(info, *words, **options)
+
+    with Failing(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        ahead = Ahead(cache, job(cache, split))
+        ahead.begin()
+        for position in range(10):
+            ahead.advance(0, position)
+            fetch_all(ahead)
+        assert resident(cache, split) == set(range(split.table.num_shards)) - {bad}
+        assert counted[split.table.shard(bad).digest] <= 3  # a shard may come in pieces
+        assert cache.counters()["prefetch_failures"] == counted[split.table.shard(bad).digest]
+
+
+def test_shards_are_used_again_after_a_close(tmp_path, split):
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        shards = FollowedShards(cache, split, CONFIG)
+        for info in split.table.shards()[:4]:
+            wanted = Wanted(info, None, np.array([0]))
+            shards.open_early([wanted])
+            shards.open_shard(info)
+            shards.close()
+        assert {0, 1, 2, 3} <= resident(cache, split)
+
+
+def test_two_ranks_of_one_order_agree_on_when_a_shard_is_needed_again(tmp_path, split):
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        ranks = [Ahead(cache, replace(job(cache, split), lanes=[lane])) for lane in (0, 1)]
+        for ahead in ranks:
+            ahead.begin()
+            fetch_all(ahead)
+        wanted = Timeline(split.table, CONFIG).next_uses(0, 0)
+        for number, info in enumerate(split.table.shards()):
+            assert cache._open().catalogue.record(info.digest).next_use == wanted[number]
+
+
+def test_a_job_whose_stager_died_goes_on(tmp_path, split):
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        shards = FollowedShards(cache, split, CONFIG)
+        infos = split.table.shards()
+        shards.open_shard(infos[0])
+        shards._stager._program.process.kill()
+        shards._stager._program.process.wait()
+        for number, info in enumerate(infos[1:]):
+            shards.advance(0, number)
+            shards.open_shard(info)
+        shards.close()
+        assert resident(cache, split) == set(range(len(infos)))

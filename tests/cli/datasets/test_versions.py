@@ -1,0 +1,150 @@
+"""`datasvc delete | classes | diff | merge` as a user runs them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from datasvc.shards import open_dataset
+from tests.cli.command import ROOT
+from tests.cli.test_cli import datasvc, said
+from tests.shards.written_versions import LABELLED_SCHEMA, write_version
+
+
+def labelled(**labels):
+    return [{"key": key, "blob": key.encode(), "label": label} for key, label in labels.items()]
+
+
+@pytest.fixture
+def pets(repository):
+    splits = {"train": [labelled(a=0, b=1, c=0), labelled(d=1)], "val": [labelled(v=0)]}
+    write_version(repository, "pets", splits, LABELLED_SCHEMA, ["cat", "dog"])
+    write_version(repository, "wild", {"train": [labelled(d=0, w=0)]}, LABELLED_SCHEMA, ["wolf"])
+    return repository
+
+
+def keys_of(repository, ref, split="train"):
+    return [sample["key"] for sample in open_dataset(repository, ref)[split]]
+
+
+def test_keys_in_a_file_are_deleted(pets, tmp_path):
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfb\r\n\r\nd\n")
+    done = datasvc("delete", "pets", "--keys", tmp_path / "keys", "-m", "bad", repo=pets.url)
+    assert (done.returncode, done.stdout) == (0, "committed pets@2: deleted 2 train samples\n")
+    assert keys_of(pets, "pets") == ["a", "c"]
+    shown = said(datasvc("show", "pets", "--json", repo=pets.url))
+    assert (shown["message"], shown["parent"], shown["change"]["deleted"]) == ("bad", "pets@1", 2)
+
+
+def test_classes_of_integer_labels_get_names(repository, tmp_path):
+    write_version(repository, "pets", {"train": [labelled(a=0, b=1)]}, LABELLED_SCHEMA)
+    (tmp_path / "few.txt").write_text("cat\n", encoding="utf-8")
+    refused = datasvc("classes", "pets", tmp_path / "few.txt", repo=repository.url)
+    assert refused.returncode == 2
+    assert "labels without class names up to 1, and there are 1 classes" in refused.stderr
+    (tmp_path / "names.txt").write_text("cat\ndog\n", encoding="utf-8")
+    done = datasvc("classes", "pets", tmp_path / "names.txt", repo=repository.url)
+    assert (done.returncode, done.stdout) == (0, "committed pets@2: 2 classes have names\n")
+    assert open_dataset(repository, "pets")["train"].table.classes == ("cat", "dog")
+
+
+def test_keys_come_from_standard_input_too(pets):
+    done = subprocess.run(
+        [sys.executable, "-m", "datasvc.cli.main", "delete", "pets", "--keys", "-", "--repo", pets.url],
+        input=b"c",
+        capture_output=True,
+        cwd=ROOT,
+        env=os.environ,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert keys_of(pets, "pets") == ["a", "b", "d"]
+
+
+def test_samples_that_meet_a_condition_are_deleted_and_the_facts_come_as_json(pets):
+    facts = said(datasvc("delete", "pets", "--where", "label = 0 and key != 'v'", "--json", repo=pets.url))
+    assert facts == {"version": "pets@2", "committed": True, "deleted": {"train": 2}, "missing": []}
+    assert keys_of(pets, "pets") == ["b", "d"]
+
+
+def test_deleting_nothing_says_so(pets):
+    done = datasvc("delete", "pets", "--where", "label > 5", repo=pets.url)
+    assert (done.returncode, done.stdout) == (0, "nothing to delete: pets@1 stays the newest version\n")
+    facts = said(datasvc("delete", "pets", "--where", "label > 5", "--json", repo=pets.url))
+    assert facts == {"version": "pets@1", "committed": False, "deleted": {}, "missing": []}
+
+
+def test_missing_keys_may_be_ignored_and_are_named(pets, tmp_path):
+    (tmp_path / "keys").write_text("b\nx\n")
+    done = datasvc("delete", "pets", "--keys", tmp_path / "keys", "--ignore-missing", repo=pets.url)
+    assert (done.returncode, done.stderr) == (0, "1 keys are not there: x\n")
+    assert keys_of(pets, "pets") == ["a", "c", "d"]
+
+
+def test_a_difference_is_counted_with_some_keys_or_all(pets):
+    many = [{"key": f"n{number:02}", "blob": b"", "label": 0} for number in range(12)]
+    write_version(
+        pets, "pets", {"train": [labelled(a=0, b=0), many], "test": [labelled(t=0)]}, LABELLED_SCHEMA, ["cat", "fox"]
+    )
+    shown = datasvc("diff", "pets@1", "pets@2", repo=pets.url).stdout
+    assert "from: pets@1\nto: pets@2\nadded split test:\n  added: 1 (t)\n" in shown
+    assert "  added: 12 (n00, n01, n02, n03, n04, n05, n06, n07, n08, n09, ...)\n" in shown
+    assert "  deleted: 2 (c, d)\n  changed: 1 (b)\n  unchanged: 1\n" in shown
+    assert "  classes added: ['fox']\n  classes removed: ['dog']\n" in shown
+    assert "removed split val:\n  added: 0\n  deleted: 1 (v)\n" in shown
+    assert "n10, n11)" in datasvc("diff", "pets@1", "pets@2", "--keys", repo=pets.url).stdout
+    facts = said(datasvc("diff", "pets@1", "pets@2", "--json", repo=pets.url))
+    assert (facts["a"], facts["b"]) == ("pets@1", "pets@2")
+    assert (facts["splits_added"], facts["splits_removed"]) == (["test"], ["val"])
+    train = facts["splits"]["train"]
+    assert {name: train[name] for name in ("added", "deleted", "changed", "unchanged")} == {
+        "added": 12, "deleted": 2, "changed": 1, "unchanged": 1,
+    }  # fmt: skip
+    assert (len(train["keys"]["added"]), train["keys"]["changed"]) == (10, ["b"])
+    everything = said(datasvc("diff", "pets@1", "pets@2", "--json", "--keys", repo=pets.url))
+    assert everything["splits"]["train"]["keys"]["added"] == [sample["key"] for sample in many]
+
+
+def test_data_sets_are_merged(pets):
+    done = datasvc("merge", "all", "pets", "wild", "--on-common", "last", repo=pets.url)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("committed all@1 from pets@1, wild@1: 5 train, 1 val samples, 3 shards, ")
+    assert keys_of(pets, "all") == ["a", "b", "c", "d", "w"]
+    facts = said(datasvc("merge", "all", "pets", "wild", "--on-common", "first", "--json", repo=pets.url))
+    assert (facts["version"], facts["merged"]) == ("all@2", ["pets@1", "wild@1"])
+    assert (facts["samples"], facts["shards"]) == ({"train": 5, "val": 1}, {"train": 3, "val": 1})
+    assert facts["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["delete", "pets"], 2, "by keys, or by a condition"),
+        (["delete", "pets", "--keys", "/nonexistent/keys"], 1, "there is no file /nonexistent/keys"),
+        (["delete", "pets", "--keys", sys.executable], 2, "are not UTF-8"),
+        (["delete", "pets", "--keys", "/"], 2, "is a folder"),
+        (["delete", "pets", "--keys", __file__], 1, "keys are not in pets@1: "),
+        (["delete", "pets", "--where", "colour = 1"], 2, "the columns are key, blob, label"),
+        (["delete", "pets", "--where", "true"], 2, "nothing would be left"),
+        (["delete", "pets", "--where", "true", "--split", "test"], 1, "has no split 'test'"),
+        (["delete", "cats", "--where", "true"], 1, "no data set 'cats'"),
+        (["diff", "pets", "cats"], 1, "no data set 'cats'"),
+        (["merge", "all", "pets"], 2, "needs at least two versions"),
+        (["merge", "all", "pets", "wild"], 4, "1 keys are on both sides: 'd'"),
+        (["merge", "all", "pets", "wild", "--on-common", "any"], 2, "--on-common"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_errors_say_what_to_do_without_a_traceback_and_with_their_exit_code(pets, arguments, code, message):
+    done = datasvc(*arguments, repo=pets.url)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_delete_from_an_old_version_is_a_conflict(pets):
+    datasvc("delete", "pets", "--where", "key = 'a'", repo=pets.url)
+    done = datasvc("delete", "pets@1", "--where", "key = 'b'", repo=pets.url)
+    assert done.returncode == 4
+    assert "pets@1 is not the newest version, which is pets@2" in done.stderr

@@ -1,0 +1,89 @@
+"""Combs against sets of their positions."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.ledger.strided_range import Comb, describe_positions, first_positions, solid, split_runs
+from datasvc.order import Step, slice_step
+
+COMBS = st.builds(
+    lambda start, length, period, offset, tooth: Comb(start, start + length, period, offset % period, tooth),
+    st.integers(0, 60),
+    st.integers(0, 60),
+    st.integers(1, 20),
+    st.integers(0, 19),
+    st.integers(0, 25),
+)
+
+
+def members(comb):
+    return [p for p in range(comb.start, comb.stop) if (p - comb.offset) % comb.period < comb.length]
+
+
+@given(comb=COMBS, start=st.integers(0, 130), length=st.integers(0, 130))
+def test_a_comb_knows_its_positions_and_their_number(comb, start, length):
+    assert list(comb.positions()) == members(comb)
+    assert comb.size == len(members(comb))
+    starts, stops = comb.spans()
+    assert [p for span in zip(starts.tolist(), stops.tolist(), strict=True) for p in range(*span)] == members(comb)
+    assert members(comb.clip(start, start + length)) == [p for p in members(comb) if start <= p < start + length]
+
+
+@given(positions=st.lists(st.integers(0, 30), max_size=12))
+def test_runs_hold_the_positions_in_their_order(positions):
+    assert [p for run in split_runs(positions) for p in members(run)] == positions
+
+
+@given(combs=st.lists(COMBS, max_size=4), count=st.integers(0, 20))
+def test_the_first_positions_come_in_order(combs, count):
+    assert first_positions(combs, count) == sorted(p for comb in combs for p in members(comb))[:count]
+
+
+@given(
+    start=st.integers(0, 100),
+    positions=st.sets(st.integers(0, 40)).map(sorted),
+    beyond=st.integers(1, 10),
+)
+def test_any_positions_are_described_and_nothing_else(start, positions, beyond):
+    values = np.array(positions, np.int64) + start
+    combs = describe_positions(start, start + 40 + beyond, values)
+    assert [p for comb in combs for p in members(comb)] == values.tolist()
+    assert combs[-1].stop == start + 40 + beyond
+
+
+@given(
+    world_size=st.integers(1, 7),
+    batch_size=st.integers(1, 9),
+    lanes=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    start=st.integers(0, 50),
+    steps=st.integers(1, 6),
+)
+def test_what_a_rank_serves_in_a_row_of_steps_is_one_comb(world_size, batch_size, lanes, start, steps):
+    """The law that keeps ledgers small."""
+    size = world_size * batch_size
+    for rank in range(world_size):
+        one, served = None, []
+        for number in range(steps):
+            step = Step(start + number * size, start + (number + 1) * size, 10_000)
+            positions, _ = slice_step(step, rank=rank, world_size=world_size, lanes=lanes)
+            (comb,) = describe_positions(step.start, step.stop, positions)
+            assert one is None or comb.continues(one)
+            one = comb if one is None else Comb(one.start, comb.stop, comb.period, comb.offset, comb.length)
+            served += positions.tolist()
+        assert members(one) == served
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "goes_on"),
+    [
+        (solid(0, 4), solid(4, 9), True),
+        (solid(0, 4), solid(5, 9), False),
+        (Comb(0, 8, 8, 2, 2), Comb(8, 16, 8, 2, 2), True),
+        (Comb(0, 8, 8, 2, 2), Comb(8, 16, 8, 3, 2), False),
+        (Comb(0, 8, 8, 2, 2), Comb(8, 16, 4, 2, 2), False),
+    ],
+)
+def test_a_comb_continues_another_with_the_same_teeth_where_that_ends(first, then, goes_on):
+    assert then.continues(first) is goes_on

@@ -1,0 +1,127 @@
+"""What decodes, as a part of the loader's state, and what it is chosen on."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from datasvc.errors import ConfigError
+from datasvc.loaders import ImageLoader, Mixture
+from datasvc.loaders.decode.choice.choice import DecodeChoice
+from datasvc.loaders.decode.choice.trial import Trials
+from datasvc.loaders.torch import OrderBatchSampler
+from datasvc.order import OrderState
+
+
+def make(split, batch_size=8, **options):
+    return ImageLoader(split, **{"batch_size": batch_size, "training": True, "size": 32, "num_threads": 1, **options})
+
+
+def first(loader):
+    with loader:
+        return next(iter(loader))
+
+
+@pytest.fixture
+def samples(digits, request):
+    return Mixture([(digits["val"], 1), (digits["train"], 1)]) if request.param == "mixture" else digits["val"]
+
+
+@pytest.mark.parametrize("samples", ["split", "mixture"], indirect=True)
+def test_the_state_says_what_decodes_and_a_resumed_run_decodes_with_it(samples):
+    loader = make(samples, decode="pillow")
+    assert loader.state_dict()["decode"] == "pillow"
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = first(loader)
+    resumed = make(samples)
+    assert resumed.decode == "cpu"
+    resumed.load_state_dict(state)
+    assert resumed.decode == "pillow"
+    assert torch.equal(first(resumed).images, expected.images)
+    assert resumed.state_dict()["decode"] == "pillow"
+
+
+@pytest.mark.parametrize("samples", ["split", "mixture"], indirect=True)
+def test_a_state_from_before_backends_were_kept_loads_as_ever(samples):
+    loader = make(samples)
+    next(iter(loader))
+    old = {name: value for name, value in loader.state_dict().items() if name != "decode"}
+    expected = first(loader)
+    resumed = make(samples)
+    resumed.load_state_dict(old)
+    assert torch.equal(first(resumed).images, expected.images)
+
+
+def test_a_state_of_a_gpu_goes_on_without_one_and_says_that_pixels_differ(digits, caplog):
+    loader = make(digits["val"])
+    next(iter(loader))
+    resumed = make(digits["val"])
+    with caplog.at_level(logging.WARNING):
+        resumed.load_state_dict(loader.state_dict() | {"decode": "gpu-window"})
+    assert "decodes with 'gpu-window'; decode='auto' is 'cpu' here, and pixels differ" in caplog.text
+    assert np.array_equal(first(resumed).positions, first(loader).positions)
+
+
+def test_a_state_with_a_decoder_that_nobody_knows_is_refused_and_nothing_moves(digits):
+    loader = make(digits["val"])
+    next(iter(loader))
+    before = loader.state_dict()
+    with pytest.raises(ConfigError, match="decode of a loader's state is 'opencv'"):
+        loader.load_state_dict(before | {"position": 0, "decode": "opencv"})
+    assert loader.state_dict() == before
+
+
+def test_loaders_that_decode_otherwise_take_the_state_for_its_order(digits):
+    loader = make(digits["val"])
+    next(iter(loader))
+    state = loader.state_dict()
+    assert OrderState.from_dict(state).position == 8
+    batches = OrderBatchSampler(digits["val"], batch_size=8, shuffle="global")
+    batches.load_state_dict(state)
+    assert batches.cursor == (0, 8)
+
+
+def test_the_first_batch_settles_what_decodes_for_this_run_and_those_that_resume_it(digits):
+    """Two backends of the CPU in place of those of a GPU."""
+    tried = []
+
+    def try_in_child(_config, candidates, batches):
+        tried.append((list(candidates), len(batches)))
+        return Trials(rates={"cpu": 10.0, "pillow": 20.0})
+
+    loader = make(digits["val"])
+    loader._choice = DecodeChoice(
+        "auto", ["cpu", "pillow"], config=loader._config, ranks=loader.ranks, try_in_child=try_in_child
+    )
+    assert "decode" not in loader.state_dict()
+    batch = next(iter(loader))
+    assert loader.decode == loader.state_dict()["decode"] == "pillow"
+    assert torch.equal(batch.images, first(make(digits["val"], decode="pillow")).images)
+    loader.load_state_dict(loader.state_dict())
+    next(iter(loader))
+    assert tried == [(["cpu", "pillow"], 4)]
+
+
+def test_a_trial_gets_the_next_distinct_batches_and_the_run_stays_where_it_is(digits, monkeypatch):
+    loader = make(digits["val"])
+    next(iter(loader))
+    before, retired = loader.state_dict(), []
+    monkeypatch.setattr(loader._batches, "retire", retired.append)  # so that a cache needs no room for all of them
+    drawn = loader._draw_trial()
+    monkeypatch.undo()
+    assert len(retired) == 4
+    assert [len(batch.images) for batch in drawn] == [8] * 4
+    assert len({image for batch in drawn for image in batch.images}) == 32
+    assert drawn[0].windows.starts.shape == (8, 2)
+    assert loader.state_dict() == before
+    with make(digits["val"]) as whole:
+        batches = [batch for batch, _ in zip(whole, range(2), strict=False)]
+    assert torch.equal(first(loader).images, batches[1].images)
+
+
+def test_a_trial_gets_no_more_bytes_than_its_share(digits, monkeypatch):
+    monkeypatch.setattr("datasvc.loaders.images.image_loader._TRIAL_BYTES", 1)
+    assert len(make(digits["val"])._draw_trial()) == 1

@@ -1,0 +1,88 @@
+"""Where a version came from: every version, revision, data set, shard and source above it."""
+
+import json
+
+import torch
+
+from datasvc.models import CodeRevision, DataUse, Reading, describe_environment, read_lineage, save
+from datasvc.models.versions import environment
+from datasvc.shards import ingest, open_dataset
+from datasvc.shards.versions.delete import delete
+from datasvc.shards.versions.merge import merge
+from tests.loaders.numbered import Numbers
+from tests.models.trainings import commit
+
+
+def test_lineage_leads_to_shards_and_sources_through_versions_and_what_data_was_made_from(repository, folder):
+    ingest(repository, str(folder), "pets", shard_bytes=4000)
+    key = open_dataset(repository, "pets@1")["train"][0]["key"]
+    delete(repository, "pets@1", keys=[key])
+    ingest(repository, str(folder), "more", shard_bytes=4000)
+    merge(repository, ["pets@2", "more@1"], "all", on_common="first")
+    split = open_dataset(repository, "all@1")["train"]
+    loader = Numbers(split, 4, tail="drop", prefetch=0, blob="image")
+    reading, code = Reading(loader), CodeRevision("abc", dirty=False)
+    versions = []
+    for step in (0, 0):
+        versions.append(
+            save(
+                repository, "cnn", {"w": torch.ones(2)}, step=step, data=[reading.use()], code=code,
+                parent=str(versions[-1]) if versions else None,
+            )
+        )  # fmt: skip
+    evaluated = DataUse("pets@1", "val", {}, purpose="evaluation")
+    commit(repository, "tuned", 0, [reading.use(), evaluated], parent="cnn@2", merged=["cnn@1"])
+    use = reading.use().to_dict()
+    use["spans"][0]["stop"] = [1, 0]
+    commit(repository, "tuned", 4, [use], parent="tuned@1")
+
+    found = read_lineage(repository, "tuned@2")
+    assert list(found.models) == ["tuned@2", "tuned@1", "cnn@2", "cnn@1"]
+    assert [each.parents for each in found.models.values()] == [("tuned@1",), ("cnn@2", "cnn@1"), ("cnn@1",), ()]
+    assert found.models["cnn@1"].code["revision"] == "abc"
+    assert found.models["cnn@1"].environment["packages"]["torch"] == torch.__version__
+    assert found.models["tuned@1"].evaluated == ("pets@1/val",)
+    assert found.datasets["all@1"].parents == ("pets@2", "more@1")
+    assert found.datasets["pets@2"].change == {"kind": "delete", "deleted": 1}
+    assert found.datasets["pets@1"].source["url"] == str(folder)
+    assert found.datasets["pets@1"].source["options"]["shard_bytes"] == 4000
+    assert found.shards == {split.digest: [shard.digest for shard in split.table.shards()]}
+    assert found.gaps == []
+    json.dumps(found.to_dict())
+
+
+def test_data_that_is_not_here_is_named(repository):
+    state = {
+        "format": 1, "version": "cd" * 32, "epoch": 0, "position": 4, "seed": 0, "shuffle": "global", "lanes": 1,
+        "block": None, "sticky": False,
+    }  # fmt: skip
+    commit(repository, "cnn", 1, [DataUse("gone@4", "train", state)], parent="base@2")
+    found = read_lineage(repository, "cnn")
+    assert "continues 'base@2', which is not here" in found.models["cnn@1"].gaps[0]
+    assert any("data-set version gone@4 is not known here" in gap for gap in found.gaps)
+    assert any(f"shard table {'cd' * 32} of gone@4/train is not in this repository" in gap for gap in found.gaps)
+
+
+def test_the_environment_names_versions_and_no_machine():
+    import platform
+
+    told = describe_environment(world_size=8)
+    assert told["packages"]["torch"] == torch.__version__
+    assert (told["world_size"], told["python"]) == (8, platform.python_version())
+    assert "hostname" not in told
+    assert platform.node() not in json.dumps(told)
+    assert describe_environment(hostname=True)["hostname"] == platform.node()
+
+
+def test_the_driver_and_gpus_are_told_without_touching_them(tmp_path, monkeypatch):
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build  (builder@host)\n"
+        "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    for number in range(2):
+        folder = tmp_path / "gpus" / f"0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 90\n")
+    monkeypatch.setattr(environment, "_PROC", tmp_path)
+    told = environment.describe_environment()
+    assert (told["driver"], told["gpus"]) == ("575.57.08", {"NVIDIA H200": 2})

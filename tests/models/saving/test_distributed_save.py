@@ -1,0 +1,43 @@
+"""What a rank says to others before it stores, by a channel that answers as they would."""
+
+import pytest
+import torch
+
+from datasvc.errors import ConfigError, DatasvcError
+from datasvc.models.saving.distributed_save import save_together
+from datasvc.models.saving.flat_state import Content
+from datasvc.models.saving.rank_channel import Alone
+
+
+class OtherRank(Alone):
+    """A second rank that has reached the save of `step`; keeps what it is told."""
+
+    size = 2
+
+    def __init__(self, step):
+        self.step, self.told = step, []
+
+    def exchange(self, message):
+        self.told.append(message)
+        return [message, [None, self.step]]
+
+
+def save(channel, repository, tensor, step):
+    def commit(_):
+        raise AssertionError
+
+    content = Content({}, {"w": tensor}, None, {})
+    save_together(channel, repository.objects, lambda: content, commit, step=step, base=tuple, held={}, codec="delta")
+
+
+def test_ranks_that_fell_out_of_step_do_not_mix_two_states(repository):
+    with pytest.raises(ConfigError, match=r"different steps; by rank: \[7, 8\]"):
+        save(OtherRank(8), repository, torch.ones(3), 7)
+
+
+def test_a_tensor_whose_bytes_cannot_be_compared_is_told_before_the_others_compare_theirs(repository):
+    other = OtherRank(7)
+    with pytest.raises(DatasvcError, match="rank 0: "):
+        save(other, repository, torch.ones(3, device="meta"), 7)
+    ((error, step),) = other.told
+    assert (step, bool(error["message"])) == (7, True)

@@ -1,0 +1,386 @@
+"""A model that a run saves in the background, in a world of one."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import datasvc
+from datasvc.errors import BusyError, ConfigError, NotFoundError, UnavailableError
+from datasvc.models import DataUse, describe_model, model_log, restore
+from datasvc.models.saving.manager import Model
+from datasvc.models.saving.queue import SaveHandle
+from datasvc.models.saving.staging_buffer import HostCopies
+from datasvc.models.tensors import codec
+from datasvc.models.tensors.tensor_table import read_table
+from datasvc.repository.objects.objects import Objects
+
+
+@pytest.fixture
+def repo(repository):
+    return datasvc.open(repository.url)
+
+
+class Gate:
+    """Holds back what objects are written until it opens; may fail them instead."""
+
+    def __init__(self, monkeypatch):
+        self.is_open, self.has_begun, self.error = threading.Event(), threading.Event(), None
+        real = Objects.write
+
+        def write(objects, info, content):
+            self.has_begun.set()
+            assert self.is_open.wait(30)
+            if self.error is not None:
+                raise self.error
+            return real(objects, info, content)
+
+        monkeypatch.setattr(Objects, "write", write)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.is_open.set()
+
+
+def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
+    weight, array = torch.zeros(50_000), np.zeros(9)
+    rates, use = [0.1], DataUse("d@1", "train", {"epoch": 0, "position": 0})
+    config, metrics = {"betas": [0.9]}, {"loss": 1.0}
+    with repo.model("m") as model:
+        handle = model.save(
+            {"w": weight, "a": array, "rates": rates}, step=1, data=[use], config=config, metrics=metrics
+        )
+        assert gate.has_begun.wait(30)
+        weight += 1
+        array += 1
+        rates.append(0.2)
+        use.state["position"] = 99
+        config["betas"].append(0.5)
+        metrics["loss"] = 2.0
+        assert not handle.done()
+        gate.is_open.set()
+        assert str(handle.result()) == "m@1"
+    found = repo.restore("m@1")
+    assert not found.state["w"].any()
+    assert not found.state["a"].any()
+    assert found.state["rates"] == [0.1]
+    assert found.entry["data"][0]["state"]["position"] == 0
+    assert (found.entry["config"], found.entry["metrics"]) == ({"betas": [0.9]}, {"loss": 1.0})
+    assert 0 < handle.stall_s < found.entry["duration"]["total_s"]
+    assert found.entry["duration"]["stall_s"] == pytest.approx(handle.stall_s, abs=1e-5)
+
+
+def test_a_model_tells_what_saving_cost_the_training(repo):
+    with repo.model("m", every=2) as model:
+        assert model.cost.share == 0
+        stalls_s, calls_s = [], []
+        for step in range(1, 6):
+            if model.should_save(step):
+                began_s = time.perf_counter()
+                stalls_s.append(model.save({"w": torch.zeros(50_000)}, step=step).stall_s)
+                calls_s.append(time.perf_counter() - began_s)
+        assert len(stalls_s) == 2
+        assert 0 < sum(stalls_s) < model.cost.stall_s < sum(calls_s)
+        assert 0 < model.cost.share <= 1
+
+
+def debt_after_a_step(model, step):
+    """Let a step end; returns what is owed then, and what of the training's time has paid for it."""
+    before = model.cost
+    model.should_save(step)
+    return model._cadence.debt_s, 0.01 * (model.cost - before).training_s
+
+
+@pytest.fixture
+def slow_device(monkeypatch):
+    """Copies to the host that a device is said to have taken 1000 s for."""
+    monkeypatch.setattr(HostCopies, "wait", lambda _: 1000.0)
+
+
+def without_a_thread(submit):
+    """Return `submit` where the system has no thread left to save in; the save itself finds some."""
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    def submit_inline(handle, work):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            submit(handle, lambda: (patch.undo(), work())[1])
+
+    return submit_inline
+
+
+@pytest.mark.usefixtures("slow_device")
+@pytest.mark.parametrize("how", ["waits", "has no thread"])
+def test_a_save_that_blocks_until_it_is_committed_costs_all_that_time_and_a_copy_within_it_nothing_more(
+    repo, monkeypatch, how
+):
+    with repo.model("m", max_stall=0.01) as model:
+        if how == "has no thread":
+            monkeypatch.setattr(model._saver, "submit", without_a_thread(model._saver.submit))
+        began_s = time.perf_counter()
+        assert model.save({"w": torch.ones(50_000)}, step=1, wait=how == "waits").done()
+        call_s = time.perf_counter() - began_s
+        stall_s = model.cost.stall_s
+        debt_s, paid_s = debt_after_a_step(model, 2)
+        assert debt_s == pytest.approx(max(0.0, stall_s - paid_s))
+        written_s = repo.restore("m@1").entry["duration"]["total_s"]
+        assert written_s - 1e-6 <= stall_s < call_s, "but for what the entry rounds"
+
+
+def test_a_save_that_blocks_and_fails_costs_the_time_all_the_same(repo, gate, monkeypatch):
+    real, asked_s = SaveHandle.result, []
+
+    def result(handle):
+        asked_s.append(time.perf_counter())
+        gate.is_open.set()
+        return real(handle)
+
+    monkeypatch.setattr(SaveHandle, "result", result)
+    gate.error = UnavailableError("gone")
+    with repo.model("m", max_stall=0.01) as model:
+        with pytest.raises(UnavailableError, match="gone"):
+            model.save({"w": torch.ones(50_000)}, step=1, wait=True)
+        before = model.cost
+        model.should_save(2)
+        ended_s = time.perf_counter()
+        assert (model.cost - before).training_s < ended_s - asked_s[0], "the wait is no part of the next step"
+
+
+@pytest.mark.usefixtures("slow_device")
+def test_a_copy_that_a_device_makes_beside_the_training_is_owed_once(repo, gate):
+    with repo.model("m", max_stall=0.01) as model:
+        model.save({"w": torch.ones(50_000)}, step=1)
+        assert gate.has_begun.wait(30)
+        stall_s = model.cost.stall_s
+        debt_s, paid_s = debt_after_a_step(model, 2)
+        assert debt_s == pytest.approx(stall_s + 1000 - paid_s)
+        gate.is_open.set()
+
+
+def test_several_saves_queue_in_two_buffers_and_each_keeps_its_own_bytes(repo, gate):
+    """The third finds both buffers in use and waits for the first to be written."""
+    weight = torch.zeros(50_000)
+    model = repo.model("m")
+    for step in (1, 2):
+        model.save({"w": weight.fill_(step)}, step=step)
+    third = threading.Thread(target=lambda: model.save({"w": torch.full((50_000,), 3.0)}, step=3))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()
+    gate.is_open.set()
+    third.join()
+    model.close()
+    assert [(restore(repo.repository, f"m@{n}").state["w"] == n).all().item() for n in (1, 2, 3)] == [True] * 3
+    assert [version.entry["parent"] for version in model_log(repo.repository, "m")] == [None, "m@1", "m@2"]
+
+
+def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_same(repo, monkeypatch):
+    torch.manual_seed(0)
+    weight = torch.randn(300_000)
+    wanted, real = [], codec.estimate_shares
+    with repo.model("m") as model:
+
+        def estimate_shares(content, word, base=None):
+            for copied in model._writer._held.values():
+                copied.fill_(99.0)  # as the next save does, once this one has looked at them
+            return real(content, word, base)
+
+        monkeypatch.setattr(codec, "estimate_shares", estimate_shares)
+        for step in range(1, 7):
+            weight = weight * (1 + 1e-6)
+            wanted.append(weight.clone())
+            model.save({"w": weight}, step=step, wait=True)
+    (record,) = read_table(repo.repository.objects, repo.describe("m@3").tensors)
+    assert len(record.pieces[0].chain) == 3
+    for number, expected in enumerate(wanted, start=1):
+        assert torch.equal(repo.restore(f"m@{number}").state["w"], expected)
+
+
+def test_an_overlap_may_be_refused(repo, gate):
+    with repo.model("m", overlap="refuse") as model:
+        model.save({"w": torch.ones(50_000)}, step=1)
+        with pytest.raises(BusyError, match="the save of step 1 goes on"):
+            model.save({"w": torch.ones(50_000)}, step=2)
+        gate.is_open.set()
+        model.wait()
+        model.save({"w": torch.ones(3)}, step=3, wait=True)
+        assert str(model.version) == "m@2"
+
+
+def test_a_save_that_fails_in_the_background_is_said_by_the_next_and_leaves_nothing(repo, gate):
+    gate.error = UnavailableError("the disk is full")
+    gate.is_open.set()
+    model = repo.model("m")
+    model.save({"w": torch.ones(50_000)}, step=1)
+    model._saver.finish()
+    with pytest.raises(UnavailableError, match=r"the save of step 1 failed: .*the disk is full"):
+        model.save({"w": torch.ones(50_000)}, step=2)
+    with pytest.raises(NotFoundError):
+        repo.restore("m")
+    gate.error = None
+    model.save({"w": torch.ones(50_000)}, step=3, wait=True)
+    model.close()
+    assert repo.describe("m").entry["step"] == 3
+    gate.error = UnavailableError("the disk is full")
+    with pytest.raises(UnavailableError, match="the save of step 4 failed"), repo.model("m") as model:
+        model.save({"w": torch.zeros(50_000)}, step=4)
+
+
+def test_a_value_that_cannot_be_stored_is_refused_at_once_by_name(repo):
+    with repo.model("m") as model:
+        with pytest.raises(ConfigError, match="state value f is a function"):
+            model.save({"f": lambda: 0}, step=1)
+        with pytest.raises(ConfigError, match=r"'sparse' .*cannot be stored"):
+            model.save({"sparse": torch.eye(3).to_sparse()}, step=1)
+        with pytest.raises(ConfigError, match="as rank_state="):
+            model.save({"rank_state": 1}, step=1)
+    assert repo.models() == []
+
+
+def test_a_rank_s_own_state_comes_back_and_what_is_saved_next_continues_what_was_restored(repo):
+    with repo.model("m") as model:
+        model.save({"w": torch.ones(3)}, rank_state={"random": torch.arange(4), "n": (1, 2)}, step=1, wait=True)
+    with repo.model("branch") as model:
+        state = model.restore("m@1").state
+        assert state["rank_state"][0]["n"] == (1, 2)
+        assert state["rank_state"][0]["random"].tolist() == [0, 1, 2, 3]
+        model.save({"w": torch.zeros(3)}, step=2, wait=True)
+        with pytest.raises(NotFoundError, match="no version 7"):
+            model.restore("m@7")
+    assert repo.describe("branch").entry["parent"] == "m@1"
+
+
+def test_a_signal_makes_the_run_save_and_stop_and_its_handler_comes_back(repo):
+    before = signal.getsignal(signal.SIGTERM)
+    steps = []
+    with repo.model("m", every=100, grace="60s") as model:
+        for step in range(1, 10):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if model.should_save(step):
+                model.save({"w": torch.full((3,), float(step))}, step=step)
+                steps.append(step)
+            if model.stop_signal:
+                break
+    assert (steps, model.stop_signal) == ([4], signal.SIGTERM)
+    assert repo.describe("m").entry["step"] == 4
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_without_a_pace_a_run_saves_when_it_wants_to(repo):
+    with repo.model("m") as model:
+        assert not any(model.should_save(step) for step in range(1, 50))
+
+
+def test_what_is_restored_while_a_save_goes_on_is_what_the_next_one_continues(repo, gate):
+    gate.is_open.set()
+    repo.save("other", {"w": torch.zeros(3)}, step=1)
+    gate.is_open.clear()
+    with repo.model("m") as model:
+        model.save({"w": torch.ones(50_000)}, step=1)
+        restoring = threading.Thread(target=lambda: model.restore("other"))
+        restoring.start()
+        restoring.join(0.3)  # enough for one that does not wait
+        gate.is_open.set()
+        restoring.join()
+        model.save({"w": torch.zeros(50_000)}, step=2)
+    assert [version.entry["parent"] for version in model_log(repo.repository, "m")] == [None, "other@1"]
+
+
+def test_after_a_signal_the_last_save_is_not_held_back_by_one_that_failed_before(repo, gate, caplog):
+    gate.error = UnavailableError("the disk is full")
+    gate.is_open.set()
+    with repo.model("m", grace="60s") as model:
+        model.save({"w": torch.ones(50_000)}, step=1)
+        model._saver.finish()
+        gate.error = None
+        signal.raise_signal(signal.SIGTERM)
+        assert model.should_save(2)
+        model.save({"w": torch.ones(50_000)}, step=2)
+    assert repo.describe("m").entry["step"] == 2
+    assert "the save of step 1 failed: the disk is full" in caplog.text
+
+
+def test_a_run_may_go_on_after_a_save_that_failed_and_hears_at_the_end_if_the_last_one_did(repo, gate, caplog):
+    gate.error = UnavailableError("the disk is full")
+    gate.is_open.set()
+    with repo.model("m", failures="log") as model:
+        failed = model.save({"w": torch.ones(50_000)}, step=1)
+        failed.wait()
+        assert "the disk is full" in str(failed.error)
+        gate.error = None
+        model.save({"w": torch.ones(50_000)}, step=2)
+    assert "the save of step 1 failed: the disk is full" in caplog.text
+    assert repo.describe("m").entry["step"] == 2
+    gate.error = UnavailableError("the disk is full")
+    with pytest.raises(UnavailableError, match="the save of step 3 failed"), repo.model("m", failures="log") as model:
+        model.save({"w": torch.zeros(50_000)}, step=3)
+
+
+def test_a_signal_that_came_after_the_last_step_does_what_it_would_have_done(repo, gate):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        model = repo.model("m", grace="60s")
+        model.save({"w": torch.ones(50_000)}, step=1)
+        signal.raise_signal(signal.SIGTERM)
+        gate.is_open.set()
+        model.close()
+        assert heard == [signal.SIGTERM]
+        assert repo.describe("m").entry["step"] == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_save_that_is_interrupted_before_its_turn_is_told_once_and_the_next_one_works(repo, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with repo.model("m") as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(model._saver, "wait_for_room", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.save({"w": torch.ones(3)}, step=1)
+        with pytest.raises(ConfigError, match=r"config\.lock is a lock"):
+            model.save({"w": torch.ones(3)}, step=2, config={"lock": threading.Lock()})
+        model.save({"w": torch.ones(3)}, step=3, wait=True)
+    assert repo.describe("m").version == 1
+
+
+def test_settings_that_mean_nothing_are_refused_and_leave_no_handler(repo):
+    before = signal.getsignal(signal.SIGTERM)
+    for settings in (
+        {"codec": "zip"},
+        {"every": 0},
+        {"overlap": "drop"},
+        {"failures": "hide"},
+        {"grace": "soon"},
+        {"max_stall": "many"},
+    ):
+        with pytest.raises(ConfigError):
+            repo.model("m", **settings)
+    with pytest.raises(ConfigError):
+        Model(repo.repository, "no/name")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_two_jobs_that_save_to_one_name_both_land(repo):
+    with repo.model("m") as first, repo.model("m") as second:
+        for step in (1, 2, 3):
+            first.save({"w": torch.full((20_000,), float(step))}, step=step, message="first")
+            second.save({"w": torch.full((20_000,), -float(step))}, step=step, message="second")
+    landed = [(version.entry["message"], version.entry["step"]) for version in model_log(repo.repository, "m")]
+    assert sorted(landed) == [(job, step) for job in ("first", "second") for step in (1, 2, 3)]
+    for number, (job, step) in enumerate(landed, start=1):
+        expected = float(step) if job == "first" else -float(step)
+        assert (repo.restore(f"m@{number}").state["w"] == expected).all()
+    assert describe_model(repo.repository, "m").version == 6

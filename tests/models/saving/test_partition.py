@@ -1,0 +1,33 @@
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.models.saving.partition import SMALL_BYTES, plan_shares
+from datasvc.models.tensors.chunks import is_tiling
+
+SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
+    [(3000, 2000), (17000, 300), (40_000,)]
+)
+TENSORS = st.dictionaries(
+    st.text("abcd", min_size=1, max_size=3), st.tuples(st.sampled_from(["float32", "int8"]), SHAPES), max_size=8
+)
+
+
+@given(tensors=TENSORS, num_ranks=st.integers(1, 5), data=st.data())
+def test_every_element_is_dealt_once_and_large_ones_evenly(tensors, num_ranks, data):
+    of_first = data.draw(st.sets(st.sampled_from(sorted(tensors)))) if tensors else set()
+    shares = plan_shares(tensors, num_ranks, of_first=of_first)
+    assert shares == plan_shares(dict(reversed(tensors.items())), num_ranks, of_first=of_first)
+    for name, (_, shape) in tensors.items():
+        assert is_tiling(shape, [share.box for share in shares if share.name == name])
+        assert name not in of_first or all(share.rank == 0 for share in shares if share.name == name)
+    load, largest, small = [0] * num_ranks, 0, 0
+    for share in shares:
+        nbytes = math.prod(share.box[1]) * (4 if tensors[share.name][0] == "float32" else 1)
+        assert nbytes >= SMALL_BYTES or share.rank == 0, "the small ones share an object"
+        load[share.rank] += nbytes
+        small += nbytes if nbytes < SMALL_BYTES else 0
+        largest = max(largest, nbytes)
+    if not of_first:
+        assert max(load) <= max(small, sum(load) / num_ranks + largest)

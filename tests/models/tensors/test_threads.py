@@ -1,0 +1,67 @@
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import CorruptDataError
+from datasvc.models.tensors.threads import _group, run_in_threads
+from datasvc.repository.objects.objects import digest_of
+
+CONTENT = bytes(1 << 20)
+
+
+def test_results_come_in_the_order_of_the_arguments():
+    assert run_in_threads(lambda a, b: a * b, [(n, 2) for n in range(50)], 4) == [2 * n for n in range(50)]
+    assert run_in_threads(lambda a: a, [], 4) == []
+
+
+@given(st.lists(st.integers(0, 3 << 20), max_size=60))
+def test_calls_are_made_once_each_and_neighbours_with_few_bytes_by_one_thread(sizes):
+    arguments = [(number,) for number in range(len(sizes))]
+    groups = [[number for (number,) in group] for group in _group(arguments, sizes)]
+    assert [number for group in groups for number in group] == list(range(len(sizes)))
+    assert all(len(group) == 1 or sum(sizes[number] for number in group) <= 1 << 20 for group in groups)
+    assert len(groups) <= 1 + 2 * sum(sizes) / (1 << 20)
+    assert run_in_threads(lambda number: -number, arguments, 4, sizes=sizes) == [-n for n in range(len(sizes))]
+
+
+@pytest.mark.parametrize("sizes", [None, [1] * 20_000], ids=["one by one", "in groups"])
+def test_after_an_error_nothing_more_is_begun(sizes):
+    calls = []
+
+    def work(number):
+        calls.append(number)
+        if number == 0:
+            raise CorruptDataError("bad")
+        digest_of(CONTENT)
+
+    with pytest.raises(CorruptDataError):
+        run_in_threads(work, [(number,) for number in range(20_000)], 2, sizes=sizes)
+    assert len(calls) < 1000
+
+
+class Interrupted(list):
+    """Arguments after which Ctrl-C comes, when all of them are handed to the threads."""
+
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        self.came = threading.Event()
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self.came.set()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_ends_the_work_as_an_error_does():
+    calls, arguments = [], Interrupted((number,) for number in range(2000))
+
+    def work(number):
+        calls.append(number)
+        arguments.came.wait()
+        digest_of(CONTENT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_threads(work, arguments, 2)
+    assert len(calls) < 1000

@@ -1,0 +1,47 @@
+"""Waiting for others: as long as something moves, and not for ever."""
+
+import asyncio
+
+import pytest
+
+from datasvc.errors import UnavailableError
+from datasvc.node.transfers.waiting import wait_moving
+
+
+def test_a_result_is_returned_and_an_error_raised():
+    async def run():
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(future.set_result, 7)
+        assert await wait_moving(future, idle_s=lambda: 0) == 7
+        failed = asyncio.get_running_loop().create_future()
+        failed.set_exception(UnavailableError("gone"))
+        with pytest.raises(UnavailableError, match="gone"):
+            await wait_moving(failed, idle_s=lambda: 0)
+
+    asyncio.run(run())
+
+
+def test_what_stands_still_is_not_waited_for_and_goes_on():
+    async def run():
+        future = asyncio.get_running_loop().create_future()
+        with pytest.raises(UnavailableError, match="ask another node"):
+            await wait_moving(future, idle_s=lambda: 1, patience_s=0.01)
+        assert not future.cancelled()
+
+    asyncio.run(run())
+
+
+def test_what_moves_is_waited_for_beyond_the_patience():
+    async def run():
+        future = asyncio.get_running_loop().create_future()
+        looks = []
+
+        def idle():
+            looks.append(0)
+            if len(looks) == 20:
+                future.set_result("arrived")
+            return 0
+
+        assert await wait_moving(future, idle_s=idle, patience_s=0.001) == "arrived"
+
+    asyncio.run(run())

@@ -1,0 +1,33 @@
+"""An interrupt wakes whoever waits, once, and touches nothing of those who have gone."""
+
+import threading
+
+from datasvc.repository.store.cancellation import Interrupt
+
+
+def test_who_is_under_way_is_cut_and_who_has_ended_is_not():
+    interrupt, cuts = Interrupt(), []
+    with interrupt.cutting(lambda: cuts.append("over")):
+        pass
+    with interrupt.cutting(lambda: cuts.append("one")), interrupt.cutting(lambda: cuts.append("two")):
+        assert not interrupt.is_set
+        interrupt.set()
+        assert cuts == ["one", "two"]
+    assert interrupt.is_set
+
+
+def test_who_begins_afterwards_is_cut_at_once():
+    interrupt, cuts = Interrupt(), []
+    interrupt.set()
+    with interrupt.cutting(lambda: cuts.append("late")):
+        assert cuts == ["late"]
+
+
+def test_a_wait_ends_with_it():
+    interrupt, answers = Interrupt(), []
+    assert interrupt.wait(0) is False
+    thread = threading.Thread(target=lambda: answers.append(interrupt.wait(60)))
+    thread.start()
+    interrupt.set()
+    thread.join()
+    assert answers == [True]

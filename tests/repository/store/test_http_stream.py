@@ -1,0 +1,364 @@
+"""Ranges over plain HTTP as they arrive: whatever a server does, they are the file's or an error says why not."""
+
+import gc
+import os
+import socket
+import ssl
+import subprocess
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import fsspec
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+
+from datasvc.errors import ConfigError, NotFoundError, UnavailableError
+from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.http_connections import Patience, _tls
+from datasvc.repository.store.http_stream import _BUFFER_BYTES, HttpStream, UnsuitedError
+from datasvc.repository.store.ranges import Ranges
+from datasvc.repository.store.retries import ATTEMPTS
+from tests.examples import examples
+from tests.repository.faulty_server import FaultyServer
+
+CONTENT = os.urandom(1 << 16) * 40 + b"tail"
+SIZE = len(CONTENT)
+HASTY = Patience(connect_s=600, silence_s=0.3, min_bytes_s=10_000, window_s=0.3)
+# Those that a server may commit now and then, and does no harm by.
+PASSING = [500, 503, 416, "refuse", "hang up", "stall", "silent", "trickle", "short", "long", "shifted", "garbage"]
+STRANGE = ["redirect", "chunked", "no length", "gzip"]
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr("datasvc.repository.store.retries._FIRST_PAUSE_S", 0.001)
+
+
+LASTING = ["stall", "silent", "trickle"]
+
+
+def stream_of(fault=None):
+    """Return a stream that waits for what lasts for ever only."""
+    return HttpStream(fsspec.filesystem("http", skip_instance_cache=True), HASTY if fault in LASTING else None)
+
+
+def read(stream, server, offset=0, length=SIZE, interrupt=None, path="/file"):
+    """Return what comes, in order."""
+    pieces = bytearray()
+    url = f"{server.url}{path}"
+    stream.read(url, offset, length, pieces.extend, location=url, interrupt=interrupt or Interrupt())
+    return pieces
+
+
+def test_any_range_is_what_the_file_has_there():
+    stream = stream_of()
+    with FaultyServer(CONTENT) as server:
+        for offset, length in [(0, SIZE), (0, 1), (SIZE - 1, 1), (17, 300_000), (1 << 20, 1 << 20)]:
+            assert read(stream, server, offset, length) == CONTENT[offset : offset + length]
+
+
+def test_a_connection_serves_one_range_after_the_other():
+    stream = stream_of()
+    with FaultyServer(CONTENT) as server:
+        for offset in range(0, SIZE, 500_000):
+            length = min(500_000, SIZE - offset)
+            assert read(stream, server, offset, length) == CONTENT[offset : offset + length]
+        assert server.num_connections == 1
+
+
+def test_a_connection_that_the_server_ends_is_not_used_again():
+    stream = stream_of()
+    with FaultyServer(CONTENT, "closing") as server:
+        for _ in range(3):
+            assert read(stream, server) == CONTENT
+        assert server.num_connections == len(server.ranges) == 3
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_is_no_failure(monkeypatch):
+    monkeypatch.setattr("datasvc.repository.store.retries.ATTEMPTS", 1)
+    stream = stream_of()
+    with FaultyServer(CONTENT, faults=[None, "refuse"]) as server:
+        assert read(stream, server) == CONTENT
+        assert read(stream, server) == CONTENT
+        assert server.num_connections == 2
+
+
+def test_a_forked_child_does_not_use_the_connections_of_its_parent():
+    stream = stream_of()
+    with FaultyServer(CONTENT) as server:
+        read(stream, server)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if read(stream, server) == CONTENT else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert read(stream, server) == CONTENT
+        assert server.num_connections == 2
+
+
+def test_connections_are_closed_with_whoever_keeps_them():
+    stream = stream_of()
+    with FaultyServer(CONTENT) as server:
+        read(stream, server)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", ResourceWarning)
+            del stream
+            gc.collect()  # a socket left open warns here
+    assert [str(warning.message) for warning in warned if "socket" in str(warning.message)] == []
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_what_was_missing_after_a_fault_is_asked_for_again(fault):
+    with FaultyServer(CONTENT, faults=[fault] * (ATTEMPTS - 1)) as server:
+        assert read(stream_of(fault), server) == CONTENT
+        assert len(server.ranges) == ATTEMPTS
+        if fault == "hang up":
+            assert [start for start, _ in server.ranges] == [0, SIZE // 2, SIZE * 3 // 4, SIZE * 7 // 8]
+
+
+@examples(25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    faults=st.lists(st.sampled_from([each for each in PASSING if each not in LASTING]), max_size=3),
+    start=st.integers(0, SIZE - 1),
+    length=st.integers(1, SIZE),
+)
+def test_faults_that_pass_leave_every_byte_in_its_place(faults, start, length):
+    length = min(length, SIZE - start)
+    with FaultyServer(CONTENT, faults=faults) as server:
+        assert read(stream_of(), server, start, length) == CONTENT[start : start + length]
+
+
+@pytest.mark.parametrize("fault", [*PASSING, "no ranges"])
+def test_a_fault_that_stays_is_said_after_a_few_tries(fault):
+    with FaultyServer(CONTENT, fault) as server:
+        with pytest.raises(UnavailableError, match=r"cannot read http://localhost:\d+/file"):
+            read(stream_of(fault), server, 1, SIZE - 1)
+        assert len(server.ranges) == ATTEMPTS
+
+
+def test_a_file_cut_off_again_and_again_comes_as_long_as_much_of_it_comes(monkeypatch):
+    monkeypatch.setattr("datasvc.repository.store.http_stream._PROGRESS_BYTES", 10_000)
+    with FaultyServer(CONTENT, faults=["hang up"] * 7) as server:
+        assert read(stream_of(), server) == CONTENT
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, NotFoundError), (401, ConfigError), (403, ConfigError)])
+def test_a_refusal_is_not_asked_for_again(status, error):
+    with FaultyServer(CONTENT, status) as server:
+        with pytest.raises(error, match=r"cannot read http://localhost:\d+/file"):
+            read(stream_of(), server)
+        assert len(server.ranges) == 1
+
+
+def test_a_server_that_is_not_there_is_unavailable():
+    with FaultyServer(CONTENT) as server:
+        pass
+    with pytest.raises(UnavailableError, match="cannot read"):
+        read(stream_of(), server)
+
+
+def test_a_server_without_ranges_gives_whole_files():
+    with FaultyServer(CONTENT, "no ranges") as server:
+        assert read(stream_of(), server) == CONTENT
+
+
+@pytest.mark.parametrize("fault", STRANGE)
+def test_an_answer_of_another_kind_is_left_to_the_client_that_knows_it(fault):
+    with FaultyServer(CONTENT, fault) as server:
+        with pytest.raises(UnsuitedError):
+            read(stream_of(), server)
+        ranges, pieces = Ranges(fsspec.filesystem("http")), bytearray()
+        assert ranges.can_stream
+        for offset in (0, SIZE // 2):
+            length = SIZE // 2
+            ranges.stream(f"{server.url}/file", offset, length, pieces.extend, location="it", interrupt=Interrupt())
+        assert pieces == CONTENT[: 2 * (SIZE // 2)]
+        assert not ranges.can_stream
+
+
+def test_a_server_that_begins_to_redirect_half_way_hands_nothing_on_twice():
+    with FaultyServer(CONTENT, "redirect", faults=["hang up"]) as server:
+        ranges, pieces = Ranges(fsspec.filesystem("http")), bytearray()
+        with pytest.raises(UnavailableError, match="changes its way of answering"):
+            ranges.stream(f"{server.url}/file", 0, SIZE, pieces.extend, location="it", interrupt=Interrupt())
+        assert pieces == CONTENT[: SIZE // 2]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"headers": {"X": "y"}}, {"client_kwargs": {"trust_env": True}}, {"encoded": True}, {"ssl": False}]
+)
+def test_a_client_with_settings_of_its_own_is_left_alone(settings):
+    file_system = fsspec.filesystem("http", skip_instance_cache=True, **settings)
+    assert (HttpStream.of(file_system) is None) == (settings != {"encoded": True})
+    assert Ranges(file_system).can_stream == (settings == {"encoded": True})
+
+
+def test_other_stores_are_left_alone():
+    for protocol in ("file", "memory"):
+        assert HttpStream.of(fsspec.filesystem(protocol)) is None
+    assert HttpStream.of(fsspec.filesystem("simplecache", target_protocol="http")) is None
+
+
+def test_user_and_password_of_a_url_are_sent_as_fsspec_sends_them():
+    with FaultyServer(CONTENT) as server:
+        url = f"{server.url.replace('//', '//me%40here:s%20cret@')}/a%20b ü"
+        file_system = fsspec.filesystem("http", skip_instance_cache=True)
+        assert file_system.cat_file(url) == CONTENT
+        pieces = bytearray()
+        HttpStream(file_system).read(url, 0, SIZE, pieces.extend, location="it", interrupt=Interrupt())
+        assert pieces == CONTENT
+        assert server.authorizations[0] is not None
+        assert len(set(server.authorizations)) == 1
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    files = tmp_path / "server.pem", tmp_path / "server.key"
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
+    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
+    command = ["openssl", "req", *kind, *subject, "-out", files[0], "-keyout", files[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+@pytest.fixture
+def new_trust():
+    """Lets the certificates that are trusted be read anew, and forgotten afterwards."""
+    _tls.cache_clear()
+    yield
+    _tls.cache_clear()
+
+
+def test_over_https_a_server_that_is_trusted_is_read_and_no_other(certificate, new_trust, monkeypatch):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    with FaultyServer(CONTENT, faults=["hang up", 503], tls=context) as server:
+        with pytest.raises(UnavailableError, match="certificate verify failed"):
+            read(stream_of(), server)
+        _tls.cache_clear()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        stream = stream_of()
+        for offset in (0, SIZE // 2):
+            length = SIZE // 2
+            assert read(stream, server, offset, length) == CONTENT[offset : offset + length]
+        assert len(server.ranges) == 4
+
+
+@pytest.mark.parametrize("fault", [None, "stall", "silent", 503])
+def test_an_interrupt_ends_what_is_under_way(fault, monkeypatch):
+    monkeypatch.setattr("datasvc.repository.store.retries._FIRST_PAUSE_S", 600)
+    patient = HttpStream(fsspec.filesystem("http", skip_instance_cache=True), Patience(silence_s=600))
+    interrupt, begun, errors = Interrupt(), threading.Event(), []
+    length = _BUFFER_BYTES + 1000 if fault is None else SIZE  # the rest has arrived when the first piece is taken
+
+    def take(_view):
+        begun.set()
+        if fault is None:
+            interrupt.wait(60)
+
+    def run():
+        try:
+            patient.read(f"{server.url}/file", 0, length, take, location="it", interrupt=interrupt)
+        except UnavailableError as error:
+            errors.append(error)
+
+    with FaultyServer(CONTENT, fault) as server:
+        thread = threading.Thread(target=run)
+        thread.start()
+        if fault in (None, "stall"):
+            assert begun.wait(60)
+        interrupt.set()
+        thread.join(60)
+        assert len(errors) == 1
+        with pytest.raises(UnavailableError, match="nobody waits"):
+            patient.read(f"{server.url}/file", 0, SIZE, take, location="it", interrupt=interrupt)
+
+
+def test_an_interrupt_ends_a_stream_over_https(certificate, new_trust, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    interrupt, patient = Interrupt(), HttpStream(fsspec.filesystem("http"), Patience(silence_s=600))
+    with FaultyServer(CONTENT, "stall", tls=context) as server, ThreadPoolExecutor(1) as pool:
+        half, arrived = threading.Event(), bytearray()
+
+        def take(view):
+            arrived.extend(view)
+            if len(arrived) == 2 * _BUFFER_BYTES:
+                half.set()
+
+        reading = pool.submit(patient.read, f"{server.url}/file", 0, SIZE, take, location="it", interrupt=interrupt)
+        assert half.wait(60)
+        interrupt.set()
+        with pytest.raises(UnavailableError, match="nobody waits"):
+            reading.result(60)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), UnavailableError("stopping")])
+def test_what_takes_the_bytes_may_fail_and_its_error_passes_through(error):
+    def full(_view):
+        raise error
+
+    with FaultyServer(CONTENT) as server:
+        with pytest.raises(type(error), match=r"No space left|stopping"):
+            stream_of().read(f"{server.url}/file", 0, SIZE, full, location="it", interrupt=Interrupt())
+        assert len(server.ranges) == 1
+
+
+def test_the_memory_of_a_long_range_is_that_of_one_buffer():
+    seen = set()
+    with FaultyServer(CONTENT) as server:
+        stream_of().read(
+            f"{server.url}/file",
+            0,
+            SIZE,
+            lambda view: seen.add((id(view.obj), len(view))),
+            location="it",
+            interrupt=Interrupt(),
+        )
+    assert len({buffer for buffer, _ in seen}) == 1
+    assert max(length for _, length in seen) < SIZE
+
+
+def test_an_interrupt_ends_the_wait_for_a_connection():
+    """A server whose queue is full does not answer those who come next."""
+    interrupt, patient = Interrupt(), HttpStream(fsspec.filesystem("http"), Patience(connect_s=600))
+    with socket.socket() as server, ThreadPoolExecutor(1) as pool, ExitStack() as callers:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        callers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        url = f"http://127.0.0.1:{port}/file"
+        reading = pool.submit(patient.read, url, 0, SIZE, bytearray().extend, location="it", interrupt=interrupt)
+        while f":{port:04X} 02" not in Path("/proc/net/tcp").read_text():  # 02: it waits for an answer
+            os.sched_yield()
+        interrupt.set()
+        with pytest.raises(UnavailableError, match="nobody waits"):
+            reading.result(30)
+
+
+def test_an_interrupt_ends_a_handshake():
+    """A server that accepts the connection and then says nothing."""
+    interrupt, patient = Interrupt(), HttpStream(fsspec.filesystem("http"), Patience(connect_s=600))
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        url = f"https://127.0.0.1:{server.getsockname()[1]}/file"
+        reading = pool.submit(patient.read, url, 0, SIZE, bytearray().extend, location="it", interrupt=interrupt)
+        connection, _ = server.accept()
+        with connection:
+            assert connection.recv(1) == b"\x16"  # it begins
+            interrupt.set()
+            with pytest.raises(UnavailableError, match="nobody waits"):
+                reading.result(30)
+
+
+def test_connections_that_nobody_uses_are_closed(monkeypatch):
+    stream = stream_of()
+    with FaultyServer(CONTENT) as server, FaultyServer(CONTENT) as other:
+        read(stream, server)
+        (kept,) = next(iter(stream._connections._kept.values()))
+        monkeypatch.setattr("datasvc.repository.store.http_connections._KEPT_S", 0.0)
+        read(stream, other)
+        assert kept[1]._socket.fileno() == -1

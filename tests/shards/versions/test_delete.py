@@ -1,0 +1,246 @@
+"""Deleting samples from a data set: by key, by condition, in races."""
+
+import builtins
+
+import pyarrow as pa
+import pytest
+
+from datasvc.errors import ConfigError, ConflictError, NotFoundError
+from datasvc.shards import open_dataset
+from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.versions.delete import delete
+from tests.shards.written_versions import LABELLED_SCHEMA, write_version
+
+KEY = pa.field("key", pa.string(), nullable=False)
+
+
+def labelled(**labels):
+    return [{"key": key, "blob": b"blob of " + key.encode(), "label": label} for key, label in labels.items()]
+
+
+@pytest.fixture
+def pets(repository):
+    """pets@1: train abc, de; val av."""
+    splits = {"train": [labelled(a=0, b=1, c=0), labelled(d=1, e=0)], "val": [labelled(a=0, v=1)]}
+    write_version(repository, "pets", splits, LABELLED_SCHEMA, ["cat", "dog"], message="first")
+    return repository
+
+
+def keys_of(repository, ref):
+    return {name: [sample["key"] for sample in split] for name, split in open_dataset(repository, ref).items()}
+
+
+def test_a_delete_makes_a_version_without_the_samples_and_the_old_one_keeps_them(pets):
+    before = open_dataset(pets, "pets@1")
+    report = delete(pets, "pets", keys=["b", "e"], message="bad ones")
+    assert str(report.version) == "pets@2"
+    assert (report.deleted, report.num_deleted, report.missing) == ({"train": 2}, 2, [])
+    assert keys_of(pets, "pets") == {"train": ["a", "c", "d"], "val": ["a", "v"]}
+    assert keys_of(pets, "pets@1") == {"train": list("abcde"), "val": ["a", "v"]}
+    after = open_dataset(pets, "pets")
+    assert after["val"].digest == before["val"].digest
+    assert after["train"].table.shards() == before["train"].table.shards()
+    assert after["train"].table.label_counts == {0: 2, 1: 1}
+
+
+def test_the_entry_says_what_was_deleted_from_which_version(pets):
+    delete(pets, "pets@1", where="label = 1", split="train", message="no dogs")
+    entry = pets.versions("datasets", "pets").read(2).content
+    assert entry["parent"] == "pets@1"
+    assert entry["change"] == {"kind": "delete", "deleted": 2, "where": "label = 1", "split": "train"}
+    assert (entry["message"], entry["skipped"], entry["source"]["url"]) == ("no dogs", 0, "pets@1")
+    assert entry["splits"]["train"]["samples"] == 3
+    assert entry["splits"]["val"] == pets.versions("datasets", "pets").read(1).content["splits"]["val"]
+
+
+def test_a_key_is_deleted_from_every_split_that_has_it_or_from_the_one_that_is_named(pets):
+    assert delete(pets, "pets", keys=["a"], split="val").deleted == {"val": 1}
+    assert keys_of(pets, "pets") == {"train": list("abcde"), "val": ["v"]}
+    assert delete(pets, "pets@2", keys=iter(["a", "c"])).deleted == {"train": 2}
+    assert keys_of(pets, "pets") == {"train": ["b", "d", "e"], "val": ["v"]}
+
+
+def test_a_key_in_two_splits_goes_from_both(pets):
+    assert delete(pets, "pets", keys=["a"]).deleted == {"train": 1, "val": 1}
+
+
+def test_keys_that_are_not_there_are_named_and_nothing_is_committed(pets):
+    with pytest.raises(NotFoundError, match="2 keys are not in pets@1: 'x', 'y'; nothing was committed"):
+        delete(pets, "pets", keys=["y", "a", "x"])
+    with pytest.raises(NotFoundError, match="1 keys are not in pets@1/train: 'v'"):
+        delete(pets, "pets", keys=["v"], split="train")
+    with pytest.raises(NotFoundError, match=r"30 keys are not in pets@1: '10', .*'19' and 20 more"):
+        delete(pets, "pets", keys=[str(number) for number in range(10, 40)])
+    assert pets.versions("datasets", "pets").head() == 1
+
+
+def test_missing_keys_may_be_ignored_and_are_reported(pets):
+    report = delete(pets, "pets", keys=["y", "a", "x"], split="train", ignore_missing=True)
+    assert (report.deleted, report.missing) == ({"train": 1}, ["x", "y"])
+    again = delete(pets, "pets", keys=["a"], split="train", ignore_missing=True)
+    assert (again.missing, again.num_deleted) == (["a"], 0)
+
+
+@pytest.mark.parametrize("what", [{"keys": []}, {"where": "label > 5"}, {"keys": ["x"], "ignore_missing": True}])
+def test_deleting_nothing_commits_nothing(pets, what):
+    report = delete(pets, "pets", **what)
+    assert (str(report.version), report.deleted, report.num_deleted) == ("pets@1", {}, 0)
+    assert pets.versions("datasets", "pets").head() == 1
+
+
+@pytest.mark.parametrize("what", [{"keys": list("abcde")}, {"where": "true"}])
+def test_a_split_is_never_emptied(pets, what):
+    with pytest.raises(ConfigError, match="nothing would be left of split 'train' of pets@1: nothing was committed"):
+        delete(pets, "pets", split="train", **what)
+    assert pets.versions("datasets", "pets").head() == 1
+
+
+def test_either_keys_or_a_condition_must_be_given(pets):
+    for what in ({}, {"keys": ["a"], "where": "true"}):
+        with pytest.raises(ConfigError, match="by keys, or by a condition, not both"):
+            delete(pets, "pets", **what)
+    with pytest.raises(ConfigError, match="keys is the text 'abc'; expected several keys"):
+        delete(pets, "pets", keys="abc")
+
+
+def test_only_the_newest_version_can_be_continued(pets):
+    pets.tag("datasets", "pets@1", "old")
+    delete(pets, "pets@1", keys=["b"])
+    for ref in ("pets@1", "pets@old"):
+        with pytest.raises(ConflictError, match="pets@1 is not the newest version, which is pets@2"):
+            delete(pets, ref, keys=["c"])
+
+
+def test_a_split_or_version_that_is_not_there_is_not_found(pets):
+    with pytest.raises(NotFoundError, match="has no split 'test'; it has: train, val"):
+        delete(pets, "pets", keys=["a"], split="test")
+    with pytest.raises(NotFoundError, match="pets has no version 3"):
+        delete(pets, "pets@3", keys=["a"])
+
+
+class Losing:
+    """A repository where somebody else commits first, once."""
+
+    def __init__(self, repository, other):
+        self._repository, self._other = repository, other
+
+    def __getattr__(self, name):
+        return getattr(self._repository, name)
+
+    def versions(self, kind, name):
+        log = self._repository.versions(kind, name)
+        append, losing = log.append, self
+
+        def append_after_another(build):
+            def build_late(head):
+                content = build(head)
+                other, losing._other = losing._other, None
+                if other:
+                    other()
+                return content
+
+            return append(build_late)
+
+        log.append = append_after_another
+        return log
+
+
+def test_a_lost_race_is_rebased_on_what_the_other_made(pets):
+    report = delete(Losing(pets, lambda: delete(pets, "pets", keys=["a", "b"])), "pets", keys=["b", "e"])
+    assert (str(report.version), report.deleted, report.missing) == ("pets@3", {"train": 1}, [])
+    assert keys_of(pets, "pets") == {"train": ["c", "d"], "val": ["v"]}
+    assert keys_of(pets, "pets@2") == {"train": ["c", "d", "e"], "val": ["v"]}
+    assert pets.versions("datasets", "pets").read(3).content["parent"] == "pets@2"
+
+
+def test_when_another_deleted_the_same_samples_nothing_is_left_to_do(pets):
+    report = delete(Losing(pets, lambda: delete(pets, "pets", keys=["b", "e"])), "pets", keys=["b", "e"])
+    assert (str(report.version), report.num_deleted) == ("pets@2", 0)
+
+
+@pytest.mark.parametrize(
+    ("expression", "left"),
+    [
+        ("label = 1", ["a", "c", "e"]),
+        ("key in ('a', 'b') or key like 'd%'", ["c", "e"]),
+        ("octet_length(blob) > 5 and label = 0", ["b", "d"]),
+        ("blob = 'blob of a'::BLOB", ["b", "c", "d", "e"]),
+        ("label = 1 -- the dogs", ["a", "c", "e"]),
+        ("label = 0 and label is null or key = 'a'", ["b", "c", "d", "e"]),
+    ],
+)
+def test_a_condition_chooses_by_columns_and_by_blobs_too(pets, expression, left):
+    delete(pets, "pets", where=expression, split="train")
+    assert keys_of(pets, "pets")["train"] == left
+
+
+def test_a_condition_sees_no_deleted_samples(pets):
+    delete(pets, "pets", where="key = 'b'", split="train")
+    report = delete(pets, "pets", where="case when key = 'b' then error('seen') else label = 1 end", split="train")
+    assert report.deleted == {"train": 1}
+    assert keys_of(pets, "pets")["train"] == ["a", "c", "e"]
+
+
+def test_columns_that_some_shards_lack_are_null_in_conditions(repository):
+    from datasvc.shards.versions.combine import append_table
+    from tests.shards.written_versions import describe_table, write_table
+
+    objects = repository.objects
+    wide = shard_schema([KEY, pa.field("score", pa.float64()), pa.field("tags", pa.list_(pa.string()))])
+    head = write_table(objects, [[{"key": "a"}, {"key": "b"}]], shard_schema([KEY]))
+    new = write_table(
+        objects, [[{"key": "c", "score": 0.5, "tags": ["x"]}, {"key": "d", "score": None, "tags": None}]], wide
+    )
+    both = describe_table(objects, append_table(objects, head, new))
+    repository.versions("datasets", "mixed").append(lambda _head: {"splits": {"train": both}})
+    delete(repository, "mixed", where="score < 1 or key = 'a'")
+    delete(repository, "mixed", where="tags is null and key = 'd'")
+    assert keys_of(repository, "mixed") == {"train": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("colour = 'red'", 'does not work: .*"colour" not found.*the columns are key, blob, label$'),
+        ("label =", "does not work: .*syntax error"),
+        ("", "is .*, not BOOLEAN|does not work"),
+        ("label", "is INTEGER, not BOOLEAN"),
+        ("label = 1, label = 0", "is .*BOOLEAN, BOOLEAN.*, not BOOLEAN"),
+        ("count(*) > 1", "does not work: .*aggregate"),
+        ("label = 1); drop table samples; select (true", "does not work"),
+        ("key::INT = 1", "does not work: .*Could not convert string 'a'"),
+        ("key in (select * from read_text('/etc/hostname'))", "does not work: .*disabled by configuration"),
+        ("key in (select key from pets)", "does not work: .*pets does not exist"),
+    ],
+)
+def test_a_condition_that_is_wrong_is_refused_before_anything_is_committed(pets, expression, message):
+    with pytest.raises(ConfigError, match=message):
+        delete(pets, "pets", where=expression)
+    assert pets.versions("datasets", "pets").head() == 1
+
+
+def test_a_condition_sees_no_tables_of_the_program(pets, monkeypatch):
+    monkeypatch.setattr("datasvc.shards.versions.sql_filter.leaked", pa.table({"key": ["a"]}), raising=False)
+    with pytest.raises(ConfigError, match="leaked does not exist"):
+        delete(pets, "pets", where="key in (select key from leaked)")
+
+
+def test_a_column_named_like_our_own_is_no_trouble(repository):
+    schema = shard_schema([KEY, pa.field("datasvc_row", pa.int64())])
+    write_version(repository, "odd", {"train": [[{"key": key, "datasvc_row": 5} for key in "ab"]]}, schema)
+    delete(repository, "odd", where="datasvc_row = 5 and key = 'b'")
+    assert keys_of(repository, "odd") == {"train": ["a"]}
+
+
+def test_without_duckdb_a_condition_says_what_to_install(pets, monkeypatch):
+    real = builtins.__import__
+
+    def lacking(name, *arguments, **options):
+        if name == "duckdb":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", lacking)
+    with pytest.raises(ConfigError, match=r"pip install 'duckdb>="):
+        delete(pets, "pets", where="label = 1")
+    assert delete(pets, "pets", keys=["b"]).num_deleted == 1

@@ -1,0 +1,20 @@
+"""The plan by which ranks exchange what they say, without a network."""
+
+import pytest
+
+from datasvc.trainer.engine.execution.transport import plan_exchange
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_every_rank_gets_the_part_of_each_in_the_order_of_ranks_in_few_rounds(size):
+    held = [[rank] for rank in range(size)]
+    plans = [plan_exchange(rank, size) for rank in range(size)]
+    for number in range((size - 1).bit_length()):
+        before = [list(parts) for parts in held]
+        for rank, plan in enumerate(plans):
+            step = plan[number]
+            sent = plans[step.source][number]
+            assert (sent.target, sent.num_parts, step.held) == (rank, step.num_parts, len(held[rank]))
+            held[rank] += before[step.source][: step.num_parts]
+    assert held == [[(rank + behind) % size for behind in range(size)] for rank in range(size)]
+    assert {len(plan) for plan in plans} == {(size - 1).bit_length()}

@@ -1,0 +1,272 @@
+"""Gradients in a world of one, with buckets as among many: an elastic job hooks its parameters there too."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import datasvc.trainer as hvd
+from datasvc.trainer.gradients.compression import Compressor
+from datasvc.trainer.gradients.compression_with_memory import RESIDUAL
+from datasvc.trainer.gradients.gradient_bucket import DenseBucket, Reduction, view_like
+from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
+from datasvc.trainer.gradients.top_k import take_largest
+from tests.examples import examples
+
+
+@pytest.fixture(autouse=True)
+def world():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def reducer_of(model, passes_per_step=1, **options):
+    parameters = dict(enumerate(model.parameters()))
+    options.setdefault("reduction", Reduction())
+    exchange = Exchange(**options)
+    names = {i: f"p{i}" for i in parameters}
+    return GradientReducer(
+        parameters, names, exchange=exchange, passes_per_step=passes_per_step, name="test"
+    ), exchange
+
+
+def gradients_of(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def backward(model, x=None):
+    model(torch.ones(2, 3) if x is None else x).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "compression", [hvd.Compression.none, hvd.Compression.bf16, hvd.Compression.fp16, Compressor]
+)
+def test_alone_the_combined_gradient_is_the_gradient(compression):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    backward(model)
+    expected = gradients_of(model)
+    model.zero_grad()
+    reducer, _ = reducer_of(model, compression=compression)
+    backward(model)
+    reducer.finish()
+    tolerance = {} if compression in (hvd.Compression.none, Compressor) else {"rtol": 0.01, "atol": 0.01}
+    torch.testing.assert_close(gradients_of(model), expected, **tolerance)
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_a_compressor_of_the_user_s_is_asked_for_each_gradient():
+    shapes = []
+
+    class Noted(Compressor):
+        @staticmethod
+        def compress(tensor):
+            shapes.append(tuple(tensor.shape))
+            return -tensor, "negative"
+
+        @staticmethod
+        def decompress(tensor, context):
+            assert context == "negative"
+            return -tensor
+
+    model = nn.Linear(3, 2)
+    backward(model)
+    expected = gradients_of(model)
+    model.zero_grad()
+    reducer, _ = reducer_of(model, compression=Noted)
+    backward(model)
+    reducer.finish()
+    torch.testing.assert_close(gradients_of(model), expected)
+    assert sorted(shapes) == [(2,), (2, 3)]
+
+
+def test_gradients_live_in_the_bucket_and_accumulate_there_without_being_scaled_twice():
+    model = nn.Linear(3, 2)
+    reducer, _ = reducer_of(model, passes_per_step=2)
+    backward(model)
+    once = gradients_of(model)
+    backward(model)
+    reducer.finish()
+    torch.testing.assert_close(gradients_of(model), [2 * gradient for gradient in once])
+    places = [parameter.grad.data_ptr() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    backward(model)
+    reducer.finish()
+    torch.testing.assert_close(gradients_of(model), once)
+    assert [parameter.grad.data_ptr() for parameter in model.parameters()] == places
+
+
+def test_a_view_has_the_parameter_s_order_in_memory_if_that_has_no_gaps():
+    parameter = torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    view = view_like(parameter, torch.arange(48.0))
+    assert view.stride() == parameter.stride()
+    assert sorted(view.flatten().tolist()) == list(range(48))
+    assert view_like(torch.empty(4, 6)[:, ::2], torch.empty(12)).is_contiguous()
+    assert view_like(torch.empty(0, 6), torch.empty(0)).shape == (0, 6)
+    assert view_like(torch.empty(()), torch.ones(1)).shape == ()
+
+
+def test_a_sparse_gradient_leaves_its_bucket_and_the_rest_stays():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    backward(model, torch.tensor([1, 1, 4]))
+    expected = gradients_of(model)
+    model.zero_grad()
+    reducer, exchange = reducer_of(model)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, torch.tensor([1, 1, 4]))
+        reducer.finish()
+        combined = gradients_of(model)
+        assert combined[0].is_sparse
+        torch.testing.assert_close([g.to_dense() for g in combined], [g.to_dense() for g in expected])
+    assert exchange.sparse == {0}
+    model.zero_grad()
+    reducer.finish()
+    assert model[0].weight.grad._nnz() == 0
+
+
+def test_a_sparse_gradient_can_travel_as_a_dense_one_and_is_sparse_again_afterwards():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    reducer, exchange = reducer_of(model, sparse_as_dense=True)
+    for words, touched in ((torch.tensor([1, 4, 4]), [[1, 4]]), (torch.tensor([2]), [[2]]), (None, [[]])):
+        model.zero_grad()
+        if words is not None:
+            backward(model, words)
+        expected = gradients_of(model)[0].to_dense() if words is not None else torch.zeros(5, 3)
+        reducer.finish()
+        combined = model[0].weight.grad
+        assert combined.is_sparse
+        assert combined.coalesce().indices().tolist() == touched
+        torch.testing.assert_close(combined.to_dense(), expected)
+        assert not model[1].weight.grad.is_sparse
+    assert exchange.sparse == {0}
+
+
+def test_a_bucket_without_one_of_its_parameters_keeps_what_it_has_taken():
+    parameters = {i: nn.Parameter(torch.zeros(2)) for i in range(3)}
+    bucket = DenseBucket("b", parameters, Reduction())
+    for i, parameter in parameters.items():
+        parameter.grad = torch.full((2,), float(i))
+    bucket.add(0)
+    bucket.exclude(1)
+    bucket.add(2)
+    bucket.collect()
+    assert [parameter.grad.tolist() for parameter in parameters.values()] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+
+
+def test_an_average_multiplies_before_unless_it_is_told_to_split():
+    assert Reduction().factors() == (1.0, 1.0)
+    assert Reduction(predivide_factor=4.0).factors() == (0.25, 4.0)
+    assert Reduction(op=hvd.Sum).factors() == (1.0, 1.0)
+
+
+shapes = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+class Parameters(nn.Module):
+    def __init__(self, shapes):
+        super().__init__()
+        self.tensors = nn.ParameterList([torch.zeros(shape) for shape in shapes])
+
+
+@examples(30, deadline=None)
+@given(
+    shapes,
+    st.integers(0, 2**31),
+    st.booleans(),
+    st.sampled_from([Reduction(op=hvd.Sum), Reduction(), Reduction(predivide_factor=4.0)]),
+)
+def test_what_was_sent_is_all_gradients_but_for_the_residual(shapes, seed, is_top_k, reduction):
+    torch.manual_seed(seed)
+    model = Parameters(shapes)
+    compression = hvd.Compression.topk(0.2) if is_top_k else hvd.Compression.powersgd(1, start_iteration=2)
+    reducer, exchange = reducer_of(model, compression=compression, reduction=reduction)
+    parameters = list(model.parameters())
+    gradients, sent = [[torch.zeros_like(p) for p in parameters] for _ in range(2)]
+    for step in range(6):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = torch.randn(parameter.shape) if (step + i) % 4 else None
+            if parameter.grad is not None:
+                gradients[i] += parameter.grad
+        reducer.finish()
+        for i, parameter in enumerate(parameters):
+            sent[i] += parameter.grad
+    for i, (total, gradient) in enumerate(zip(sent, gradients, strict=True)):
+        residual = exchange.memory.get(i, {}).get(RESIDUAL, 0.0)
+        torch.testing.assert_close(total, gradient - residual, rtol=1e-4, atol=1e-4)
+
+
+@given(st.lists(st.floats(-9, 9, width=32), max_size=40), st.floats(0.01, 1.0))
+def test_the_largest_are_taken_and_the_rest_stays(values, ratio):
+    tensor = torch.tensor(values)
+    before = tensor.clone()
+    taken, indices = take_largest(tensor, ratio)
+    assert len(taken) == (min(len(values), max(1, -int(-ratio * len(values) // 1))) if values else 0)
+    rebuilt = tensor.clone()
+    rebuilt[indices] += taken
+    assert torch.equal(rebuilt, before)
+    if len(taken):
+        assert taken.abs().min() >= tensor.abs().max()
+
+
+def test_power_sgd_finds_a_gradient_of_its_rank_and_recovers_from_zeros():
+    model = Parameters([(30, 20)])
+    reducer, exchange = reducer_of(model, compression=hvd.Compression.powersgd(2, start_iteration=0))
+    weight = model.tensors[0]
+    for _ in range(2):
+        weight.grad = torch.zeros(30, 20)
+        reducer.finish()
+        assert torch.equal(weight.grad, torch.zeros(30, 20))
+    gradient = torch.randn(30, 2) @ torch.randn(2, 20)
+    for _ in range(2):
+        weight.grad = gradient.clone()
+        reducer.finish()
+    torch.testing.assert_close(weight.grad, gradient, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(exchange.memory[0][RESIDUAL], torch.zeros(30, 20), rtol=0, atol=1e-3)
+
+
+def test_compressions_with_memory_are_checked_and_are_not_for_single_operations():
+    with pytest.raises(ValueError, match="above 0"):
+        hvd.Compression.topk(0.0)
+    with pytest.raises(ValueError, match="rank of 1"):
+        hvd.Compression.powersgd(0)
+    with pytest.raises(ValueError, match="only DistributedOptimizer"):
+        hvd.allreduce(torch.ones(3), compression=hvd.Compression.topk())
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="Average and Sum"):
+        hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.topk(), op=hvd.Adasum)
+
+
+def test_what_was_not_sent_follows_the_process_and_the_rank_but_nobody_else(monkeypatch):
+    def new_optimizer():
+        return hvd.DistributedOptimizer(
+            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), compression=hvd.Compression.topk()
+        )
+
+    saved = new_optimizer().state_dict()
+    saved["compression"]["memory"] = {0: {RESIDUAL: torch.ones(2, 2)}}
+
+    def brings_residual(rank, **changes):
+        monkeypatch.setattr("datasvc.trainer.job.runtime.rank", lambda: rank)
+        optimizer = new_optimizer()
+        optimizer.load_state_dict({**saved, "compression": {**saved["compression"], **changes}})
+        return RESIDUAL in optimizer.state_dict()["compression"]["memory"].get(0, {})
+
+    assert brings_residual(0)
+    assert brings_residual(3)
+    assert brings_residual(0, process="of an earlier job")
+    assert not brings_residual(3, process="of an earlier job")
+
+
+def test_adasum_is_adasum_on_the_one_rank_of_a_job_that_may_grow(monkeypatch):
+    monkeypatch.setattr("datasvc.trainer.job.runtime.is_elastic", lambda: True)
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+    with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
+        pass
+    before = model.bias.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.bias, before - 0.1)

@@ -1,0 +1,151 @@
+import dataclasses
+
+import pytest
+
+from datasvc.errors import ConfigError
+from datasvc.trainer.__main__ import main
+from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.options import parse_options
+from datasvc.trainer.recipes.settings.presets import PRESETS
+from datasvc.trainer.recipes.start import build_schedule
+
+REQUIRED = {"data": "d@1", "repo": "r", "name": "m"}
+WORDS = ["--data", "d@1", "--repo", "r", "--name", "m"]
+
+
+def config_of(*words):
+    return parse_options([*WORDS, *words]).config()
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """Runs the training program in this process; returns its exit status and what it printed."""
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["trainer", *words])
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_every_setting_is_an_option_with_a_help(program):
+    assert config_of() == TrainConfig(**REQUIRED)
+    # fmt: off
+    config = config_of(
+        "--scale", "0.5", "0.9", "--resize", "72", "--warmup-epochs", "0.5", "--cache", "/c", "--nesterov",
+        "--milestones", "1:0.1", "2:0.01", "--betas", "0.8", "0.9", "--clip-norm", "1",
+        "--model-option", "a=1", 'b="x"',
+    )
+    # fmt: on
+    assert (config.scale, config.resize, config.warmup_epochs, config.nesterov) == ((0.5, 0.9), 72, 0.5, True)
+    assert config.parse_milestones() == ((1.0, 0.1), (2.0, 0.01))
+    assert (config.betas, config.clip_norm, config.cache) == ((0.8, 0.9), 1.0, "/c")
+    assert config.parse_model_options() == {"a": 1, "b": "x"}
+    status, helps, _ = program("--help")
+    assert status == 0
+    for field in dataclasses.fields(TrainConfig):
+        assert f"--{field.name.replace('_', '-')}" in helps
+    assert "peak rate: for the global batch" in " ".join(helps.split())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epochs": 0},
+        {"learning_rate": float("nan")},
+        {"momentum": -1.0},
+        {"scale": (2.0, 3.0)},
+        {"warmup_epochs": -1},
+        {"resume": "maybe"},
+        {"name": "Bad/Name"},
+        {"device": "tpu"},
+        {"profile": "/nowhere/at/all/trace.json"},
+        {"optimizer": "adagrad"},
+        {"precision": "fp8"},
+        {"label_smoothing": 1.0},
+        {"ema_decay": 1.0},
+        {"betas": (0.9, 1.0)},
+        {"milestones": ("30",)},
+        {"model_option": ("dropout",)},
+        {"patience": 3},
+        {"patience": 3, "evaluate_every": 1, "stop_metric": "reward"},
+        {"patience": 3, "evaluate_every": 1, "stop_mode": "low"},
+        {"nesterov": True, "optimizer": "lamb"},
+        {"peers": "ranks"},
+        {"log_to": ("tensorboard",)},
+        {"log_to": ("paper:here",)},
+        {"micro_batch": 0},
+    ],
+)
+def test_settings_out_of_range_are_refused_before_anything_runs(change):
+    with pytest.raises(ConfigError):
+        TrainConfig(**{**REQUIRED, **change})
+
+
+def test_flags_override_a_preset_which_overrides_defaults_and_each_value_says_so():
+    options = parse_options([*WORDS, "--preset", "goyal2017", "--epochs", "3"])
+    settings, config = options.settings, options.config()
+    assert (config.epochs, settings["epochs"].source) == (3, "command line")
+    assert (config.global_batch, config.nesterov, config.model) == (8192, True, "resnet50")
+    assert settings["learning_rate"].source == "preset goyal2017: section 5.1: 0.1 kn / 256"
+    assert settings["seed"].source == "default"
+    assert config_of("--preset", "goyal2017", "--batch-size", "16").global_batch is None
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_valid_configuration_and_cites_its_paper(name):
+    config = config_of("--preset", name)
+    said = parse_options(["--preset", name, "--show-config"]).describe()
+    assert "arXiv:" in said.splitlines()[0]
+    batches = plan_batches(config, world_size=64)
+    assert batches.global_batch == config.global_batch
+    schedule = build_schedule(config, batches.global_batch)
+    assert schedule.rate_at(90) < schedule.rate_at(45) <= schedule.peak
+
+
+def test_goyal_s_preset_has_the_paper_s_rates():
+    config = config_of("--preset", "goyal2017")
+    schedule = build_schedule(config, plan_batches(config, 256).global_batch)
+    found = [schedule.rate_at(at) for at in (0, 2.5, 5, 29.9, 30, 60, 80)]
+    assert found == pytest.approx([0.1, 1.65, 3.2, 3.2, 0.32, 0.032, 0.0032])
+
+
+def test_akiba_s_preset_starts_slowly():
+    config = config_of("--preset", "akiba2017")
+    schedule = build_schedule(config, 32768)
+    base = 0.1 * 32768 / 256
+    found = [schedule.rate_at(at) / base for at in (1, 39.9, 40, 70, 85)]
+    assert found == pytest.approx([0.5, 0.5, 0.075, 0.01, 0.001])
+
+
+def test_show_config_prints_every_setting_with_its_source_and_runs_nothing(program):
+    status, shown, _ = program("--preset", "jia2018", "--show-config", "--precision", "bf16")
+    assert status == 0
+    lines = {line.split()[0]: line for line in shown.splitlines() if not line.startswith("#")}
+    assert lines.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
+    assert lines["precision"].split() == ["precision", "bf16", "command", "line"]
+    assert lines["data"].split() == ["data", "?", "required"]
+
+
+def test_what_is_missing_or_unknown_ends_with_a_usage_message(program):
+    status, _, said = program("--data", "d")
+    assert status == 2
+    assert "required: --repo, --name" in said
+    with pytest.raises(ConfigError, match="goyal2017"):
+        parse_options(["--preset", "nobody1999"])
+
+
+def test_the_global_batch_is_dealt_to_ranks_and_passes():
+    config = TrainConfig(**REQUIRED, global_batch=96, micro_batch=20)
+    assert plan_batches(config, 2) == BatchPlan(global_batch=96, batch_size=48, num_passes=3, micro_batch=20)
+    assert plan_batches(config, 8) == BatchPlan(global_batch=96, batch_size=12, num_passes=1, micro_batch=12)
+    assert plan_batches(TrainConfig(**REQUIRED, batch_size=32), 3) == BatchPlan(96, 32, 1, 32)
+    for world_size in (5, 97):
+        with pytest.raises(ConfigError, match="evenly"):
+            plan_batches(config, world_size)

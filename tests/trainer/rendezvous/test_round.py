@@ -1,0 +1,34 @@
+"""A worker that cannot connect to the others of its round says so in the end."""
+
+import os
+import socket
+
+import pytest
+from torch.distributed import TCPStore
+
+from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.env.environment import Place
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.rendezvous.messages import WORDS_QUEUE, Ask, ScriptError, Seat, answer_key, decode_word, encode
+from datasvc.trainer.rendezvous.rendezvous import Rendezvous
+from datasvc.trainer.rendezvous.round import join_round
+
+WORKER = "localhost:0:0"
+
+
+def test_a_worker_that_can_never_connect_gives_up_after_some_rounds_and_says_why(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fd = os.dup(listener.fileno())
+        store = TCPStore(
+            "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=fd
+        )
+    for number in range(1, 6):
+        seat = Seat(number, Place(0, 2, 0, 2, 0, 1), needs_sync=True, notice=0)
+        store.set(answer_key(WORKER, number), encode(seat))
+    with pytest.raises(HorovodInternalError, match=r"5 rounds.*no-such-card"):
+        join_round(Rendezvous(WORKER, store.clone()), EngineSettings())
+    words = [decode_word(store.queue_pop(WORDS_QUEUE)) for _ in range(6)]
+    assert [type(word) for word in words] == [Ask] * 5 + [ScriptError]
+    assert "no-such-card" in words[-1].text
+    assert words[-1].ends_job

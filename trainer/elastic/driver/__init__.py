@@ -1,0 +1,1 @@
+"""The driver of an elastic job: discovers hosts, decides who is a member, starts workers."""

@@ -1,0 +1,1 @@
+"""Runs agreed operations over torch.distributed."""

@@ -1,0 +1,137 @@
+"""Runs agreed operations on the data groups. Every rank runs the same list in the same order."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from datasvc.trainer.engine.execution.buffers import FusionBuffers
+from datasvc.trainer.engine.execution.completion import Completions
+from datasvc.trainer.engine.execution.handles import Finish, Handle, Submission
+from datasvc.trainer.engine.execution.movements import Movements
+from datasvc.trainer.engine.execution.profiler_ranges import profiled
+from datasvc.trainer.engine.execution.reductions import Reductions
+from datasvc.trainer.engine.execution.streams import EngineStreams, record_submission
+from datasvc.trainer.engine.execution.timeline import Timeline
+from datasvc.trainer.engine.execution.transport import Transport
+from datasvc.trainer.engine.execution.wire import named_dtype
+from datasvc.trainer.engine.negotiation.negotiation import Ready
+from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp, Request
+
+
+class Executor:
+    """Sends each operation to what runs it; each finished submission is reported through ``finish``.
+
+    Args:
+        transport: to the other ranks.
+        streams: of the engine.
+        completions: what waits for reductions.
+        buffers: scratch memory.
+        finish: called from the engine's thread or that of ``completions``.
+        cuda_device: where CUDA tensors of this rank lie.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        streams: EngineStreams,
+        completions: Completions,
+        buffers: FusionBuffers,
+        finish: Finish,
+        cuda_device: Callable[[], torch.device],
+    ) -> None:
+        self._cuda_device = cuda_device
+        self._transport = transport
+        self._finish = finish
+        self._reductions = Reductions(
+            transport, streams=streams, completions=completions, buffers=buffers, finish=finish
+        )
+        self._movements = Movements(transport, streams=streams, buffers=buffers, finish=finish)
+        self._timeline = Timeline()
+
+    def set_fusion(self, fusion_bytes: int) -> None:
+        """Bounds the fusion buffers from the next operation on; all ranks in the same cycle."""
+        self._reductions.fusion_bytes = fusion_bytes
+
+    def set_timeline(self, timeline: Timeline) -> None:
+        """Where what runs from now on is written down."""
+        self._timeline = self._reductions.timeline = timeline
+
+    def run(self, operations: Sequence[tuple[Ready, Submission | None]]) -> None:
+        """Begins the allreduces first, fused, then runs the rest in order.
+
+        Args:
+            operations: those of process sets that this rank is in, with its submission; changes of process sets
+                too. None where this rank has joined.
+
+        Raises:
+            RuntimeError: the group is broken; what was not reported as finished never will be.
+        """
+        allreduces = [each for each in operations if each[0].request.kind is Kind.ALLREDUCE]
+        self._reductions.allreduce([(ready, mine or self._stand_in(ready)) for ready, mine in allreduces])
+        timeline = self._timeline
+        for ready, mine in operations:
+            if ready.request.kind is not Kind.ALLREDUCE and mine is not None:
+                timeline.begin([ready.key], ready.request.kind.value.upper())
+                with profiled(ready.request.kind.value):
+                    self._run(ready, mine)
+                timeline.end([ready.key])
+
+    def _run(self, ready: Ready, mine: Submission) -> None:
+        match ready.request.kind:
+            case Kind.ALLGATHER:
+                self._movements.allgather(ready, mine)
+            case Kind.BROADCAST:
+                self._movements.broadcast(ready, mine)
+            case Kind.ALLTOALL:
+                self._movements.alltoall(ready, mine)
+            case Kind.REDUCESCATTER:
+                self._reductions.reducescatter(ready, mine)
+            case Kind.ADD_PROCESS_SET:
+                assert ready.value is not None
+                assert ready.request.ranks is not None
+                self._transport.add_process_set(ready.value, ready.request.ranks)
+                self._finish(mine, ready.value)
+            case Kind.REMOVE_PROCESS_SET:
+                assert ready.value is not None
+                self._transport.remove_process_set(ready.value)
+                self._finish(mine, ready.value)
+            case _:
+                # That every rank has asked for it is all that a barrier or a join waits for.
+                self._finish(mine, ready.value)
+
+    def _stand_in(self, ready: Ready) -> Submission:
+        """What a rank that has joined contributes: values that change nothing, where there are such."""
+        request = ready.request
+        device = self._cuda_device() if request.device_type == "cuda" else torch.device(request.device_type)
+        tensors = tuple(
+            _neutral(request, named_dtype(dtype), shape, device)
+            for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+        )
+        return Submission(
+            request=request,
+            inputs=tensors,
+            outputs=tensors,
+            cuda_ready=record_submission(device),
+            handle=Handle(request.name),
+            is_prescaled=True,  # infinity times minus two is not neutral
+        )
+
+
+def _neutral(request: Request, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> Tensor:
+    if request.reduce_op is ReduceOp.PRODUCT:
+        return torch.ones(shape, dtype=dtype, device=device)
+    if request.reduce_op in (ReduceOp.MIN, ReduceOp.MAX):
+        is_min = request.reduce_op is ReduceOp.MIN
+        return torch.full(shape, _extreme(dtype, is_highest=is_min), dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _extreme(dtype: torch.dtype, *, is_highest: bool) -> float | int | bool:
+    if dtype == torch.bool:
+        return is_highest
+    if dtype.is_floating_point:
+        return float("inf") if is_highest else float("-inf")
+    limits = torch.iinfo(dtype)
+    return limits.max if is_highest else limits.min

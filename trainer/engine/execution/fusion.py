@@ -1,0 +1,88 @@
+"""How ready allreduces are packed into buffers: pure.
+
+Law: a grouped request is packed by itself, whatever else is ready. With more than two ranks the order in
+    which a ring adds the ranks' values depends on the position in the buffer, so only a fixed packing gives
+    the same bits in every run. Single requests are packed by what happens to be ready together, for speed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from datasvc.trainer.engine.negotiation.requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where tensor ``member`` of request number ``operation`` lies in its buffer, in elements."""
+
+    operation: int
+    member: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Tensors that are reduced by one collective. Slots are adjacent and in order."""
+
+    dtype: str
+    slots: tuple[Slot, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Total length in elements."""
+        return self.slots[-1].offset + self.slots[-1].length
+
+    @property
+    def operations(self) -> list[int]:
+        """The requests in the buffer, each once, in order."""
+        return list(dict.fromkeys(slot.operation for slot in self.slots))
+
+    @property
+    def operation(self) -> int:
+        """The first request in the buffer; all of them share process set, reduction, factors and device."""
+        return self.slots[0].operation
+
+
+def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes: Mapping[str, int]) -> list[Buffer]:
+    """Packs allreduces into buffers of at most ``fusion_bytes``; a larger tensor has a buffer of its own.
+
+    Args:
+        requests: the ready allreduces, in the agreed order.
+        fusion_bytes: bound of a buffer that holds more than one tensor.
+        element_bytes: size of an element of each dtype.
+
+    Returns:
+        Buffers in the order of their first request. Each tensor is in exactly one; only single requests of
+        equal process set, dtype, reduction, factors and device share one.
+    """
+    open_buffers: dict[tuple[object, ...], _OpenBuffer] = {}
+    buffers: list[_OpenBuffer] = []
+    for operation, request in enumerate(requests):
+        for member, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
+            key, length = _fusion_key(request, operation, dtype), prod(shape)
+            buffer = open_buffers.get(key)
+            if buffer is None or (buffer.num_elements + length) * element_bytes[dtype] > fusion_bytes:
+                buffer = open_buffers[key] = _OpenBuffer(dtype)
+                buffers.append(buffer)
+            buffer.add(operation, member, length)
+    return [Buffer(buffer.dtype, tuple(buffer.slots)) for buffer in buffers]
+
+
+def _fusion_key(request: Request, operation: int, dtype: str) -> tuple[object, ...]:
+    if request.is_grouped:
+        return (operation, dtype)
+    factors = (request.prescale_factor, request.postscale_factor)
+    return (None, request.process_set, dtype, request.reduce_op, factors, request.device_type)
+
+
+class _OpenBuffer:
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.slots: list[Slot] = []
+        self.num_elements = 0
+
+    def add(self, operation: int, member: int, length: int) -> None:
+        self.slots.append(Slot(operation, member, self.num_elements, length))
+        self.num_elements += length

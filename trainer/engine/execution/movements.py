@@ -1,0 +1,108 @@
+"""Runs agreed operations that move values and leave them as they are: allgather, broadcast, alltoall.
+
+Values travel as bytes, so any dtype does.
+"""
+
+import torch
+from torch import Tensor
+
+from datasvc.trainer.engine.execution.buffers import FusionBuffers
+from datasvc.trainer.engine.execution.handles import Finish, Submission
+from datasvc.trainer.engine.execution.streams import EngineStreams
+from datasvc.trainer.engine.execution.transport import Transport
+from datasvc.trainer.engine.execution.wire import bytes_of, copied
+from datasvc.trainer.engine.negotiation.negotiation import Ready
+from datasvc.trainer.engine.negotiation.requests import Request
+
+
+class Movements:
+    """Sends and receives; reports each finished submission through ``finish``."""
+
+    def __init__(
+        self, transport: Transport, *, streams: EngineStreams, buffers: FusionBuffers, finish: Finish
+    ) -> None:
+        self._transport = transport
+        self._streams = streams
+        self._buffers = buffers
+        self._finish = finish
+
+    def allgather(self, ready: Ready, mine: Submission) -> None:
+        """Concatenates along the first dimension, in rank order."""
+        gathered, rows_by_tensor = [], []
+        for member, tensor in enumerate(mine.inputs):
+            rows = tuple(request.shapes[member][0] for request in ready.requests.values())
+            with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor]):
+                gathered.append(self._gather(tensor, rows, ready.request.process_set))
+            rows_by_tensor.append(rows)
+        mine.handle.gathered_rows = tuple(rows_by_tensor)
+        self._finish(mine, gathered if mine.request.is_grouped else gathered[0])
+
+    def broadcast(self, ready: Ready, mine: Submission) -> None:
+        """Overwrites with the root's."""
+        (tensor,), (output,) = mine.inputs, mine.outputs
+        root_rank = ready.request.root_rank
+        assert root_rank is not None
+        with self._streams.working_on(output.device, [mine.cuda_ready], [tensor, output]):
+            if self._transport.rank == root_rank:
+                copied(tensor, output)
+            if output.numel():
+                wire = _plain(output).to(self._transport.wire_device(output.device)).contiguous()
+                self._transport.broadcast(bytes_of(wire), root_rank, ready.request.process_set)
+                copied(wire, output)
+        self._finish(mine, mine.result)
+
+    def alltoall(self, ready: Ready, mine: Submission) -> None:
+        """Deals rows to the ranks of the set, and collects theirs."""
+        (tensor,) = mine.inputs
+        place = ready.members.index(self._transport.rank)
+        sent = mine.request.splits
+        assert sent is not None
+        received = [_splits(request)[place] for request in ready.requests.values()]
+        with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor]):
+            wire = _plain(tensor[: sum(sent)]).to(self._transport.wire_device(tensor.device)).contiguous()
+            output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
+            row_bytes = wire.element_size() * wire.shape[1:].numel()
+            if row_bytes and any(sum(_splits(request)) for request in ready.requests.values()):
+                self._transport.alltoall(
+                    bytes_of(output),
+                    bytes_of(wire),
+                    [rows * row_bytes for rows in received],
+                    [rows * row_bytes for rows in sent],
+                    ready.request.process_set,
+                )
+            output = output.to(tensor.device)
+        mine.handle.received_splits = tuple(received)
+        self._finish(mine, output)
+
+    def _gather(self, tensor: Tensor, rows: tuple[int, ...], process_set: int) -> Tensor:
+        wire = _plain(tensor).to(self._transport.wire_device(tensor.device)).contiguous()
+        gathered = torch.empty((sum(rows), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
+        if gathered.numel():
+            self._gather_bytes(bytes_of(gathered), bytes_of(wire), rows, process_set)
+        return gathered.to(tensor.device)
+
+    def _gather_bytes(self, gathered: Tensor, mine: Tensor, rows: tuple[int, ...], process_set: int) -> None:
+        row_bytes = gathered.numel() // sum(rows)
+        parts = list(torch.split(gathered, [num_rows * row_bytes for num_rows in rows]))
+        if len(set(rows)) == 1:
+            self._transport.allgather(parts, mine, process_set)
+            return
+        # gloo gathers equal lengths only, so shorter ranks send padding.
+        padded = max(rows) * row_bytes
+        flat = self._buffers.take(torch.uint8, gathered.device, padded * (len(rows) + 1))
+        scratch = torch.split(flat, padded)
+        scratch[-1][: mine.numel()].copy_(mine)
+        self._transport.allgather(list(scratch[:-1]), scratch[-1], process_set)
+        for part, received in zip(parts, scratch[:-1], strict=True):
+            part.copy_(received[: part.numel()])
+        self._buffers.give_back(flat)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor, its memory being its values: not their negatives or conjugates."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _splits(request: Request) -> tuple[int, ...]:
+    assert request.splits is not None
+    return request.splits

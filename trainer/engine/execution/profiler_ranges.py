@@ -1,0 +1,26 @@
+"""Named ranges around the engine's work, for torch's profiler and for tools that read NVTX (Nsight Systems).
+
+Outside of a profiler a range costs a look at two flags.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.autograd import profiler
+
+from datasvc.trainer.env.environment import is_under_nvtx_tool
+
+_OFF = nullcontext()
+_IS_UNDER_NVTX_TOOL = torch.version.cuda is not None and is_under_nvtx_tool(os.environ)
+
+
+def profiled(work: str) -> AbstractContextManager[object]:
+    """A range ``datasvc.engine.<work>`` around the block, in this thread."""
+    if _IS_UNDER_NVTX_TOOL:
+        nvtx: AbstractContextManager[object] = torch.cuda.nvtx.range(f"datasvc.engine.{work}")
+        return nvtx
+    # This flag is of the process. torch's public checks are of the calling thread, which is the engine's here.
+    if not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
+        return _OFF
+    return profiler.record_function(f"datasvc.engine.{work}")

@@ -1,0 +1,186 @@
+"""Runs agreed reductions on the data groups: allreduce, fused, and reducescatter."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from datasvc.trainer.engine.execution.adasum import combine_over_tree
+from datasvc.trainer.engine.execution.buffers import FusionBuffers
+from datasvc.trainer.engine.execution.completion import Completions
+from datasvc.trainer.engine.execution.fusion import Buffer, plan_fusion
+from datasvc.trainer.engine.execution.handles import Finish, Submission
+from datasvc.trainer.engine.execution.profiler_ranges import profiled
+from datasvc.trainer.engine.execution.rows import split_rows
+from datasvc.trainer.engine.execution.scaling import scale_
+from datasvc.trainer.engine.execution.streams import EngineStreams
+from datasvc.trainer.engine.execution.timeline import Timeline
+from datasvc.trainer.engine.execution.transport import Done, Transport, Work
+from datasvc.trainer.engine.execution.wire import can_travel, copied, wire_dtype
+from datasvc.trainer.engine.negotiation.negotiation import Ready
+from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
+
+_SHORT_BYTES = 64 * 1024
+
+
+class Reductions:
+    """Packs, sends, unpacks and scales; reports each finished submission through ``finish``."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        streams: EngineStreams,
+        completions: Completions,
+        buffers: FusionBuffers,
+        finish: Finish,
+    ) -> None:
+        self._transport = transport
+        self._streams = streams
+        self._completions = completions
+        self._buffers = buffers
+        self._finish = finish
+        self._has_node_sets = False
+        self.fusion_bytes = 0
+        self.timeline = Timeline()
+
+    def allreduce(self, operations: Sequence[tuple[Ready, Submission]]) -> None:
+        """Begins all of them, fused; each finishes when its last buffer has."""
+        requests = [ready.request for ready, _ in operations]
+        element_bytes = {name: wire_dtype(name).itemsize for request in requests for name in request.dtypes}
+        buffers = plan_fusion(requests, fusion_bytes=self.fusion_bytes, element_bytes=element_bytes)
+        last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
+        for index, buffer in enumerate(buffers):
+            ending = [operation for operation in buffer.operations if last_buffer[operation] == index]
+            ready = operations[buffer.operation][0]
+            self._begin(buffer, ready, [mine for _, mine in operations], [operations[each][1] for each in ending])
+
+    def reducescatter(self, ready: Ready, mine: Submission) -> None:
+        """Leaves each rank its rows of the sum."""
+        for name, tensor, output in zip(mine.request.dtypes, mine.inputs, mine.outputs, strict=True):
+            with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor, output]):
+                self._scatter(ready, wire_dtype(name), tensor, output)
+        self._finish(mine, mine.result)
+
+    def _begin(
+        self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], ending: Sequence[Submission]
+    ) -> None:
+        request = ready.request
+        inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
+        outputs = [submissions[slot.operation].outputs[slot.member] for slot in buffer.slots]
+        moments = [submissions[slot.operation].cuda_ready for slot in buffer.slots]
+        keys = [submissions[operation].request.key for operation in buffer.operations]
+        timeline = self.timeline
+        timeline.begin(keys, request.kind.value.upper())
+        with self._streams.working_on(outputs[0].device, moments, inputs + outputs):
+            timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
+            with profiled("pack"):
+                flat, scratch = self._pack(buffer, inputs, outputs)
+                if not any(submissions[operation].is_prescaled for operation in buffer.operations):
+                    scale_(flat, factor=request.prescale_factor)
+                else:
+                    self._prescale(buffer, submissions, flat)
+            timeline.activity(keys, "ALLREDUCE")
+            with profiled("reduce"):
+                work = self._reduce(buffer, request, flat)
+
+        def complete(work: Work) -> None:
+            with self._streams.working_on(outputs[0].device, (), ()):
+                with profiled("wait"):
+                    work.wait()
+                timeline.activity(keys, "MEMCPY_OUT_FUSION_BUFFER")
+                with profiled("unpack"):
+                    divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
+                    scale_(flat, factor=request.postscale_factor, divisor=divisor)
+                    _unpack(buffer, flat, outputs)
+            if scratch is not None:
+                self._buffers.give_back(scratch)
+            timeline.end(keys)
+            for submission in ending:
+                self._finish(submission, submission.result)
+
+        is_short = flat.numel() * flat.element_size() <= _SHORT_BYTES
+        self._completions.add(work, complete, is_short=is_short)
+
+    def _pack(
+        self, buffer: Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What travels, and the scratch memory that it lies in, if it does."""
+        dtype, device = wire_dtype(buffer.dtype), self._transport.wire_device(outputs[0].device)
+        if len(outputs) == 1 and can_travel(outputs[0], dtype, device):
+            return copied(inputs[0], outputs[0]).view(-1), None
+        flat = self._buffers.take(dtype, device, buffer.num_elements)
+        for slot, tensor in zip(buffer.slots, inputs, strict=True):
+            flat[slot.offset : slot.offset + slot.length].view(tensor.shape).copy_(tensor)
+        return flat, flat
+
+    @staticmethod
+    def _prescale(buffer: Buffer, submissions: Sequence[Submission], flat: Tensor) -> None:
+        for slot in buffer.slots:
+            mine = submissions[slot.operation]
+            if not mine.is_prescaled:
+                scale_(flat[slot.offset : slot.offset + slot.length], factor=mine.request.prescale_factor)
+
+    def _reduce(self, buffer: Buffer, request: Request, flat: Tensor) -> Work:
+        assert request.reduce_op is not None
+        if request.reduce_op is ReduceOp.ADASUM:
+            self._reduce_by_adasum(buffer, flat)
+            return Done()
+        if not flat.numel():
+            return Done()
+        return self._transport.begin_allreduce(flat, request.reduce_op, request.process_set)
+
+    def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:
+        transport = self._transport
+        # Over NCCL, as Horovod has it: an average inside each node, Adasum among the nodes.
+        ranks_a_place = transport.local_size if flat.is_cuda else 1
+        if ranks_a_place > 1:
+            self._make_node_sets()
+            transport.begin_allreduce(flat, ReduceOp.SUM, self._node_set(transport.rank // ranks_a_place)).wait()
+            scale_(flat, factor=1.0, divisor=ranks_a_place)
+        place, inside = divmod(transport.rank, ranks_a_place)
+
+        def swap(sent: Tensor, partner: int) -> Tensor:
+            received = torch.empty_like(sent)
+            transport.swap(received, sent, partner * ranks_a_place + inside, GLOBAL_SET)
+            return received
+
+        parts = [flat[slot.offset : slot.offset + slot.length] for slot in buffer.slots]
+        combine_over_tree(parts, flat, place=place, num_places=transport.size // ranks_a_place, swap=swap)
+
+    def _make_node_sets(self) -> None:
+        transport = self._transport
+        if self._has_node_sets:
+            return
+        self._has_node_sets = True
+        for node in range(transport.size // transport.local_size):
+            first = node * transport.local_size
+            transport.add_process_set(self._node_set(node), range(first, first + transport.local_size))
+
+    @staticmethod
+    def _node_set(node: int) -> int:
+        return -1 - node  # below those that users make
+
+    def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
+        request, transport = ready.request, self._transport
+        wire = tensor.to(transport.wire_device(tensor.device), dtype, copy=True).contiguous()
+        scale_(wire, factor=request.prescale_factor)
+        row = wire[:1].numel() if wire.shape[0] else 0
+        lengths = [rows * row for rows in split_rows(wire.shape[0], len(ready.members))]
+        parts = list(torch.split(wire.view(-1), lengths))
+        received = torch.empty(output.numel(), dtype=dtype, device=wire.device)
+        if min(lengths):
+            transport.reducescatter(received, parts, request.process_set)
+        elif wire.numel():  # not every back end can scatter nothing
+            transport.begin_allreduce(wire.view(-1), ReduceOp.SUM, request.process_set).wait()
+            received.copy_(parts[ready.members.index(transport.rank)])
+        divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
+        scale_(received, factor=request.postscale_factor, divisor=divisor)
+        output.copy_(received.view(output.shape))
+
+
+def _unpack(buffer: Buffer, flat: Tensor, outputs: Sequence[Tensor]) -> None:
+    for slot, output in zip(buffer.slots, outputs, strict=True):
+        part = flat[slot.offset : slot.offset + slot.length]
+        if part.data_ptr() != output.data_ptr():
+            output.copy_(part.view(output.shape))

@@ -1,0 +1,80 @@
+"""The rule when ranks mean the same operation.
+
+Pure, so that every rank comes to the same verdict in the same words.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from datasvc.trainer.engine.negotiation.requests import Kind, Request
+
+_Look = Callable[[Request], object]
+
+_EVERY_KIND: tuple[tuple[str, _Look], ...] = (
+    ("operation", lambda request: request.kind.value),
+    ("data type", lambda request: _one_or_all(request.dtypes)),
+    ("device", lambda request: request.device_type),
+)
+_GROUPING: tuple[str, _Look] = ("grouping", lambda request: "grouped" if request.is_grouped else "single")
+_REDUCTION: tuple[tuple[str, _Look], ...] = (
+    ("shape", lambda request: _one_or_all(request.shapes)),
+    ("reduction", lambda request: request.reduce_op.value if request.reduce_op else None),
+    ("prescale factor", lambda request: request.prescale_factor),
+    ("postscale factor", lambda request: request.postscale_factor),
+    _GROUPING,
+    ("layout", lambda request: request.layout),
+)
+_ROWS: tuple[tuple[str, _Look], ...] = (
+    ("number of dimensions", lambda request: _one_or_all([len(shape) for shape in request.shapes])),
+    ("shape after the first dimension", lambda request: _one_or_all([shape[1:] for shape in request.shapes])),
+    _GROUPING,
+)
+_BY_KIND: Mapping[Kind, tuple[tuple[str, _Look], ...]] = {
+    Kind.ALLREDUCE: _REDUCTION,
+    Kind.REDUCESCATTER: _REDUCTION,
+    Kind.BROADCAST: (
+        ("root rank", lambda request: request.root_rank),
+        ("shape", lambda request: _one_or_all(request.shapes)),
+    ),
+    Kind.ALLGATHER: _ROWS,
+    Kind.ALLTOALL: _ROWS,
+    Kind.BARRIER: (),
+    Kind.ADD_PROCESS_SET: (("ranks", lambda request: request.ranks),),
+    Kind.REMOVE_PROCESS_SET: (("ranks", lambda request: request.ranks),),
+}
+
+
+def find_disagreement(requests: Mapping[int, Request]) -> str | None:
+    """Why these requests, by rank and in rank order, cannot run as one operation; None if they can.
+
+    Factors are compared as numbers, so NaN never agrees.
+    """
+    first = next(iter(requests.values()))
+    if len(requests) > 1 and all(request is first for request in requests.values()):
+        return None  # one of the cache, on which the ranks have agreed before
+    for what, look in _EVERY_KIND:
+        if any(look(request) != look(first) for request in requests.values()):
+            return _describe(requests, what, look)
+    for what, look in _BY_KIND[first.kind]:
+        if any(look(request) != look(first) for request in requests.values()):
+            return _describe(requests, what, look)
+    if first.kind is Kind.ALLGATHER and () in first.shapes:
+        return f"{first.key.describe()}: a tensor without dimensions cannot be gathered; use tensor.reshape(1)"
+    return None
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 1"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _describe(requests: Mapping[int, Request], what: str, look: _Look) -> str:
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, request in requests.items():
+        ranks_by_value.setdefault(str(look(request)), []).append(rank)
+    said = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+    key = next(iter(requests.values())).key
+    return f"ranks disagree on the {what} of {key.describe()} ({said})"
+
+
+def _one_or_all(values: Sequence[object]) -> object:
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,1 @@
+"""Reads the environment: launcher variables, Slurm, GPUs, engine settings."""

@@ -1,0 +1,163 @@
+"""Reads the environment: the only file of the trainer that does, but for torch's own rendezvous variables."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.env.foreign_launchers import translate
+
+_LOG_LEVELS = {
+    "TRACE": logging.DEBUG,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "FATAL": logging.CRITICAL,
+}
+WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands: in the job, on its node (local), and among the nodes (cross)."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """The place that a launcher (ours, torchrun, srun or mpirun) gave this process, or a world of one.
+
+    Raises:
+        ValueError: only some of the launcher's variables are set, or they contradict each other.
+    """
+    environ = {**environ, **translate(environ)}
+    present = [name for name in WORLD_VARIABLES if name in environ]
+    if not {"RANK", "WORLD_SIZE"} & set(present):
+        return Place()
+    missing = sorted(set(WORLD_VARIABLES) - set(present))
+    if missing:
+        raise ValueError(f"the environment has {', '.join(present)} but lacks {', '.join(missing)}")
+    rank, size, local_rank, local_size = (_whole(environ, name) for name in WORLD_VARIABLES)
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise ValueError(
+            f"impossible place: rank {rank} of {size}, local rank {local_rank} of {local_size}; "
+            "check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
+    cross_rank, cross_size = _read_cross(environ) or (rank // local_size, -(-size // local_size))
+    return Place(rank, size, local_rank, local_size, cross_rank, cross_size)
+
+
+def place_variables(place: Place) -> dict[str, str]:
+    """What the environment says of a place: torchrun's variables, and Horovod's."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "HOROVOD_RANK": str(place.rank),
+        "HOROVOD_SIZE": str(place.size),
+        "HOROVOD_LOCAL_RANK": str(place.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(place.local_size),
+        "HOROVOD_CROSS_RANK": str(place.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(place.cross_size),
+    }
+
+
+def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
+    """Gloo's own variable, from the one that Horovod has for it; empty if it is set already, or neither is."""
+    name = environ.get("HOROVOD_GLOO_IFACE")
+    return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in environ else {}
+
+
+def configure_logging(environ: Mapping[str, str]) -> None:
+    """Gives the trainer's logger the level and the form of lines that Horovod's variables ask for, if one is set.
+
+    Where the program has handlers of its own, only the level is set.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if not {"HOROVOD_LOG_LEVEL", "HOROVOD_LOG_HIDE_TIME", "HOROVOD_LOG_TIMESTAMP"} & set(environ):
+        return
+    level = environ.get("HOROVOD_LOG_LEVEL", "WARNING")
+    if level.upper() not in _LOG_LEVELS:
+        raise ValueError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, not {level!r}")
+    logger = logging.getLogger("datasvc.trainer")
+    logger.setLevel(_LOG_LEVELS[level.upper()])
+    # The handler of an earlier call counts too: a line must not come twice.
+    if logger.hasHandlers():
+        return
+    hides_time = _is_set(environ, "HOROVOD_LOG_HIDE_TIME") or not _is_set(
+        {"HOROVOD_LOG_TIMESTAMP": "1", **environ}, "HOROVOD_LOG_TIMESTAMP"
+    )
+    handler = logging.StreamHandler()
+    time = "" if hides_time else "%(asctime)s "
+    handler.setFormatter(logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+
+
+def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """The place among the nodes, if the launcher says it: it cannot be computed where nodes differ."""
+    for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
+        if all(name in environ for name in names):
+            cross_rank, cross_size = (_whole(environ, name) for name in names)
+            if not 0 <= cross_rank < cross_size:
+                raise ValueError(f"impossible place: node {cross_rank} of {cross_size}; check {' and '.join(names)}")
+            return cross_rank, cross_size
+    return None
+
+
+def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
+    """Engine settings under Horovod's names; what is not set keeps its default.
+
+    Raises:
+        ValueError: a value is not a number or out of range.
+    """
+    defaults = EngineSettings()
+    warning_s = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", defaults.stall_warning_s)
+    timeline = environ.get("HOROVOD_TIMELINE") or None
+    return EngineSettings(
+        fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", defaults.fusion_bytes)),
+        cycle_time_s=_number(environ, "HOROVOD_CYCLE_TIME", defaults.cycle_time_s * 1e3) / 1e3,
+        stall_warning_s=0.0 if _is_set(environ, "HOROVOD_STALL_CHECK_DISABLE") else warning_s,
+        stall_shutdown_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", defaults.stall_shutdown_s),
+        cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", defaults.cache_capacity)),
+        timeout_s=_number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", defaults.timeout_s),
+        start_timeout_s=_number(environ, "HOROVOD_START_TIMEOUT", defaults.start_timeout_s),
+        # "DYNAMIC" means: only once start_timeline() is called, which always works here.
+        timeline=None if timeline == "DYNAMIC" else timeline,
+        timeline_marks_cycles=_is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        autotune=_is_set(environ, "HOROVOD_AUTOTUNE"),
+        autotune_log=environ.get("HOROVOD_AUTOTUNE_LOG") or None,
+    )
+
+
+def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
+    """Whether a tool that reads NVTX started this process, or ``DATASVC_NVTX=1`` asks for its ranges."""
+    # Every tool hooks into NVTX by an injection library; Nsight Systems names its session too.
+    tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+    return _is_set(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "0").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _whole(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, not {environ[name]!r}") from None
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(environ.get(name, default))
+    except ValueError:
+        raise ValueError(f"{name} must be a number, not {environ[name]!r}") from None

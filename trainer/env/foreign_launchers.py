@@ -1,0 +1,104 @@
+"""Puts what srun and mpirun tell a process into the words of torchrun. Pure.
+
+The address of the store follows from the job, the same on every rank:
+
+- ``MASTER_ADDR``: the first host of the step's or the job's node list (Slurm), which has rank 0; this machine, if all
+  ranks of mpirun are on it.
+- ``MASTER_PORT``: 20000 to 31999, from the job's and the step's number. Two jobs on one node may get the same: set
+  MASTER_PORT then.
+
+What is set already is kept, so both can be given with ``srun --export`` or ``mpirun -x``.
+"""
+
+import zlib
+from collections.abc import Mapping
+
+from datasvc.trainer.env.slurm import expand_node_list, expand_task_counts, is_task
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_JOB_NUMBERS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "JOB_ID", "LSB_JOBID")
+
+
+def translate(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torchrun would have set; empty under torchrun, our launcher, or none.
+
+    Raises:
+        ValueError: a variable is missing or malformed; the message says which to set.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return {}
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        place = {name: _required(environ, mpi_name, "mpirun") for name, mpi_name in _MPI.items()}
+        return place | _address(environ, place)
+    if is_task(environ):
+        place = _read_task(environ)
+        return place | _address(environ, place)
+    return {}
+
+
+def _read_task(environ: Mapping[str, str]) -> dict[str, str]:
+    size = environ.get("SLURM_STEP_NUM_TASKS") or _required(environ, "SLURM_NTASKS", "srun")
+    node = _number(environ.get("SLURM_NODEID", "0"), "SLURM_NODEID")
+    num_nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if counts is None:
+        local_size = size if num_nodes == "1" else _required(environ, "SLURM_NTASKS_PER_NODE", "srun")
+    else:
+        per_node = expand_task_counts(counts, _number(num_nodes, "SLURM_NNODES"))
+        if node >= len(per_node):
+            raise ValueError(
+                f"SLURM_NODEID is {node}, but SLURM_TASKS_PER_NODE ({counts}) counts {len(per_node)} nodes"
+            )
+        local_size = str(per_node[node])
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": _required(environ, "SLURM_LOCALID", "srun"),
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": num_nodes,
+    }
+
+
+def _address(environ: Mapping[str, str], place: Mapping[str, str]) -> dict[str, str]:
+    if place["WORLD_SIZE"] == "1":
+        return {}
+    address = environ.get("MASTER_ADDR") or _first_host(environ, place)
+    port = environ.get("MASTER_PORT") or _derive_port(environ)
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def _first_host(environ: Mapping[str, str], place: Mapping[str, str]) -> str:
+    if place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]:
+        return "127.0.0.1"
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            return expand_node_list(environ[name])[0]
+    raise ValueError("nothing says on which host rank 0 is: set MASTER_ADDR, as in mpirun -x MASTER_ADDR=host")
+
+
+def _derive_port(environ: Mapping[str, str]) -> str:
+    for name in _JOB_NUMBERS:
+        if environ.get(name):
+            job = f"{environ[name]}.{environ.get('SLURM_STEP_ID', '')}"
+            return str(_FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
+    raise ValueError("nothing tells this job from others: set MASTER_PORT to a free port, the same for all ranks")
+
+
+def _required(environ: Mapping[str, str], name: str, launcher: str) -> str:
+    if name not in environ:
+        raise ValueError(f"the environment looks like one of {launcher}, but lacks {name}")
+    return environ[name]
+
+
+def _number(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, not {text!r}") from None

@@ -1,0 +1,1 @@
+"""Gradients on their way between ranks: buckets, compression, reduction."""

@@ -1,0 +1,227 @@
+"""Gradients that travel together, and the usual kind of them: views into one flat tensor.
+
+Invariant: after `Bucket.launch` every rank has sent this bucket exactly once, with zeros for gradients that it does
+not have.
+"""
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datasvc.trainer.engine.execution.handles import Handle
+from datasvc.trainer.engine.negotiation.requests import ReduceOp
+from datasvc.trainer.job.process_sets import ProcessSet, global_process_set, members_of
+from datasvc.trainer.job.submit import submit_allreduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How gradients are combined, and among whom."""
+
+    op: ReduceOp = ReduceOp.AVERAGE
+    predivide_factor: float = 1.0
+    process_set: ProcessSet = global_process_set
+
+    def factors(self) -> tuple[float, float]:
+        """What multiplies gradients before and after they are summed.
+
+        An average multiplies before, because gradients are copied into the bucket anyway: afterwards it would be
+        one more pass over memory.
+        """
+        if self.op is not ReduceOp.AVERAGE:
+            return 1.0, 1.0
+        size = len(members_of(self.process_set))
+        if self.predivide_factor == 1.0:
+            return 1.0 / size, 1.0
+        return 1.0 / self.predivide_factor, self.predivide_factor / size
+
+    @property
+    def op_on_wire(self) -> ReduceOp:
+        """Without the average that the factors make."""
+        return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
+
+
+class Bucket(ABC):
+    """Takes gradients one by one; sends them when it has all of them, or when told to.
+
+    Args:
+        name: the same on every rank and unique in flight.
+        parameters: by position; the same on every rank, in the same order.
+        reduction: the same on every rank.
+    """
+
+    def __init__(self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction) -> None:
+        self.name = name
+        self.parameters = dict(parameters)
+        self.reduction = reduction
+        self.is_launched = False
+        self._filled: set[int] = set()
+        self._handle: Handle | None = None
+
+    def add(self, position: int) -> None:
+        """Takes a gradient that is complete on this rank; the last one sends the bucket."""
+        self._take(position)
+        self._filled.add(position)
+        self.launch_if_complete()
+
+    def launch_if_complete(self) -> None:
+        """Sends the bucket once all gradients have been taken."""
+        if len(self._filled) == len(self.parameters):
+            self.launch()
+
+    def exclude(self, position: int) -> None:
+        """Gives up a parameter whose gradient has not been taken; all ranks do so in the same step."""
+        assert not self.is_launched
+        del self.parameters[position]
+
+    def launch(self) -> None:
+        """Sends what there is."""
+        for position in self.parameters.keys() - self._filled:
+            self._take(position)
+        self.is_launched = True
+        self._handle = self._send()
+
+    def go_on(self) -> None:  # noqa: B027 - most kinds have nothing to do here
+        """Sends what depends on the answer to what was sent, in kinds that have such: comes before ``collect``."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Waits, and leaves the combined gradients in ``grad``."""
+
+    def drop(self) -> None:
+        """Waits for what is in flight and forgets the gradients taken."""
+        if self._handle is not None:
+            self._handle.settle()
+        self._handle = None
+        self.is_launched = False
+        self._filled.clear()
+
+    @abstractmethod
+    def _take(self, position: int) -> None: ...
+
+    @abstractmethod
+    def _send(self) -> Handle: ...
+
+    def _wait(self) -> Any:
+        assert self._handle is not None
+        return self._handle.wait()
+
+
+class DenseBucket(Bucket):
+    """One flat tensor, which is allocated once; gradients live in it from the first step on.
+
+    Args:
+        name: see `Bucket`.
+        parameters: of one dtype and device.
+        reduction: see `Bucket`.
+        dtype: in which the gradients travel, if it is not their own.
+    """
+
+    def __init__(
+        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, *, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(name, parameters, reduction)
+        self._dtype = dtype or next(iter(parameters.values())).dtype
+        self._flat: Tensor | None = None
+        self._views: dict[int, Tensor] = {}
+        self._layout = 0
+        self._factors = (1.0, 1.0)
+
+    def exclude(self, position: int) -> None:
+        """See `Bucket`. What has been taken moves."""
+        super().exclude(position)
+        taken = {each: self._views[each] for each in self._filled}
+        self._flat = None
+        if taken:
+            self._allocate()
+            for each, view in taken.items():
+                self._views[each].copy_(view)
+
+    def collect(self) -> None:
+        """See `Bucket`."""
+        self._wait()
+        for position, parameter in self.parameters.items():
+            # A parameter that was frozen meanwhile only stood in for the other ranks' sake.
+            if parameter.requires_grad:
+                _give_back(parameter, self._views[position])
+
+    def _take(self, position: int) -> None:
+        if self._flat is None:
+            self._allocate()
+        if not self._filled:
+            self._factors = self.reduction.factors()
+        parameter, view, factor = self.parameters[position], self._views[position], self._factors[0]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+            return
+        if factor != 1.0:
+            torch.mul(gradient.detach(), factor, out=view)
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient.detach())
+        if fits(gradient, view):
+            # At once, so that the backward pass has the memory again for the next gradient: fresh pages cost more
+            # than the copy.
+            parameter.grad = view
+
+    def _send(self) -> Handle:
+        assert self._flat is not None
+        return submit_allreduce(
+            [self._flat],
+            [self._flat],
+            name=self.name,
+            op=self.reduction.op_on_wire,
+            prescale_factor=self._factors[0],
+            postscale_factor=self._factors[1],
+            is_prescaled=True,
+            is_grouped=True,
+            process_set=self.reduction.process_set,
+            layout=self._layout,
+        )
+
+    def _allocate(self) -> None:
+        parameters = self.parameters.values()
+        lengths = [parameter.numel() for parameter in parameters]
+        device = next(iter(parameters)).device
+        self._flat = torch.zeros(sum(lengths), dtype=self._dtype, device=device)
+        parts = torch.split(self._flat, lengths)
+        self._views = {i: view_like(p, part) for (i, p), part in zip(self.parameters.items(), parts, strict=True)}
+        forms = [(tuple(view.shape), view.stride()) for view in self._views.values()]
+        self._layout = zlib.crc32(repr(forms).encode())
+
+
+def view_like(parameter: Tensor, flat: Tensor) -> Tensor:
+    """As many elements in the parameter's shape, and in its order in memory too where it has no gaps.
+
+    Copies between equal orders are several times faster.
+    """
+    if not parameter.numel():
+        return flat.view(parameter.shape)
+    strides = parameter.stride()
+    order = sorted(range(parameter.ndim), key=lambda dimension: (-strides[dimension], dimension))
+    expected = 1
+    for dimension in reversed(order):
+        if parameter.shape[dimension] > 1 and strides[dimension] != expected:
+            return flat.view(parameter.shape)
+        expected *= parameter.shape[dimension]
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset())
+
+
+def fits(gradient: Tensor, view: Tensor) -> bool:
+    """Whether a gradient can live in the bucket without a change that its user would see."""
+    return gradient.dtype == view.dtype and gradient.stride() == view.stride()
+
+
+def _give_back(parameter: Tensor, view: Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is None:
+        parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+    elif fits(gradient, view):
+        parameter.grad = view
+    elif gradient.data_ptr() != view.data_ptr():
+        gradient.copy_(view)

@@ -1,0 +1,196 @@
+"""PowerSGD: gradients as products of two thin matrices, found by one step of a power iteration (Vogels et al. 2019).
+
+The mathematics of torch's DDP hook, with its own functions where it has them, and our allreduce between. What a
+matrix is, and which are worth it, is as there; parameters of one dimension travel as they are.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize, _should_compress
+
+from datasvc.trainer.engine.execution.handles import Handle
+from datasvc.trainer.engine.negotiation.requests import ReduceOp
+from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, with_residual
+from datasvc.trainer.gradients.gradient_bucket import Bucket, Reduction
+from datasvc.trainer.job.submit import submit_allreduce
+
+_BASIS, _NUM_STEPS = "basis", "num_steps"
+# Against division by zero; far below any norm that gradients have.
+_SMALLEST_NORM = 1e-30
+
+
+@dataclass(frozen=True)
+class PowerSGD(CompressionWithMemory):
+    """Low-rank gradients with warm start and error feedback.
+
+    Args:
+        rank: columns of the two matrices.
+        start_iteration: steps that travel uncompressed first, while gradients change fast.
+        min_compression_rate: a parameter is compressed if it shrinks by more than this.
+        seed: of the first basis.
+
+    Raises:
+        ValueError: a rank below 1, or steps below 0.
+    """
+
+    rank: int = 1
+    start_iteration: int = 1000
+    min_compression_rate: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.start_iteration < 0:
+            raise ValueError(f"PowerSGD needs a rank of 1 or more and a start_iteration of 0 or more, not {self}")
+
+    def make_bucket(
+        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, memory: Memory
+    ) -> Bucket:
+        """See `CompressionWithMemory`."""
+        return _PowerSGDBucket(name, parameters, reduction, memory, self)
+
+    def shrinks(self, parameter: Tensor) -> bool:
+        """Whether the parameter's gradient shall be compressed."""
+        if parameter.ndim < 2 or not parameter.numel():
+            return False
+        num_rows = parameter.shape[0]
+        num_columns = parameter.numel() // num_rows
+        rank = min(self.rank, num_rows, num_columns)
+        worth, _, _ = _should_compress(num_rows, num_columns, rank, self.min_compression_rate)  # type: ignore[no-untyped-call]
+        return bool(worth)
+
+
+@dataclass
+class _Factors:
+    """Of one gradient: ``matrix`` is about ``left @ right.T``.
+
+    ``matrix`` is float[rows, columns], ``left`` [rows, rank], ``right`` [columns, rank].
+    """
+
+    matrix: Tensor
+    left: Tensor
+    right: Tensor
+
+
+class _PowerSGDBucket(Bucket):
+    def __init__(
+        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, memory: Memory, settings: PowerSGD
+    ) -> None:
+        super().__init__(name, parameters, reduction)
+        self._memory = memory
+        self._settings = settings
+        self._factors: dict[int, _Factors] = {}
+        self._plain: dict[int, Tensor] = {}
+        self._flat = torch.empty(0)
+
+    def go_on(self) -> None:
+        self._wait()
+        lefts = [factors.left for factors in self._factors.values()]
+        _unpack(self._flat, [*lefts, *self._plain.values()])
+        if not self._factors:
+            return
+        for factors in self._factors.values():
+            _orthonormalize(factors.left)
+            torch.mm(factors.matrix.t(), factors.left, out=factors.right)
+        self._flat = _pack([factors.right for factors in self._factors.values()]).mul_(self._factor())
+        self._handle = self._submit("right")
+
+    def collect(self) -> None:
+        if self._factors:
+            self._wait()
+            _unpack(self._flat, [factors.right for factors in self._factors.values()])
+        for position, factors in self._factors.items():
+            self._end(position, factors)
+        for position, gradient in self._plain.items():
+            self._count_step(position)
+            self._give(position, gradient)
+
+    def drop(self) -> None:
+        super().drop()
+        self._factors.clear()
+        self._plain.clear()
+
+    def _take(self, position: int) -> None:
+        parameter, memory = self.parameters[position], self._memory.setdefault(position, {})
+        is_late = memory.get(_NUM_STEPS, 0) >= self._settings.start_iteration
+        if is_late and self._settings.shrinks(parameter):
+            self._factors[position] = self._factorize(position, with_residual(parameter, memory))
+        else:
+            self._plain[position] = with_residual(parameter, {}).mul_(self._factor())
+
+    def _factor(self) -> float:
+        # All of it before the sum: there is no rounding here that splitting it would be good for.
+        return math.prod(self.reduction.factors())
+
+    def _send(self) -> Handle:
+        # In the bucket's order, not in that in which gradients came.
+        self._factors = {i: self._factors[i] for i in self.parameters if i in self._factors}
+        self._plain = {i: self._plain[i] for i in self.parameters if i in self._plain}
+        lefts = [factors.left for factors in self._factors.values()]
+        self._flat = _pack([*lefts, *self._plain.values()])
+        return self._submit("left")
+
+    def _submit(self, which: str) -> Handle:
+        return submit_allreduce(
+            [self._flat],
+            [self._flat],
+            name=f"{self.name}.{which}",
+            op=ReduceOp.SUM,
+            is_grouped=True,
+            process_set=self.reduction.process_set,
+        )
+
+    def _factorize(self, position: int, gradient: Tensor) -> _Factors:
+        matrix = gradient.reshape(gradient.shape[0], -1)
+        if matrix.dtype not in (torch.float32, torch.float64):
+            matrix = matrix.float()
+        right = self._basis(position, matrix)
+        _orthonormalize(right)
+        return _Factors(matrix, matrix @ right, right)
+
+    def _basis(self, position: int, matrix: Tensor) -> Tensor:
+        """Where the last step ended; a random one at first, or where that was nothing because gradients were zero."""
+        generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
+        shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))
+        fresh = torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
+        last = self._memory[position].get(_BASIS)
+        if last is None or last.shape != fresh.shape:
+            return fresh
+        return torch.where(last.norm() > _SMALLEST_NORM, last, fresh)
+
+    def _end(self, position: int, factors: _Factors) -> None:
+        approximation = factors.left @ factors.right.t()
+        memory, parameter = self._memory[position], self.parameters[position]
+        memory[_BASIS] = factors.right
+        # What was sent of a sum is shared by all ranks.
+        is_sum = self.reduction.op is ReduceOp.SUM
+        share = approximation / self.reduction.process_set.size() if is_sum else approximation
+        memory[RESIDUAL] = (factors.matrix - share).view(parameter.shape).to(parameter.dtype)
+        self._count_step(position)
+        self._give(position, approximation.view(parameter.shape).to(parameter.dtype))
+
+    def _count_step(self, position: int) -> None:
+        memory: dict[str, Any] = self._memory[position]
+        memory[_NUM_STEPS] = memory.get(_NUM_STEPS, 0) + 1
+
+    def _give(self, position: int, gradient: Tensor) -> None:
+        parameter = self.parameters[position]
+        if parameter.requires_grad:
+            parameter.grad = gradient
+
+
+def _orthonormalize(matrix: Tensor) -> None:
+    _orthogonalize(matrix.unsqueeze(0), epsilon=_SMALLEST_NORM)  # type: ignore[no-untyped-call]  # torch's lack
+
+
+def _pack(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
+    for part, tensor in zip(torch.split(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,77 @@
+"""Gradients that do not fit into a flat tensor: sparse ones, and those that a user's compressor changes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from datasvc.trainer.engine.execution.handles import Handle
+from datasvc.trainer.gradients.compression import Compressor
+from datasvc.trainer.gradients.gradient_bucket import Bucket, Reduction
+from datasvc.trainer.gradients.sparse_gather import gather_sparse, put_together, without_values
+from datasvc.trainer.job.submit import submit_allreduce
+
+
+class SparseGradient(Bucket):
+    """One parameter whose gradients are sparse: every rank gets the indices and values of all."""
+
+    def collect(self) -> None:
+        """See `Bucket`."""
+        handle, (parameter,) = self._handle, self.parameters.values()
+        assert handle is not None
+        parts = put_together(handle, parameter.shape, self.reduction)
+        if parameter.requires_grad:
+            parameter.grad = parts
+
+    def _take(self, position: int) -> None:
+        pass
+
+    def _send(self) -> Handle:
+        (parameter,) = self.parameters.values()
+        gradient = parameter.grad
+        if gradient is None or not gradient.is_sparse:
+            # Zeros, which have no indices. A dense gradient is one that nobody has computed: other ranks' are sparse.
+            gradient = without_values(parameter) if gradient is None else gradient.to_sparse(1)
+        return gather_sparse(gradient, name=self.name, process_set=self.reduction.process_set)
+
+
+class CompressedBucket(Bucket):
+    """Each gradient as the compressor makes it, all of them as one operation."""
+
+    def __init__(
+        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, compression: type[Compressor]
+    ) -> None:
+        super().__init__(name, parameters, reduction)
+        self._compression = compression
+        self._compressed: dict[int, tuple[Tensor, Any]] = {}
+
+    def collect(self) -> None:
+        """See `Bucket`."""
+        self._wait()
+        for position, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                parameter.grad = self._compression.decompress(*self._compressed[position])
+
+    def drop(self) -> None:
+        """See `Bucket`."""
+        super().drop()
+        self._compressed.clear()
+
+    def _take(self, position: int) -> None:
+        parameter = self.parameters[position]
+        gradient = parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad
+        self._compressed[position] = self._compression.compress(gradient.detach())
+
+    def _send(self) -> Handle:
+        before, after = self.reduction.factors()
+        wires = [self._compressed[position][0] for position in self.parameters]
+        return submit_allreduce(
+            wires,
+            wires,
+            name=self.name,
+            op=self.reduction.op_on_wire,
+            prescale_factor=before,
+            postscale_factor=after,
+            is_grouped=True,
+            process_set=self.reduction.process_set,
+        )

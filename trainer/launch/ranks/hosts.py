@@ -1,0 +1,93 @@
+"""The hosts of a job: from ``-H a:2,b:2``, from a host file, or from the Slurm allocation around the launcher."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from datasvc.trainer.env.slurm import read_nodes
+from datasvc.trainer.launch.ranks.job import Host
+
+# A name that begins with "-" would be an option of ssh.
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_][\w.@-]*)(?::(?P<slots>\d+))?", re.ASCII)
+_SLOTS = re.compile(r"(?:max[-_])?slots=(\d+)")
+
+
+def parse_hosts(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
+    """Hosts as ``a:2,b:2``; ``[fe80::1]:2`` for an address with colons. A host that comes twice adds its slots.
+
+    Raises:
+        ValueError: a part is not a host.
+    """
+    return _merged(_parse_host(part.strip(), default_slots) for part in text.split(","))
+
+
+def parse_host_file(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
+    """Hosts as Open MPI writes them: lines ``a slots=2``, ``a:2`` or ``a``; ``#`` begins a comment.
+
+    Raises:
+        ValueError: a line is not a host, with its number; or there is none.
+    """
+    hosts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            hosts.append(_parse_line(words, default_slots))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    if not hosts:
+        raise ValueError("there are no hosts in it")
+    return _merged(hosts)
+
+
+def read_allocation(environ: Mapping[str, str], *, slots_per_host: int | None = None) -> tuple[Host, ...]:
+    """The hosts of the Slurm allocation that the launcher runs in; empty outside of any.
+
+    Args:
+        environ: the launcher's.
+        slots_per_host: goes before what Slurm says.
+
+    Raises:
+        ValueError: Slurm's variables contradict each other, or srun has started several launchers.
+    """
+    nodes = read_nodes(environ)
+    if nodes is None:
+        return ()
+    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise ValueError(
+            f"srun has started {environ['SLURM_STEP_NUM_TASKS']} launchers; start the program itself with srun, "
+            "or one launcher without srun, which starts the ranks"
+        )
+    return tuple(Host(name, slots_per_host or num_tasks) for name, num_tasks in nodes)
+
+
+def _parse_host(text: str, default_slots: int) -> Host:
+    match = _HOST.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a host such as node1 or node1:2")
+    return _host(match["name"].strip("[]"), int(match["slots"] or default_slots))
+
+
+def _parse_line(words: list[str], default_slots: int) -> Host:
+    host = _parse_host(words[0], default_slots)
+    num_slots = host.num_slots
+    for word in words[1:]:
+        match = _SLOTS.fullmatch(word)
+        if match is None:
+            raise ValueError(f"{word!r} is not slots=N")
+        if word.startswith("slots"):
+            num_slots = int(match[1])
+    return _host(host.name, num_slots)
+
+
+def _host(name: str, num_slots: int) -> Host:
+    if num_slots < 1:
+        raise ValueError(f"host {name} has no slots; leave it out")
+    return Host(name, num_slots)
+
+
+def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.num_slots
+    return tuple(Host(name, num_slots) for name, num_slots in slots.items())

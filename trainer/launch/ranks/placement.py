@@ -1,0 +1,65 @@
+"""Which rank runs where, and what its environment says about it. Pure."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from datasvc.trainer.env.environment import Place, place_variables
+from datasvc.trainer.launch.ranks.job import Host
+from datasvc.trainer.launch.ranks.store import AGENT_STORE, LOOPBACK
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank's host, and its place in the job."""
+
+    host: str
+    place: Place
+
+
+def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
+    """Fills the hosts in their order; result in rank order.
+
+    As in Horovod, a rank's cross size counts the hosts that have its local rank, and its cross rank is its host's
+    position among these.
+
+    Raises:
+        ValueError: there are too few slots.
+    """
+    num_slots = sum(host.num_slots for host in hosts)
+    if num_ranks > num_slots:
+        listed = ", ".join(f"{host.name}:{host.num_slots}" for host in hosts)
+        raise ValueError(
+            f"{num_ranks} ranks need as many slots, but {listed} have {num_slots}; "
+            "give more with -H or --slots-per-host, or ask for fewer ranks"
+        )
+    counts = []
+    left = num_ranks
+    for host in hosts:
+        counts.append(min(left, host.num_slots))
+        left -= counts[-1]
+    places: list[RankPlace] = []
+    for index, host in enumerate(hosts):
+        for local_rank in range(counts[index]):
+            cross_rank = sum(count > local_rank for count in counts[:index])
+            cross_size = sum(count > local_rank for count in counts)
+            place = Place(len(places), num_ranks, local_rank, counts[index], cross_rank, cross_size)
+            places.append(RankPlace(host.name, place))
+    return places
+
+
+def plan_environment(place: Place, host: str, port: int) -> dict[str, str]:
+    """What the launcher tells a rank: its place, and where the ranks meet."""
+    return {
+        **place_variables(place),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        **AGENT_STORE,
+        "HOROVOD_HOSTNAME": host,
+    }
+
+
+def plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The threads of each rank on this machine: its share of the launcher's processors, unless the user chose."""
+    share = max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
+    return {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(share))}

@@ -1,0 +1,85 @@
+"""The command lines that start a guard on another host, and which variables its rank gets. Pure."""
+
+import shlex
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from datasvc.trainer.launch.ranks.job import RemoteSettings
+from datasvc.trainer.launch.ranks.remote_process import BOOTSTRAP
+
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_PASSED_PREFIXES = (
+    "PYTHON",
+    "HOROVOD_",
+    "HVD_",
+    "DATASVC_",
+    "TRAINER_",
+    "TORCH",
+    "NCCL_",
+    "GLOO_",
+    "CUDA_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "AWS_",
+    "LC_",
+)
+_PASSED_NAMES = frozenset(
+    {
+        "PATH",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LANG",
+        "TMPDIR",
+        "TZ",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+)
+
+
+def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ranks of this host are started without a shell: it is this machine by one of its own names."""
+    own = socket.gethostname()
+    names = _LOCAL_NAMES | {own, own.partition(".")[0]}
+    return name in names or name == (environ or {}).get("SLURMD_NODENAME")
+
+
+def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
+    """The command that runs the guard's bootstrap on ``host``; its standard input and output are the guard's."""
+    bootstrap = [settings.python or sys.executable, "-I", "-S", "-c", BOOTSTRAP]
+    if settings.shell == "srun":
+        # One task beside those that run already, which may use all that the job has on the node.
+        one_task = ["--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
+        unbound = ["--cpu-bind=none", "--mem=0", "--mpi=none", "--export=ALL", "--quiet"]
+        return ["srun", *one_task, *unbound, *bootstrap]
+    # What hangs is worse than what fails: no questions, and a host that is silent for a minute is lost.
+    options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
+    command = ["ssh", *(word for option in options for word in ("-o", option))]
+    # No agent, X11 or escape characters: nothing but the three streams.
+    command += ["-T", "-a", "-x", "-e", "none"]
+    if settings.ssh_port is not None:
+        command += ["-p", str(settings.ssh_port)]
+    if settings.ssh_identity_file is not None:
+        command += ["-i", str(settings.ssh_identity_file)]
+    return [*command, "--", host, "exec " + shlex.join(bootstrap)]
+
+
+def choose_passed(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that a rank on another host gets: the usual ones, and those the user named."""
+    chosen = _PASSED_NAMES | set(names)
+    return {name: value for name, value in environ.items() if name in chosen or name.startswith(_PASSED_PREFIXES)}
+
+
+def describe_command(command: Sequence[str]) -> str:
+    """A command line as it could be typed."""
+    return shlex.join(command)

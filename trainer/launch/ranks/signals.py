@@ -1,0 +1,29 @@
+"""Passes the launcher's signals on to its ranks."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+from datasvc.trainer.launch.ranks.rank_group import RankGroup
+
+
+@contextlib.contextmanager
+def passing_on_signals(group: RankGroup) -> Iterator[None]:
+    """While inside, SIGINT and SIGTERM go to the ranks, whose end then ends the job.
+
+    Only a main thread can do so; elsewhere signals stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def pass_on(number: int, _: object) -> None:
+        group.pass_on(number)
+
+    old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

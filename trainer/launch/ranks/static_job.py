@@ -1,0 +1,173 @@
+"""Runs the ranks of a job whose number does not change, and ends them together.
+
+Invariant: no rank outlives the job. A rank that fails takes the others with it; so do a signal to the launcher and,
+by way of the guards, its sudden death.
+"""
+
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from datasvc.trainer.launch.ranks.job import Host, Job, RankFailure
+from datasvc.trainer.launch.ranks.placement import RankPlace, place_ranks, plan_environment, plan_threads
+from datasvc.trainer.launch.ranks.rank_group import RankGroup
+from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
+from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
+from datasvc.trainer.launch.ranks.signals import passing_on_signals
+from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, plan_interfaces, serve_store
+from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, Late, arrival_key
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
+
+_LOOK_PERIOD_S = 1.0
+# What a rank says that ends because of another, and how long that other may take to end.
+_LOSS = "HorovodInternalError"
+_CAUSE_WAIT_S = 2.0
+
+
+def run_static_job(job: Job, environ: Mapping[str, str]) -> RankFailure | None:
+    """Runs all ranks to their end. SIGINT and SIGTERM are passed on to them meanwhile.
+
+    Must be called from the main thread, whose signal handlers it borrows; elsewhere signals are not passed on.
+
+    Returns:
+        None if every rank ended with status 0.
+
+    Raises:
+        StartError: the command cannot be started.
+        OSError: there is no port to be had, or the files for the output cannot be written.
+        ValueError: there are too few slots, or a network interface does not exist.
+    """
+    hosts = job.hosts or (Host("localhost", job.num_ranks),)
+    places = place_ranks(job.num_ranks, hosts)
+    others = [name for name in dict.fromkeys(place.host for place in places) if not is_local(name, environ)]
+    addresses = list_addresses(others, job.remote.network_interfaces) if others else ()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=bool(others)))
+        group = stack.enter_context(RankGroup(grace_s=job.grace_s))
+        stack.enter_context(passing_on_signals(group))
+        for place in places:
+            group.start(_plan_start(job, place, environ, listener.getsockname()[1], addresses))
+        # The ranks connect to the port meanwhile; the kernel keeps them waiting. Held here and not by rank 0,
+        # so that no one else can take the port and the store outlives every rank.
+        store = serve_store(listener)
+        failure = _Wait(job, places, group, store).run()
+        del store
+    return failure
+
+
+def _plan_start(
+    job: Job, place: RankPlace, environ: Mapping[str, str], port: int, addresses: tuple[str, ...]
+) -> RankStart:
+    is_local_rank = is_local(place.host, environ)
+    given = {**environ, **job.variables}
+    own = plan_environment(place.place, place.host, port)
+    if is_local_rank:
+        own |= plan_threads(place.place.local_size, given) | plan_interfaces(job.remote, addresses, given)
+        variables = {**given, **own}
+    else:
+        # Its guard finds out the interface and the number of processors there.
+        own |= plan_interfaces(job.remote, (), given)
+        variables = {**choose_passed(given, [*job.passed_names, *job.variables]), **own}
+    rank = place.place.rank
+    if job.is_verbose:
+        way = "" if is_local_rank else f" by {job.remote.shell}"
+        _say(f"rank {rank} on {place.host}{way}: {shlex.join(job.command)}")
+    return RankStart(
+        worker_id=str(rank),
+        command=job.command,
+        environ=variables,
+        host=place.host,
+        remote_command=None if is_local_rank else plan_remote_command(place.host, job.remote),
+        master_addresses=() if is_local_rank else addresses,
+        num_neighbours=place.place.local_size,
+        label=str(rank) if job.prefixes_lines else "",
+        stamps_lines=job.stamps_lines,
+        output_folder=None if job.output_folder is None else job.output_folder / f"rank.{rank}",
+    )
+
+
+class _Wait:
+    """Waits for the ranks: for the end of all, the failure of one, or one that does not come."""
+
+    def __init__(self, job: Job, places: list[RankPlace], group: RankGroup, store: "TCPStore") -> None:
+        self._job = job
+        self._places = places
+        self._group = group
+        self._store = store
+        self._running = set(range(job.num_ranks))
+        self._called: set[int] = set()
+        self._arrivals = Arrivals(
+            job.num_ranks, limit_s=job.start_timeout_s or DEFAULT_LIMIT_S, now_s=time.monotonic()
+        )
+
+    def run(self) -> RankFailure | None:
+        """Returns when all ranks have ended well, or the first has failed and the others are ended."""
+        while self._running:
+            end = self._group.next_end(None if self._arrivals.is_over else _LOOK_PERIOD_S)
+            if end is None:
+                failure = self._look()
+            else:
+                self._running.discard(int(end.worker_id))
+                failure = self._judge(self._find_cause(end)) if end.returncode else None
+            if failure is not None:
+                self._group.terminate()
+                return failure
+        return None
+
+    def _find_cause(self, end: RankEnd) -> RankEnd:
+        """The end that others followed from: a rank that only lost another is often quicker to end than that one."""
+        deadline_s = time.monotonic() + _CAUSE_WAIT_S
+        following: RankEnd | None = end
+        while following is not None:
+            self._running.discard(int(following.worker_id))
+            if following.returncode and not self._has_lost_others(following, deadline_s):
+                return following
+            if not self._running:
+                break
+            following = self._group.next_end(max(0.0, deadline_s - time.monotonic()))
+        return end
+
+    def _has_lost_others(self, end: RankEnd, deadline_s: float) -> bool:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        last_lines = self._group.processes[end.worker_id].last_lines(timeout_s=left_s)
+        return end.returncode == 1 and any(_LOSS in line for line in last_lines)
+
+    def _judge(self, end: RankEnd) -> RankFailure:
+        trouble = self._group.processes[end.worker_id].trouble
+        return self._failure(int(end.worker_id), end.returncode, trouble)
+
+    def _look(self) -> RankFailure | None:
+        processes = self._group.processes
+        come = {rank for rank in range(self._job.num_ranks) if processes[str(rank)].has_come.is_set()}
+        ended = set(range(self._job.num_ranks)) - self._running
+        self._called |= {rank for rank in self._running - self._called if self._store.check([arrival_key(rank)])}
+        # One that has ended keeps nobody waiting, and is no reason to wait for others either.
+        called = self._called | ended if self._called else self._called
+        late = self._arrivals.look(now_s=time.monotonic(), come=come | ended, called=called)
+        if late is None:
+            return None
+        if self._job.start_timeout_s is None:
+            _say(f"still waiting: {self._describe(late)} did not {late.what} within {DEFAULT_LIMIT_S:g} s")
+            return None
+        reason = f"did not {late.what} within {self._job.start_timeout_s:g} s"
+        if len(late.ranks) > 1:
+            reason += f", like {self._describe(Late(late.ranks[1:], late.what))}"
+        return self._failure(late.ranks[0], 1, reason)
+
+    def _failure(self, rank: int, returncode: int, reason: str | None) -> RankFailure:
+        host = self._places[rank].host if self._job.hosts else None
+        return RankFailure(rank, returncode, self._group.processes[str(rank)].last_lines(), host, reason)
+
+    def _describe(self, late: Late) -> str:
+        if not self._job.hosts:
+            return f"rank {', '.join(map(str, late.ranks))}"
+        return ", ".join(f"rank {rank} on {self._places[rank].host}" for rank in late.ranks)
+
+
+def _say(text: str) -> None:
+    print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for whoever started the job

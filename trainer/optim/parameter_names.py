@@ -1,0 +1,83 @@
+"""What users say about an optimizer's parameters, checked: their names, and which of them travel together."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from datasvc.trainer.gradients.buckets import cut_evenly
+from datasvc.trainer.job.process_sets import ProcessSet
+from datasvc.trainer.optim.broadcast_state import broadcast_object
+
+Groups = int | Sequence[Sequence[Tensor]] | None
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters, in the order of the groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def name_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    """The name of each parameter: the user's, or its number.
+
+    Raises:
+        ValueError: the names are no pairs, not unique, or do not cover all parameters.
+    """
+    parameters = parameters_of(optimizer)
+    if named_parameters is None:
+        return {parameter: f"parameter {i}" for i, parameter in enumerate(parameters)}
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), "
+            "usually produced by model.named_parameters()"
+        )
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(f"parameter names in named_parameters must be unique; found twice: {', '.join(duplicates)}")
+    named = {parameter: name for name, parameter in pairs}
+    num_unnamed = sum(parameter not in named for parameter in parameters)
+    if num_unnamed:
+        raise ValueError(f"named_parameters was given, but {num_unnamed} parameters of the optimizer are not named")
+    return named
+
+
+def check_groups(groups: Groups) -> None:
+    """Raises ValueError: not a number from 0, nor lists of tensors in which each comes once."""
+    if groups is None:
+        return
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError(f"groups must be a number from 0, or lists of tensors, not {groups}")
+        return
+    listed = [tensor for group in groups for tensor in group]
+    if not all(isinstance(tensor, Tensor) for tensor in listed):
+        raise ValueError("groups must be a number from 0, or lists of tensors")
+    if len({id(tensor) for tensor in listed}) < len(listed):
+        raise ValueError("a parameter can be in one of the groups only, and once")
+
+
+def place_groups(
+    groups: Groups, parameters: Sequence[Tensor], names: Mapping[Tensor, str], process_set: ProcessSet
+) -> list[list[int]]:
+    """Positions of the parameters of each group. With a number of groups every rank of the set calls this.
+
+    Args:
+        groups: runs of parameters in the order of the set's first rank; or lists, of which parameters that are not
+            among ``parameters`` are left out.
+        parameters: of the optimizer.
+        names: of each.
+        process_set: the ranks.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    if isinstance(groups, int):
+        if groups == 0:
+            return []
+        by_name = {names[parameter]: place for place, parameter in enumerate(parameters)}
+        first_rank = (process_set.ranks or [0])[0]
+        order = broadcast_object(list(by_name), first_rank, "optimizer.groups", process_set)
+        return cut_evenly([by_name[name] for name in order if name in by_name], groups)
+    return [[places[id(tensor)] for tensor in group if id(tensor) in places] for group in groups or ()]

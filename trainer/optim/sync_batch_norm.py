@@ -1,0 +1,210 @@
+"""Batch normalisation over the batch of all ranks, on CPUs and GPUs.
+
+The statistics of a batch are one sum over the ranks, so ranks may have batches of different sizes, or none, and ranks
+that have joined do no harm. Sums are in float64: then the variance may be taken as mean square minus squared mean.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
+from datasvc.trainer.ops import Sum, allreduce_
+from datasvc.trainer.optim.wrapper_numbers import take_number
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what torch's own is made of
+    """Like ``torch.nn.BatchNorm`` of any number of dimensions, in training with the statistics of all ranks' batches.
+
+    Every rank makes its modules in the same order, and calls them in the same order. In evaluation, and on ranks
+    outside the process set, nothing is communicated. Gradients of weight and bias are this rank's share, for
+    `DistributedOptimizer` to combine.
+
+    Args:
+        num_features: channels, the second dimension of the input.
+        eps: is added to the variance.
+        momentum: of the running statistics; None for their plain average.
+        affine: whether there are weight and bias.
+        track_running_stats: whether there are running statistics, which evaluation uses.
+        process_set: whose batches are one.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_set = process_set
+        # Fixed names: one made by counting calls would differ between ranks after uneven epochs.
+        self._name = f"sync_batch_norm.{take_number('sync_batch_norm')}"
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalises ``floating[batch, num_features, ...]``.
+
+        Raises:
+            ValueError: less than two dimensions; one value per channel among all ranks; not initialized.
+            HorovodInternalError: ranks disagree on the channels, or a rank is lost.
+        """
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least two dimensions, not {input.dim()}")
+        if not self.training or not self.process_set.included() or self.process_set.size() == 1:
+            return self._normalize_locally(input)
+        arguments = (input, self.weight, self.bias, self.eps, self._name, self.process_set)
+        output, mean, variance, count = _Normalize.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's lack
+        self._track(mean, variance, count)
+        return cast("Tensor", output)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet = global_process_set) -> nn.Module:
+        """Replaces every ``torch.nn.BatchNorm*d`` and ``torch.nn.SyncBatchNorm`` in a module, itself included.
+
+        Parameters, buffers and mode are taken over, not copied: an optimizer that has them goes on.
+        """
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what all of them are
+            return module if isinstance(module, cls) else cls._from_local(module, process_set)
+        for name, child in module.named_children():
+            converted = cls.convert_sync_batchnorm(child, process_set)
+            if converted is not child:
+                module.add_module(name, converted)
+        return module
+
+    @classmethod
+    def _from_local(cls, module: nn.modules.batchnorm._BatchNorm, process_set: ProcessSet) -> "SyncBatchNorm":
+        converted = cls(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            affine=False,
+            track_running_stats=False,
+            process_set=process_set,
+        )
+        converted.affine, converted.track_running_stats = module.affine, module.track_running_stats
+        # The module's own tables, so that None stays None and what is not persistent too.
+        converted._parameters, converted._buffers = module._parameters, module._buffers  # noqa: SLF001
+        converted.training = module.training
+        return converted
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        """Any number from 2."""
+
+    def _normalize_locally(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        uses_batch = self.training or self.running_mean is None
+        factor = self._next_momentum() if self.training and self.track_running_stats else 0.0
+        is_tracked = not self.training or self.track_running_stats
+        return functional.batch_norm(
+            input,
+            self.running_mean if is_tracked else None,
+            self.running_var if is_tracked else None,
+            self.weight,
+            self.bias,
+            uses_batch,
+            factor,
+            self.eps,
+        )
+
+    def _next_momentum(self) -> float:
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            return self.momentum
+        assert self.num_batches_tracked is not None
+        return 1.0 / float(self.num_batches_tracked)
+
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        factor = self._next_momentum()
+        with torch.no_grad():
+            unbiased = variance * (count / (count - 1))
+            self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
+            self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
+
+
+class _Normalize(torch.autograd.Function):
+    """Output, and mean, biased variance and number of values of each channel over all ranks, in float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,  # noqa: A002 - torch's name
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        name: str,
+        process_set: ProcessSet,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sums = allreduce_(_sums_of(input), op=Sum, name=name, process_set=process_set)
+        count, first, second = sums[-1], *sums[:-1].chunk(2)
+        if float(count) <= 1:
+            raise ValueError(
+                f"expected more than 1 value per channel in training, over all ranks: {tuple(input.shape)}"
+            )
+        mean = first / count
+        variance = (second / count - mean * mean).clamp_(min=0)
+        ctx.save_for_backward(input, weight, mean, (variance + eps).rsqrt(), count)
+        ctx.name, ctx.process_set = name, process_set
+        working = _working_dtype(input)
+        output = _normalize(input, weight, bias, mean.to(working), variance.to(working), eps)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse, count = ctx.saved_tensors  # noqa: A001 - torch's name
+        working, shape = _working_dtype(input), _per_channel(input)
+        axes = [axis for axis in range(input.dim()) if axis != 1]
+        slope, centred = gradient.to(working), input.to(working) - mean.to(working).view(shape)
+        bias_gradient, products = slope.sum(axes), (slope * centred).sum(axes)
+        sums = torch.cat([bias_gradient, products]).double()
+        sums = allreduce_(sums, op=Sum, name=f"{ctx.name}.gradient", process_set=ctx.process_set)
+        mean_slope, mean_product = (sums / count).chunk(2)
+        scale = inverse if weight is None else inverse * weight.double()
+        pull = scale * inverse * inverse * mean_product
+        scale, pull, mean_slope = (each.to(working).view(shape) for each in (scale, pull, mean_slope))
+        input_gradient = ((slope - mean_slope) * scale).sub_(centred.mul_(pull)).to(input.dtype)
+        if weight is None:
+            return (input_gradient, *[None] * 5)
+        weight_gradient = (products * inverse.to(working)).to(weight.dtype)
+        return (input_gradient, weight_gradient, bias_gradient.to(weight.dtype), None, None, None)
+
+
+def _sums_of(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    """Of each channel the sum and the sum of squares of its values, and how many there are: float64[2C + 1]."""
+    axes = [axis for axis in range(input.dim()) if axis != 1]
+    count = input.numel() // input.shape[1] if input.shape[1] else 0
+    counted = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
+    if not count:
+        return torch.cat([counted.new_zeros(2 * input.shape[1]), counted])
+    variance, mean = (each.double() for each in torch.var_mean(input.to(_working_dtype(input)), axes, correction=0))
+    return torch.cat([mean * count, (variance + mean * mean) * count, counted])
+
+
+def _normalize(
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+) -> Tensor:
+    if not input.numel():
+        return torch.empty_like(input)
+    return functional.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
+
+
+def _per_channel(input: Tensor) -> tuple[int, ...]:  # noqa: A002 - torch's name
+    return (1, -1, *[1] * (input.dim() - 2))
+
+
+def _working_dtype(input: Tensor) -> torch.dtype:  # noqa: A002 - torch's name
+    return torch.promote_types(input.dtype, torch.float32)

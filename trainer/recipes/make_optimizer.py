@@ -1,0 +1,63 @@
+"""The optimizer that a run names, made from its settings."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.optimizers.lamb import LAMB
+from datasvc.trainer.recipes.optimizers.lars import LARS
+from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
+from datasvc.trainer.recipes.optimizers.rmsprop_sgd import RMSpropSGD
+from datasvc.trainer.recipes.optimizers.schedules import sgd_share
+from datasvc.trainer.recipes.settings.config import TrainConfig
+
+_COMPRESSORS: Final = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16}
+
+
+def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_passes: int) -> Any:
+    """Return the run's optimizer, which adds up gradients over the ranks and `num_passes` backward passes.
+
+    Every rank calls this in the same order.
+    """
+    return hvd.DistributedOptimizer(
+        build_optimizer(config, model),
+        named_parameters=model.named_parameters(),
+        compression=_COMPRESSORS[config.compression],
+        backward_passes_per_step=num_passes,
+        # The loss of each rank is divided by the targets of all: their gradients add up to that of the whole batch.
+        op=hvd.Sum,
+    )
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a plain optimizer over the model's parameters, in groups, see `group_parameters`.
+
+    Every one of them, torch's SGD too, multiplies by the rate outside of its momentum. So when the rate changes there
+    is nothing to correct: Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.
+    """
+    groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
+    rate, momentum = config.learning_rate, config.momentum
+    match config.optimizer:
+        case "lars":
+            return LARS(
+                groups, rate, momentum=momentum, trust_coefficient=config.trust_coefficient, nesterov=config.nesterov
+            )
+        case "lamb":
+            return LAMB(groups, rate, betas=config.betas)
+        case "adamw":
+            return torch.optim.AdamW(groups, rate, betas=config.betas)
+        case "rmsprop-sgd":
+            return RMSpropSGD(groups, rate, rmsprop_rate=config.rmsprop_rate, momentum=momentum)
+    return torch.optim.SGD(groups, rate, momentum=momentum, nesterov=config.nesterov)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float) -> None:
+    """Set what the schedule says of a step in every group. `progress`: epochs served before it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        if "sgd_share" in group:
+            group["sgd_share"] = sgd_share(progress)

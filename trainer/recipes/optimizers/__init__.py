@@ -1,0 +1,1 @@
+"""Optimizers, learning-rate schedules and precision of the training program."""

@@ -1,0 +1,1 @@
+"""Measures the parts of a training step."""

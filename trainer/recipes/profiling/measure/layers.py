@@ -1,0 +1,93 @@
+"""Measures the layers of a step, before the model is compiled. Every rank calls this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.trainer.recipes.optimizers.precision import autocast
+from datasvc.trainer.recipes.profiling.measure.clocks import choose_clock
+from datasvc.trainer.recipes.profiling.measure.layer_times import LayerSpan, LayerTimer, LayerTimes, gradient_bytes
+from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
+from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS, WALL, StepTimer
+from datasvc.trainer.recipes.profiling.predict.costs import LayerCost
+
+_WARM_UP_STEPS: Final = 2
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a step, as this rank measured them.
+
+    Attributes:
+        costs: of each, in the order of the forward pass; their sums are those of a step without hooks.
+        overhead: by how much hooks made the two passes longer, as a share; taken out of `costs`.
+        spans: of the last step with hooks, as they were.
+    """
+
+    costs: tuple[LayerCost, ...]
+    overhead: float
+    spans: tuple[LayerSpan, ...]
+
+
+def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
+    """Return what layers cost: means over steps on one batch, in turn with hooks and without."""
+    run.sends_beside(beside=False)
+    timer = LayerTimer(run.model, choose_clock(run.device))
+    plain, hooked = [], []
+    for _ in range(_WARM_UP_STEPS + num_steps):
+        plain.append(_plain_step(run, batch))
+        hooked.append(time_pass(run, batch, timer))
+    plain, hooked = plain[_WARM_UP_STEPS:], hooked[_WARM_UP_STEPS:]
+    # The hooked step is one pass of several.
+    bare_s = np.mean(plain, axis=0)
+    hooked_s = np.mean([(times.forward_s, times.backward_s) for times in hooked], axis=0)
+    return Layers(
+        costs=_layer_costs(hooked, bare_s / hooked_s, gradient_bytes(run.model)),
+        overhead=float(hooked_s.sum() * run.batches.num_passes / bare_s.sum() - 1),
+        spans=tuple(hooked[-1].spans),
+    )
+
+
+def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
+    """Return the layers of one forward and backward pass, whose gradients go nowhere."""
+    run.sends_beside(beside=False)
+    examples = next(run.task.unpack(batch, run.device).split(run.batches.micro_batch))
+    with timer:
+        timer.begin_forward()
+        with autocast(run.config.precision, run.device):
+            loss = run.task.sum_loss(run.model, examples)
+        timer.begin_backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        times = timer.end()
+    run.sends_beside(beside=False)  # forgets this pass
+    run.optimizer.zero_grad()
+    return times
+
+
+def _plain_step(run: ProfiledRun, batch: Any) -> npt.NDArray[np.float64]:
+    """Return the seconds forwards and backwards of a step without hooks."""
+    timer = StepTimer(run.device)
+    run.step(batch, timer.mark)
+    forward = PARTS.index("forward")
+    return timer.table[forward : forward + 2, WALL]
+
+
+def _layer_costs(
+    hooked: Sequence[LayerTimes], scale: npt.NDArray[np.float64], sizes_bytes: dict[str, int]
+) -> tuple[LayerCost, ...]:
+    """Return the mean of each layer, scaled so that they sum up to the passes without hooks.
+
+    What has parameters and was not seen, such as a module whose children are, counts as taking no time.
+    """
+    sums = [times.sums() for times in hooked]
+    unseen = [name for name, size_bytes in sizes_bytes.items() if size_bytes and name not in sums[-1]]
+    costs = []
+    for name in [*sums[-1], *unseen]:
+        forward_s, backward_s = np.mean([each.get(name, (0.0, 0.0)) for each in sums], axis=0) * scale
+        costs.append(LayerCost(name, float(forward_s), float(backward_s), sizes_bytes.get(name, 0)))
+    return tuple(costs)

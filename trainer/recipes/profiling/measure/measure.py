@@ -1,0 +1,191 @@
+"""Measures what a step costs, by running steps. Every rank calls these in the same order.
+
+Nothing is exchanged while steps are timed but what training exchanges. What a rank measured is averaged over the
+ranks afterwards: their steps take equally long, because each waits for the slowest.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import datasvc.trainer as hvd
+from datasvc.loaders.profiling.step_times import Span, Stage, Totals
+from datasvc.trainer.recipes.profiling.measure.contention import measure_contention
+from datasvc.trainer.recipes.profiling.measure.layer_times import synchronize
+from datasvc.trainer.recipes.profiling.measure.messages import Traffic, plan_messages
+from datasvc.trainer.recipes.profiling.measure.profile import Round
+from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
+from datasvc.trainer.recipes.profiling.measure.timed_step import BESIDE, OWN, PARTS, WALL, StepTimer
+from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
+from datasvc.trainer.recipes.profiling.predict.step_time import Mode
+
+_IO, _TRANSFER, _TARGETS, _FORWARD, _BACKWARD, _REDUCE, _UPDATE = range(len(PARTS))
+_FETCHING: Final = (Stage.ORIGIN, Stage.PEER)
+_CLOCK_S: Final = 1e-9  # what clocks of processor time tell apart
+
+
+class Bench:
+    """Runs blocks of steps.
+
+    Args:
+        run: of this rank.
+    """
+
+    def __init__(self, run: ProfiledRun) -> None:
+        self._run = run
+        # What was prefetched while nobody asked must be gone before the clock starts.
+        self._warm_up_steps = run.config.prefetch + 1
+        self.spans: list[Span] = []
+
+    def first_batch(self) -> Any:
+        """Return a batch, which is valid until steps are run."""
+        return next(self._run.loaders)
+
+    def measure_round(self, traffic: Traffic, num_steps: int) -> Round:
+        """Return what the parts of a step cost: means over a serial run's steps, and over the ranks.
+
+        Args:
+            traffic: gives the share that each message has in the all-reduces.
+            num_steps: of that run, and batches of a loader that works ahead.
+        """
+        run = self._run
+        ahead_s, caller_s = self._run_loader(num_steps)
+        own = (self._run_serial(num_steps), ahead_s, caller_s)
+        tables, ahead, caller = zip(*hvd.allgather_object(own, name="profile.costs"), strict=True)
+        table = np.stack(tables)  # [rank, step, part, kind of time]
+        means = table.mean(axis=(0, 1))
+        io_s, ahead_s = float(means[_IO, WALL]), float(np.mean(ahead))
+        launch_s, reduce_s, skew_s = _split_reduce(table, on_cpu=run.device.type == "cpu")
+        targets_s, targets_skew_s = _least_and_rest(table[..., _TARGETS, WALL])
+        forward_s, backward_s = float(means[_FORWARD, WALL]), float(means[_BACKWARD, WALL])
+        costs = StepCosts(
+            io_s=io_s,
+            ahead_s=min(io_s, ahead_s),
+            caller_s=min(io_s, float(np.mean(caller))),
+            transfer_s=float(means[_TRANSFER, WALL]),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            launch_s=launch_s,
+            messages=plan_messages(
+                traffic.buckets,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                num_passes=run.batches.num_passes,
+                reduce_s=reduce_s,
+            ),
+            skew_s=skew_s + targets_skew_s,
+            update_s=float(means[_UPDATE, WALL]),
+            io_beside_s=float(means[_IO, BESIDE]),
+            reduce_beside_s=float(means[_REDUCE, BESIDE]) if hvd.size() > 1 else 0.0,
+            contention=self._contention(means),
+            targets_s=targets_s,
+            samples=run.batches.batch_size,
+        )
+        return Round(costs, ahead_over_io=ahead_s / io_s)
+
+    def run(self, mode: Mode, num_steps: int) -> float:
+        """Return the seconds per step of a run in one of the modes, nothing timed inside; mean over the ranks."""
+        run = self._run
+        run.loaders.turn_to(ahead=mode is not Mode.SERIAL)
+        run.sends_beside(beside=mode is Mode.OVERLAPPED)
+        self._warm_up()
+        began = time.perf_counter()
+        for number in range(1, num_steps + 1):
+            loss = run.step(next(run.loaders))
+            if number % run.config.report_every == 0:
+                float(loss)  # as training does: it waits for the device
+        synchronize(run.device)
+        step_s = (time.perf_counter() - began) / num_steps
+        return float(np.mean(hvd.allgather_object(step_s, name="profile.run")))
+
+    def _run_loader(self, num_steps: int) -> tuple[float, float]:
+        """Return the seconds per batch of the loader that works ahead, and of those the training thread's own."""
+        loaders = self._run.loaders
+        loaders.turn_to(ahead=True)
+        for _ in range(self._warm_up_steps):
+            next(loaders)
+        hvd.barrier()
+        loaders.current.restart_report()
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            next(loaders)
+        ahead_s = (time.perf_counter() - began) / num_steps
+        return ahead_s, _caller_s(loaders.current.report().totals) / num_steps
+
+    def _run_serial(self, num_steps: int) -> npt.NDArray[np.float64]:
+        """Return the table of each step, see `StepTimer`."""
+        run = self._run
+        run.loaders.turn_to(ahead=False)
+        run.sends_beside(beside=False)
+        self._warm_up()
+        tables = []
+        for _ in range(num_steps):
+            timer = StepTimer(run.device)
+            batch = next(run.loaders)
+            timer.mark("io")
+            run.step(batch, timer.mark)
+            tables.append(timer.table)
+            self.spans = timer.spans
+        return np.stack(tables)
+
+    def _warm_up(self) -> None:
+        for _ in range(self._warm_up_steps):
+            self._run.step(next(self._run.loaders))
+        synchronize(self._run.device)
+        hvd.barrier()
+
+    def _contention(self, means: npt.NDArray[np.float64]) -> float:
+        """Return k: of a team of threads that computes, or of the one that tells a GPU what to do."""
+        if self._run.device.type == "cpu":
+            return measure_contention(torch.get_num_threads(), self._run.num_threads)
+        return _host_share(means) * measure_contention(1, self._run.num_threads)
+
+
+def _caller_s(totals: Totals) -> float:
+    """Return what stays in the calling thread of a loader's work: no waiting for threads, nothing fetched."""
+    return sum(
+        max(0.0, blocked_s - totals.waiting_s.get(stage, 0.0))
+        for stage, blocked_s in totals.blocked_s.items()
+        if stage not in _FETCHING
+    )
+
+
+def _host_share(means: npt.NDArray[np.float64]) -> float:
+    """Return the share of a step in which a GPU's host works: only there it costs anything to disturb it.
+
+    Args:
+        means: `[part, kind of time]`.
+    """
+    working = means[[_TRANSFER, _FORWARD, _BACKWARD, _UPDATE]].sum(axis=0)
+    return float(min(1.0, working[OWN] / working[WALL]))
+
+
+def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[float, float, float]:
+    """Return what of the all-reduces is launching them, what is their own time, and what is waiting for a rank.
+
+    Args:
+        table: `[rank, step, part, kind of time]`.
+        on_cpu: whether the training thread computes, so that its processor time tells how fast it gets on.
+    """
+    least_s, skew_s = _least_and_rest(table[..., _REDUCE, WALL])
+    if len(table) == 1:
+        return least_s, 0.0, 0.0
+    passes = table[..., _FORWARD : _BACKWARD + 1, :].sum(axis=(0, 1, 2))
+    slowness = max(1.0, passes[WALL] / max(passes[OWN], _CLOCK_S)) if on_cpu else 1.0
+    launch_s = min(least_s, float(table[..., _REDUCE, OWN].mean()) * slowness)
+    return launch_s, least_s - launch_s, skew_s
+
+
+def _least_and_rest(waited: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean over steps of the rank that waits least, and how much longer ranks wait in the mean.
+
+    Args:
+        waited: `[rank, step]`, in something that begins when the last rank comes; that one waits for nobody.
+    """
+    least_s = float(waited.min(axis=0).mean())
+    return least_s, max(0.0, float(waited.mean()) - least_s)

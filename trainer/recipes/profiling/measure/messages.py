@@ -1,0 +1,154 @@
+"""What a step all-reduces at once, when it is there, and how long it takes. Every rank calls these."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import datasvc.trainer as hvd
+from datasvc.trainer.gradients.buckets import BUCKET_BYTES, plan_buckets
+from datasvc.trainer.job import runtime
+from datasvc.trainer.recipes.profiling.measure.clocks import choose_clock
+from datasvc.trainer.recipes.profiling.measure.layer_times import LayerTimer, LayerTimes, synchronize
+from datasvc.trainer.recipes.profiling.measure.layers import time_pass
+from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
+from datasvc.trainer.recipes.profiling.predict.costs import Message
+
+_REPEATS: Final = 7
+_WARM_UP_PASSES: Final = 2
+
+
+@dataclass(frozen=True)
+class TimedBucket:
+    """Gradients that travel together.
+
+    Attributes:
+        size_bytes: of them.
+        ready_share: of the backward pass, after which the last of them is there, 0..1.
+        alone_s: an all-reduce of that size through the engine, over the ranks of this job; 0 for one rank.
+    """
+
+    size_bytes: int
+    ready_share: float
+    alone_s: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks of this job send in a step.
+
+    Attributes:
+        buckets: of gradients.
+        message_s: of an all-reduce of a single number: what each costs whatever its size.
+    """
+
+    buckets: tuple[TimedBucket, ...]
+    message_s: float
+
+
+def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> Traffic:
+    """Return what a step sends, and when, with the model as it is trained: compiled, if it is.
+
+    Args:
+        run: of this rank.
+        batch: that is passed through the model.
+        num_passes: over which the moments are averaged at which gradients are there.
+    """
+    timer = LayerTimer(run.model, choose_clock(run.device), sees_layers=False)
+    passes = [time_pass(run, batch, timer) for _ in range(_WARM_UP_PASSES + num_passes)]
+    trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return Traffic(
+        buckets=tuple(measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]), repeats=_REPEATS)),
+        message_s=measure_all_reduce(1, trained[0], repeats=_REPEATS),
+    )
+
+
+def measure_buckets(
+    parameters: Sequence[Tensor], ready_share: Mapping[Tensor, float], *, repeats: int
+) -> list[TimedBucket]:
+    """Return the buckets of a distributed optimizer, in the order in which they are complete on rank 0.
+
+    Args:
+        parameters: that are trained, in the optimizer's order.
+        ready_share: of the backward pass after which a parameter's gradient is there; what got none is sent last.
+        repeats: all-reduces of each size; the median counts.
+    """
+    sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    plan = plan_buckets(
+        sizes_bytes,
+        [(parameter.dtype, parameter.device) for parameter in parameters],
+        bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
+    )
+    buckets = [
+        TimedBucket(
+            size_bytes=sum(sizes_bytes[position] for position in members),
+            ready_share=max(ready_share.get(parameters[position], 1.0) for position in members),
+            alone_s=measure_all_reduce(
+                sum(parameters[position].numel() for position in members), parameters[members[0]], repeats=repeats
+            ),
+        )
+        for members in plan
+    ]
+    return sorted(buckets, key=lambda bucket: bucket.ready_share)
+
+
+def measure_all_reduce(num_elements: int, like: Tensor, *, repeats: int) -> float:
+    """Return the seconds of one all-reduce from its submission to its end; the median of the rank that waits least.
+
+    Args:
+        num_elements: of the tensor.
+        like: has its dtype and device.
+        repeats: of them, after one that warms up.
+    """
+    if hvd.size() == 1:
+        return 0.0
+    tensor = torch.zeros(num_elements, dtype=like.dtype, device=like.device)
+    times_s = []
+    for _ in range(repeats + 1):
+        hvd.barrier()
+        synchronize(like.device)
+        began = time.perf_counter()
+        hvd.grouped_allreduce_([tensor], name="profile.message", op=hvd.Sum)
+        synchronize(like.device)
+        times_s.append(time.perf_counter() - began)
+    least_s = [min(of_ranks) for of_ranks in zip(*hvd.allgather_object(times_s[1:]), strict=True)]
+    return float(statistics.median(least_s))
+
+
+def plan_messages(
+    buckets: Sequence[TimedBucket], *, forward_s: float, backward_s: float, num_passes: int, reduce_s: float
+) -> tuple[Message, ...]:
+    """Return what a step sends, from what it takes in all.
+
+    Args:
+        buckets: see `measure_buckets`.
+        forward_s: of all passes of a step.
+        backward_s: likewise; what is sent is complete in the last one.
+        num_passes: of a step.
+        reduce_s: of all messages; each gets its share by `alone_s`.
+    """
+    before_s = (forward_s + backward_s) * (num_passes - 1) / num_passes + forward_s / num_passes
+    alone_s = sum(bucket.alone_s for bucket in buckets)
+    return tuple(
+        Message(
+            size_bytes=bucket.size_bytes,
+            ready_s=before_s + bucket.ready_share * backward_s / num_passes,
+            reduce_s=reduce_s * bucket.alone_s / alone_s if alone_s else 0.0,
+        )
+        for bucket in buckets
+    )
+
+
+def _ready_shares(passes: Sequence[LayerTimes]) -> dict[Tensor, float]:
+    """Return when each parameter's gradient was there, as a share of the backward pass."""
+    return {
+        parameter: min(1.0, float(np.mean([times.ready_s[parameter] / times.backward_s for times in passes])))
+        for parameter in passes[-1].ready_s
+    }

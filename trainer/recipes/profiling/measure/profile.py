@@ -1,0 +1,227 @@
+"""A profile: what was measured, what follows from it, and how people and programs are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from datasvc.trainer.recipes.profiling.measure.layers import Layers
+from datasvc.trainer.recipes.profiling.measure.messages import Traffic
+from datasvc.trainer.recipes.profiling.predict.costs import Message, StepCosts
+from datasvc.trainer.recipes.profiling.predict.limit import judge
+from datasvc.trainer.recipes.profiling.predict.predict import Prediction
+from datasvc.trainer.recipes.profiling.predict.step_time import Mode, exposed_reduce_s, step_time
+from datasvc.trainer.recipes.settings.config import TrainConfig
+
+_NOISE: Final = 1.1
+
+
+@dataclass(frozen=True)
+class Round:
+    """Costs, and what the modes took right after they were measured.
+
+    Attributes:
+        costs: measured in this round.
+        ahead_over_io: what a prefetched batch took, by one in the call, before t_a was cut off at t_io.
+        measured_s: seconds per step of each mode that was run.
+    """
+
+    costs: StepCosts
+    ahead_over_io: float = 1.0
+    measured_s: Mapping[Mode, float] = field(default_factory=dict)
+
+    def ratio(self, mode: Mode) -> float:
+        """Return predicted by measured."""
+        return step_time(self.costs, mode) / self.measured_s[mode]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return costs and seconds per step as JSON values."""
+        predicted_s = {mode: step_time(self.costs, mode) for mode in Mode}
+        return {"costs": self.costs.to_dict(), "predicted_s": predicted_s, "measured_s": dict(self.measured_s)}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """See the module.
+
+    Attributes:
+        world_size: ranks of the job that was measured.
+        config: its effective settings.
+        unit: what samples are called, in the plural.
+        rounds: at least one.
+        layers: of rank 0.
+        traffic: of the job.
+        predictions: for other clusters.
+    """
+
+    world_size: int
+    config: TrainConfig
+    unit: str
+    rounds: Sequence[Round]
+    layers: Layers
+    traffic: Traffic
+    predictions: Sequence[Prediction] = ()
+
+    @property
+    def costs(self) -> StepCosts:
+        """The median over the rounds of each number."""
+        return median_costs([each.costs for each in self.rounds])
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know to read the numbers right."""
+        notes = []
+        late = [each.ahead_over_io for each in self.rounds if each.ahead_over_io > _NOISE]
+        if 2 * len(late) > len(self.rounds):
+            notes.append(
+                f"note: a prefetched batch took {statistics.median(late):.2f} times as long as one in the call: "
+                "noise. t_a is cut off at t_io; measure longer, --steps, or on a quieter machine"
+            )
+        if self.predictions and self.world_size == 1:
+            notes.append(
+                "note: this profile is of one rank, which launches nothing and waits for nobody: the predictions "
+                "leave out negotiation, launching and the slowest rank; profile two ranks or more"
+            )
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        costs = self.costs
+        checked = {
+            mode: {
+                "measured_s": statistics.median(each.measured_s[mode] for each in self.rounds),
+                "predicted_over_measured": statistics.median(each.ratio(mode) for each in self.rounds),
+            }
+            for mode in Mode
+            if mode in self.rounds[0].measured_s
+        }
+        verdict = judge(costs)
+        return {
+            "world_size": self.world_size,
+            "config": self.config.to_dict(),
+            "prefetch": max(1, self.config.prefetch),
+            "costs": costs.to_dict(),
+            "message_s": self.traffic.message_s,
+            "hooks_overhead": self.layers.overhead,
+            "layers": [dataclasses.asdict(layer) for layer in self.layers.costs],
+            "step_s": {mode: step_time(costs, mode) for mode in Mode},
+            "measured": checked,
+            "verdict": {"bound": verdict.bound, "inequality": verdict.inequality, "advice": verdict.advice},
+            "rounds": [each.to_dict() for each in self.rounds],
+            "predictions": [dataclasses.asdict(prediction) for prediction in self.predictions],
+            "notes": self.notes,
+        }
+
+    def describe(self, top: int) -> str:
+        """Return tables: parts, the `top` slowest layers, modes, predictions; and the verdict."""
+        return "\n".join(
+            [
+                self._title(),
+                *self._parts(),
+                "",
+                *self._slowest_layers(top),
+                "",
+                *self._modes(),
+                *self._elsewhere(),
+                "",
+                *self.notes,
+                str(judge(self.costs)),
+            ]
+        )
+
+    def _title(self) -> str:
+        each = f"{self.costs.samples} {self.unit} each"
+        return f"{self.config.model}, {self.world_size} ranks, {each}, median of {len(self.rounds)} rounds"
+
+    def _parts(self) -> list[str]:
+        costs = self.costs
+        rows = [
+            ("t_io", "fetch and decode, in the call", costs.io_s),
+            ("t_a", "the same, prefetched: per batch", costs.ahead_s),
+            ("t_i", "of it, in the training thread", costs.caller_s),
+            ("t_h2d", "host to device", costs.transfer_s),
+            ("t_n", "adding up targets", costs.targets_s),
+            ("t_f", "forward", costs.forward_s),
+            ("t_b", "backward", costs.backward_s),
+            ("t_l", "launching all-reduces", costs.launch_s),
+            ("t_c", f"all-reduce, {len(costs.messages)} messages", costs.reduce_s),
+            ("t_c^no", "of it, not hidden by backward", exposed_reduce_s(costs)),
+            ("t_w", "waiting for the slowest rank", costs.skew_s),
+            ("t_u", "update", costs.update_s),
+            ("w_io", "processor time beside, loader", costs.io_beside_s),
+            ("w_c", "processor time beside, all-reduce", costs.reduce_beside_s),
+        ]
+        return (
+            [f"{'':<8}{'part':<34}{'ms/step':>10}"]
+            + [f"{symbol:<8}{name:<34}{seconds * 1e3:>10.2f}" for symbol, name, seconds in rows]
+            + [f"{'k':<8}{'lost for each second beside':<34}{costs.contention:>10.2f}"]
+        )
+
+    def _slowest_layers(self, top: int) -> list[str]:
+        layers = sorted(self.layers.costs, key=lambda layer: -layer.forward_s - layer.backward_s)
+        title = "layer" if self.config.compile is None else "layer, not compiled"
+        lines = [f"{title:<42}{'t_f ms':>10}{'t_b ms':>10}{'gradient':>12}"]
+        lines += [
+            f"{layer.name:<42}{layer.forward_s * 1e3:>10.3f}{layer.backward_s * 1e3:>10.3f}"
+            f"{layer.gradient_bytes / 1e6:>9.2f} MB"
+            for layer in layers[:top]
+        ]
+        rest = layers[top:]
+        if rest:
+            forward_s, backward_s = sum(each.forward_s for each in rest), sum(each.backward_s for each in rest)
+            size_mb = sum(each.gradient_bytes for each in rest) / 1e6
+            lines.append(
+                f"{f'{len(rest)} more':<42}{forward_s * 1e3:>10.3f}{backward_s * 1e3:>10.3f}{size_mb:>9.2f} MB"
+            )
+        return [*lines, f"hooks cost {self.layers.overhead:+.1%}, taken out"]
+
+    def _modes(self) -> list[str]:
+        costs = self.costs
+        lines = [f"{'mode':<14}{'predicted ms':>14}{self.unit + '/s':>12}{'measured ms':>14}{'ratio':>18}"]
+        for mode in Mode:
+            predicted_s = step_time(costs, mode)
+            line = f"{mode:<14}{predicted_s * 1e3:>14.2f}{costs.samples * self.world_size / predicted_s:>12,.0f}"
+            if mode in self.rounds[0].measured_s:
+                measured_s = statistics.median(each.measured_s[mode] for each in self.rounds)
+                ratios = sorted(each.ratio(mode) for each in self.rounds)
+                spread = f"({ratios[0]:.2f}-{ratios[-1]:.2f})"
+                line += f"{measured_s * 1e3:>14.2f}{statistics.median(ratios):>6.3f} {spread:>11}"
+            lines.append(line)
+        return lines
+
+    def _elsewhere(self) -> list[str]:
+        if not self.predictions:
+            return []
+        lines = ["", f"for {self.predictions[0].cluster.describe()}, {self.costs.samples} {self.unit} a rank"]
+        lines.append(f"{'ranks':>6}  {'mode':<14}{'ms/step':>10}{self.unit + '/s':>14}{'efficiency':>12}")
+        for prediction in self.predictions:
+            lines += [
+                f"{prediction.world_size:>6}  {mode:<14}{prediction.step_s[mode] * 1e3:>10.2f}"
+                f"{prediction.samples_per_s[mode]:>14,.0f}{prediction.efficiency[mode]:>12.1%}"
+                for mode in Mode
+            ]
+        return lines
+
+
+def median_costs(costs: Sequence[StepCosts]) -> StepCosts:
+    """Return the median of each number over several measurements of one step."""
+    numbers = {
+        name.name: statistics.median(getattr(each, name.name) for each in costs)
+        for name in dataclasses.fields(StepCosts)
+        if name.name not in ("messages", "samples")
+    }
+    end_s = numbers["forward_s"] + numbers["backward_s"]
+    messages = tuple(
+        Message(
+            size_bytes=same[0].size_bytes,
+            ready_s=min(end_s, statistics.median(each.ready_s for each in same)),
+            reduce_s=statistics.median(each.reduce_s for each in same),
+        )
+        for same in zip(*(each.messages for each in costs), strict=True)
+    )
+    for name in ("ahead_s", "caller_s"):
+        numbers[name] = min(numbers[name], numbers["io_s"])
+    return StepCosts(**numbers, messages=messages, samples=costs[0].samples)

@@ -1,0 +1,55 @@
+"""The parts of one step as they passed: seconds, and the processor time of the training thread and of all others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from datasvc.loaders.profiling.step_times import Span
+from datasvc.trainer.recipes.profiling.measure.layer_times import synchronize
+
+PARTS: Final = ("io", "transfer", "targets", "forward", "backward", "all-reduce", "update")
+WALL, OWN, BESIDE = range(3)
+_THREAD: Final = 1
+
+
+class StepTimer:
+    """Takes the time at the end of each part, when the device is done with it; begins with the first part.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._table = np.zeros((len(PARTS), 3))
+        self.spans: list[Span] = []
+        self._last = self._now()
+
+    @property
+    def table(self) -> npt.NDArray[np.float64]:
+        """`float64[part, 3]`: seconds of each part, and processor time of this thread and of all others in it.
+
+        That of this thread is without waiting for the device.
+        """
+        return self._table
+
+    def mark(self, part: str) -> None:
+        """The part has ended, and the next one begins."""
+        # Before the device is waited for: CUDA spins meanwhile, and that is no work.
+        worked_until_s = time.thread_time()
+        synchronize(self._device)
+        now = self._now()
+        passed_s, own_s, all_s = now - self._last
+        worked_s = worked_until_s - self._last[1]
+        self._table[PARTS.index(part)] += (passed_s, worked_s, max(0.0, all_s - own_s))
+        self.spans.append(Span(part, _THREAD, "step", round(self._last[0] * 1e9), round(passed_s * 1e9), 1))
+        self._last = now
+
+    @staticmethod
+    def _now() -> npt.NDArray[Any]:
+        return np.array([time.perf_counter(), time.thread_time(), time.process_time()])

@@ -1,0 +1,1 @@
+"""Predicts the time of a step on other clusters. Pure."""

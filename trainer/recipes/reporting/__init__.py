@@ -1,0 +1,1 @@
+"""What a run reports: events, metrics, progress, traces."""

@@ -1,0 +1,1 @@
+"""The settings of a run: configuration, command line, presets."""

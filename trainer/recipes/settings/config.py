@@ -1,0 +1,276 @@
+"""What a training run is told, checked once; it goes into every checkpoint of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from datasvc.errors import ConfigError
+from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.models.registry.metric_mode import choose_metric_mode
+from datasvc.models.saving.queue import OVERLAPS
+from datasvc.models.saving.save_policy import parse_duration, parse_pace
+from datasvc.models.tensors.write import CODECS
+from datasvc.repository.logs.references import check_name
+from datasvc.trainer.recipes.optimizers.parameter_groups import DECAYED
+from datasvc.trainer.recipes.optimizers.precision import PRECISIONS
+from datasvc.trainer.recipes.optimizers.scaling import RATE_SCALINGS
+from datasvc.trainer.recipes.optimizers.schedules import SHAPES
+from datasvc.trainer.recipes.reporting.metric_logs import check_log
+
+_AT_LEAST_ONE: Final = (
+    "epochs",
+    "batch_size",
+    "global_batch",
+    "micro_batch",
+    "max_steps",
+    "vocabulary",
+    "reference_batch",
+    "size",
+    "evaluate_every",
+    "patience",
+    "checkpoint_every",
+    "report_every",
+)
+_NOT_NEGATIVE: Final = (
+    "learning_rate",
+    "momentum",
+    "weight_decay",
+    "warmup_epochs",
+    "warmup_start",
+    "trust_coefficient",
+    "rmsprop_rate",
+    "power",
+    "label_smoothing",
+    "clip_norm",
+    "prefetch",
+)
+_CHOICES: Final = {
+    "rate_scaling": RATE_SCALINGS,
+    "schedule": SHAPES,
+    "optimizer": ("sgd", "lars", "lamb", "adamw", "rmsprop-sgd"),
+    "decayed": DECAYED,
+    "precision": PRECISIONS,
+    "compression": ("none", "fp16", "bf16"),
+    "shuffle": ("global", "windowed"),
+    "device": ("cpu", "cuda"),
+    "checkpoint_overlap": OVERLAPS,
+    "codec": CODECS,
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a run.
+
+    Attributes:
+        data: data-set reference; resolved once, when the run starts.
+        repo: repository URL.
+        name: model under which checkpoints are committed.
+        model: one of `models.MODELS`, or "module:function"; None: "small-cnn" for images, "gpt" for tokens.
+        model_option: options of the model, each "name=value" with a JSON value: "dropout=0.1".
+        vocabulary: token data: size of the vocabulary; no token is as large.
+        documents: token data: tokens attend only to their own document, and none predicts the next document's first.
+        cache: folder of the node's cache; None reads the repository directly.
+        cache_budget: such as "50GB"; None keeps what the node has.
+        peers: nodes to ask before the repository, as `datasvc stage --peers` takes them; "ranks": those of this job,
+            each with a server that the job starts; None: nobody.
+        epochs: passes over the training split; the schedule ends with them.
+        max_steps: optimizer steps after which the run ends, if that is earlier; the schedule is the same.
+        batch_size: samples of one rank per step.
+        global_batch: samples of all ranks per step, instead of `batch_size`: the run is then the same at any number
+            of ranks that divides it.
+        micro_batch: samples of one backward pass: the gradients of a step are accumulated over them.
+            None: all at once.
+        optimizer: "sgd", "lars", "lamb", "adamw" or "rmsprop-sgd".
+        learning_rate: peak rate: for the global batch, or, with `rate_scaling`, for the reference batch.
+        rate_scaling: "linear" or "sqrt" in the global batch; "none" takes the rate as it is.
+        reference_batch: samples of a step that `learning_rate` is for, if it is scaled.
+        momentum: of SGD, LARS and RMSprop-SGD.
+        nesterov: SGD and LARS: look ahead.
+        betas: Adam and LAMB: shares of the averages that are kept.
+        weight_decay: factor; apart from the gradient in LAMB and AdamW, L2 otherwise.
+        decayed: "weights" spares biases and normalisations, from LARS' and LAMB's local rates too; "all" spares none.
+        trust_coefficient: of LARS.
+        rmsprop_rate: of RMSprop-SGD, while it is RMSprop.
+        schedule: how the rate falls after the warm-up: "cosine", "step", "polynomial" or "constant".
+        milestones: of "step": each "epoch:factor"; from that epoch on the rate is that share of the peak.
+        power: of "polynomial".
+        warmup_epochs: epochs of linear warm-up, fractions allowed.
+        warmup_start: rate from which the warm-up rises; it is not scaled.
+        label_smoothing: share of each target that is spread over all classes.
+        clip_norm: largest norm of the whole gradient; None: any.
+        ema_decay: share kept by the moving average of the weights, evaluated beside them; None: no average.
+        precision: "fp32"; "bf16" or "fp16" computes in 16 bits where that is safe, fp16 with a loss scale.
+        compression: how gradients travel between the ranks: "none", as they are, "fp16" or "bf16".
+        channels_last: images and activations with the channels innermost in memory.
+        compile: backend of torch.compile, such as "inductor"; None: not compiled.
+        size: side of the images in pixels.
+        resize: evaluation: shorter side before the centre crop; None for size * 256 / 224.
+        scale: share of the area that a training window covers.
+        ratio: width / height of a training window.
+        flip: probability of a horizontal flip.
+        seed: of initialisation, order, augmentation and, with the rank, dropout.
+        shuffle: "global", which needs all of the data in the cache, or "windowed", which streams through a small one.
+        lanes: windowed: see `OrderConfig`.
+        block: likewise.
+        prefetch: batches that the loader works ahead of the steps; 0: none.
+        evaluate_every: epochs between evaluations, each with a checkpoint; None: at the end of the run only.
+        patience: evaluations in a row without a new best of `stop_metric` that end the run; None: any number.
+        stop_metric: metric of the evaluation.
+        stop_mode: "max" or "min", whether a high or a low `stop_metric` is better; None: as its name says.
+        checkpoint_every: steps between checkpoints; the end of the run always commits one.
+        max_stall: share of the training's time that checkpoints may take, "3%": they are spaced out until it is kept.
+            None: any.
+        checkpoint_overlap: what a checkpoint does while earlier ones are being written: "queue" waits for room once
+            two are, "refuse" leaves it out.
+        codec: how weights are stored: "none", as they are; "planes", compressed; "delta", as what changed since the
+            checkpoint before where that is smaller.
+        grace: time in which the run ends after SIGTERM or Ctrl-C, a last checkpoint included.
+        resume: "auto" continues the newest version of `name` where there is one; "never" starts anew; a model
+            version, "digits-cnn@3", continues that.
+        device: "cpu", or "cuda" for the GPU of this rank.
+        log_to: where metrics go beside the events: "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:EXPERIMENT".
+        report_every: steps between reports; each waits for the device.
+        profile: file for a trace of the loader's steps, written at the end of each epoch, when where their time went
+            is printed as well; of several ranks each has one of its own, `trace.0.json`. None: neither.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    data: str
+    repo: str
+    name: str
+    model: str | None = None
+    model_option: tuple[str, ...] = ()
+    vocabulary: int | None = None
+    documents: bool = False
+    cache: str | None = None
+    cache_budget: str | None = None
+    peers: str | None = None
+    epochs: int = 10
+    max_steps: int | None = None
+    batch_size: int = 32
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    optimizer: str = "sgd"
+    learning_rate: float = 0.1
+    rate_scaling: str = "none"
+    reference_batch: int = 256
+    momentum: float = 0.9
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 1e-4
+    decayed: str = "weights"
+    trust_coefficient: float = 0.001
+    rmsprop_rate: float = 3e-4
+    schedule: str = "cosine"
+    milestones: tuple[str, ...] = ()
+    power: float = 2.0
+    warmup_epochs: float = 1.0
+    warmup_start: float = 0.0
+    label_smoothing: float = 0.0
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    precision: str = "fp32"
+    compression: str = "none"
+    channels_last: bool = False
+    compile: str | None = None
+    size: int = 224
+    resize: int | None = None
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    seed: int = 0
+    shuffle: str = "global"
+    lanes: int = 1
+    block: int | None = None
+    prefetch: int = 2
+    evaluate_every: int | None = None
+    patience: int | None = None
+    stop_metric: str = "val_loss"
+    stop_mode: str | None = None
+    checkpoint_every: int = 1000
+    max_stall: str | None = None
+    checkpoint_overlap: str = "queue"
+    codec: str = "delta"
+    grace: str = "30s"
+    resume: str = "auto"
+    device: str = "cpu"
+    log_to: tuple[str, ...] = ()
+    report_every: int = 1
+    profile: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "model")
+        self._check_ranges()
+        self._check_together()
+        parse_pace(self.checkpoint_every, self.max_stall)
+        parse_duration(self.grace)
+        AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
+        self.parse_milestones()
+        self.parse_model_options()
+        for target in self.log_to:
+            check_log(target)
+
+    def parse_milestones(self) -> tuple[tuple[float, float], ...]:
+        """Return `(epoch, factor)` of each milestone. Raises ConfigError."""
+        pairs = [milestone.partition(":") for milestone in self.milestones]
+        try:
+            return tuple((float(epoch), float(factor)) for epoch, _, factor in pairs)
+        except ValueError as error:
+            raise ConfigError(
+                f"milestones are {self.milestones}; expected each as 'epoch:factor', '30:0.1'"
+            ) from error
+
+    def parse_model_options(self) -> dict[str, Any]:
+        """Return the options of the model by name. Raises ConfigError."""
+        options = {}
+        for option in self.model_option:
+            name, _, value = option.partition("=")
+            try:
+                options[name] = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"model_option is {option!r}; expected 'name=value' with a JSON value") from error
+        return options
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return dataclasses.asdict(self)
+
+    def _check_ranges(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; expected at least 1")
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; expected a finite number, not below 0")
+        for name, value in (("label_smoothing", self.label_smoothing), ("ema_decay", self.ema_decay or 0.0)):
+            if not 0 <= value < 1:
+                raise ConfigError(f"{name} is {value}; expected 0 <= {name} < 1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas are {self.betas}; expected 0 <= beta < 1")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
+
+    def _check_together(self) -> None:
+        if self.peers is not None and self.cache is None:
+            raise ConfigError("peers fill a node's cache: give a folder for it with --cache")
+        if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
+            raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist")
+        if self.resume not in ("auto", "never") and "@" not in self.resume:
+            raise ConfigError(f"resume is {self.resume!r}; expected 'auto', 'never' or a version, 'digits-cnn@3'")
+        if self.nesterov and not (self.momentum and self.optimizer in ("sgd", "lars")):
+            raise ConfigError("nesterov is of the optimizers 'sgd' and 'lars', and needs a momentum")
+        if self.patience is not None and self.evaluate_every is None:
+            raise ConfigError("patience counts evaluations: say how often with --evaluate-every")
+        if self.patience is not None:
+            choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")

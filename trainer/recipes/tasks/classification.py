@@ -1,0 +1,169 @@
+"""Images to classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from datasvc.cache import Cache
+from datasvc.errors import ConfigError
+from datasvc.loaders import ImageBatch, ImageLoader
+from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.core.loader import Loader
+from datasvc.shards import Split, open_dataset
+from datasvc.shards.format.schema import LABEL
+from datasvc.shards.format.shard_table import MAX_CLASSES
+from datasvc.trainer.recipes.models import build_model, combine_losses
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.task import Examples, Place
+
+_TOP = 5
+
+
+class Classification:
+    """Learns the class of an image: cross entropy, with label smoothing where the run says so (Szegedy et al. 2016).
+
+    Args:
+        config: of the run.
+        split: that it trains on.
+
+    Raises:
+        ConfigError: the split has no labels, or some that are no classes.
+    """
+
+    unit: ClassVar[str] = "images"
+    default_model: ClassVar[str] = "small-cnn"
+    targets_vary: ClassVar[bool] = False
+
+    def __init__(self, config: TrainConfig, split: Split) -> None:
+        self._config = config
+        self._num_classes = count_classes(split)
+
+    def open_loader(
+        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: Place
+    ) -> Loader[Any]:
+        """Return this rank's loader of a split."""
+        config = self._config
+        _check_labels(split, self._num_classes)
+        return ImageLoader(
+            split,
+            batch_size=batch_size,
+            training=training,
+            cache=cache,
+            size=config.size,
+            resize=config.resize,
+            augment=AugmentConfig(scale=config.scale, ratio=config.ratio, flip=config.flip),
+            seed=config.seed,
+            **(choose_order(config) if training else {}),
+            data_rank=place.rank,
+            data_world_size=place.world_size,
+            layout="NHWC" if config.channels_last else "NCHW",
+            device=str(place.device),
+            num_threads=place.num_threads,
+            prefetch=config.prefetch,
+        )
+
+    def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
+        """Return the model, with as many logits as there are classes."""
+        model = build_model(name, self._num_classes, **options)
+        return model.to(memory_format=torch.channels_last) if self._config.channels_last else model  # type: ignore[call-overload]
+
+    def unpack(self, batch: ImageBatch[Tensor], device: torch.device) -> Examples:
+        """Return images `float32[n, 3, size, size]` and labels `int64[n]`."""
+        assert batch.labels is not None
+        images = batch.images.to(device)
+        if self._config.channels_last:
+            images = images.permute(0, 3, 1, 2)  # a view: the memory is channels-last as it came
+        return Examples(images, batch.labels.to(device), batch.mask.to(device))
+
+    def count_targets(self, examples: Examples) -> int:
+        """Return the number of images: none of a training batch pads."""
+        return len(examples.targets)
+
+    def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
+        """Return the cross entropy, with that of auxiliary classifiers in a model that has some."""
+        return combine_losses(
+            model(examples.inputs),
+            lambda logits: F.cross_entropy(
+                logits.float(), examples.targets, reduction="sum", label_smoothing=self._config.label_smoothing
+            ),
+        )
+
+    def count(self, model: nn.Module, examples: Examples) -> Tensor:
+        """Return how many are right, right among five, and all; and the sum of their cross entropies."""
+        logits = model(examples.inputs).float()
+        losses = F.cross_entropy(logits, examples.targets, reduction="none")
+        best = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices
+        hits = (best == examples.targets[:, None]) & examples.mask[:, None]
+        counts = [hits[:, 0].sum(), hits.any(1).sum(), losses[examples.mask].double().sum(), examples.mask.sum()]
+        return torch.stack([count.double().cpu() for count in counts])
+
+    def metrics(self, totals: Tensor) -> dict[str, float]:
+        """Return top-1 and top-5 accuracy in 0..1, and the mean cross entropy."""
+        right, among_five, loss, samples = cast("list[float]", totals.tolist())
+        return {"val_accuracy": right / samples, "val_top5": among_five / samples, "val_loss": loss / samples}
+
+
+def count_classes(split: Split) -> int:
+    """Return how many classes a model of `split` tells apart.
+
+    Labels without names are the classes from 0 to the largest label of any split of the version.
+
+    Raises:
+        ConfigError: the split has no labels, or some that are no classes.
+    """
+    if LABEL not in split.table.sample_schema.names:
+        raise ConfigError(f"{split!r} has no labels to train on: none of its columns is called {LABEL!r}")
+    num_classes = len(split.classes)
+    if not num_classes:
+        tables = [each.table for each in open_dataset(split.repository, split.dataset).values()]
+        num_classes = 1 + max((max(table.label_counts) for table in tables if table.label_counts), default=-1)
+    if num_classes > MAX_CLASSES:
+        raise ConfigError(
+            f"the labels of {split!r} go up to {num_classes - 1}, and a label is the number of a class below "
+            f"{MAX_CLASSES}: number the classes 0, 1, 2 ..., or make them class names, and ingest it again"
+        )
+    _check_labels(split, num_classes)
+    return num_classes
+
+
+def _check_labels(split: Split, num_classes: int) -> None:
+    """Raise ConfigError where a sample of the split has no label, or one that is none of the classes."""
+    table = split.table
+    counts = table.label_counts
+    if LABEL not in table.sample_schema.names:
+        raise ConfigError(f"{split!r} has no labels: none of its columns is called {LABEL!r}")
+    if not pa.types.is_integer(table.sample_schema.field(LABEL).type):
+        raise ConfigError(f"the labels of {split!r} are {table.sample_schema.field(LABEL).type}, not integers")
+    if not counts:
+        if split.classes:
+            return  # tables of format 1 counted nothing
+        raise ConfigError(
+            f"the labels of {split!r} are not counted, there are none or more than {MAX_CLASSES} different ones: "
+            f"`datasvc classes {split.dataset.partition('@')[0]} FILE` gives the classes names"
+        )
+    outside = [label for label in counts if not 0 <= label < num_classes]
+    if outside:
+        number = sum(counts[label] for label in outside)
+        raise ConfigError(
+            f"{number} samples of {split!r} have labels outside 0..{num_classes - 1}, such as {outside[0]}: delete "
+            f"them (datasvc delete {split.dataset.partition('@')[0]} --where 'label < 0 or label >= {num_classes}')"
+        )
+    num_without = table.num_samples - sum(counts.values())
+    if num_without:
+        raise ConfigError(
+            f"{num_without} samples of {split!r} have no label: delete them "
+            f"(datasvc delete {split.dataset.partition('@')[0]} --where 'label is null')"
+        )
+
+
+def choose_order(config: TrainConfig) -> dict[str, Any]:
+    """Return what a loader is told of the order."""
+    if config.shuffle == "global":
+        return {"shuffle": "global"}
+    return {"shuffle": config.shuffle, "lanes": config.lanes, "block": config.block}

@@ -1,0 +1,111 @@
+"""Tokens to the next token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from datasvc.cache import Cache
+from datasvc.errors import ConfigError
+from datasvc.loaders import TokenBatch, TokenLoader
+from datasvc.loaders.core.loader import Loader
+from datasvc.shards import Split
+from datasvc.trainer.recipes.models import build_model
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.classification import choose_order
+from datasvc.trainer.recipes.tasks.task import Examples, Place
+
+_NO_TARGET: Final = -100  # what loader and cross entropy agree on
+_LARGEST_EXPONENT: Final = 700.0
+
+
+class LanguageModelling:
+    """Learns the next token of each: cross entropy over all tokens that have one.
+
+    Args:
+        config: of the run.
+        split: that it trains on.
+
+    Raises:
+        ConfigError: the run does not say how large the vocabulary is.
+    """
+
+    unit: ClassVar[str] = "blocks"
+    default_model: ClassVar[str] = "gpt"
+    targets_vary: ClassVar[bool] = True
+
+    def __init__(self, config: TrainConfig, split: Split) -> None:
+        if config.vocabulary is None:
+            raise ConfigError(
+                f"{split!r} holds tokens: say how many there are in its vocabulary, --vocabulary 50257 for GPT-2's"
+            )
+        self._config = config
+        self._vocabulary = config.vocabulary
+
+    def open_loader(
+        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: Place
+    ) -> Loader[Any]:
+        """Return this rank's loader of a split."""
+        return TokenLoader(
+            split,
+            batch_size=batch_size,
+            training=training,
+            cache=cache,
+            labels="within" if self._config.documents else "across",
+            documents=self._config.documents,
+            seed=self._config.seed,
+            **(choose_order(self._config) if training else {}),
+            data_rank=place.rank,
+            data_world_size=place.world_size,
+            prefetch=self._config.prefetch,
+        )
+
+    def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
+        """Return the model, with as many logits as the vocabulary has tokens."""
+        return build_model(name, self._vocabulary, **options)
+
+    def unpack(self, batch: TokenBatch[Tensor], device: torch.device) -> Examples:
+        """Return blocks and the next tokens, `int64[n, block]`. Raises ConfigError: a token is too large."""
+        assert batch.labels is not None
+        largest = int(batch.tokens.max())
+        if largest >= self._vocabulary:
+            raise ConfigError(f"the data has the token {largest}; --vocabulary is {self._vocabulary}")
+        extra = {}
+        if batch.document_ids is not None and batch.position_ids is not None:
+            extra = {"document_ids": batch.document_ids.to(device), "position_ids": batch.position_ids.to(device)}
+        return Examples(batch.tokens.to(device), batch.labels.to(device), batch.mask.to(device), extra)
+
+    def count_targets(self, examples: Examples) -> int:
+        """Return the number of tokens that have a next one."""
+        return int((examples.targets != _NO_TARGET).sum())
+
+    def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
+        """Return the cross entropy of all next tokens."""
+        return F.cross_entropy(
+            model(examples.inputs, **examples.extra).float().flatten(0, 1),
+            examples.targets.flatten(),
+            ignore_index=_NO_TARGET,
+            reduction="sum",
+            label_smoothing=self._config.label_smoothing,
+        )
+
+    def count(self, model: nn.Module, examples: Examples) -> Tensor:
+        """Return how many tokens are right, the sum of their cross entropies, and how many there are."""
+        logits = model(examples.inputs, **examples.extra).float()
+        counted = (examples.targets != _NO_TARGET) & examples.mask[:, None]
+        losses = F.cross_entropy(logits[counted], examples.targets[counted], reduction="none")
+        right = logits.argmax(-1)[counted] == examples.targets[counted]
+        counts = [right.sum(), losses.double().sum(), counted.sum()]
+        return torch.stack([count.double().cpu() for count in counts])
+
+    def metrics(self, totals: Tensor) -> dict[str, float]:
+        """Return accuracy in 0..1 and mean cross entropy of a token, and its perplexity."""
+        right, loss, tokens = cast("list[float]", totals.tolist())
+        mean = loss / tokens
+        perplexity = math.exp(mean) if mean < _LARGEST_EXPONENT else math.inf
+        return {"val_accuracy": right / tokens, "val_loss": mean, "val_perplexity": perplexity}
