@@ -13,9 +13,9 @@ from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.gc import GcReport, gc
 from datasvc.models.interop import ImportReport, ModelExport, export_model, import_model
-from datasvc.models.provenance.find_consumers import saw
+from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import Lineage, read_lineage
-from datasvc.models.provenance.sample_uses import Saw
+from datasvc.models.provenance.sample_uses import ConsumerReport
 from datasvc.models.registry.diff import ModelDifference
 from datasvc.models.registry.diff import diff as diff_models
 from datasvc.models.registry.registry import ModelVersion, describe_model
@@ -25,7 +25,7 @@ from datasvc.models.restoring.checkpoint import Checkpoint, save
 from datasvc.models.restoring.fit import LoadReport
 from datasvc.models.restoring.load_into_module import load_version_into
 from datasvc.models.restoring.restore import restore
-from datasvc.models.saving.manager import Model
+from datasvc.models.saving.manager import CheckpointManager
 from datasvc.models.search.find import find_versions
 from datasvc.models.transfer import TransferReport, transfer
 from datasvc.repository import Kind, Repository, Resolved
@@ -35,7 +35,7 @@ from datasvc.shards.ingestion.ingest import IngestReport, ingest
 from datasvc.shards.query.query import query
 from datasvc.shards.sources import Source
 from datasvc.shards.versions.class_names import name_classes
-from datasvc.shards.versions.dataset import Dataset, open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 from datasvc.shards.versions.delete import DeleteReport, delete
 from datasvc.shards.versions.diff import Difference, diff
 from datasvc.shards.versions.merge import MergeReport, merge
@@ -71,7 +71,7 @@ class DataRepository:
         """Return the names of all models. Raises UnavailableError."""
         return self.repository.names("models")
 
-    def dataset(self, ref: str) -> Dataset:
+    def dataset(self, ref: str) -> DatasetVersion:
         """Return a data-set version: a mapping from split names to splits. Raises as `open_dataset`."""
         return open_dataset(self.repository, ref)
 
@@ -120,7 +120,7 @@ class DataRepository:
         fallback: Sequence[Repository | str] = (),
         trusted_keys: Sequence[str | Path] | None = None,
         **options: Any,
-    ) -> Model:
+    ) -> CheckpointManager:
         """Open a model that a run saves in the background. Of several ranks each calls this.
 
         Args:
@@ -134,11 +134,11 @@ class DataRepository:
         restoring = partial(
             restore, self.repository, cache=cache, peers=peers, fallback=fallback, trusted_keys=trusted_keys
         )
-        return Model(self.repository, name, restoring=restoring, **options)
+        return CheckpointManager(self.repository, name, restoring=restoring, **options)
 
-    def saw(self, refs: Sequence[str] = (), **samples: Any) -> Saw:
-        """Return which model versions consumed some samples; arguments and errors are those of `models.saw`."""
-        return saw(self.repository, refs, **samples)
+    def trained_on(self, refs: Sequence[str] = (), **samples: Any) -> ConsumerReport:
+        """Return which model versions consumed some samples; arguments and errors: see `models.find_consumers`."""
+        return find_consumers(self.repository, refs, **samples)
 
     def lineage(self, ref: str) -> Lineage:
         """Return where a model version came from, down to shards and sources. Raises as `models.read_lineage`."""

@@ -26,7 +26,7 @@ _MIXING, _OWN_ORDER = 33, 34  # purposes of keys; augmentation has 32
 _BLOCKS_KEPT: Final = 4
 
 
-class Places(NamedTuple):
+class MixtureSources(NamedTuple):
     """Where samples of a mixture come from.
 
     Attributes:
@@ -40,7 +40,7 @@ class Places(NamedTuple):
     positions: Integers
 
 
-class _Block(NamedTuple):
+class _MixBlock(NamedTuple):
     """`int64[block]` each: the data set of each position, and which sample of its stream."""
 
     sources: Integers
@@ -66,9 +66,9 @@ class MixOrder:
         self._edges = [0, *accumulate(weights)]
         self._block = block
         self._permutation = KeyedPermutation(block, derive_keys(seed, 0, _MIXING, KeyedPermutation.num_keys))
-        self._kept: OrderedDict[int, _Block] = OrderedDict()
+        self._kept: OrderedDict[int, _MixBlock] = OrderedDict()
 
-    def locate(self, epoch: int, positions: Integers) -> Places:
+    def locate(self, epoch: int, positions: Integers) -> MixtureSources:
         """Return where positions of an epoch of the mixture are served from: `int64[n]` in range(num_samples)."""
         blocks, within = np.divmod(epoch * self.num_samples + positions, self._block)
         sources, ordinals = np.empty_like(within), np.empty_like(within)
@@ -78,7 +78,7 @@ class MixOrder:
             sources[start:stop] = block.sources[within[start:stop]]
             ordinals[start:stop] = block.ordinals[within[start:stop]]
         epochs, own = np.divmod(ordinals, self._sizes[sources])
-        return Places(sources, epochs, own)
+        return MixtureSources(sources, epochs, own)
 
     def line_of(self, source: int, ordinals: Integers) -> Integers:
         """Return where samples of one data set's stream lie on the line of all epochs: the inverse of `locate`.
@@ -141,14 +141,14 @@ class MixOrder:
             number += 1
         return number
 
-    def _read_block(self, number: int) -> _Block:
+    def _read_block(self, number: int) -> _MixBlock:
         if number not in self._kept:
             self._kept[number] = self._make_block(number)
             while len(self._kept) > _BLOCKS_KEPT:
                 self._kept.popitem(last=False)
         return self._kept[number]
 
-    def _make_block(self, number: int) -> _Block:
+    def _make_block(self, number: int) -> _MixBlock:
         before = np.array(self.served_before(number))
         counts = np.array(self.served_before(number + 1)) - before
         stops = np.cumsum(counts)
@@ -158,7 +158,7 @@ class MixOrder:
         ordinals = np.empty_like(sources)
         # By data set, each in the order of positions: so a data set's own order is kept inside blocks too.
         ordinals[np.argsort(sources, kind="stable")] = every + np.repeat(before - stops + counts, counts)
-        return _Block(sources, ordinals)
+        return _MixBlock(sources, ordinals)
 
 
 def own_order(config: OrderConfig, digest: str) -> OrderConfig:

@@ -161,7 +161,7 @@ NEVER: Final = 1 << 62
 
 
 @dataclass(frozen=True)
-class Reuse:
+class NextUse:
     """What a job knows of a shard that it lets go of, or is about to fetch.
 
     Attributes:

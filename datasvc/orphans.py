@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-class Companion:
+class ChildProcess:
     """A program of ours beside this process, told what to do over its standard input: it ends with that.
 
     A program of its own, not a forked or spawned copy: no client survives a fork, and nobody's main module is run
@@ -90,7 +90,7 @@ class Companion:
                     pipe.close()
 
 
-_running: weakref.WeakSet[Companion] = weakref.WeakSet()
+_running: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
 def _let_go_of_all() -> None:

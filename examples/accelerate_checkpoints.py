@@ -16,7 +16,7 @@ from torch import nn
 
 import datasvc
 from datasvc.loaders import ImageLoader
-from datasvc.models import Reading
+from datasvc.models import ConsumptionTracker
 from datasvc.trainer.recipes.random_state import capture, reinstate
 
 
@@ -72,7 +72,7 @@ def main() -> None:
             if len(state["rank_state"]) == accelerator.num_processes:
                 reinstate(state["rank_state"][accelerator.process_index])
         step = newest or 0
-        reading = Reading(loader, step=step)
+        reading = ConsumptionTracker(loader, step=step)
 
         def save(loss: torch.Tensor) -> None:
             state = {

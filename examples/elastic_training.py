@@ -16,7 +16,7 @@ from torch import nn
 import datasvc
 import datasvc.trainer as hvd
 from datasvc.loaders import ImageLoader
-from datasvc.models import Checkpoint, Model, Reading
+from datasvc.models import Checkpoint, CheckpointManager, ConsumptionTracker
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.rejoin import take_newest
 
@@ -72,12 +72,12 @@ def main() -> None:
         finally:
             note_version(versions)  # closed, it knows the last one too
 
-    def train_until_ranks_change(state: hvd.elastic.TorchState, versions: Model) -> None:
+    def train_until_ranks_change(state: hvd.elastic.TorchState, versions: CheckpointManager) -> None:
         newest = take_newest(state, versions, load)
         if hvd.rank() == 0:
             print(f"step {newest.step} from {newest.source}, {hvd.size()} ranks", flush=True)
         # The versions of one run are known by it, whoever is rank 0. It goes on where the state was in memory.
-        reading = Reading(state.loader, step=state.step)
+        reading = ConsumptionTracker(state.loader, step=state.step)
         state.consumed = hvd.broadcast_object(state.consumed or reading.state_dict(), name="consumed")
         reading.load_state_dict(state.consumed)
         parent = state.version  # of the first that is saved; the next ones continue that
@@ -103,7 +103,7 @@ def main() -> None:
                 )
         save(versions, reading, parent)
 
-    def save(versions: Model, reading: Reading, parent: str | None) -> None:
+    def save(versions: CheckpointManager, reading: ConsumptionTracker, parent: str | None) -> None:
         saved = {
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
@@ -113,12 +113,12 @@ def main() -> None:
         }
         versions.save(saved, step=state.step, data=[reading.use()], metrics={"loss": state.loss}, parent=parent)
 
-    def commit(versions: Model, reading: Reading) -> None:
+    def commit(versions: CheckpointManager, reading: ConsumptionTracker) -> None:
         state.consumed = reading.state_dict()
         note_version(versions)
         state.commit()
 
-    def note_version(versions: Model) -> None:
+    def note_version(versions: CheckpointManager) -> None:
         if versions.version is not None:
             state.version = str(versions.version)
 

@@ -19,7 +19,7 @@ from torch import nn
 import datasvc
 from datasvc.api import DataRepository
 from datasvc.loaders import ImageLoader
-from datasvc.models import Model, Reading, ReadLoader
+from datasvc.models import CheckpointManager, ConsumptionTracker, ReadLoader
 from datasvc.trainer.recipes.random_state import capture, reinstate
 
 
@@ -71,7 +71,7 @@ class SaveVersions(lightning.Callback):
         self._repo, self._name, self._options = repo, name, options
         self._random: dict[str, Any] | None = None
         self._place: dict[str, Any] | None = None
-        self._model: Model | None = None
+        self._model: CheckpointManager | None = None
         self.stop_signal: int | None = None
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
@@ -86,7 +86,7 @@ class SaveVersions(lightning.Callback):
         if isinstance(loader, ReadLoader):  # any other does not tell which samples it has served
             if self._place is not None:
                 loader.load_state_dict(self._place)  # Lightning forgets it at the end of a fit
-            self._reading = Reading(loader, step=trainer.global_step)
+            self._reading = ConsumptionTracker(loader, step=trainer.global_step)
         self._parent, self._step = trainer.ckpt_path, trainer.global_step
         self._saved_step = -1
         if self._random is not None:

@@ -2,7 +2,7 @@
 
 from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
 from datasvc.loaders.core.mixture import Mixture
-from datasvc.loaders.decode_sharing import Share
+from datasvc.loaders.decode_sharing import DecodeGroup
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_loader import ImageLoader
 from datasvc.loaders.tokens.token_batch import TokenBatch
@@ -12,10 +12,10 @@ __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "AugmentConfig",
+    "DecodeGroup",
     "ImageBatch",
     "ImageLoader",
     "Mixture",
-    "Share",
     "TokenBatch",
     "TokenLoader",
 ]

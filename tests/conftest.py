@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from datasvc.repository import Repository
-from datasvc.shards import Dataset, ingest, open_dataset
+from datasvc.shards import DatasetVersion, ingest, open_dataset
 from tests import s3_server, servers
 from tests.examples import FAST
 from tests.moto_process import KEY, SECRET, MotoServer
@@ -37,7 +37,7 @@ def digits_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def digits(digits_folder, tmp_path_factory) -> Dataset:
+def digits(digits_folder, tmp_path_factory) -> DatasetVersion:
     """Data set `digits@1` in a repository that tests share and do not change: 8 training shards."""
     repository = Repository.create(str(tmp_path_factory.mktemp("shared") / "repo"))
     ingest(repository, str(digits_folder), "digits", shard_bytes=256 << 10)

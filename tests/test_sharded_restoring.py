@@ -12,7 +12,7 @@ from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models import describe_model
-from datasvc.models.dcp import Reader
+from datasvc.models.dcp import DcpReader
 from datasvc.models.restoring.restore import node_cache
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.models.as_ranks import load_as_ranks, rows, save_as_ranks
@@ -45,7 +45,7 @@ def empty(rank=0, num_ranks=1):
 
 def load(repository, **options):
     """Load all as one rank; returns the reader, whatever was loaded being what was saved."""
-    state, reader = empty(), Reader(repository.url, ref="m@1", **options)
+    state, reader = empty(), DcpReader(repository.url, ref="m@1", **options)
     dcp.load(state, storage_reader=reader)
     assert torch.equal(state["w"], WHOLE)
     assert torch.equal(state["b"], torch.arange(9.0))
@@ -94,7 +94,7 @@ def test_table_state_and_sharding_come_from_the_other_repository_too(stored, tmp
 
 def test_the_origin_is_read_once_for_all_ranks_of_a_node_and_then_all_is_resident(stored, cache):
     total = size_of(contents(stored))
-    readers = [Reader(stored.url, name="m", cache=node_cache(cache)) for _ in range(3)]
+    readers = [DcpReader(stored.url, name="m", cache=node_cache(cache)) for _ in range(3)]
     states = [empty(rank, 3) for rank in range(3)]
     load_as_ranks(readers, states)
     assert torch.equal(torch.cat([state["w"].as_subclass(torch.Tensor) for state in states]), WHOLE)
@@ -107,7 +107,7 @@ def test_the_origin_is_read_once_for_all_ranks_of_a_node_and_then_all_is_residen
 
 
 def test_a_rank_brings_only_what_its_plan_meets(stored, cache):
-    reader = Reader(stored.url, name="m", cache=node_cache(cache))
+    reader = DcpReader(stored.url, name="m", cache=node_cache(cache))
     dcp.load({"b": torch.zeros(9)}, storage_reader=reader)
     (record,) = [each for each in links_of(stored, "m@1") if each.length == 36]
     assert reader.report.came_bytes == {"origin": record.object_bytes}
@@ -147,7 +147,7 @@ def test_what_finds_no_room_in_the_cache_is_read_past_it(stored, tmp_path):
 def test_a_cache_that_is_only_named_is_refused_with_what_to_do(stored, cache):
     for wrong in ("/nvme/cache", cache):
         with pytest.raises(ConfigError, match=r"datasvc\.restoring\.node_cache"):
-            Reader(stored.url, cache=wrong)
+            DcpReader(stored.url, cache=wrong)
     for given in (None, cache):
         with pytest.raises(ConfigError, match="by way of a node's cache"):
             node_cache(given, Peers(Strangers("http://a:1")))

@@ -33,7 +33,7 @@ from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
 from datasvc.trainer.recipes.profiling.predict.input_system import UNLIMITED, InputSystem
 from datasvc.trainer.recipes.profiling.predict.links import parse_bandwidth
 from datasvc.trainer.recipes.profiling.predict.simulate import Training, jitter_of, simulate
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 
 NODES = [2**power for power in range(13)]
 OF_ORIGIN = ("data_size", "sample_size", "cache_size", "peers", "first_epoch")
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     training = Training(
         costs,
         Cluster(1, clusters[0].network),
-        mode=Mode(arguments.mode),
+        mode=StepMode(arguments.mode),
         jitter=jitter,
         prefetch=profile["prefetch"],
         samples_from=samples_from,
@@ -148,7 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", help="what python -m datasvc.trainer profile --json printed; -: standard input")
     add_cluster_options(parser, num_nodes=NODES, said="1 2 4 ... 4096")
-    parser.add_argument("--mode", choices=list(Mode), default=Mode.OVERLAPPED, help="default: %(default)s")
+    parser.add_argument("--mode", choices=list(StepMode), default=StepMode.OVERLAPPED, help="default: %(default)s")
     parser.add_argument("--jitter", type=float, help="of compute times, 0.1 for 10 %%; default: as in the profile")
     parser.add_argument("--origin", help="bandwidth of the repository, shared by all nodes; default: all is cached")
     parser.add_argument("--data-size", help="of the split: 150GB")

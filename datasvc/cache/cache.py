@@ -25,11 +25,11 @@ from datasvc.cache.sources.remote_file import Store
 from datasvc.cache.staging import StageReport, stage_objects
 from datasvc.cache.status import CacheStatus, read_status
 from datasvc.errors import ConfigError
-from datasvc.order import Reuse
+from datasvc.order import NextUse
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.logs.references import check_name
 from datasvc.shards.format.reader import Shard
-from datasvc.shards.versions.dataset import Split, Wanted
+from datasvc.shards.versions.dataset import ShardRequest, Split
 
 
 class Acquired(NamedTuple):
@@ -133,7 +133,7 @@ class Cache:
         """Say that an order is done: what it leaves in the cache goes first."""
         self._open().end_owner(owner)
 
-    def release(self, digest: Digest, reuse: Reuse | None = None, *, owner: str | None = None) -> None:
+    def release(self, digest: Digest, reuse: NextUse | None = None, *, owner: str | None = None) -> None:
         """Give up one hold of this process; the object may be evicted when nobody holds it.
 
         Args:
@@ -144,7 +144,7 @@ class Cache:
         self._open().release(digest, reuse, owner=owner)
 
     def prefetch(
-        self, info: ObjectInfo, repository: Store, reuse: Reuse, *, evict: bool = True, owner: str | None = None
+        self, info: ObjectInfo, repository: Store, reuse: NextUse, *, evict: bool = True, owner: str | None = None
     ) -> Outcome:
         """Make an object resident ahead of its use, without holding it, and without waiting for anybody.
 
@@ -168,7 +168,7 @@ class Cache:
         """Say when this job needs objects: those that are resident, and that no other needs as soon, become its own.
 
         Args:
-            next_uses: what the job's clock will say at the next use, see `Reuse`.
+            next_uses: what the job's clock will say at the next use, see `NextUse`.
             now: what it says.
             passed_only: leave those of its own alone whose next use is yet to come.
             owner: as for `release`.
@@ -332,7 +332,7 @@ class CachedShards:
             self.release_shard(info)
             raise
 
-    def release_shard(self, info: ObjectInfo, reuse: Reuse | None = None, *, owner: str | None = None) -> None:
+    def release_shard(self, info: ObjectInfo, reuse: NextUse | None = None, *, owner: str | None = None) -> None:
         """Let the shard be evicted when space is needed; views of it that still exist stay readable."""
         weighed = None if reuse is None else self._fetcher.weigh(info.digest, reuse)
         self._opened.release(info.digest, weighed, owner=owner)
@@ -343,7 +343,7 @@ class CachedShards:
         self._opened.check_process()
         return self._opened.catalogue.ready(info)
 
-    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
+    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
         """Return {}: this store does not know the order, so it waits for whole shards."""
         return {}
 

@@ -19,7 +19,7 @@ from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.cache.sources.remote_file import Store
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.order import Reuse
+from datasvc.order import NextUse
 from datasvc.repository import Digest, ObjectInfo
 
 _ROWS_AT_ONCE = 1000
@@ -107,7 +107,7 @@ class CacheFolder:
         self.check_process()
         self.catalogue.end(owner)
 
-    def release(self, digest: Digest, reuse: Reuse | None = None, *, owner: str | None = None) -> None:
+    def release(self, digest: Digest, reuse: NextUse | None = None, *, owner: str | None = None) -> None:
         """Give up one hold of this process; see `Cache.release`. Raises ConfigError: it has none."""
         self.check_process()
         if not self.holds.count(digest):
@@ -123,7 +123,7 @@ class CacheFolder:
         info: ObjectInfo,
         repository: Store,
         fetcher: Fetcher,
-        reuse: Reuse,
+        reuse: NextUse,
         *,
         evict: bool,
         owner: str | None = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from datasvc.cache.catalogue.catalogue import JUDGED, MAPPED, Verdict
+from datasvc.cache.catalogue.catalogue import JUDGED, MAPPED, EvictOutcome
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.records import RESERVED
 from datasvc.cache.process_handle import CacheFolder
@@ -77,7 +77,7 @@ def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
         return "gone"
 
 
-def _name_of(judged: Verdict) -> Finding | Literal["mapped"]:
+def _name_of(judged: EvictOutcome) -> Finding | Literal["mapped"]:
     # Where somebody else was faster it is judged, or fetched again.
     return "intact" if judged == JUDGED else "mapped" if judged == MAPPED else "corrupt"
 

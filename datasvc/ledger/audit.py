@@ -13,9 +13,9 @@ from itertools import chain
 
 from datasvc.errors import NotFoundError
 from datasvc.ledger.coverage import Uneven, cover
-from datasvc.ledger.file import Header, Kind, LedgerFile, Record
-from datasvc.ledger.history import Place, Stretch, order_files, split_into_stretches
-from datasvc.ledger.strided_range import Comb, solid
+from datasvc.ledger.file import Header, LedgerFile, LedgerRecord, RecordKind
+from datasvc.ledger.history import Attempt, Place, order_files, split_into_stretches
+from datasvc.ledger.strided_range import StridedRange, solid
 
 _NAMED_RANKS = 8
 
@@ -146,7 +146,7 @@ def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[L
     return same, list(said)
 
 
-def _disagreements(stretch: Stretch) -> Iterator[str]:
+def _disagreements(stretch: Attempt) -> Iterator[str]:
     """Yield what the ranks of a stretch do not agree on."""
     for name in ("batch_size", "tail"):
         ranks = defaultdict(list)
@@ -168,7 +168,7 @@ def _disagreements(stretch: Stretch) -> Iterator[str]:
         )
 
 
-def _epochs_of(stretches: Iterable[Stretch]) -> Iterator[int]:
+def _epochs_of(stretches: Iterable[Attempt]) -> Iterator[int]:
     for stretch in stretches:
         yield stretch.begin[0]
         yield from (record.epoch for file in stretch.files.values() for record in file.records)
@@ -182,37 +182,37 @@ class _History:
         num_samples: of an epoch.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], num_samples: int) -> None:
+    def __init__(self, stretches: Sequence[Attempt], num_samples: int) -> None:
         self._stretches = stretches
         self._num_samples = num_samples
-        self._records: dict[int, list[tuple[Stretch, int, Record]]] = defaultdict(list)
+        self._records: dict[int, list[tuple[Attempt, int, LedgerRecord]]] = defaultdict(list)
         self._copies: dict[int, int] = defaultdict(int)
         for stretch in stretches:
             for rank, file in stretch.files.items():
                 for record in file.records:
                     self._records[record.epoch].append((stretch, rank, record))
             for record in (record for file in stretch.copies for record in file.records):
-                if record.kind is Kind.SERVED:
+                if record.kind is RecordKind.SERVED:
                     self._copies[record.epoch] += record.count
         self._stands = max(self._ends(), default=(0, 0))
 
     def audit(self, epoch: int) -> EpochAudit:
         """Return what became of an epoch's samples."""
-        counted: dict[Kind, list[Comb]] = {kind: [] for kind in Kind}
-        windows: dict[tuple[int, int], list[Comb]] = defaultdict(list)
+        counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}
+        windows: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
         given = 0
         for stretch, rank, record in self._records[epoch]:
             comb = stretch.counted(record, self._num_samples)
             counted[record.kind].append(comb)
-            if record.kind is Kind.SERVED:
+            if record.kind is RecordKind.SERVED:
                 given += record.count
                 windows[id(stretch), rank].append(solid(comb.start, comb.stop))
         is_finished = self._stands >= (epoch, self._num_samples)
         reached = self._num_samples if is_finished else self._reached(epoch, windows)
-        dropped = _union(counted[Kind.DROPPED], self._num_samples)
-        found = cover([*counted[Kind.SERVED], *dropped], 0, reached)
+        dropped = _union(counted[RecordKind.DROPPED], self._num_samples)
+        found = cover([*counted[RecordKind.SERVED], *dropped], 0, reached)
         num_dropped, num_masked = (
-            sum(comb.clip(0, reached).size for comb in combs) for combs in (dropped, counted[Kind.MASKED])
+            sum(comb.clip(0, reached).size for comb in combs) for combs in (dropped, counted[RecordKind.MASKED])
         )
         whole = reached - found.never.count - found.repeated.count
         return EpochAudit(
@@ -223,10 +223,10 @@ class _History:
             served=max(0, whole - num_dropped - num_masked),
             masked=num_masked,
             dropped=num_dropped,
-            padded=sum(comb.size for comb in counted[Kind.PADDED]),
+            padded=sum(comb.size for comb in counted[RecordKind.PADDED]),
             never=found.never,
             repeated=found.repeated,
-            again=given - sum(comb.size for comb in counted[Kind.SERVED]),
+            again=given - sum(comb.size for comb in counted[RecordKind.SERVED]),
             copies=self._copies[epoch],
             reasons=list(self._reasons(epoch, reached, windows)) if found.never.count or found.repeated.count else [],
             disagreements=list(self._disagreements(epoch)),
@@ -247,10 +247,10 @@ class _History:
         for epoch, records in self._records.items():
             for stretch, _, record in records:
                 comb = stretch.counted(record, self._num_samples)
-                if comb.start < comb.stop and record.kind in {Kind.SERVED, Kind.DROPPED}:
+                if comb.start < comb.stop and record.kind in {RecordKind.SERVED, RecordKind.DROPPED}:
                     yield epoch, comb.stop
 
-    def _reached(self, epoch: int, windows: dict[tuple[int, int], list[Comb]]) -> int:
+    def _reached(self, epoch: int, windows: dict[tuple[int, int], list[StridedRange]]) -> int:
         """Return the position of an unfinished epoch that all ranks, but those that left nothing, have passed."""
         last = self._stretches[-1]
         ends = [
@@ -262,7 +262,7 @@ class _History:
         ]
         return min(ends, default=0)
 
-    def _reasons(self, epoch: int, reached: int, windows: dict[tuple[int, int], list[Comb]]) -> Iterator[str]:
+    def _reasons(self, epoch: int, reached: int, windows: dict[tuple[int, int], list[StridedRange]]) -> Iterator[str]:
         """Yield, stretch by stretch, which ranks did not go all the way that the others went."""
         for stretch in self._stretches:
             start, stop = stretch.range_in(epoch, self._num_samples)
@@ -281,7 +281,7 @@ class _History:
                     yield f"{whose} rank {rank} came twice to {twice.start} to {twice.stop - 1}: {file.path.name}"
 
 
-def _union(combs: Sequence[Comb], num_samples: int) -> list[Comb]:
+def _union(combs: Sequence[StridedRange], num_samples: int) -> list[StridedRange]:
     """Return the positions that solid combs hold, each once: every rank says what is dropped."""
     gaps = cover(combs, 0, num_samples).never.combs
     edges = [0, *chain.from_iterable((gap.start, gap.stop) for gap in gaps), num_samples]

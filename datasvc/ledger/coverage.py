@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from datasvc.keyed_random import Integers
-from datasvc.ledger.strided_range import Comb, solid
+from datasvc.ledger.strided_range import StridedRange, solid
 
 _CHUNK_TEETH = 1 << 20
 _KEPT = 1000
@@ -26,9 +26,9 @@ class Uneven:
     """
 
     count: int = 0
-    combs: list[Comb] = field(default_factory=list)
+    combs: list[StridedRange] = field(default_factory=list)
 
-    def add(self, comb: Comb) -> None:
+    def add(self, comb: StridedRange) -> None:
         """Count one more comb, disjoint from the others."""
         self.count += comb.size
         if len(self.combs) < _KEPT:
@@ -48,7 +48,7 @@ class Coverage:
     repeated: Uneven = field(default_factory=Uneven)
 
 
-def cover(combs: Sequence[Comb], start: int, stop: int) -> Coverage:
+def cover(combs: Sequence[StridedRange], start: int, stop: int) -> Coverage:
     """Return which positions of [start, stop) are not in exactly one of the combs.
 
     Between two ends of windows the cover repeats with the periods' least common multiple, so one such lap is laid
@@ -71,12 +71,12 @@ def cover(combs: Sequence[Comb], start: int, stop: int) -> Coverage:
     return found
 
 
-def _pieces(combs: Sequence[Comb], start: int, stop: int) -> Iterator[tuple[int, int, list[Comb]]]:
+def _pieces(combs: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int, list[StridedRange]]]:
     """Yield [first, last) and the combs whose windows cover it, cut wherever a window begins or ends."""
     waiting = sorted((comb.clip(start, stop) for comb in combs), key=lambda comb: comb.start, reverse=True)
     waiting = [comb for comb in waiting if comb.start < comb.stop and comb.length]
     cuts = sorted({start, stop, *(place for comb in waiting for place in (comb.start, comb.stop))})
-    active: list[Comb] = []
+    active: list[StridedRange] = []
     for first, last in pairwise(cuts):
         active = [comb for comb in active if comb.stop > first]
         while waiting and waiting[-1].start <= first:
@@ -84,7 +84,7 @@ def _pieces(combs: Sequence[Comb], start: int, stop: int) -> Iterator[tuple[int,
         yield first, last, active
 
 
-def _chunks(active: Sequence[Comb], start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int]]:
     density = sum(1 / comb.period for comb in active if not comb.is_solid)
     length = max(1, int(_CHUNK_TEETH / density)) if density else stop - start
     while start < stop:
@@ -93,7 +93,7 @@ def _chunks(active: Sequence[Comb], start: int, stop: int) -> Iterator[tuple[int
 
 
 def _count(
-    found: Coverage, active: Sequence[Comb], start: int, stop: int, repeats: tuple[int, int, int] | None
+    found: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
 ) -> None:
     """Add what is uneven in [start, stop), which stands for all laps of `repeats`: first, last and length."""
     edges, counts = _lay_out(active, start, stop)
@@ -104,10 +104,10 @@ def _count(
                 uneven.add(solid(begin, end))
             else:
                 first, last, lap = repeats
-                uneven.add(Comb(first, last, lap, begin % lap, end - begin))
+                uneven.add(StridedRange(first, last, lap, begin % lap, end - begin))
 
 
-def _lay_out(active: Sequence[Comb], start: int, stop: int) -> tuple[Integers, Integers]:
+def _lay_out(active: Sequence[StridedRange], start: int, stop: int) -> tuple[Integers, Integers]:
     """Return `int64[n + 1]` edges of spans of [start, stop), and in how many combs each of these is, `int64[n]`."""
     spans = [comb.clip(start, stop).spans() for comb in active]
     starts = np.concatenate([np.empty(0, np.int64), *(begins for begins, _ in spans)])

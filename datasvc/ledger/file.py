@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from datasvc.durable import TEMPORARY_PREFIX, fsync_folder, make_folder
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
-from datasvc.ledger.strided_range import Comb
+from datasvc.ledger.strided_range import StridedRange
 
 FORMAT: Final = 1
 SUFFIX: Final = ".ledger"
@@ -41,7 +41,7 @@ _NAME = re.compile(r"(\d+)-rank\d+-of-\d+-[0-9a-f]+\.ledger")
 _LARGEST = 1 << 62
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """What became of positions.
 
     SERVED were handed over; those of them that are MASKED too did not decode and were handed over as nothing. PADDED
@@ -54,11 +54,11 @@ class Kind(IntEnum):
     DROPPED = 4
 
 
-_KINDS = frozenset(Kind)
+_KINDS = frozenset(RecordKind)
 
 
 @dataclass(frozen=True)
-class Record:
+class LedgerRecord:
     """What became of some positions of an epoch.
 
     Attributes:
@@ -68,9 +68,9 @@ class Record:
         count: how many positions were counted when they were handed over: as many as the comb has.
     """
 
-    kind: Kind
+    kind: RecordKind
     epoch: int
-    comb: Comb
+    comb: StridedRange
     count: int
 
     def encode(self) -> bytes:
@@ -81,16 +81,16 @@ class Record:
         return zlib.crc32(body).to_bytes(4, "little") + body
 
     @classmethod
-    def decode(cls, content: bytes) -> Record:
+    def decode(cls, content: bytes) -> LedgerRecord:
         """Return what `encode` gave. Raises CorruptDataError, saying what is wrong."""
         checksum, kind, epoch, start, stop, period, offset, length, count = _RECORD.unpack(content)
         if zlib.crc32(content[4:]) != checksum:
             raise CorruptDataError("its checksum differs")
-        comb = Comb(start, stop, period, offset, length)
+        comb = StridedRange(start, stop, period, offset, length)
         in_range = min(epoch, start, offset, length) >= 0 and start <= stop < _LARGEST and offset < period
         if kind not in _KINDS or not in_range or comb.size != count:
             raise CorruptDataError("its fields contradict one another")
-        return cls(Kind(kind), epoch, comb, count)
+        return cls(RecordKind(kind), epoch, comb, count)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class LedgerFile:
     path: Path
     number: int
     header: Header
-    records: Sequence[Record]
+    records: Sequence[LedgerRecord]
     torn: bool
     damage: Sequence[str]
 
@@ -261,7 +261,7 @@ def _parse_file(path: Path, number: int, content: bytes) -> LedgerFile:
     records, damage = [], []
     for index, place in enumerate(places):
         try:
-            records.append(Record.decode(content[place : place + RECORD_BYTES]))
+            records.append(LedgerRecord.decode(content[place : place + RECORD_BYTES]))
         except CorruptDataError as error:
             if not any(content[place:]):  # a power cut left a hole at the end
                 torn = True

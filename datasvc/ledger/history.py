@@ -29,8 +29,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from datasvc.ledger.file import Kind, LedgerFile, Record
-from datasvc.ledger.strided_range import Comb
+from datasvc.ledger.file import LedgerFile, LedgerRecord, RecordKind
+from datasvc.ledger.strided_range import StridedRange
 
 Place = tuple[int, int]
 """A cursor: epoch and position."""
@@ -39,7 +39,7 @@ END: Place = (1 << 62, 0)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Attempt:
     """What the ranks of one attempt served from a cursor on.
 
     Attributes:
@@ -89,13 +89,13 @@ class Stretch:
         """Yield how far each record brought its rank."""
         yield self.begin
         for record in (record for file in self.files.values() for record in file.records):
-            if record.kind in {Kind.SERVED, Kind.DROPPED}:
+            if record.kind in {RecordKind.SERVED, RecordKind.DROPPED}:
                 stop = record.comb.stop
                 yield (record.epoch + 1, 0) if stop >= num_samples else (record.epoch, stop)
 
-    def counted(self, record: Record, num_samples: int) -> Comb:
+    def counted(self, record: LedgerRecord, num_samples: int) -> StridedRange:
         """Return the positions of a record that count."""
-        if record.kind is Kind.PADDED:
+        if record.kind is RecordKind.PADDED:
             # Wherever the samples are taken from that pad it, the step is the one that ends the epoch.
             return record.comb if self.limit >= (record.epoch, num_samples) else record.comb.clip(0, 0)
         return record.comb.clip(*self.range_in(record.epoch, num_samples))
@@ -114,7 +114,7 @@ def order_files(folders: Sequence[Sequence[LedgerFile]]) -> Iterator[LedgerFile]
     return (file for *_, file in merged)
 
 
-def split_into_stretches(files: Iterator[LedgerFile]) -> list[Stretch]:
+def split_into_stretches(files: Iterator[LedgerFile]) -> list[Attempt]:
     """Return the attempts that some files tell of, in their order; see the module."""
     said = (file for file in files if file.records or file.damage)
     stretches = []
@@ -124,11 +124,11 @@ def split_into_stretches(files: Iterator[LedgerFile]) -> list[Stretch]:
             of_rank.setdefault(file.header.data_rank, []).append(file)
         last = {rank: own[-1] for rank, own in of_rank.items()}
         copies = [file for own in of_rank.values() for file in own[:-1]]
-        stretches.append(Stretch(begin, begin, world_size, last, copies))
+        stretches.append(Attempt(begin, begin, world_size, last, copies))
     return _limit(stretches)
 
 
-def _limit(stretches: list[Stretch]) -> list[Stretch]:
+def _limit(stretches: list[Attempt]) -> list[Attempt]:
     """Give those that belong to the history of the last one their limits."""
     limited = list(stretches)
     limit, index = END, len(stretches) - 1
@@ -139,7 +139,7 @@ def _limit(stretches: list[Stretch]) -> list[Stretch]:
     return limited
 
 
-def _continued_by(earlier: Sequence[Stretch], begin: Place) -> int:
+def _continued_by(earlier: Sequence[Attempt], begin: Place) -> int:
     """Return the number of the stretch that one which begins there continues; -1 for none."""
     stood = [index for index, stretch in enumerate(earlier) if stretch.stood_at(begin)]
     began = [index for index, stretch in enumerate(earlier) if stretch.begin <= begin]

@@ -20,7 +20,7 @@ from datasvc.keyed_random import Integers
 
 
 @dataclass(frozen=True)
-class Comb:
+class StridedRange:
     """The positions p of [start, stop) with (p - offset) % period < length.
 
     Attributes:
@@ -47,12 +47,12 @@ class Comb:
         """Whether every position of the window is in it."""
         return self.length >= self.period
 
-    def clip(self, start: int, stop: int) -> Comb:
+    def clip(self, start: int, stop: int) -> StridedRange:
         """Return the part in [start, stop)."""
         first = max(self.start, start)
         return dataclasses.replace(self, start=first, stop=max(first, min(self.stop, stop)))
 
-    def continues(self, other: Comb) -> bool:
+    def continues(self, other: StridedRange) -> bool:
         """Return whether this one goes on right where `other` ends, with the same teeth."""
         teeth, others = (self.period, self.offset, self.length), (other.period, other.offset, other.length)
         return teeth == others and other.stop == self.start
@@ -86,17 +86,17 @@ class Comb:
         return laps * min(self.length, self.period) + min(within, self.length)
 
 
-def solid(start: int, stop: int) -> Comb:
+def solid(start: int, stop: int) -> StridedRange:
     """Return all positions of [start, stop)."""
-    return Comb(start, stop, 1, 0, 1)
+    return StridedRange(start, stop, 1, 0, 1)
 
 
-def first_positions(combs: Iterable[Comb], count: int) -> list[int]:
+def first_positions(combs: Iterable[StridedRange], count: int) -> list[int]:
     """Return the first `count` positions of combs, ascending."""
     return list(islice(heapq.merge(*(comb.positions() for comb in combs)), count))
 
 
-def split_runs(positions: Integers | Sequence[int]) -> list[Comb]:
+def split_runs(positions: Integers | Sequence[int]) -> list[StridedRange]:
     """Return a solid comb for each run of consecutive positions, in the order given."""
     values: Integers = np.asarray(positions, np.int64)
     if not len(values):
@@ -105,7 +105,7 @@ def split_runs(positions: Integers | Sequence[int]) -> list[Comb]:
     return [solid(int(run[0]), int(run[-1]) + 1) for run in np.split(values, cuts)]
 
 
-def describe_positions(start: int, stop: int, positions: Integers) -> list[Comb]:
+def describe_positions(start: int, stop: int, positions: Integers) -> list[StridedRange]:
     """Return combs that hold exactly `positions`; together their windows end at `stop`.
 
     Args:
@@ -119,13 +119,13 @@ def describe_positions(start: int, stop: int, positions: Integers) -> list[Comb]
     for candidate in _candidates(start, stop, positions):
         if _holds_exactly(candidate, positions):
             return [candidate]
-    return [*split_runs(positions), Comb(start, stop, 1, 0, 0)]
+    return [*split_runs(positions), StridedRange(start, stop, 1, 0, 0)]
 
 
-def _candidates(start: int, stop: int, positions: Integers) -> Iterator[Comb]:
+def _candidates(start: int, stop: int, positions: Integers) -> Iterator[StridedRange]:
     num_positions = len(positions)
     if not num_positions:
-        yield Comb(start, stop, 1, 0, 0)
+        yield StridedRange(start, stop, 1, 0, 0)
         return
     if num_positions == stop - start:
         yield solid(start, stop)
@@ -142,11 +142,11 @@ def _candidates(start: int, stop: int, positions: Integers) -> Iterator[Comb]:
     yield _comb(start, stop, starts[1] - starts[0], starts[0], cuts[1])
 
 
-def _comb(start: int, stop: int, period: int, offset: int, length: int) -> Comb:
-    return Comb(start, stop, max(period, 1), offset % max(period, 1), length)
+def _comb(start: int, stop: int, period: int, offset: int, length: int) -> StridedRange:
+    return StridedRange(start, stop, max(period, 1), offset % max(period, 1), length)
 
 
-def _holds_exactly(comb: Comb, positions: npt.NDArray[Any]) -> bool:
+def _holds_exactly(comb: StridedRange, positions: npt.NDArray[Any]) -> bool:
     if comb.size != len(positions):
         return False
     if not len(positions):

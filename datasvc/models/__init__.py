@@ -1,37 +1,37 @@
 """Model versions: checkpoints whose tensors are objects and whose entry says what they came from."""
 
-from datasvc.models.provenance.find_consumers import saw
+from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import Lineage, read_lineage
-from datasvc.models.provenance.sample_uses import Saw, Sighting, VersionSaw
+from datasvc.models.provenance.sample_uses import ConsumerReport, SampleUse, VersionUses
 from datasvc.models.registry.registry import ModelVersion, describe_model, list_models, model_log
 from datasvc.models.restoring.checkpoint import Checkpoint, restore, save
-from datasvc.models.saving.manager import Model
+from datasvc.models.saving.manager import CheckpointManager
 from datasvc.models.saving.queue import SaveHandle
 from datasvc.models.versions.code_revision import CodeRevision, describe_code
-from datasvc.models.versions.data_use import DataUse, Reading, ReadLoader, Span
+from datasvc.models.versions.data_use import ConsumptionTracker, DataUse, ReadLoader, ReadSpan
 from datasvc.models.versions.environment import describe_environment
 
 __all__ = [
     "Checkpoint",
+    "CheckpointManager",
     "CodeRevision",
+    "ConsumerReport",
+    "ConsumptionTracker",
     "DataUse",
     "Lineage",
-    "Model",
     "ModelVersion",
     "ReadLoader",
-    "Reading",
+    "ReadSpan",
+    "SampleUse",
     "SaveHandle",
-    "Saw",
-    "Sighting",
-    "Span",
-    "VersionSaw",
+    "VersionUses",
     "describe_code",
     "describe_environment",
     "describe_model",
+    "find_consumers",
     "list_models",
     "model_log",
     "read_lineage",
     "restore",
     "save",
-    "saw",
 ]

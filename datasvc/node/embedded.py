@@ -1,6 +1,6 @@
 """A node's server beside a job, without anybody's having started one: it lives exactly as long as who started it.
 
-A program of its own (`python -m datasvc.node.embedded`), which ends with the job however that ends: see `Companion`.
+It is a program of its own (`python -m datasvc.node.embedded`) and ends when the job ends: see `ChildProcess`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from datasvc.errors import ConfigError
 from datasvc.node.server import serve
 from datasvc.node.settings import NodeSettings
-from datasvc.orphans import Companion
+from datasvc.orphans import ChildProcess
 
 
 class EmbeddedNode:
@@ -28,7 +28,7 @@ class EmbeddedNode:
     """
 
     def __init__(self, settings: NodeSettings) -> None:
-        self._program = Companion(__name__, settings, answers=True)
+        self._program = ChildProcess(__name__, settings, answers=True)
         self.url = self._program.read_line()
         if not self.url:
             self.close()

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankNode:
     """Where a rank runs, and where its node's server would listen. Ranks of one machine and folder share one.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Place:
     token: str = field(repr=False)
 
     @classmethod
-    def of(cls, folder: str | Path, address: str | None) -> _Place:
+    def of(cls, folder: str | Path, address: str | None) -> _RankNode:
         """Return this rank's. Raises OSError, ConfigError."""
         place = Path(folder).expanduser().resolve()
         place.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ class _Place:
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}"
 
-    def is_one_cache(self, other: _Place) -> bool:
+    def is_one_cache(self, other: _RankNode) -> bool:
         """Return whether both are on one machine and in one folder."""
         return (self.machine, self.inode) == (other.machine, other.inode)
 
@@ -100,7 +100,7 @@ class RankNodes:
     ) -> None:
         self._group = group or _new_group()
         self._node: EmbeddedNode | None = None
-        plan = self._gathered(lambda: _Place.of(folder, address))
+        plan = self._gathered(lambda: _RankNode.of(folder, address))
         rank, token = self._rank(), plan[0].token
         own = plan[rank]
         leaders = [min(number for number, each in enumerate(plan) if each.is_one_cache(place)) for place in plan]
@@ -193,7 +193,7 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_reachable(plan: Sequence[_Place], nodes: Sequence[str]) -> None:
+def _check_reachable(plan: Sequence[_RankNode], nodes: Sequence[str]) -> None:
     """Refuse addresses that only mean something on one machine where there are several."""
     local = [place.url for place in plan if place.url in nodes and is_loopback(place.host)]
     if local and len({place.machine for place in plan}) > 1:

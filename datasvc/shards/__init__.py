@@ -5,19 +5,26 @@ from datasvc.shards.format.schema import image_schema
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.writer import ShardStatistics, ShardWriter
 from datasvc.shards.ingestion.ingest import IngestReport, ingest
-from datasvc.shards.versions.dataset import Dataset, OriginShards, ShardStore, Split, Wanted, open_dataset
+from datasvc.shards.versions.dataset import (
+    DatasetVersion,
+    OriginShards,
+    ShardRequest,
+    ShardStore,
+    Split,
+    open_dataset,
+)
 
 __all__ = [
-    "Dataset",
+    "DatasetVersion",
     "IngestReport",
     "OriginShards",
     "Shard",
+    "ShardRequest",
     "ShardStatistics",
     "ShardStore",
     "ShardTable",
     "ShardWriter",
     "Split",
-    "Wanted",
     "image_schema",
     "ingest",
     "open_dataset",

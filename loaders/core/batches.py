@@ -15,7 +15,7 @@ import numpy.typing as npt
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.mixture import Mixture, label_maps, name_of, own_orders, splits_of, weighted_splits
-from datasvc.loaders.core.sample_locations import Located, LocatedStep, locate_epoch
+from datasvc.loaders.core.sample_locations import LocatedStep, SampleLocations, locate_epoch
 from datasvc.loaders.core.split_reader import Cursor, ShardPart, SplitReader
 from datasvc.mix_order import MixOrder
 from datasvc.order import OrderConfig, Step, Tail
@@ -118,10 +118,10 @@ class SampleBatches:
             for number, (split, own) in enumerate(zip(splits_of(samples), own_orders(samples, config), strict=True))
             if split in weighted
         }
-        self._locator: _Alone | _Mixed = (
+        self._locator: _SplitLocator | _Mixed = (
             _Mixed(samples.order(config.seed), self._readers)
             if isinstance(samples, Mixture)
-            else _Alone(self._readers[0], config.lanes)
+            else _SplitLocator(self._readers[0], config.lanes)
         )
         self._batch_size = batch_size
         self._rank, self._world_size, self._tail = rank, world_size, tail
@@ -198,8 +198,8 @@ class SampleBatches:
                 reader.keep(np.unique(found.shards[kept]).tolist(), start)
 
 
-class _Alone:
-    """A `Locator`: the positions of a split are those of its own order."""
+class _SplitLocator:
+    """A `SampleLocator`: the positions of a split are those of its own order."""
 
     def __init__(self, reader: SplitReader, lanes: int) -> None:
         self._reader = reader
@@ -209,13 +209,13 @@ class _Alone:
     def cursors(self, cursor: Cursor) -> Mapping[int, Cursor]:
         return {0: cursor}
 
-    def locate(self, epoch: int, positions: Integers) -> Located:
+    def locate(self, epoch: int, positions: Integers) -> SampleLocations:
         shards, rows = self._reader.locate(epoch, positions)
-        return Located(np.zeros_like(positions), np.full_like(positions, epoch), shards, rows)
+        return SampleLocations(np.zeros_like(positions), np.full_like(positions, epoch), shards, rows)
 
 
 class _Mixed:
-    """A `Locator`: positions are dealt to splits, each with an order and epochs of its own."""
+    """A `SampleLocator`: positions are dealt to splits, each with an order and epochs of its own."""
 
     # Those of each split's order: in a mixture a run of positions lies on them in no fixed way.
     lanes = 1
@@ -236,7 +236,7 @@ class _Mixed:
             self._known[cursor] = {number: Cursor(*own[number]) for number in self._readers}
         return self._known[cursor]
 
-    def locate(self, epoch: int, positions: Integers) -> Located:
+    def locate(self, epoch: int, positions: Integers) -> SampleLocations:
         places = self._order.locate(epoch, positions)
         shards, rows = np.empty_like(positions), np.empty_like(positions)
         by_order = np.lexsort((places.epochs, places.sources))
@@ -245,7 +245,7 @@ class _Mixed:
         for chosen in np.split(by_order, cuts) if len(positions) else []:
             source, own_epoch = int(places.sources[chosen[0]]), int(places.epochs[chosen[0]])
             shards[chosen], rows[chosen] = self._readers[source].locate(own_epoch, places.positions[chosen])
-        return Located(places.sources, places.epochs, shards, rows)
+        return SampleLocations(places.sources, places.epochs, shards, rows)
 
 
 def _common_types(readers: Sequence[SplitReader], columns: Sequence[str]) -> dict[str, npt.DTypeLike]:

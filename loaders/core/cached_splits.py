@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.prefetch.prefetching_store import FollowedShards
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.window_budget import check_window, window_bytes
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.mixture import Mixture, clock_steps, most_of, own_orders, splits_of
@@ -14,7 +14,7 @@ from datasvc.shards import Split
 
 def follow_splits(
     samples: Split | Mixture, order: OrderConfig, cache: Cache, ranks: DataRanks, *, global_batch: int, prefetch: int
-) -> list[FollowedShards]:
+) -> list[PrefetchingShardStore]:
     """Return the shards of each split, for one rank of a loader.
 
     Args:
@@ -37,7 +37,7 @@ def follow_splits(
     )
     each = zip(splits_of(samples), own_orders(samples, order), clock_steps(samples), strict=True)
     return [
-        FollowedShards(cache, split, own, own_lanes, num_ranks=ranks.world_size, step_bytes=step)
+        PrefetchingShardStore(cache, split, own, own_lanes, num_ranks=ranks.world_size, step_bytes=step)
         for split, own, step in each
     ]
 

@@ -25,7 +25,15 @@ from typing import Any
 import numpy as np
 
 from datasvc.errors import ConfigError, CorruptDataError, UnavailableError
-from datasvc.ledger.file import RECORD_BYTES, Header, Kind, Record, create_ledger_file, list_files, read_header
+from datasvc.ledger.file import (
+    RECORD_BYTES,
+    Header,
+    LedgerRecord,
+    RecordKind,
+    create_ledger_file,
+    list_files,
+    read_header,
+)
 from datasvc.ledger.strided_range import describe_positions, solid, split_runs
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.data_ranks import DataRanks
@@ -34,7 +42,7 @@ from datasvc.order import Tail
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WritePosition:
     """How far a file is written.
 
     Attributes:
@@ -45,7 +53,7 @@ class _Place:
 
     num_records: int = 0
     slot: int = -1
-    growing: Record | None = None
+    growing: LedgerRecord | None = None
 
 
 class Ledger:
@@ -89,15 +97,15 @@ class Ledger:
         self._path: Path | None = None
         self._file: int | None = None
         self._header_bytes = 0
-        self._place = _Place()
-        self._last: tuple[Cursor, _Place] | None = None
+        self._place = _WritePosition()
+        self._last: tuple[Cursor, _WritePosition] | None = None
         self._check_folder()
 
     def begin(self, epoch: int, position: int) -> None:
         """Say from where the next batches come: they go into a new file."""
         self.close()
         self._begin, self._path = (epoch, position), None
-        self._place, self._last = _Place(), None
+        self._place, self._last = _WritePosition(), None
 
     def write(self, batch: SampleBatch, bad: Collection[int] = ()) -> None:
         """Write down a batch, before the loader's position moves past it; the same batch again changes nothing.
@@ -121,7 +129,7 @@ class Ledger:
             self._append(_beside(batch, bad))
         samples = batch.positions if is_full else batch.positions[batch.mask]
         for comb in describe_positions(step.start, step.next_position, samples):
-            self._grow(Record(Kind.SERVED, batch.epoch, comb, comb.size))
+            self._grow(LedgerRecord(RecordKind.SERVED, batch.epoch, comb, comb.size))
 
     def end_epoch(self, epoch: int, position: int) -> None:
         """Write down that an epoch ends at a position; what is left of it fills no batch. Raises as `write`."""
@@ -129,7 +137,7 @@ class Ledger:
         if num_left:
             self._open()
             comb = solid(position, position + num_left)
-            self._append([Record(Kind.DROPPED, epoch, comb, num_left)])
+            self._append([LedgerRecord(RecordKind.DROPPED, epoch, comb, num_left)])
 
     def close(self) -> None:
         """Let go of the file, and let it survive a power cut. A later batch goes on with the same file."""
@@ -141,23 +149,23 @@ class Ledger:
             finally:
                 os.close(file)
 
-    def _grow(self, record: Record) -> None:
+    def _grow(self, record: LedgerRecord) -> None:
         growing = self._place.growing
         if growing is None or growing.epoch != record.epoch or not record.comb.continues(growing.comb):
             slot = self._place.num_records
             self._put(slot, record.encode())
-            self._place = _Place(slot + 1, slot, record)
+            self._place = _WritePosition(slot + 1, slot, record)
             return
         comb = dataclasses.replace(growing.comb, stop=record.comb.stop)
-        longer = Record(record.kind, record.epoch, comb, growing.count + record.count)
+        longer = LedgerRecord(record.kind, record.epoch, comb, growing.count + record.count)
         self._put(self._place.slot, longer.encode())
-        self._place = _Place(self._place.num_records, self._place.slot, longer)
+        self._place = _WritePosition(self._place.num_records, self._place.slot, longer)
 
-    def _append(self, records: Sequence[Record]) -> None:
+    def _append(self, records: Sequence[LedgerRecord]) -> None:
         if records:
             self._put(self._place.num_records, b"".join(record.encode() for record in records))
             place = self._place
-            self._place = _Place(place.num_records + len(records), place.slot, place.growing)
+            self._place = _WritePosition(place.num_records + len(records), place.slot, place.growing)
 
     def _put(self, slot: int, content: bytes) -> None:
         assert self._file is not None
@@ -211,13 +219,13 @@ class Ledger:
         )
 
 
-def _beside(batch: SampleBatch, bad: Collection[int]) -> list[Record]:
+def _beside(batch: SampleBatch, bad: Collection[int]) -> list[LedgerRecord]:
     """Return the records of what only pads, and of samples that did not decode."""
     chosen = np.zeros(len(batch.positions), np.bool_)
     chosen[list(bad)] = True
-    kinds = ((Kind.PADDED, ~batch.mask), (Kind.MASKED, chosen & batch.mask))
+    kinds = ((RecordKind.PADDED, ~batch.mask), (RecordKind.MASKED, chosen & batch.mask))
     return [
-        Record(kind, batch.epoch, comb, comb.size)
+        LedgerRecord(kind, batch.epoch, comb, comb.size)
         for kind, which in kinds
         for comb in split_runs(batch.positions[which])
     ]

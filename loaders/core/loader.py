@@ -1,7 +1,7 @@
 """What every loader is: an order, a rank's part of it, batches under way, and where the run stands.
 
-A loader counts what it handed over, never what it prefetched. What turns samples into batches is a `Decoder`, made by
-each kind of loader; it may be thrown away at any moment, because the position lies here.
+A loader counts what it handed over, never what it prefetched. A `BatchDecoder`, made by each kind of loader, turns
+samples into batches; it may be dropped at any moment, because the loader holds the position.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from datasvc.loaders.core.cached_splits import follow_splits
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.ledger import Ledger
 from datasvc.loaders.core.mixture import Mixture, name_of, splits_of
-from datasvc.loaders.core.single_thread import Exclusive
+from datasvc.loaders.core.single_thread import SingleThreadGuard
 from datasvc.loaders.core.state import restore_state, save_state
-from datasvc.loaders.profiling.bottleneck import Means
+from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.profiling.report import Report, make_report
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.loaders.profiling.timed_shards import TimedShards
 from datasvc.loaders.profiling.trace import write_trace
@@ -35,7 +35,7 @@ B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)
 
 
-class Decoder(Protocol[B_co]):
+class BatchDecoder(Protocol[B_co]):
     """Turns sample batches into what a loader hands over, several at a time."""
 
     def feed(self, batch: SampleBatch) -> None:
@@ -108,7 +108,7 @@ class Loader(ABC, Generic[B]):
         self.order = order
         self.tail: Tail = tail
         self.ranks = ranks
-        self.stopwatch = Stopwatch()
+        self.stopwatch = StepProfiler()
         self._prefetch = prefetch
         self._check_lengths()
         # A batch that begins before is a whole one.
@@ -132,15 +132,15 @@ class Loader(ABC, Generic[B]):
         )
         self._source: BatchSource = self._batches
         self._cursor = Cursor(0, 0)
-        self._decoder: Decoder[B] | None = None
+        self._decoder: BatchDecoder[B] | None = None
         self._stream: Iterator[SampleBatch] | None = None
         self._under_way: deque[SampleBatch] = deque()
         self._num_decoding = 0  # of these, those with samples
-        self._alone = Exclusive()
+        self._alone = SingleThreadGuard()
         self._ledger = None if ledger is None else self._make_ledger(ledger)
 
     @abstractmethod
-    def _make_decoder(self) -> Decoder[B]:
+    def _make_decoder(self) -> BatchDecoder[B]:
         """Return a new decoder, for at most `prefetch` batches with samples at a time, and one without prefetch."""
 
     def __len__(self) -> int:
@@ -264,9 +264,9 @@ class Loader(ABC, Generic[B]):
             tail=self.tail,
         )
 
-    def _means(self) -> Means:
+    def _means(self) -> Resources:
         """Return what this loader has to work with, for the words of a verdict."""
-        return Means(prefetch=self._prefetch, has_cache=bool(self._followed))
+        return Resources(prefetch=self._prefetch, has_cache=bool(self._followed))
 
     def _next(self) -> tuple[B, Cursor]:
         """Return the next batch and where the run stands after it, and start decoding one more."""

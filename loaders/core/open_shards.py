@@ -10,7 +10,7 @@ import numpy as np
 
 from datasvc.keyed_random import Integers
 from datasvc.order import NEVER, AccessOrder
-from datasvc.shards import Shard, ShardStore, Split, Wanted
+from datasvc.shards import Shard, ShardRequest, ShardStore, Split
 
 
 class OpenShards:
@@ -63,7 +63,7 @@ class OpenShards:
         if self._open.keys() >= wanted.keys():
             return {shard: self._open[shard] for shard in wanted}
         closed = {
-            shard: Wanted(self._table.shard(shard), self._table.index(shard), rows)
+            shard: ShardRequest(self._table.shard(shard), self._table.index(shard), rows)
             for shard, rows in wanted.items()
             if shard not in self._open
         }

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from datasvc.loaders.core.batches import SampleBatch
-    from datasvc.loaders.core.loader import Decoder
+    from datasvc.loaders.core.loader import BatchDecoder
 
 B = TypeVar("B")
 
@@ -63,23 +63,23 @@ def pin_batch(batch: B) -> B:
 
 
 class PinnedDecoder(Generic[B]):
-    """A `Decoder` whose batches are in page-locked memory: what `inner` did not decode there is copied.
+    """A `BatchDecoder` whose batches are in page-locked memory: what `inner` did not decode there is copied.
 
     Args:
         inner: decodes; its batches are dataclasses of tensors.
     """
 
-    def __init__(self, inner: Decoder[B]) -> None:
+    def __init__(self, inner: BatchDecoder[B]) -> None:
         self._inner = inner
 
     def feed(self, batch: SampleBatch) -> None:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         self._inner.feed(batch)
 
     def take(self) -> B:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         return pin_batch(self._inner.take())
 
     def close(self) -> None:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         self._inner.close()

@@ -16,7 +16,7 @@ from datasvc.order import Step, Tail, plan_step, slice_step
 _RUN: Final = 4096
 
 
-class Located(NamedTuple):
+class SampleLocations(NamedTuple):
     """Where samples lie.
 
     Attributes:
@@ -32,7 +32,7 @@ class Located(NamedTuple):
     rows: Integers
 
 
-class Locator(Protocol):
+class SampleLocator(Protocol):
     """Knows where the sample of each position of an epoch lies.
 
     Attributes:
@@ -43,7 +43,7 @@ class Locator(Protocol):
     num_samples: int
     lanes: int
 
-    def locate(self, epoch: int, positions: Integers) -> Located:
+    def locate(self, epoch: int, positions: Integers) -> SampleLocations:
         """Return where positions lie: `int64[n]` in range(num_samples), in any order."""
 
 
@@ -61,12 +61,12 @@ class LocatedStep(NamedTuple):
     step: Step
     positions: Integers
     mask: npt.NDArray[np.bool_]
-    located: Located
+    located: SampleLocations
     by_shard: Mapping[int, list[tuple[int, Integers]]]
 
 
 def locate_epoch(
-    locator: Locator, epoch: int, position: int, *, batch_size: int, rank: int, world_size: int, tail: Tail
+    locator: SampleLocator, epoch: int, position: int, *, batch_size: int, rank: int, world_size: int, tail: Tail
 ) -> Iterator[LocatedStep]:
     """Yield one rank's part of each step from `position` to the end of the epoch; nothing where none is left."""
     num_at_once = max(1, _RUN // batch_size)
@@ -84,7 +84,7 @@ def locate_epoch(
 
 
 def _locate(
-    locator: Locator, epoch: int, steps: Sequence[Step], *, rank: int, world_size: int
+    locator: SampleLocator, epoch: int, steps: Sequence[Step], *, rank: int, world_size: int
 ) -> Iterator[LocatedStep]:
     parts = _slice_all(steps, rank=rank, world_size=world_size, lanes=locator.lanes)
     stops = np.cumsum([len(positions) for positions, _ in parts])
@@ -93,7 +93,7 @@ def _locate(
     groups = _group_by_shard(np.repeat(np.arange(len(steps)), stops - starts), found, starts)
     bounds = zip(starts.tolist(), stops.tolist(), strict=True)
     for step, (positions, mask), (start, stop), group in zip(steps, parts, bounds, groups, strict=True):
-        own = Located(*[values[start:stop] for values in found])
+        own = SampleLocations(*[values[start:stop] for values in found])
         yield LocatedStep(step, positions, mask, own, group)
 
 
@@ -110,7 +110,9 @@ def _slice_all(
     return [*zip(every, np.ones(every.shape, np.bool_), strict=True), *rest]
 
 
-def _group_by_shard(steps: Integers, found: Located, starts: Integers) -> list[dict[int, list[tuple[int, Integers]]]]:
+def _group_by_shard(
+    steps: Integers, found: SampleLocations, starts: Integers
+) -> list[dict[int, list[tuple[int, Integers]]]]:
     """Return, for each step and each of its splits, the shards with the indexes of their samples.
 
     Args:

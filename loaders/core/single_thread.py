@@ -8,7 +8,7 @@ import threading
 from datasvc.errors import ConfigError
 
 
-class Exclusive:
+class SingleThreadGuard:
     """Refuses a second thread, and a forked child: threads of decoders and clients do not live there.
 
     A context manager, to be entered as often as one likes; entering raises ConfigError where somebody else is inside.

@@ -20,7 +20,7 @@ from datasvc.loaders.core.pinned import empty_pinned
 from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Framework, Read
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.worker import ImageWorker
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _WITH_THE_CALLER = 2
 
 
 @dataclass(frozen=True)
-class _Work:
+class _DecodeJob:
     """A batch to decode: what, and where to."""
 
     images: Sequence[Bytes]
@@ -88,7 +88,9 @@ class CpuBackend:
         ConfigError: the decoder is not installed.
     """
 
-    def __init__(self, config: DecodeConfig, *, backend: Backend, framework: Framework, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, config: DecodeConfig, *, backend: Backend, framework: Framework, stopwatch: StepProfiler
+    ) -> None:
         if backend == "cpu":
             import_codec()
         if framework == "torch":
@@ -136,7 +138,7 @@ class CpuBackend:
         count = len(images)
         memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out
         array: npt.NDArray[Any] = memory if isinstance(memory, np.ndarray) else memory.numpy()
-        work = _Work(
+        work = _DecodeJob(
             images,
             windows.starts.tolist(),
             windows.shapes.tolist(),
@@ -165,12 +167,12 @@ class CpuBackend:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._under_way.clear()
 
-    def _decode(self, work: _Work, indices: range) -> dict[int, str]:
+    def _decode(self, work: _DecodeJob, indices: range) -> dict[int, str]:
         """Decode some images of a batch; returns why some do not."""
         with self._stopwatch.stage(Stage.DECODE):
             return self._decode_timed(work, indices)
 
-    def _decode_timed(self, work: _Work, indices: range) -> dict[int, str]:
+    def _decode_timed(self, work: _DecodeJob, indices: range) -> dict[int, str]:
         worker, bad = self._worker(), {}
         for index in indices:
             if self._stopped.is_set():

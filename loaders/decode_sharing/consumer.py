@@ -20,12 +20,12 @@ from datasvc.errors import ConfigError, LagError
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.split_reader import Cursor
 from datasvc.loaders.decode_sharing.job import ServerJob, start_server
-from datasvc.loaders.decode_sharing.loader_spec import Recipe
+from datasvc.loaders.decode_sharing.loader_spec import LoaderSpec
 from datasvc.loaders.decode_sharing.mapped_batch import BorrowedMemory
 from datasvc.loaders.decode_sharing.messages import Message, receive, send
 from datasvc.loaders.decode_sharing.rendezvous import address_of, connect_or_listen
-from datasvc.loaders.decode_sharing.settings import Share
-from datasvc.loaders.decode_sharing.step_index import Path
+from datasvc.loaders.decode_sharing.settings import DecodeGroup
+from datasvc.loaders.decode_sharing.step_index import StepIndex
 
 _LOSSES = 3  # of the decoding process in a row, until nobody starts it again
 
@@ -70,11 +70,11 @@ class SharedBatches:
 
     def __init__(
         self,
-        share: Share,
+        share: DecodeGroup,
         *,
         ranks: DataRanks,
-        recipe: Recipe,
-        path: Path,
+        recipe: LoaderSpec,
+        path: StepIndex,
         fingerprint: Message,
         kind: str,
         counts: ShareCounts,

@@ -11,7 +11,7 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.split_reader import Cursor
 from datasvc.loaders.decode_sharing.consumer import SharedBatches
 from datasvc.loaders.decode_sharing.loader_spec import Positioned
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 
 B = TypeVar("B")
@@ -33,7 +33,7 @@ class SharedDecoder(Generic[B]):
         make_alone: Callable[[], Loader[B]],
         iterate: Callable[[Loader[B]], Iterator[B]],
         *,
-        stopwatch: Stopwatch,
+        stopwatch: StepProfiler,
     ) -> None:
         self._batches = batches
         self._stopwatch = stopwatch

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.loaders.core.split_reader import Cursor
-from datasvc.loaders.decode_sharing.loader_spec import Positioned, Recipe
-from datasvc.loaders.decode_sharing.memory import Memory, Span, write_batch
+from datasvc.loaders.decode_sharing.loader_spec import LoaderSpec, Positioned
+from datasvc.loaders.decode_sharing.memory import SharedBuffer, Span, write_batch
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Outcome:
         is_final: there will never be one: the loader cannot be made.
     """
 
-    memory: Memory | None
+    memory: SharedBuffer | None
     spans: Sequence[Span] = ()
     error: str = ""
     is_final: bool = False
@@ -50,10 +50,10 @@ class Decoding:
         self._recipe = recipe
         self._loader: Positioned[Any] | None = None
         self._tell = tell
-        self._wanted: queue.SimpleQueue[tuple[Cursor, Memory | None]] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[tuple[Cursor, SharedBuffer | None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="datasvc-decode").start()
 
-    def start(self, cursor: Cursor, spare: Memory | None) -> None:
+    def start(self, cursor: Cursor, spare: SharedBuffer | None) -> None:
         """Decode the step at `cursor` into spare memory, or new where it is too small or there is none."""
         self._wanted.put((cursor, spare))
 
@@ -63,10 +63,10 @@ class Decoding:
             self.outcomes.append(self._decode(cursor, spare))
             self._tell()
 
-    def _decode(self, cursor: Cursor, spare: Memory | None) -> Outcome:
+    def _decode(self, cursor: Cursor, spare: SharedBuffer | None) -> Outcome:
         try:
             if self._loader is None:
-                found: Recipe = pickle.loads(self._recipe)  # noqa: S301 - from our own parent process
+                found: LoaderSpec = pickle.loads(self._recipe)  # noqa: S301 - from our own parent process
                 loader = Positioned(found.make, found.iterate)
                 loader.open()
                 self._loader = loader

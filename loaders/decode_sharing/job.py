@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.decode_sharing.loader_spec import Recipe
-from datasvc.loaders.decode_sharing.settings import Share
-from datasvc.loaders.decode_sharing.step_index import Path
+from datasvc.loaders.decode_sharing.loader_spec import LoaderSpec
+from datasvc.loaders.decode_sharing.settings import DecodeGroup
+from datasvc.loaders.decode_sharing.step_index import StepIndex
 from datasvc.orphans import command_of, environment
 
 
@@ -31,12 +31,14 @@ class ServerJob:
     """
 
     recipe: bytes
-    path: Path
-    share: Share
+    path: StepIndex
+    share: DecodeGroup
     fingerprint: Mapping[str, Any]
 
     @classmethod
-    def plan(cls, share: Share, *, recipe: Recipe, path: Path, fingerprint: Mapping[str, Any]) -> ServerJob:
+    def plan(
+        cls, share: DecodeGroup, *, recipe: LoaderSpec, path: StepIndex, fingerprint: Mapping[str, Any]
+    ) -> ServerJob:
         """Return the job of a share.
 
         Raises:

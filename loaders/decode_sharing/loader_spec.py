@@ -30,7 +30,7 @@ class CachePlace:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LoaderSpec:
     """How a loader is made; it pickles where its settings do.
 
     Attributes:

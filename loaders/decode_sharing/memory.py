@@ -23,7 +23,7 @@ Span = tuple[int, int]
 """Offset and length in bytes."""
 
 
-class Memory:
+class SharedBuffer:
     """Room for a batch, seen from the writer.
 
     Of a fixed size, and never writable for who gets the descriptor: no reader can be hit by another.
@@ -74,9 +74,9 @@ def lay_out(parts: Sequence[Part]) -> list[Span]:
     return spans
 
 
-def write_batch(batch: object, spare: Memory | None) -> tuple[Memory, list[Span]]:
+def write_batch(batch: object, spare: SharedBuffer | None) -> tuple[SharedBuffer, list[Span]]:
     """Write a batch into spare memory where it fits, else into new; returns which, and where its parts lie."""
     parts = pack(batch)
     offset, length = lay_out(parts)[-1]
-    memory = spare if spare is not None and spare.size_bytes >= offset + length else Memory(offset + length)
+    memory = spare if spare is not None and spare.size_bytes >= offset + length else SharedBuffer(offset + length)
     return memory, memory.write(parts)

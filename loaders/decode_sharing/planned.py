@@ -9,7 +9,7 @@ import numpy as np
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.split_reader import Cursor
-from datasvc.loaders.decode_sharing.step_index import Path
+from datasvc.loaders.decode_sharing.step_index import StepIndex
 from datasvc.order import plan_step, slice_step
 
 
@@ -22,7 +22,7 @@ class PlannedBatches:
         lanes: of the order.
     """
 
-    def __init__(self, path: Path, ranks: DataRanks, lanes: int) -> None:
+    def __init__(self, path: StepIndex, ranks: DataRanks, lanes: int) -> None:
         self._path = path
         self._ranks = ranks
         self._lanes = lanes

@@ -24,7 +24,7 @@ from datasvc.loaders.decode_sharing.decoding import Decoding, Outcome
 from datasvc.loaders.decode_sharing.job import ServerJob
 from datasvc.loaders.decode_sharing.messages import Message, receive, send
 from datasvc.loaders.decode_sharing.rendezvous import is_gone, user_of
-from datasvc.loaders.decode_sharing.slots import Slot, Slots
+from datasvc.loaders.decode_sharing.slots import BatchSlot, Slots
 from datasvc.loaders.decode_sharing.window import Window
 
 
@@ -43,7 +43,7 @@ class Consumer:
         self.promised: dict[int, Cursor] = {}
 
 
-class Server:
+class DecodeServer:
     """Answers consumers until the last has gone.
 
     Args:
@@ -61,7 +61,7 @@ class Server:
         self._selector.register(self._woken, selectors.EVENT_READ, self._collect)
         self._window = Window(job.share.num_slots, job.share.patience)
         self._slots = Slots(job.share.num_slots)
-        self._ready: dict[int, Slot] = {}
+        self._ready: dict[int, BatchSlot] = {}
         self._decoding = Decoding(job.recipe, lambda: os.eventfd_write(self._woken, 1))
         self._under_way: tuple[int, Cursor] | None = None
         self._first = Cursor(0, 0)  # where step 0 of the window starts
@@ -227,7 +227,7 @@ class Server:
         if outcome.is_final:
             self._broken = outcome.error
 
-    def _lend(self, consumer: Consumer, slot: Slot) -> None:
+    def _lend(self, consumer: Consumer, slot: BatchSlot) -> None:
         if consumer not in self._consumers:
             return  # just gone: it would never give it back
         self._counts["lent"] += 1
@@ -272,10 +272,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
-    server: Server | None = None
+    server: DecodeServer | None = None
     try:
         job: Any = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
-        server = Server(job, listener)
+        server = DecodeServer(job, listener)
         server.run()
     except BaseException as error:  # noqa: BLE001 - the end of this process
         if server is not None:

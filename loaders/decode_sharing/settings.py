@@ -14,7 +14,7 @@ SHARE_FORMAT: Final = 1
 
 
 @dataclass(frozen=True)
-class Share:
+class DecodeGroup:
     """Which jobs of this node decode together, and how far apart they may run.
 
     Attributes:
@@ -60,6 +60,6 @@ class Share:
         return {"share_format": SHARE_FORMAT, "lag": self.lag, "patience": self.patience}
 
 
-def parse_share(share: Share | str) -> Share:
+def parse_share(share: DecodeGroup | str) -> DecodeGroup:
     """Return what `share=` means: a name alone takes all defaults. Raises ConfigError."""
-    return Share(share) if isinstance(share, str) else share
+    return DecodeGroup(share) if isinstance(share, str) else share

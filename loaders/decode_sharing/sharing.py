@@ -15,10 +15,10 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.loaders.decode_sharing.consumer import ShareCounts, SharedBatches
 from datasvc.loaders.decode_sharing.decoder import SharedDecoder
-from datasvc.loaders.decode_sharing.loader_spec import CachePlace, Recipe
+from datasvc.loaders.decode_sharing.loader_spec import CachePlace, LoaderSpec
 from datasvc.loaders.decode_sharing.planned import PlannedBatches
-from datasvc.loaders.decode_sharing.settings import Share
-from datasvc.loaders.decode_sharing.step_index import Path
+from datasvc.loaders.decode_sharing.settings import DecodeGroup
+from datasvc.loaders.decode_sharing.step_index import StepIndex
 
 B = TypeVar("B")
 
@@ -45,7 +45,9 @@ class Sharing(Generic[B]):
         ConfigError: the arguments cannot be sent to another process; the loader prefetches more than the share's lag.
     """
 
-    def __init__(self, loader: Loader[B], share: Share, arguments: Mapping[str, Any], cache: Cache | None) -> None:
+    def __init__(
+        self, loader: Loader[B], share: DecodeGroup, arguments: Mapping[str, Any], cache: Cache | None
+    ) -> None:
         prefetch = arguments.get("prefetch", 0)
         if prefetch > share.lag:
             raise ConfigError(
@@ -56,7 +58,7 @@ class Sharing(Generic[B]):
         self._share, self._ranks, self._cache = share, loader.ranks, cache
         self._loader, self._samples = type(loader), loader.split
         self._stopwatch = loader.stopwatch
-        self._path = Path(len(loader.split), loader.batch_size * loader.ranks.world_size, loader.tail)
+        self._path = StepIndex(len(loader.split), loader.batch_size * loader.ranks.world_size, loader.tail)
         lanes = 1 if isinstance(loader.split, Mixture) else loader.order.lanes
         self.planned = PlannedBatches(self._path, loader.ranks, lanes)
         ranks = {"data_rank": loader.ranks.rank, "data_world_size": loader.ranks.world_size}
@@ -75,7 +77,7 @@ class Sharing(Generic[B]):
         if self._batches is None or self._batches.kind != kind:
             self.close()
             self._iterate = iterate
-            recipe = Recipe(self._loader, self._samples, CachePlace.of(self._cache), self._settings, iterate)
+            recipe = LoaderSpec(self._loader, self._samples, CachePlace.of(self._cache), self._settings, iterate)
             self._batches = SharedBatches(
                 self._share,
                 ranks=self._ranks,

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from datasvc.loaders.core.split_reader import Cursor
-from datasvc.loaders.decode_sharing.memory import Memory, Span
+from datasvc.loaders.decode_sharing.memory import SharedBuffer, Span
 
 
 @dataclass
-class Slot:
+class BatchSlot:
     """A decoded batch.
 
     Attributes:
@@ -25,7 +25,7 @@ class Slot:
 
     number: int
     cursor: Cursor
-    memory: Memory
+    memory: SharedBuffer
     spans: Sequence[Span]
     holders: Counter[Hashable] = field(default_factory=Counter)
     is_kept: bool = True
@@ -40,18 +40,18 @@ class Slots:
 
     def __init__(self, num_spare: int) -> None:
         self._num_spare = num_spare
-        self._spare: list[Memory] = []
-        self._slots: dict[int, Slot] = {}
+        self._spare: list[SharedBuffer] = []
+        self._slots: dict[int, BatchSlot] = {}
         self._num_made = 0
 
     def __len__(self) -> int:
         return len(self._slots) + len(self._spare)
 
-    def take_spare(self) -> Memory | None:
+    def take_spare(self) -> SharedBuffer | None:
         """Return memory that nobody uses; None where there is none."""
         return self._spare.pop() if self._spare else None
 
-    def give_back(self, memory: Memory | None) -> None:
+    def give_back(self, memory: SharedBuffer | None) -> None:
         """Keep memory for the next batch, or let go of it where there is enough."""
         if memory is None:
             return
@@ -60,13 +60,13 @@ class Slots:
         else:
             memory.close()
 
-    def add(self, cursor: Cursor, memory: Memory, spans: Sequence[Span]) -> Slot:
+    def add(self, cursor: Cursor, memory: SharedBuffer, spans: Sequence[Span]) -> BatchSlot:
         """Return a new slot with a batch."""
         self._num_made += 1
-        slot = self._slots[self._num_made] = Slot(self._num_made, cursor, memory, spans)
+        slot = self._slots[self._num_made] = BatchSlot(self._num_made, cursor, memory, spans)
         return slot
 
-    def drop(self, slot: Slot) -> None:
+    def drop(self, slot: BatchSlot) -> None:
         """Say that nobody will ask for it any more; whoever holds it goes on holding it."""
         slot.is_kept = False
         self._reuse(slot)
@@ -84,7 +84,7 @@ class Slots:
             del slot.holders[consumer]
             self._reuse(slot)
 
-    def _reuse(self, slot: Slot) -> None:
+    def _reuse(self, slot: BatchSlot) -> None:
         if not slot.is_kept and not slot.holders.total():
             del self._slots[slot.number]
             self.give_back(slot.memory)

@@ -9,7 +9,7 @@ from datasvc.order import Tail, count_steps
 
 
 @dataclass(frozen=True)
-class Path:
+class StepIndex:
     """The steps of a run, one after the other over the epochs.
 
     Attributes:

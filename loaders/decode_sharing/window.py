@@ -21,7 +21,7 @@ Verdict = Literal["ready", "promised", "moved", "refused"]
 
 
 @dataclass(frozen=True)
-class Answer:
+class StepAnswer:
     """What becomes of a question.
 
     Attributes:
@@ -60,7 +60,7 @@ class Window:
         """Those whose last question was not refused."""
         return set(self._last)
 
-    def ask(self, consumer: Hashable, step: int | None) -> Answer:
+    def ask(self, consumer: Hashable, step: int | None) -> StepAnswer:
         """Answer a consumer that wants a step; None where its path never meets the window's.
 
         After "moved" steps are counted from the one that was asked for, which is 0; what was promised before is not
@@ -69,7 +69,7 @@ class Window:
         others = [other for other in self._last if other != consumer and not self._is_idle(other)]
         if self._last and step is not None:
             if step in self:
-                return self._accept(consumer, step, Answer("ready"))
+                return self._accept(consumer, step, StepAnswer("ready"))
             if self._head <= step <= max(self._head, self._frontier + 1) + self._num_slots:
                 return self._promise(consumer, step)
         if not others:
@@ -83,7 +83,7 @@ class Window:
         self.forget(consumer)
         self._last.pop(consumer, None)
         self._passed_over.update(others)
-        return Answer("refused", behind)
+        return StepAnswer("refused", behind)
 
     def next_step(self) -> int | None:
         """Return the step to decode now; None while nobody needs more."""
@@ -126,11 +126,11 @@ class Window:
         waits = any(consumer in waiting for waiting in self._waiting.values())
         return not waits and self._passed_over[consumer] >= self._num_slots
 
-    def _promise(self, consumer: Hashable, step: int, verdict: Verdict = "promised", behind: int = 0) -> Answer:
+    def _promise(self, consumer: Hashable, step: int, verdict: Verdict = "promised", behind: int = 0) -> StepAnswer:
         self._waiting[step].append(consumer)
-        return self._accept(consumer, step, Answer(verdict, behind))
+        return self._accept(consumer, step, StepAnswer(verdict, behind))
 
-    def _accept(self, consumer: Hashable, step: int, answer: Answer) -> Answer:
+    def _accept(self, consumer: Hashable, step: int, answer: StepAnswer) -> StepAnswer:
         self._last[consumer] = step
         self._passed_over[consumer] = 0
         return answer

@@ -16,7 +16,7 @@ from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBacken
 from datasvc.loaders.decode.gpu.device_stream import place
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_plan import ImagePlan
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.shards import Shard
 from datasvc.shards.format.mapped_file import Bytes
@@ -53,7 +53,7 @@ class ImageDecoder:
         on_bad: OnBad = "raise",
         is_mixture: bool = False,
         device: str | None = None,
-        stopwatch: Stopwatch,
+        stopwatch: StepProfiler,
     ) -> None:
         self._backend = backend
         self._framework = framework

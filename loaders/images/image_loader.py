@@ -17,7 +17,7 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
 from datasvc.loaders.augment.transform import Transform
 from datasvc.loaders.core.data_ranks import choose_data_ranks
-from datasvc.loaders.core.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_tail
+from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes, choose_shuffle, choose_tail
 from datasvc.loaders.core.mixture import Mixture, check_column, columns_of, largest
 from datasvc.loaders.core.other_columns import sort_columns
 from datasvc.loaders.core.pinned import PinnedDecoder, warn_without_gpu
@@ -30,11 +30,11 @@ from datasvc.loaders.decode.choice.rank_processors import count_rank_processors
 from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.pixels import Layout, Output, PixelFormat
-from datasvc.loaders.decode_sharing import Share, Sharing, parse_share
+from datasvc.loaders.decode_sharing import DecodeGroup, Sharing, parse_share
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_decoder import ImageDecoder, OnBad
 from datasvc.loaders.images.image_plan import ImagePlan
-from datasvc.loaders.profiling.bottleneck import Means
+from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
 from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH
@@ -99,7 +99,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             that the launcher started on this node. Where it binds each to its own processors, give their number.
         prefetch: batches under way while the caller trains; 0: each is decoded in the call for it.
         ledger: folder that records what was handed over, see `Loader`.
-        share: jobs of this node that give the same name, or `Share`, and otherwise the same arguments, let one
+        share: jobs of this node that give the same name, or `DecodeGroup`, and otherwise the same arguments, let one
             process decode each batch once for all of them.
 
     Raises:
@@ -144,7 +144,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         num_threads: int | None = None,
         prefetch: int = 2,
         ledger: Path | str | None = None,
-        share: Share | str | None = None,
+        share: DecodeGroup | str | None = None,
     ) -> None:
         arguments = dict(locals())
         check_sizes(size=size, num_threads=num_threads)
@@ -251,11 +251,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         if self.sharing is not None:
             self.sharing.close()
 
-    def _make_decoder(self) -> Decoder[ImageBatch[Any]]:
+    def _make_decoder(self) -> BatchDecoder[ImageBatch[Any]]:
         decoder = self._make_unpinned()
         return PinnedDecoder(decoder) if self._is_pinned else decoder
 
-    def _make_unpinned(self) -> Decoder[ImageBatch[Any]]:
+    def _make_unpinned(self) -> BatchDecoder[ImageBatch[Any]]:
         """Return a decoder that leaves everything but images of its own in ordinary memory."""
         if self.sharing is not None:
             return self.sharing.make_decoder(
@@ -305,7 +305,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _bad_samples(self, finished: ImageBatch[Any]) -> Collection[int]:
         return finished.bad
 
-    def _means(self) -> Means:
+    def _means(self) -> Resources:
         return dataclasses.replace(
             super()._means(),
             unit="images",

@@ -24,7 +24,7 @@ STARVED_SHARE: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Means:
+class Resources:
     """What a loader has to work with.
 
     Attributes:
@@ -47,7 +47,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """What limits a run.
 
     Attributes:
@@ -81,7 +81,7 @@ class Verdict:
         )
 
 
-def judge(totals: Totals, means: Means) -> Verdict:
+def diagnose(totals: Totals, means: Resources) -> Bottleneck:
     """Return what limits a run.
 
     Args:
@@ -91,14 +91,14 @@ def judge(totals: Totals, means: Means) -> Verdict:
     wait_s = totals.wait_s - totals.blocked_s.get(Stage.START, 0.0)
     whole_s = wait_s + totals.consumer_s
     if not whole_s:
-        return Verdict(None, 0.0, None, 0.0, None, "", means.unit)
+        return Bottleneck(None, 0.0, None, 0.0, None, "", means.unit)
     offered = totals.num_samples / whole_s
     asked = totals.num_samples / totals.consumer_s if totals.consumer_s else None
     share = wait_s / whole_s
     if share < STARVED_SHARE:
-        return Verdict(None, offered, asked, share, _headroom(totals, wait_s), "", means.unit)
+        return Bottleneck(None, offered, asked, share, _headroom(totals, wait_s), "", means.unit)
     stage = _limit(totals)
-    return Verdict(stage, offered, asked, share, None, _advice(stage, totals, means), means.unit)
+    return Bottleneck(stage, offered, asked, share, None, _advice(stage, totals, means), means.unit)
 
 
 def _limit(totals: Totals) -> Stage:
@@ -123,7 +123,7 @@ def _headroom(totals: Totals, wait_s: float) -> float | None:
     return max(0.0, totals.consumer_s / max(wait_s, *busy_s) - 1)
 
 
-def _advice(stage: Stage, totals: Totals, means: Means) -> str:
+def _advice(stage: Stage, totals: Totals, means: Resources) -> str:
     if stage is Stage.DECODE:
         return _decode_advice(totals, means)
     if stage is Stage.ORIGIN and not means.has_cache:
@@ -131,7 +131,7 @@ def _advice(stage: Stage, totals: Totals, means: Means) -> str:
     return _ADVICE[stage]
 
 
-def _decode_advice(totals: Totals, means: Means) -> str:
+def _decode_advice(totals: Totals, means: Resources) -> str:
     if means.is_shared:
         return "one process decodes for all jobs of the share: more num_threads for the job that starts it"
     if not _is_bound(totals) and totals.num_bound_steps:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from datasvc.loaders.profiling.bottleneck import Means, Verdict, judge
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.bottleneck import Bottleneck, Resources, diagnose
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage, StepTimes, Totals
 
 _NUM_LONGEST: Final = 5
@@ -43,7 +43,7 @@ class Report:
     """
 
     totals: Totals
-    verdict: Verdict
+    verdict: Bottleneck
     wait_p50_s: float
     wait_p95_s: float
     wait_max_s: float
@@ -97,13 +97,13 @@ class Report:
         }
 
 
-def make_report(stopwatch: Stopwatch, means: Means) -> Report:
+def make_report(stopwatch: StepProfiler, means: Resources) -> Report:
     """Return where the time went since the stopwatch was made, or restarted."""
     totals, steps = stopwatch.totals(), stopwatch.steps()
     waits_s = sorted(step.wait_ns / 1e9 for step in steps)
     return Report(
         totals,
-        judge(totals, means),
+        diagnose(totals, means),
         wait_p50_s=_percentile(waits_s, 0.50),
         wait_p95_s=_percentile(waits_s, 0.95),
         wait_max_s=_percentile(waits_s, 1.0),

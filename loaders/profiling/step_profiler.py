@@ -14,16 +14,16 @@ from types import TracebackType
 from typing import Final, Self
 
 from datasvc.loaders.profiling.profiler_ranges import BATCH, WAIT, open_range
-from datasvc.loaders.profiling.step_times import Span, Stage, StepTimes, Sums, Totals
+from datasvc.loaders.profiling.step_times import Stage, StepTimes, Sums, TimeSpan, Totals
 
 _STEPS_KEPT: Final = 4096
 _SPANS_KEPT: Final = 32768
 
-# Of `Span`: making one takes longer than all else that a stage costs.
+# Of `TimeSpan`: making one takes longer than all else that a stage costs.
 _SpanFields = tuple[str, int, str, int, int, int]
 
 
-class Stopwatch:
+class StepProfiler:
     """Times the steps of one loader.
 
     Args:
@@ -36,18 +36,18 @@ class Stopwatch:
         # Reentrant: the end of a forgotten iterator may pause at any allocation, in any thread.
         self._lock = threading.RLock()
         self._earlier, self._lap = Sums(), Sums()  # until `restart`, and since
-        self._steps: deque[tuple[StepTimer, int]] = deque(maxlen=_STEPS_KEPT)  # and when its consumer was done
+        self._steps: deque[tuple[StepStageTimer, int]] = deque(maxlen=_STEPS_KEPT)  # and when its consumer was done
         self._spans: deque[_SpanFields] = deque(maxlen=_SPANS_KEPT)
         self._active: Counter[Stage] = Counter()
-        self._handed: StepTimer | None = None
+        self._handed: StepStageTimer | None = None
         self.number = 0
 
-    def step(self) -> StepTimer:
+    def step(self) -> StepStageTimer:
         """Time a call for a batch: `with stopwatch.step() as step`, which is to be told `num_samples`.
 
         A call that ends with an error hands nothing over, and is forgotten.
         """
-        return StepTimer(self)
+        return StepStageTimer(self)
 
     def stage(self, stage: Stage) -> StageTimer:
         """Time work: `with stopwatch.stage(Stage.READ)`; of the call in whose thread it lies, or beside the calls."""
@@ -97,10 +97,10 @@ class Stopwatch:
             steps = [timer.times(done_ns) for timer, done_ns in self._steps]
             return [*steps, *([] if pending is None else [pending])][-_STEPS_KEPT:]
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TimeSpan]:
         """Return the last spans, at most 32,768, in the order in which they ended."""
         with self._lock:
-            return [Span(*fields) for fields in self._spans.copy()]
+            return [TimeSpan(*fields) for fields in self._spans.copy()]
 
     def keep_span(self, name: str, start_ns: int, duration_ns: int, step: int) -> None:
         """Keep a span of this thread; for the timers."""
@@ -122,8 +122,8 @@ class Stopwatch:
                 self._active[timer.counted] -= 1
             self._lap.add_beside(timer.stage, own_ns, timer.num_threads)
 
-    def begin_step(self, timer: StepTimer) -> None:
-        """Begin with a call; for `StepTimer`."""
+    def begin_step(self, timer: StepStageTimer) -> None:
+        """Begin with a call; for `StepStageTimer`."""
         # A call is never inside another: what an interrupt left there goes.
         self.here.timers = [timer]
         timer.number = self.number + 1
@@ -131,8 +131,8 @@ class Stopwatch:
         with self._lock:
             self._end_step(timer.start_ns)
 
-    def end_step(self, timer: StepTimer, *, failed: bool) -> None:
-        """End a call; for `StepTimer`."""
+    def end_step(self, timer: StepStageTimer, *, failed: bool) -> None:
+        """End a call; for `StepStageTimer`."""
         timer.end(self.clock())
         self.here.timers.clear()
         if failed:
@@ -157,7 +157,7 @@ class Stopwatch:
 
 
 class StageTimer:
-    """Times one piece of work, of a stage that may be changed inside the block; made by `Stopwatch.stage`."""
+    """Times one piece of work, of a stage that may be changed inside the block; made by `StepProfiler.stage`."""
 
     # Of the class until they change: one is made some ten times a step.
     is_wait = False
@@ -165,7 +165,7 @@ class StageTimer:
     num_threads = 1
     inside_ns = 0
 
-    def __init__(self, stopwatch: Stopwatch, stage: Stage) -> None:
+    def __init__(self, stopwatch: StepProfiler, stage: Stage) -> None:
         self._stopwatch = stopwatch
         self.stage = stage
 
@@ -192,7 +192,7 @@ class StageTimer:
         if timers:
             timers[-1].inside_ns += duration_ns
             step = timers[0]
-        if isinstance(step, StepTimer):
+        if isinstance(step, StepStageTimer):
             step.blocked_ns[stage] = step.blocked_ns.get(stage, 0) + own_ns
             if self.is_wait:
                 step.waiting_ns[stage] = step.waiting_ns.get(stage, 0) + own_ns
@@ -203,8 +203,8 @@ class StageTimer:
         stopwatch.keep_span(stage, self._start_ns, duration_ns, number)
 
 
-class StepTimer:
-    """Times one call for a batch; made by `Stopwatch.step`.
+class StepStageTimer:
+    """Times one call for a batch; made by `StepProfiler.step`.
 
     Attributes:
         num_samples: of the batch; to be set inside the block.
@@ -213,7 +213,7 @@ class StepTimer:
     number = num_samples = 0
     inside_ns = start_ns = wait_ns = 0
 
-    def __init__(self, stopwatch: Stopwatch) -> None:
+    def __init__(self, stopwatch: StepProfiler) -> None:
         self._stopwatch = stopwatch
         self.blocked_ns: dict[Stage, int] = {}
         self.waiting_ns: dict[Stage, int] = {}
@@ -251,6 +251,6 @@ class _Thread(threading.local):
     """What each thread is called, and what it is in the middle of, outermost first."""
 
     def __init__(self) -> None:
-        self.timers: list[StageTimer | StepTimer] = []
+        self.timers: list[StageTimer | StepStageTimer] = []
         self.thread = threading.get_ident()
         self.thread_name = threading.current_thread().name

@@ -34,7 +34,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """A stretch of one thread's time; shorter ones of that thread may lie in it.
 
     Attributes:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from datasvc.cache.fetch.fetch import Outcome
-from datasvc.cache.prefetch.prefetching_store import FollowedShards
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.repository import Digest, ObjectInfo
-from datasvc.shards import Shard, ShardStore, Wanted
+from datasvc.shards import Shard, ShardRequest, ShardStore
 
 _STAGES: Final[Mapping[Outcome, Stage]] = {"resident": Stage.CACHE, "peer": Stage.PEER}
 
@@ -23,9 +23,9 @@ class TimedShards:
         stopwatch: of the loader.
     """
 
-    def __init__(self, store: ShardStore, stopwatch: Stopwatch) -> None:
+    def __init__(self, store: ShardStore, stopwatch: StepProfiler) -> None:
         self._store = store
-        self._followed = store if isinstance(store, FollowedShards) else None
+        self._followed = store if isinstance(store, PrefetchingShardStore) else None
         self._stopwatch = stopwatch
 
     def open_shard(self, info: ObjectInfo) -> Shard:
@@ -40,7 +40,7 @@ class TimedShards:
                 timer.stage = _STAGES.get(outcome, Stage.ORIGIN)
             return shard
 
-    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
+    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
         """See `ShardStore.open_early`."""
         with self._stopwatch.stage(Stage.CACHE) as timer:
             if self._followed is not None and not all(self._followed.is_resident(each.info) for each in wanted):

@@ -14,10 +14,10 @@ from typing import Any
 
 from datasvc.durable import write_file
 from datasvc.errors import ConfigError
-from datasvc.loaders.profiling.step_times import Span
+from datasvc.loaders.profiling.step_times import TimeSpan
 
 
-def write_trace(path: str | Path, spans: Sequence[Span], *, process_name: str) -> None:
+def write_trace(path: str | Path, spans: Sequence[TimeSpan], *, process_name: str) -> None:
     """Write spans to a file, all or nothing.
 
     Args:
@@ -35,7 +35,7 @@ def write_trace(path: str | Path, spans: Sequence[Span], *, process_name: str) -
         raise ConfigError(f"cannot write the trace {path}: {error}") from error
 
 
-def trace_events(spans: Sequence[Span], process: int, process_name: str) -> list[dict[str, Any]]:
+def trace_events(spans: Sequence[TimeSpan], process: int, process_name: str) -> list[dict[str, Any]]:
     """Return the events of a trace: names first, then spans, those that hold others before these."""
     names = {span.thread: span.thread_name for span in spans}
     return [
@@ -49,7 +49,7 @@ def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, An
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _event(span: Span, process: int) -> dict[str, Any]:
+def _event(span: TimeSpan, process: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": span.name,

@@ -14,10 +14,10 @@ import pyarrow as pa
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.data_ranks import choose_data_ranks
-from datasvc.loaders.core.loader import Decoder, Loader, check_sizes, choose_shuffle, choose_tail
+from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes, choose_shuffle, choose_tail
 from datasvc.loaders.core.mixture import Mixture, weighted_splits
 from datasvc.loaders.core.pinned import pin_batch, warn_without_gpu
-from datasvc.loaders.profiling.bottleneck import Means
+from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.tokens.token_batch import TokenBatch, to_torch
 from datasvc.loaders.tokens.token_blocks import choose_format
 from datasvc.loaders.tokens.token_decoder import Labels, TokenConfig, TokenDecoder
@@ -159,7 +159,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
                 return
             yield batch
 
-    def _make_decoder(self) -> Decoder[TokenBatch[Any]]:
+    def _make_decoder(self) -> BatchDecoder[TokenBatch[Any]]:
         return TokenDecoder(
             self._config,
             batch_size=self.batch_size,
@@ -168,7 +168,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             finish=self._finish,
         )
 
-    def _means(self) -> Means:
+    def _means(self) -> Resources:
         return dataclasses.replace(super()._means(), unit="blocks")
 
     def _finish(self, batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[Any]:

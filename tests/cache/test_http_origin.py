@@ -12,7 +12,7 @@ from datasvc.cache import Cache
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
 from datasvc.cache.sources.range_requests import GATHERED_PARTS
-from datasvc.cache.sources.received_parts import PART_BYTES, Parts
+from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
 from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects, Storage
@@ -169,7 +169,7 @@ def test_what_had_arrived_before_a_server_failed_is_not_asked_for_again(tmp_path
 
     def fetch(server):
         descriptor = os.open(tmp_path / "incoming", os.O_CREAT | os.O_RDWR)
-        with Parts(tmp_path / "parts", len(CONTENT)) as parts, os.fdopen(descriptor):
+        with ReceivedParts(tmp_path / "parts", len(CONTENT)) as parts, os.fdopen(descriptor):
             source = OriginSource(Behind(server).objects, INFO.digest, pool)
             return transfer(INFO, descriptor, parts, [source])
 
@@ -207,9 +207,9 @@ import sys, threading
 import fsspec
 from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.repository.store.http_stream import HttpStream
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 
-pool, interrupt = RequestPool(), Interrupt()
+pool, interrupt = RequestPool(), CancellationToken()
 
 def read():
     with pool.sharing(interrupt):

@@ -21,7 +21,7 @@ from datasvc.cache import Cache
 from datasvc.cache.peers.membership import parse_membership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
-from datasvc.cache.prefetch.prefetching_store import FollowedShards
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.errors import DatasvcError
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import OrderConfig
@@ -37,7 +37,7 @@ def read(options, cache, seen):
     """Serve epochs of one rank into `seen`."""
     split = open_dataset(Repository.open(options.repo), options.ref)["train"]
     config = OrderConfig(seed=options.seed, shuffle="windowed", lanes=2, block=10)
-    shards = FollowedShards(cache, split, config)
+    shards = PrefetchingShardStore(cache, split, config)
     rank = {"batch_size": options.batch_size, "rank": options.rank, "world_size": options.world_size}
     batches = SampleBatches(split, shards, config, **rank, tail="short", blob="blob", columns=("number",))
     try:

@@ -17,7 +17,7 @@ import pytest
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.quotas import Quota
 from datasvc.repository import Repository
-from datasvc.repository.store.http_connections import Patience
+from datasvc.repository.store.http_connections import Timeouts
 from tests.cluster.chaos import Chaos
 from tests.cluster.content import make_dataset
 from tests.cluster.disk import BudgetWatcher, SmallDisk, files_of
@@ -34,7 +34,7 @@ DISK = LARGE + 3_000_000  # the catalogue's room, and some
 NUMBERS = {"pets": range(300), "cats": [*range(150), *range(1000, 1150)]}
 NOT_LISTED = "spell it as it is there"
 # Connections that fell silent before all was mended are given up first.
-ENDS_S = Patience().silence_s + TIMEOUT_S
+ENDS_S = Timeouts().silence_s + TIMEOUT_S
 # By chaos, with its machine, or told to stop before it could listen or after it had ended.
 KILLED = {-signal.SIGKILL, -signal.SIGTERM}
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from datasvc.trainer.launch import parse_arguments
-from datasvc.trainer.launch.ranks.job import Job
+from datasvc.trainer.launch.ranks.job import LaunchJob
 from datasvc.trainer.launch.ranks.placement import plan_threads
 from datasvc.trainer.launch.ranks.static_job import run_static_job
 
@@ -15,7 +15,7 @@ SLEEP = "exec sleep 1000"
 
 
 def run(script, num_ranks=2, **settings):
-    job = Job(command=["sh", "-c", script], num_ranks=num_ranks, **settings)
+    job = LaunchJob(command=["sh", "-c", script], num_ranks=num_ranks, **settings)
     return run_static_job(job, os.environ)
 
 
@@ -116,7 +116,7 @@ def test_a_command_that_does_not_exist_is_reported(launcher):
 
 def test_arguments_after_the_program_belong_to_the_program():
     job, _ = parse_arguments(["-np", "2", "--no-prefix", "python", "train.py", "-np", "3", "--lr=1"])
-    assert job == Job(command=["python", "train.py", "-np", "3", "--lr=1"], num_ranks=2, prefixes_lines=False)
+    assert job == LaunchJob(command=["python", "train.py", "-np", "3", "--lr=1"], num_ranks=2, prefixes_lines=False)
     assert parse_arguments(["-np", "1", "--", "x"])[0].command == ["x"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from datasvc.trainer.launch.ranks import remote_guard
-from datasvc.trainer.launch.ranks.job import Job
+from datasvc.trainer.launch.ranks.job import LaunchJob
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_process import RankStart, StartError
 from datasvc.trainer.launch.ranks.static_job import run_static_job
@@ -26,7 +26,7 @@ def fifo(tmp_path):
 
 
 def run(script, num_ranks=2, **settings):
-    return run_static_job(Job(command=["sh", "-c", script], num_ranks=num_ranks, **settings), os.environ)
+    return run_static_job(LaunchJob(command=["sh", "-c", script], num_ranks=num_ranks, **settings), os.environ)
 
 
 def rank_start(script, worker_id="0", **settings):

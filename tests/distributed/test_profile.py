@@ -12,9 +12,9 @@ from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.trainer.recipes.profiling.command import main
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode, step_time
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, step_time
 
-MODES = {str(mode) for mode in Mode}
+MODES = {str(mode) for mode in StepMode}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repos
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     costs = StepCosts.from_dict(found["costs"])
-    assert found["step_s"] == {mode: step_time(costs, mode) for mode in Mode}
+    assert found["step_s"] == {mode: step_time(costs, mode) for mode in StepMode}
     assert found["measured"].keys() == MODES
     assert [prediction["world_size"] for prediction in found["predictions"]] == [1, 64]
     assert (found["world_size"], found["config"]["micro_batch"]) == (2, 4)
@@ -66,8 +66,8 @@ def test_one_rank_prints_tables_and_a_verdict_even_if_the_trace_cannot_be_writte
         main([*words(repository), "--top", "2", "--nodes", "2", "--trace", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "small-cnn, 1 ranks, 8 images each, median of 2 rounds"
-    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in MODES] == list(Mode)
-    assert [line.split()[1] for line in lines if line.split()[:1] == ["2"]] == list(Mode)
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in MODES] == list(StepMode)
+    assert [line.split()[1] for line in lines if line.split()[:1] == ["2"]] == list(StepMode)
     assert lines[-2].startswith("note: this profile is of one rank")
     assert "-bound: " in lines[-1]
     assert not hvd.is_initialized()

@@ -19,7 +19,7 @@ from datasvc.loaders.augment.augment import AugmentConfig, plan_random_windows
 from datasvc.models.tensors import codec
 from datasvc.models.tensors.dedup_index import find_chain, pointer_path, write_pointer
 from datasvc.models.tensors.state_tree import decode_state, encode_state, flatten, unflatten
-from datasvc.models.tensors.tensor_table import Link, Piece, TensorRecord, encode_table, read_table
+from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, encode_table, read_table
 from datasvc.order import AccessOrder, OrderConfig, OrderState
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.logs.log import decode_entry, encode_entry
@@ -48,12 +48,12 @@ ENTRY = {
     "message": "größer",
     "splits": {"train": {"table": "ab" * 32, "samples": 2, "bytes": 1234, "shards": 1}},
 }
-RAW = Link(Digest("01" * 32), 24, 0, 24, "raw")
-PACKED = Link(Digest("03" * 32), 16, 8, 8, "raw")
-CHAIN = (Link(Digest("04" * 32), 30, 0, 15, "planes"), Link(Digest("05" * 32), 9, 0, 9, "difference"))
+RAW = ChainLink(Digest("01" * 32), 24, 0, 24, "raw")
+PACKED = ChainLink(Digest("03" * 32), 16, 8, 8, "raw")
+CHAIN = (ChainLink(Digest("04" * 32), 30, 0, 15, "planes"), ChainLink(Digest("05" * 32), 9, 0, 9, "difference"))
 RECORDS_1 = (
-    TensorRecord("model.w", "float32", (2, 3), (Piece((0, 0), (2, 3), Digest("01" * 32), (RAW,)),)),
-    TensorRecord("step", "int64", (), (Piece((), (), Digest("02" * 32), (PACKED,)),)),
+    TensorRecord("model.w", "float32", (2, 3), (Chunk((0, 0), (2, 3), Digest("01" * 32), (RAW,)),)),
+    TensorRecord("step", "int64", (), (Chunk((), (), Digest("02" * 32), (PACKED,)),)),
 )
 RECORDS = (
     TensorRecord("empty", "bool", (0, 2), ()),
@@ -62,8 +62,8 @@ RECORDS = (
         "float32",
         (2, 4),
         (
-            Piece((0, 0), (2, 2), Digest("02" * 32), CHAIN),
-            Piece((0, 2), (2, 2), Digest("06" * 32), (*CHAIN, dataclasses.replace(CHAIN[1], encoding="xor"))),
+            Chunk((0, 0), (2, 2), Digest("02" * 32), CHAIN),
+            Chunk((0, 2), (2, 2), Digest("06" * 32), (*CHAIN, dataclasses.replace(CHAIN[1], encoding="xor"))),
         ),
     ),
     RECORDS_1[1],
@@ -284,7 +284,7 @@ def test_planes_and_differences_of_format_1_are_decoded():
     for name, (encoding, words) in PLANES.items():
         found = WORDS.view(np.uint8).copy()
         first = ("planes", golden("planes-1.bin"))
-        codec.Decoder().decode([first] if encoding == "planes" else [first, (encoding, golden(name))], found)
+        codec.ChainDecoder().decode([first] if encoding == "planes" else [first, (encoding, golden(name))], found)
         assert found.tobytes() == words.tobytes(), name
 
 

@@ -11,21 +11,21 @@ from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.ledger.file import (
     RECORD_BYTES,
     Header,
-    Kind,
-    Record,
+    LedgerRecord,
+    RecordKind,
     create_ledger_file,
     list_files,
     read_header,
     read_ledger,
 )
-from datasvc.ledger.strided_range import Comb, solid
+from datasvc.ledger.strided_range import StridedRange, solid
 from tests.ledger.test_strided_range import COMBS
 
 HEADER = Header({"version": "aa", "seed": 1}, "numbers@1/train", 40, 1, 2, 4, "drop", 0, 8, 1.5)
 RECORDS = [
-    Record(Kind.SERVED, 0, solid(8, 24), 16),
-    Record(Kind.MASKED, 0, solid(9, 10), 1),
-    Record(Kind.SERVED, 1, Comb(0, 16, 8, 4, 4), 8),
+    LedgerRecord(RecordKind.SERVED, 0, solid(8, 24), 16),
+    LedgerRecord(RecordKind.MASKED, 0, solid(9, 10), 1),
+    LedgerRecord(RecordKind.SERVED, 1, StridedRange(0, 16, 8, 4, 4), 8),
 ]
 
 
@@ -38,12 +38,12 @@ def path(tmp_path):
     return path
 
 
-@given(kind=st.sampled_from(Kind), epoch=st.integers(0, 1 << 40), comb=COMBS, far=st.integers(0, 1 << 50))
+@given(kind=st.sampled_from(RecordKind), epoch=st.integers(0, 1 << 40), comb=COMBS, far=st.integers(0, 1 << 50))
 def test_a_record_is_read_as_it_was_written(kind, epoch, comb, far):
     there = dataclasses.replace(comb, start=comb.start + far, stop=comb.stop + far)
-    record = Record(kind, epoch, there, there.size)
+    record = LedgerRecord(kind, epoch, there, there.size)
     assert len(record.encode()) == RECORD_BYTES
-    assert Record.decode(record.encode()) == record
+    assert LedgerRecord.decode(record.encode()) == record
 
 
 @given(bit=st.integers(0, 8 * RECORD_BYTES - 1))
@@ -51,21 +51,27 @@ def test_a_flipped_bit_is_found(bit):
     content = bytearray(RECORDS[2].encode())
     content[bit // 8] ^= 1 << bit % 8
     with pytest.raises(CorruptDataError):
-        Record.decode(bytes(content))
+        LedgerRecord.decode(bytes(content))
 
 
 @pytest.mark.parametrize(
     "comb",
-    [Comb(0, 4, 0, 0, 1), Comb(4, 0, 1, 0, 1), Comb(-1, 4, 1, 0, 1), Comb(0, 4, 2, 2, 1), Comb(0, 4, 2, 0, -1)],
+    [
+        StridedRange(0, 4, 0, 0, 1),
+        StridedRange(4, 0, 1, 0, 1),
+        StridedRange(-1, 4, 1, 0, 1),
+        StridedRange(0, 4, 2, 2, 1),
+        StridedRange(0, 4, 2, 0, -1),
+    ],
 )
 def test_fields_that_contradict_one_another_are_damage_though_the_checksum_is_right(comb):
     with pytest.raises(CorruptDataError, match="contradict"):
-        Record.decode(Record(Kind.SERVED, 0, comb, 4).encode())
+        LedgerRecord.decode(LedgerRecord(RecordKind.SERVED, 0, comb, 4).encode())
 
 
 def test_a_count_that_is_not_that_of_the_positions_is_damage():
     with pytest.raises(CorruptDataError, match="contradict"):
-        Record.decode(Record(Kind.SERVED, 0, solid(0, 4), 5).encode())
+        LedgerRecord.decode(LedgerRecord(RecordKind.SERVED, 0, solid(0, 4), 5).encode())
 
 
 def test_a_file_is_read_as_it_was_written(path):

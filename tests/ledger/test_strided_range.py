@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.ledger.strided_range import Comb, describe_positions, first_positions, solid, split_runs
+from datasvc.ledger.strided_range import StridedRange, describe_positions, first_positions, solid, split_runs
 from datasvc.order import Step, slice_step
 
 COMBS = st.builds(
-    lambda start, length, period, offset, tooth: Comb(start, start + length, period, offset % period, tooth),
+    lambda start, length, period, offset, tooth: StridedRange(start, start + length, period, offset % period, tooth),
     st.integers(0, 60),
     st.integers(0, 60),
     st.integers(1, 20),
@@ -70,7 +70,7 @@ def test_what_a_rank_serves_in_a_row_of_steps_is_one_comb(world_size, batch_size
             positions, _ = slice_step(step, rank=rank, world_size=world_size, lanes=lanes)
             (comb,) = describe_positions(step.start, step.stop, positions)
             assert one is None or comb.continues(one)
-            one = comb if one is None else Comb(one.start, comb.stop, comb.period, comb.offset, comb.length)
+            one = comb if one is None else StridedRange(one.start, comb.stop, comb.period, comb.offset, comb.length)
             served += positions.tolist()
         assert members(one) == served
 
@@ -80,9 +80,9 @@ def test_what_a_rank_serves_in_a_row_of_steps_is_one_comb(world_size, batch_size
     [
         (solid(0, 4), solid(4, 9), True),
         (solid(0, 4), solid(5, 9), False),
-        (Comb(0, 8, 8, 2, 2), Comb(8, 16, 8, 2, 2), True),
-        (Comb(0, 8, 8, 2, 2), Comb(8, 16, 8, 3, 2), False),
-        (Comb(0, 8, 8, 2, 2), Comb(8, 16, 4, 2, 2), False),
+        (StridedRange(0, 8, 8, 2, 2), StridedRange(8, 16, 8, 2, 2), True),
+        (StridedRange(0, 8, 8, 2, 2), StridedRange(8, 16, 8, 3, 2), False),
+        (StridedRange(0, 8, 8, 2, 2), StridedRange(8, 16, 4, 2, 2), False),
     ],
 )
 def test_a_comb_continues_another_with_the_same_teeth_where_that_ends(first, then, goes_on):

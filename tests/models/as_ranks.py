@@ -7,7 +7,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from datasvc.models.dcp import Writer
+from datasvc.models.dcp import DcpWriter
 
 
 class Block(torch.Tensor):
@@ -38,7 +38,7 @@ class Block(torch.Tensor):
 def save_as_ranks(url, states, **options):
     """What torch's `save` does, with all ranks in this process; `url`: one, or one for each. Returns the writers."""
     urls = [url] * len(states) if isinstance(url, str) else url
-    writers = [Writer(each, **options) for each in urls]
+    writers = [DcpWriter(each, **options) for each in urls]
     planners = [DefaultSavePlanner() for _ in states]
     plans = []
     for rank, (writer, planner, state) in enumerate(zip(writers, planners, states, strict=True)):

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 
 from datasvc.errors import DatasvcError
 from datasvc.models import describe_model, restore
-from datasvc.models.dcp import Reader
+from datasvc.models.dcp import DcpReader
 from datasvc.models.dcp.metadata import describe_unsharded, encode_sharding
 from datasvc.models.registry.verify import verify
 from datasvc.models.tensors.state_tree import decode_state, encode_state
-from datasvc.models.tensors.tensor_table import Piece, TensorRecord, decode_table, encode_table
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, decode_table, encode_table
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.log import encode_entry
 from datasvc.repository.objects.objects import digest_of
@@ -98,7 +98,7 @@ def try_to_plan(repository, seen):
     """Have torch plan a load of version 3; it may refuse too, but build nothing that is not stored."""
     watching.set()
     try:
-        metadata = Reader(repository.url, ref="m@3").read_metadata()
+        metadata = DcpReader(repository.url, ref="m@3").read_metadata()
         _EmptyStateDictLoadPlanner().set_up_planner({}, metadata, is_coordinator=True)
         seen["fine"] = seen.get("fine", 0) + 1
     except (DatasvcError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -161,7 +161,7 @@ def hostile_tables(rng, whole):
         for encoding in ("raw", "planes"):
             length = size if encoding == "raw" else link.length
             claim = replace(link, object_bytes=length, offset=0, length=length, encoding=encoding)
-            piece = Piece((0,), (size,), largest.pieces[0].digest, (claim,))
+            piece = Chunk((0,), (size,), largest.pieces[0].digest, (claim,))
             yield encode_table(TensorRecord(f"t{number:03}", "uint8", (size,), (piece,)) for number in range(count))
     for _ in range(100):
         yield bytes(mutate(rng, whole))

@@ -6,7 +6,7 @@ import pytest
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models import describe_model, restore
-from datasvc.models.restoring.failover_source import CopiesInTurn, join_errors
+from datasvc.models.restoring.failover_source import FailoverSource, join_errors
 from datasvc.models.tensors.read import load_tensors
 from datasvc.repository.objects.objects import parse_digest
 from tests.models.every_kind import copy_of, equal, flip, links_of, records_of, save_every_kind, state_of
@@ -65,7 +65,7 @@ def test_a_flipped_bit_in_any_object_is_found_and_a_tensor_that_it_hits_is_named
 
 def load_from(places, ref="m@2"):
     records = records_of(places[-1], ref)
-    source = CopiesInTurn([place.objects for place in places])
+    source = FailoverSource([place.objects for place in places])
     return load_tensors(source, records), source.bad.listed(records)
 
 

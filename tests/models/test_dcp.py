@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.gc import gc
 from datasvc.models import describe_model, restore, save
-from datasvc.models.dcp import Reader, Writer
+from datasvc.models.dcp import DcpReader, DcpWriter
 from datasvc.models.dcp.checkpoint_id import CheckpointId
 from datasvc.models.dcp.metadata import decode_sharding
 from datasvc.models.tensors.state_tree import decode_state
@@ -131,16 +131,16 @@ class CountingSource:
 @pytest.mark.parametrize("codec", ["none", "delta"])
 def test_every_kind_of_state_comes_back_through_torchs_planners(url, codec):
     state = every_kind()
-    metadata = dcp.save(state, storage_writer=Writer(url, codec=codec))
+    metadata = dcp.save(state, storage_writer=DcpWriter(url, codec=codec))
     assert metadata.storage_meta.checkpoint_id == f"{url}#checkpoint@1"
     found = empty_like(state)
-    dcp.load(found, storage_reader=Reader(url))
+    dcp.load(found, storage_reader=DcpReader(url))
     assert_same(found, state)
 
 
 def test_a_sharded_save_is_an_ordinary_version(url, tmp_path):
     state = every_kind()
-    writer = Writer(url, name="m", step=7, config={"lr": 0.1}, metrics={"loss": math.nan}, message="hello")
+    writer = DcpWriter(url, name="m", step=7, config={"lr": 0.1}, metrics={"loss": math.nan}, message="hello")
     dcp.save(state, storage_writer=writer)
     assert str(writer.committed) == "m@1"
     repository = Repository.open(url)
@@ -151,7 +151,7 @@ def test_a_sharded_save_is_an_ordinary_version(url, tmp_path):
     assert (entry["message"], entry["num_tensors"]) == ("hello", 12)
     assert not gc(repository, grace_s=0, no_writers=True, dry_run=False).objects, "an object that a version names"
     found = empty_like(state)
-    dcp.load(found, storage_reader=Reader(url, ref="m@1"))
+    dcp.load(found, storage_reader=DcpReader(url, ref="m@1"))
     assert_same(found, state)
 
 
@@ -164,23 +164,23 @@ def test_a_version_that_one_process_saved_whole_is_read_through_torch_too(url):
     save(Repository.create(url), "m", state, step=3)
     expected = {**state, "optimizer": {**state["optimizer"], "state": dict(state["optimizer"]["state"])}}
     found = empty_like(state)
-    dcp.load(found, storage_reader=Reader(url, name="m"))
+    dcp.load(found, storage_reader=DcpReader(url, name="m"))
     assert_same(found, expected)
 
 
 @pytest.mark.parametrize("state", [{}, {"step": 3}, {"empty": torch.empty(0, 2)}])
 def test_a_state_with_hardly_anything_comes_back(url, state):
-    dcp.save(state, storage_writer=Writer(url))
+    dcp.save(state, storage_writer=DcpWriter(url))
     found = empty_like(state)
-    dcp.load(found, storage_reader=Reader(url))
+    dcp.load(found, storage_reader=DcpReader(url))
     assert_same(found, state)
     assert_same(restore(Repository.open(url), "checkpoint").state, state)
 
 
 def test_the_metadata_comes_back_as_it_was(url):
-    writer = Writer(url)
+    writer = DcpWriter(url)
     saved = dcp.save(every_kind(), storage_writer=writer)
-    reader = Reader(url)
+    reader = DcpReader(url)
     read = reader.read_metadata()
     assert read.state_dict_metadata == saved.state_dict_metadata
     assert read.planner_data == saved.planner_data
@@ -189,7 +189,7 @@ def test_the_metadata_comes_back_as_it_was(url):
 
 
 def test_a_new_save_or_load_has_a_new_id(url):
-    writer, reader = Writer(url), Reader(url)
+    writer, reader = DcpWriter(url), DcpReader(url)
     for storage, name in ((writer, "save_id"), (reader, "load_id")):
         first = getattr(storage, name)
         assert getattr(storage.storage_meta(), name) == first
@@ -203,35 +203,35 @@ def test_a_new_save_or_load_has_a_new_id(url):
 def test_a_planner_that_does_not_flatten_gets_its_nested_values_back(url):
     flat = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
     state = {"weight": torch.ones(2), "nested": {"a": (1, 2.5), "b": [None]}}
-    dcp.save(state, storage_writer=Writer(url), planner=DefaultSavePlanner(**flat))
+    dcp.save(state, storage_writer=DcpWriter(url), planner=DefaultSavePlanner(**flat))
     assert_same(restore(Repository.open(url), "checkpoint").state, state)
     found = {"weight": torch.zeros(2), "nested": None}
-    dcp.load(found, storage_reader=Reader(url), planner=DefaultLoadPlanner(**flat))
+    dcp.load(found, storage_reader=DcpReader(url), planner=DefaultLoadPlanner(**flat))
     assert_same(found, state)
 
 
 def test_a_state_is_rebuilt_from_the_metadata_alone(url):
-    dcp.save(every_kind(), storage_writer=Writer(url))
-    found = _load_state_dict_from_keys({"model", "step"}, storage_reader=Reader(url))
+    dcp.save(every_kind(), storage_writer=DcpWriter(url))
+    found = _load_state_dict_from_keys({"model", "step"}, storage_reader=DcpReader(url))
     assert_same(found, {key: every_kind()[key] for key in ("model", "step")})
 
 
 def test_only_the_pieces_of_what_is_loaded_are_read(url):
     state = {"wanted": torch.randn(1000), "other": torch.randn(100_000), "step": 3}
-    dcp.save(state, storage_writer=Writer(url, codec="none"))
+    dcp.save(state, storage_writer=DcpWriter(url, codec="none"))
     source = CountingSource(url)
     found = {"wanted": torch.zeros(1000)}
-    dcp.load(found, storage_reader=Reader(url, cache=source.opened))
+    dcp.load(found, storage_reader=DcpReader(url, cache=source.opened))
     assert torch.equal(found["wanted"], state["wanted"])
     assert source.num_bytes == 4000
 
 
 def test_a_second_save_writes_only_what_changed(url):
     state = {"frozen": torch.randn(100_000), "trained": torch.randn(1000)}
-    dcp.save(state, storage_writer=Writer(url))
+    dcp.save(state, storage_writer=DcpWriter(url))
     before = stored_bytes(url)
     state["trained"] += 1
-    dcp.save(state, storage_writer=Writer(url))
+    dcp.save(state, storage_writer=DcpWriter(url))
     assert stored_bytes(url) - before < 15_000
     assert_same(restore(Repository.open(url), "checkpoint@2").state, state)
 
@@ -239,7 +239,7 @@ def test_a_second_save_writes_only_what_changed(url):
 def test_a_changed_tensor_is_stored_as_the_difference_to_the_version_before(url):
     weight = torch.randn(200_000)
     for changed in (weight, weight * 1.001):
-        dcp.save({"w": changed}, storage_writer=Writer(url))
+        dcp.save({"w": changed}, storage_writer=DcpWriter(url))
     first, second = (describe_model(Repository.open(url), f"checkpoint@{n}").entry["stored_bytes"] for n in (1, 2))
     assert second < 0.8 * first
     assert torch.equal(restore(Repository.open(url), "checkpoint@2").state["w"], weight * 1.001)
@@ -254,29 +254,29 @@ def test_a_repository_on_s3_is_saved_to_and_loaded_from(s3_bucket):
     url = f"{s3_bucket}/dcp"
     state = {**every_kind(), "large": torch.randn(9 << 18)}
     for _ in range(2):
-        dcp.save(state, storage_writer=Writer(url))
+        dcp.save(state, storage_writer=DcpWriter(url))
     found = empty_like(state)
-    dcp.load(found, storage_reader=Reader(url), checkpoint_id=f"{url}#checkpoint@2")
+    dcp.load(found, storage_reader=DcpReader(url), checkpoint_id=f"{url}#checkpoint@2")
     assert_same(found, state)
 
 
 def test_plans_may_be_cached_from_save_to_save(url):
     for step in range(3):
         state = {"weight": torch.full((8,), float(step)), "step": step}
-        dcp.save(state, storage_writer=Writer(url), planner=DefaultSavePlanner(enable_plan_caching=True))
+        dcp.save(state, storage_writer=DcpWriter(url), planner=DefaultSavePlanner(enable_plan_caching=True))
         assert_same(restore(Repository.open(url), "checkpoint").state, state)
 
 
 def test_an_asynchronous_save_keeps_what_was_there_when_it_began(url):
     state = {"weight": torch.arange(1000.0)}
-    future = dcp.async_save(state, storage_writer=Writer(url))
+    future = dcp.async_save(state, storage_writer=DcpWriter(url))
     state["weight"].zero_()
     future.result()
     assert torch.equal(restore(Repository.open(url), "checkpoint").state["weight"], torch.arange(1000.0))
 
 
 def test_a_writer_travels_to_another_process_without_what_belongs_to_a_save(url):
-    writer = Writer(url, name="m", step=3)
+    writer = DcpWriter(url, name="m", step=3)
     dcp.save({"weight": torch.ones(3)}, storage_writer=writer)
     other = pickle.loads(pickle.dumps(writer))
     dcp.save({"weight": torch.ones(3)}, storage_writer=other)
@@ -327,26 +327,26 @@ def test_a_value_that_needs_pickle_is_refused_by_name_and_nothing_is_visible(url
     for planner in (None, Rewriting()):
         with pytest.raises(CheckpointException, match=r"'?extra\.thing'?.*cannot be stored without") as caught:
             dcp.save(
-                {"w": torch.ones(2), "extra": {"thing": Unstorable()}}, storage_writer=Writer(url), planner=planner
+                {"w": torch.ones(2), "extra": {"thing": Unstorable()}}, storage_writer=DcpWriter(url), planner=planner
             )
         assert isinstance(only_failure(caught), ConfigError)
     assert Repository.open(url).names("models") == []
 
 
 def test_values_that_a_planner_changes_and_pickles_itself_are_stored_without_pickle(url):
-    dcp.save({"step": 1, "name": "x"}, storage_writer=Writer(url), planner=Rewriting())
+    dcp.save({"step": 1, "name": "x"}, storage_writer=DcpWriter(url), planner=Rewriting())
     assert restore(Repository.open(url), "checkpoint").state == {"step": 2, "name": "x"}
 
 
 def test_a_planners_own_bytes_go_back_to_it_where_they_are_asked_for_and_never_to_one_that_would_unpickle_them(url):
-    dcp.save({"w": torch.ones(2), "own": {"a": [1]}["a"]}, storage_writer=Writer(url), planner=JsonSave())
+    dcp.save({"w": torch.ones(2), "own": {"a": [1]}["a"]}, storage_writer=DcpWriter(url), planner=JsonSave())
     found = {"w": torch.zeros(2), "own": None}
     with pytest.raises(CheckpointException, match=r"'own' holds bytes.*planner_bytes=True"):
-        dcp.load(found, storage_reader=Reader(url), planner=JsonLoad())
-    dcp.load(found, storage_reader=Reader(url, planner_bytes=True), planner=JsonLoad())
+        dcp.load(found, storage_reader=DcpReader(url), planner=JsonLoad())
+    dcp.load(found, storage_reader=DcpReader(url, planner_bytes=True), planner=JsonLoad())
     assert found["own"] == [1]
     with pytest.raises(CheckpointException, match=r"'own' holds bytes.*DefaultLoadPlanner would unpickle them"):
-        dcp.load(found, storage_reader=Reader(url, planner_bytes=True))
+        dcp.load(found, storage_reader=DcpReader(url, planner_bytes=True))
 
 
 class Bomb:
@@ -372,15 +372,15 @@ class PicklingSave(DefaultSavePlanner):
 
 def test_bytes_that_a_hostile_version_calls_a_planners_own_reach_no_planner(url, tmp_path):
     target = tmp_path / "ran"
-    dcp.save({"own": str(target)}, storage_writer=Writer(url), planner=PicklingSave())
+    dcp.save({"own": str(target)}, storage_writer=DcpWriter(url), planner=PicklingSave())
     with pytest.raises(CheckpointException, match="'own' holds bytes"):
-        dcp.load({"own": None}, storage_reader=Reader(url), planner=Wrapping())
+        dcp.load({"own": None}, storage_reader=DcpReader(url), planner=Wrapping())
     assert not target.exists()
 
 
 def test_no_stored_object_is_a_pickle(url):
     # What differs from the checked out revision is stored too, and may speak of pickles.
-    dcp.save(every_kind(), storage_writer=Writer(url, code=CodeRevision(None, dirty=False)))
+    dcp.save(every_kind(), storage_writer=DcpWriter(url, code=CodeRevision(None, dirty=False)))
     for path in Path(url).rglob("*"):
         if path.is_file():
             assert not path.read_bytes().startswith((b"\x80", b"PK")), path
@@ -391,7 +391,7 @@ def test_no_stored_object_is_a_pickle(url):
 
 
 def test_a_changed_byte_is_an_error_that_names_the_tensor(url):
-    dcp.save({"a": torch.randn(20_000), "b": torch.randn(20_000)}, storage_writer=Writer(url, codec="none"))
+    dcp.save({"a": torch.randn(20_000), "b": torch.randn(20_000)}, storage_writer=DcpWriter(url, codec="none"))
     repository = Repository.open(url)
     table = {r.name: r for r in read_table(repository.objects, describe_model(repository, "checkpoint").tensors)}
     path = repository.objects.local_path(table["b"].pieces[0].chain[0].object)
@@ -401,13 +401,13 @@ def test_a_changed_byte_is_an_error_that_names_the_tensor(url):
     path.write_bytes(raw)
     found = {"a": torch.zeros(20_000), "b": torch.zeros(20_000)}
     with pytest.raises(CheckpointException, match="tensor 'b'") as caught:
-        dcp.load(found, storage_reader=Reader(url))
+        dcp.load(found, storage_reader=DcpReader(url))
     assert isinstance(only_failure(caught), CorruptDataError)
 
 
 def sharding_of(url):
     state = {"w": torch.arange(12.0).reshape(4, 3), "step": 1, "l": [{}, torch.ones(1)]}
-    dcp.save(state, storage_writer=Writer(url))
+    dcp.save(state, storage_writer=DcpWriter(url))
     repository = Repository.open(url)
     entry = describe_model(repository, "checkpoint").entry
     records = {r.name: r for r in read_table(repository.objects, parse_digest(entry["tensors"]))}
@@ -466,7 +466,7 @@ class Noting(DefaultSavePlanner):
 
 def test_what_a_planner_notes_beside_paths_is_refused_when_it_is_saved(url):
     with pytest.raises(CheckpointException, match=r"'w'.*no path") as caught:
-        dcp.save({"w": torch.ones(2)}, storage_writer=Writer(url), planner=Noting())
+        dcp.save({"w": torch.ones(2)}, storage_writer=DcpWriter(url), planner=Noting())
     assert isinstance(only_failure(caught), ConfigError)
 
 
@@ -486,48 +486,48 @@ def test_what_a_planner_notes_beside_paths_is_refused_when_it_is_saved(url):
 )
 def test_a_checkpoint_id_names_a_repository_a_model_a_version(given_id, url, ref):
     assert CheckpointId.parse(given_id) == CheckpointId(url, ref)
-    assert Reader.validate_checkpoint_id(given_id)
+    assert DcpReader.validate_checkpoint_id(given_id)
 
 
 def test_what_is_no_checkpoint_id_is_refused(url):
     for bad in ("", "#", "repo#Not A Name", "m@@", "m@"):
-        assert not Writer.validate_checkpoint_id(bad)
+        assert not DcpWriter.validate_checkpoint_id(bad)
         with pytest.raises(ConfigError):
             CheckpointId.parse(bad)
     with pytest.raises(ConfigError, match="a save makes a new version"):
-        Writer(url).reset("m@3")
+        DcpWriter(url).reset("m@3")
 
 
 def test_bad_arguments_are_refused_at_once(url):
     with pytest.raises(ConfigError, match="no codec 'zip'"):
-        Writer(url, codec="zip")
+        DcpWriter(url, codec="zip")
     with pytest.raises(ConfigError, match="cannot name a model"):
-        Writer(url, name="Bad Name")
+        DcpWriter(url, name="Bad Name")
     with pytest.raises(ConfigError):
-        Reader(url, ref="m@@")
+        DcpReader(url, ref="m@@")
     with pytest.raises(TypeError, match="thread_count"):
-        Writer(url, thread_count=2)
+        DcpWriter(url, thread_count=2)
 
 
 def test_a_missing_version_says_which_there_are(url):
-    dcp.save({"w": torch.ones(2)}, storage_writer=Writer(url))
+    dcp.save({"w": torch.ones(2)}, storage_writer=DcpWriter(url))
     with pytest.raises(CheckpointException, match="checkpoint has no version 5; it has 1"):
-        dcp.load({"w": torch.zeros(2)}, storage_reader=Reader(url), checkpoint_id="checkpoint@5")
+        dcp.load({"w": torch.zeros(2)}, storage_reader=DcpReader(url), checkpoint_id="checkpoint@5")
     with pytest.raises(CheckpointException, match="no repository at") as caught:
-        dcp.load({"w": torch.zeros(2)}, storage_reader=Reader(url + "2"))
+        dcp.load({"w": torch.zeros(2)}, storage_reader=DcpReader(url + "2"))
     assert isinstance(only_failure(caught), NotFoundError)
     with pytest.raises(NotFoundError, match="no repository at"):
-        assert Reader(url + "2").read_metadata().state_dict_metadata
+        assert DcpReader(url + "2").read_metadata().state_dict_metadata
 
 
 def test_a_version_that_is_not_signed_is_refused_by_those_who_trust_keys(url, tmp_path):
     key = make_key(tmp_path / "key")
     for _ in range(2):
-        dcp.save({"w": torch.ones(2)}, storage_writer=Writer(url))
+        dcp.save({"w": torch.ones(2)}, storage_writer=DcpWriter(url))
     sign(Repository.open(url), "checkpoint@1", load_private_key(tmp_path / "key"))
     for version in (1, 2):
         found = {"w": torch.zeros(2)}
-        reader = Reader(url, ref=f"checkpoint@{version}", trusted_keys=[key.source])
+        reader = DcpReader(url, ref=f"checkpoint@{version}", trusted_keys=[key.source])
         if version == 1:
             dcp.load(found, storage_reader=reader)
             assert torch.equal(found["w"], torch.ones(2))
@@ -552,7 +552,7 @@ class Failing(DefaultSavePlanner):
 
 def test_an_error_that_cannot_be_sent_to_other_ranks_is_told_in_words(url):
     with pytest.raises(CheckpointException, match="Untransportable: this and that") as caught:
-        dcp.save({"w": torch.ones(2)}, storage_writer=Writer(url), planner=Failing())
+        dcp.save({"w": torch.ones(2)}, storage_writer=DcpWriter(url), planner=Failing())
     error = only_failure(caught)
     assert type(pickle.loads(pickle.dumps(error))) is DatasvcError
 
@@ -586,7 +586,7 @@ def test_what_any_ranks_save_any_other_ranks_load(tmp_path_factory, data):
     save_as_ranks(url, [{"a": {"w": Block.of(whole, box)}, "step": 3} for box in saved])
     assert_same(restore(Repository.open(url), "checkpoint").state, {"a": {"w": whole}, "step": 3})
     states = [{"a": {"w": Block.of(torch.zeros_like(whole), box)}} for box in loaded]
-    load_as_ranks([Reader(url) for _ in states], states)
+    load_as_ranks([DcpReader(url) for _ in states], states)
     for state, box in zip(states, loaded, strict=True):
         assert torch.equal(state["a"]["w"].as_subclass(torch.Tensor), Block.of(whole, box).as_subclass(torch.Tensor))
 
@@ -606,17 +606,17 @@ def test_ranks_together_read_every_byte_once_where_their_parts_follow_the_saved_
     save_as_ranks(url, [{"w": rows(whole, rank, 24)} for rank in range(24)], codec="none")
     sources = [CountingSource(url) for _ in range(num_ranks)]
     states = [{"w": rows(torch.zeros(48, 500), rank, num_ranks)} for rank in range(num_ranks)]
-    load_as_ranks([Reader(url, cache=source.opened) for source in sources], states)
+    load_as_ranks([DcpReader(url, cache=source.opened) for source in sources], states)
     assert torch.equal(torch.cat([state["w"].as_subclass(torch.Tensor) for state in states]), whole)
     assert [source.num_bytes for source in sources] == [whole.nbytes // num_ranks] * num_ranks
 
 
 def test_a_piece_that_only_partly_meets_a_block_is_read_whole(url):
     whole = torch.randn(8, 100)
-    dcp.save({"w": whole}, storage_writer=Writer(url, codec="none"))
+    dcp.save({"w": whole}, storage_writer=DcpWriter(url, codec="none"))
     source = CountingSource(url)
     states = [{"w": Block.of(torch.zeros(8, 100), ((1, 10), (5, 50)))}]
-    load_as_ranks([Reader(url, cache=source.opened)], states)
+    load_as_ranks([DcpReader(url, cache=source.opened)], states)
     assert torch.equal(states[0]["w"].as_subclass(torch.Tensor), whole[1:6, 10:60])
     assert source.num_bytes == whole.nbytes
 
@@ -634,11 +634,11 @@ class TopAndBottom(Block):
 
 def test_a_piece_that_several_blocks_meet_is_read_once(url):
     whole = torch.randn(8, 30_000)
-    dcp.save({"w": whole}, storage_writer=Writer(url, codec="none"))
+    dcp.save({"w": whole}, storage_writer=DcpWriter(url, codec="none"))
     source = CountingSource(url)
     target = Block.of(torch.zeros(8, 30_000), ((0, 0), (8, 30_000)))
     target.__class__ = TopAndBottom
-    load_as_ranks([Reader(url, cache=source.opened)], [{"w": target}])
+    load_as_ranks([DcpReader(url, cache=source.opened)], [{"w": target}])
     found = target.as_subclass(torch.Tensor)
     assert torch.equal(found[[0, 7]], whole[[0, 7]])
     assert not found[1:7].any()
@@ -652,24 +652,24 @@ class OwnPlans(DefaultLoadPlanner):
 
 @pytest.mark.parametrize("planner", [DefaultLoadPlanner, OwnPlans])
 def test_ranks_that_saw_different_newest_versions_load_the_coordinators(url, planner):
-    dcp.save({"w": torch.ones(4)}, storage_writer=Writer(url))
+    dcp.save({"w": torch.ones(4)}, storage_writer=DcpWriter(url))
     states = [{"w": torch.zeros(4)} for _ in range(2)]
 
-    class Late(Reader):
+    class Late(DcpReader):
         def read_metadata(self):
-            dcp.save({"w": torch.full((4,), 2.0)}, storage_writer=Writer(url))
+            dcp.save({"w": torch.full((4,), 2.0)}, storage_writer=DcpWriter(url))
             return super().read_metadata()
 
-    readers = [Reader(url), Late(url)]
+    readers = [DcpReader(url), Late(url)]
     load_as_ranks(readers, states, planner)
     assert [str(reader.version) for reader in readers] == ["checkpoint@1"] * 2
     assert torch.equal(states[1]["w"], torch.ones(4))
 
 
 def test_a_planner_may_make_plans_of_its_own(url):
-    dcp.save({"w": torch.ones(4)}, storage_writer=Writer(url))
+    dcp.save({"w": torch.ones(4)}, storage_writer=DcpWriter(url))
     found = {"w": torch.zeros(4)}
-    dcp.load(found, storage_reader=Reader(url), planner=OwnPlans())
+    dcp.load(found, storage_reader=DcpReader(url), planner=OwnPlans())
     assert torch.equal(found["w"], torch.ones(4))
 
 
@@ -682,7 +682,7 @@ def test_parts_that_do_not_make_up_a_tensor_are_refused(url):
 
 def test_two_tensors_of_one_name_are_refused(url):
     with pytest.raises(CheckpointException, match=r"two tensors of the state are called 'a\.0'"):
-        dcp.save({"a": (torch.ones(1),), "a.0": torch.ones(1)}, storage_writer=Writer(url))
+        dcp.save({"a": (torch.ones(1),), "a.0": torch.ones(1)}, storage_writer=DcpWriter(url))
 
 
 def test_ranks_that_hold_one_tensor_in_two_dtypes_are_refused(url):
@@ -692,7 +692,7 @@ def test_ranks_that_hold_one_tensor_in_two_dtypes_are_refused(url):
 
 
 def test_saves_that_race_to_one_name_both_land(url):
-    first, second = Writer(url), Writer(url)
+    first, second = DcpWriter(url), DcpWriter(url)
     planner = DefaultSavePlanner()
 
     class Meanwhile(DefaultSavePlanner):

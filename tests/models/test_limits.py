@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import CheckpointException
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.gc import gc
 from datasvc.models import restore, save
-from datasvc.models.dcp import Reader, Writer, metadata
+from datasvc.models.dcp import DcpReader, DcpWriter, metadata
 from datasvc.models.interop import export_model
 from datasvc.models.registry.diff import diff
 from datasvc.models.registry.registry import describe_model
@@ -58,7 +58,7 @@ def name_large_object(repository, role):
 
 
 def load_sharded(repository, ref):
-    load_as_ranks([Reader(repository.url, ref=ref)], [{"step": None}])
+    load_as_ranks([DcpReader(repository.url, ref=ref)], [{"step": None}])
 
 
 def export_safetensors(folder, repository, ref):
@@ -161,6 +161,6 @@ def test_what_nobody_would_read_again_is_not_written(repository, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(metadata, "MAX_SHARDING_BYTES", 100)
     with pytest.raises(CheckpointException) as caught:
-        dcp.save({"w": torch.ones(3)}, storage_writer=Writer(repository.url))
+        dcp.save({"w": torch.ones(3)}, storage_writer=DcpWriter(repository.url))
     assert "how this save was cut" in str(caught.value)
     assert repository.names("models") == []

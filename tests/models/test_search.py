@@ -11,10 +11,10 @@ from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.registry.removal import remove
 from datasvc.models.search import find_versions
 from datasvc.models.search import index as search_index
-from datasvc.models.search.columns import Column
+from datasvc.models.search.columns import FieldColumn
 from datasvc.models.search.evaluate import evaluate
 from datasvc.models.search.expression import And, Compare, Is, Not, Or, Within, parse_expression
-from datasvc.models.search.index import INDEX_PATH, Index, Part, decode_index, encode_index, read_index
+from datasvc.models.search.index import INDEX_PATH, IndexPart, VersionIndex, decode_index, encode_index, read_index
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.store.storage import Storage
@@ -165,12 +165,12 @@ def holds(condition, row):
 
 def columns_of(rows):
     build = {name: [(place, v) for place, row in enumerate(rows) for v in row[name]] for name in ("n", "t")}
-    return {name: Column.build(pairs) for name, pairs in build.items() if pairs}
+    return {name: FieldColumn.build(pairs) for name, pairs in build.items() if pairs}
 
 
 @given(conditions, tables, st.integers(0, 6))
 def test_columns_give_what_each_version_by_itself_gives_however_the_index_grew(condition, rows, cut):
-    index = Index(tuple(Part(len(part), {}, columns_of(part)) for part in (rows[:cut], rows[cut:])))
+    index = VersionIndex(tuple(IndexPart(len(part), {}, columns_of(part)) for part in (rows[:cut], rows[cut:])))
     stored = decode_index(encode_index(index))
     assert stored.num_rows == len(rows)
     for column in (index.column, stored.columns.get):

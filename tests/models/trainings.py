@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasvc.loaders.core.mixture import name_of, splits_of
-from datasvc.models import Reading
+from datasvc.models import ConsumptionTracker
 from datasvc.order import OrderConfig
 from tests.loaders.numbered import Numbers
 
@@ -81,7 +81,7 @@ class Run:
         self.step = truth.steps.get(self.version, 0) if step is None else step
         self.served = Counter()
         self._open(batches or Batches(), truth.states[resumed][2] if resumed else None)
-        self.reading = Reading(self.loaders[0], step=self.step)
+        self.reading = ConsumptionTracker(self.loaders[0], step=self.step)
 
     def train(self, num_steps):
         """Take so many optimizer steps, over the ends of epochs."""

@@ -8,7 +8,7 @@ import torch
 from datasvc.trainer.engine.engine import Engine
 from datasvc.trainer.engine.execution.handles import Handle, Submission
 from datasvc.trainer.engine.execution.transport import LoopbackTransport
-from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
 from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.errors import HorovodInternalError
 
@@ -39,7 +39,9 @@ class FaultyTransport(LoopbackTransport):
 
 def submission(name):
     tensor = torch.ones(2)
-    request = Request(name=name, kind=Kind.ALLREDUCE, dtypes=("float32",), shapes=((2,),), reduce_op=ReduceOp.SUM)
+    request = Request(
+        name=name, kind=CollectiveKind.ALLREDUCE, dtypes=("float32",), shapes=((2,),), reduce_op=ReduceOp.SUM
+    )
     return Submission(request=request, inputs=(tensor,), outputs=(tensor,), result=tensor, handle=Handle(name))
 
 

@@ -72,7 +72,7 @@ def test_the_module_of_the_operations_has_no_name_that_horovod_has_elsewhere():
     exec("from datasvc.trainer.mpi_ops import *", names)
     assert names["allreduce"] is hvd.allreduce
     assert not {*STATE.split(), "DistributedOptimizer", "SyncBatchNorm", "run"} & {*names, *dir(hvd.mpi_ops)}
-    with pytest.raises(AttributeError, match=r"'trainer\.mpi_ops' has no attribute 'run'"):
+    with pytest.raises(AttributeError, match=r"'datasvc\.trainer\.mpi_ops' has no attribute 'run'"):
         _ = hvd.mpi_ops.run
 
 

@@ -14,7 +14,7 @@ from cache_store import Store, environment
 from report import ROOT, Report, alternate
 
 from datasvc.cache import Cache
-from datasvc.cache.catalogue.files import Found
+from datasvc.cache.catalogue.files import ScannedFiles
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.cache.catalogue.recovery import boot_id
 from datasvc.cache.process_handle import join_folder, leave_folder
@@ -126,7 +126,9 @@ def measure_catalogue(folder: Path, arguments: argparse.Namespace) -> Report:
     full = folder / "full"
     with Cache(full, budget="1TB"):
         opened = join_folder(full)
-        found = [Found(Digest(secrets.token_hex(32)), 1 << 20, DEFAULT_TENANT) for _ in range(arguments.objects)]
+        found = [
+            ScannedFiles(Digest(secrets.token_hex(32)), 1 << 20, DEFAULT_TENANT) for _ in range(arguments.objects)
+        ]
         opened.catalogue.rebuild(opened.catalogue.configuration, found, boot_id())
         leave_folder(full, opened)
     empty = folder / "empty"

@@ -15,7 +15,7 @@ from report import Report, alternate
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.prefetch.prefetching_store import FollowedShards
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import OrderConfig
 from datasvc.repository import ObjectInfo, Repository
@@ -72,7 +72,7 @@ def run_job(origin: OriginProcess, folder: Path, order: OrderConfig, *, share: f
 
 def _serve(split: Split, cache: Cache, order: OrderConfig, num_epochs: int) -> Iterator[tuple[int, bool]]:
     """Yield the epoch of each batch, and whether it is the last of it, once all its bytes were looked at."""
-    shards = FollowedShards(cache, split, order)
+    shards = PrefetchingShardStore(cache, split, order)
     # fmt: off
     batches = SampleBatches(
         split, shards, order, batch_size=BATCH, rank=0, world_size=1, tail="short", blob="image", columns=(),

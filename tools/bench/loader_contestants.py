@@ -19,7 +19,7 @@ from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.loaders.decode import DecodeConfig, PixelFormat
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.gpu.dali import DaliPipeline
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.order import OrderConfig
 from datasvc.shards import Split
 from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH
@@ -87,7 +87,7 @@ class Contestants:
 
     def run_own(self) -> float:
         """Time the loader's decode of the same batches, fed from memory."""
-        backend = CpuBackend(self._config, backend="cpu", framework="torch", stopwatch=Stopwatch())
+        backend = CpuBackend(self._config, backend="cpu", framework="torch", stopwatch=StepProfiler())
         try:
             return self._rate(self._decode(backend))
         finally:

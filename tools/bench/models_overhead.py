@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 import datasvc
-from datasvc.models import Model
+from datasvc.models import CheckpointManager
 from datasvc.trainer.recipes.models import MODELS
 from tools.bench.models_training import Training
 
@@ -54,7 +54,7 @@ class Turns:
         saved: what it saves to, by its `should_save`.
     """
 
-    def __init__(self, training: Training, saved: Model) -> None:
+    def __init__(self, training: Training, saved: CheckpointManager) -> None:
         self._training = training
         self._saved = saved
         self._step = 0

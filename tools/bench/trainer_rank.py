@@ -19,7 +19,7 @@ from datasvc.trainer.engine.execution.transport import GroupTransport
 from datasvc.trainer.engine.negotiation.messages import CycleMessage, decode_message, encode_message
 from datasvc.trainer.engine.negotiation.negotiation import Negotiation
 from datasvc.trainer.engine.negotiation.request_cache import RequestCache
-from datasvc.trainer.engine.negotiation.requests import Kind, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 from datasvc.trainer.recipes.models import build_model
 
 BATCH, SIDE, CLASSES = 32, 32, 1000
@@ -182,7 +182,9 @@ def make_cycle(transport: GroupTransport) -> Step:
     """Return what the engine's thread does in a cycle until it knows what may run, for requests seen before."""
     cache, negotiation = RequestCache(FUSED.cache_capacity), Negotiation(transport.size)
     requests = [
-        Request(name=f"gradient.{number}", kind=Kind.ALLREDUCE, dtypes=("float32",), shapes=((512, 512, 3, 3),))
+        Request(
+            name=f"gradient.{number}", kind=CollectiveKind.ALLREDUCE, dtypes=("float32",), shapes=((512, 512, 3, 3),)
+        )
         for number in range(REQUESTS_PER_CYCLE)
     ]
     for request in requests:

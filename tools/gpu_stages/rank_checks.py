@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import datasvc.trainer as hvd
 from datasvc.trainer.engine.execution.transport import GroupTransport
 from datasvc.trainer.env.engine_settings import EngineSettings
-from datasvc.trainer.env.environment import Place, read_place
+from datasvc.trainer.env.environment import RankPlacement, read_place
 from datasvc.trainer.job import runtime
 from gpu_stages.stage import synchronize
 
@@ -36,7 +36,7 @@ def connect_one_rank(device: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=dt.timedelta(seconds=60))
 
-    def connect(place: Place, settings: EngineSettings) -> tuple[GroupTransport, bool]:
+    def connect(place: RankPlacement, settings: EngineSettings) -> tuple[GroupTransport, bool]:
         gpu = "the only one" if device == "cuda" else ""
         return GroupTransport(settings, gpu=gpu, local_size=place.local_size), True
 

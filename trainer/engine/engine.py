@@ -23,7 +23,7 @@ from datasvc.trainer.engine.negotiation.agreement import name_ranks
 from datasvc.trainer.engine.negotiation.messages import CycleMessage, Tuning, decode_message, encode_message
 from datasvc.trainer.engine.negotiation.negotiation import JOIN, Negotiation, Outcome, Ready, Refused
 from datasvc.trainer.engine.negotiation.request_cache import RequestCache
-from datasvc.trainer.engine.negotiation.requests import Key, Kind, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Key, Request
 from datasvc.trainer.engine.negotiation.stall import StallWatch
 from datasvc.trainer.engine.tuning import Tuner
 from datasvc.trainer.env.engine_settings import EngineSettings
@@ -248,7 +248,7 @@ class Engine:
         with self._changed:
             if self._in_flight.get(key) is submission:
                 del self._in_flight[key]
-        if kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET):
+        if kind in (CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET):
             self.process_sets = self._negotiation.process_sets
         device = submission.inputs[0].device if submission.inputs else torch.device("cpu")
         submission.handle.succeed(result, self._streams.record_end(device))

@@ -10,7 +10,7 @@ from typing import Self
 from datasvc.trainer.engine.autotune import Autotuner
 from datasvc.trainer.engine.execution.wire import wire_dtype
 from datasvc.trainer.engine.negotiation.messages import Tuning
-from datasvc.trainer.engine.negotiation.requests import Kind, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 from datasvc.trainer.env.engine_settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Tuner:
         num_bytes = sum(
             prod(shape) * wire_dtype(dtype).itemsize
             for request in requests
-            if request.kind is Kind.ALLREDUCE
+            if request.kind is CollectiveKind.ALLREDUCE
             for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
         )
         if not self._autotuner.observe(num_bytes, time.monotonic()):

@@ -19,7 +19,7 @@ WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Where this process stands: in the job, on its node (local), and among the nodes (cross)."""
 
     rank: int = 0
@@ -30,7 +30,7 @@ class Place:
     cross_size: int = 1
 
 
-def read_place(environ: Mapping[str, str]) -> Place:
+def read_place(environ: Mapping[str, str]) -> RankPlacement:
     """The place that a launcher (ours, torchrun, srun or mpirun) gave this process, or a world of one.
 
     Raises:
@@ -39,7 +39,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
     environ = {**environ, **translate(environ)}
     present = [name for name in WORLD_VARIABLES if name in environ]
     if not {"RANK", "WORLD_SIZE"} & set(present):
-        return Place()
+        return RankPlacement()
     missing = sorted(set(WORLD_VARIABLES) - set(present))
     if missing:
         raise ValueError(f"the environment has {', '.join(present)} but lacks {', '.join(missing)}")
@@ -50,10 +50,10 @@ def read_place(environ: Mapping[str, str]) -> Place:
             "check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
     cross_rank, cross_size = _read_cross(environ) or (rank // local_size, -(-size // local_size))
-    return Place(rank, size, local_rank, local_size, cross_rank, cross_size)
+    return RankPlacement(rank, size, local_rank, local_size, cross_rank, cross_size)
 
 
-def place_variables(place: Place) -> dict[str, str]:
+def place_variables(place: RankPlacement) -> dict[str, str]:
     """What the environment says of a place: torchrun's variables, and Horovod's."""
     return {
         "RANK": str(place.rank),

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from datasvc.trainer.env.environment import Place
+from datasvc.trainer.env.environment import RankPlacement
 
 
-def name_own_gpu(place: Place) -> str:
+def name_own_gpu(place: RankPlacement) -> str:
     """What names the GPU that this rank may use alone, if no other rank has the same name; empty without.
 
     A launcher either shows all GPUs of a node to each of its ranks, which share them out by their local rank, or

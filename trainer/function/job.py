@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.function.pickling import pickle_call, unpickle_error, unpickle_result
-from datasvc.trainer.function.post import Post
+from datasvc.trainer.function.post import CallServer
 from datasvc.trainer.function.worker import KEY, PORT
 from datasvc.trainer.launch.command_line import run_job
 from datasvc.trainer.launch.ranks.hosts import parse_host_file, parse_hosts
-from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
+from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob, RemoteSettings
 from datasvc.trainer.launch.ranks.remote_shell import is_local
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def run(
     call = pickle_call(func, tuple(args), dict(kwargs or {}))
     environ = dict(os.environ if env is None else env)
     program = _PROGRAM.format(paths=[str(Path(path).absolute()) for path in sys.path])
-    job = Job(
+    job = LaunchJob(
         command=[str(executable or sys.executable), "-c", program],
         num_ranks=num_ranks,
         hosts=_read_hosts(hosts, hostfile, slots or 1),
@@ -144,12 +144,12 @@ def run(
     return _run(job, elastic, environ, call)
 
 
-def _run(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
+def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
     key = secrets.token_bytes(32)
     # Hosts that a script finds may be any.
     finds_hosts = elastic is not None and elastic.discovery_script is not None
     for_other_hosts = finds_hosts or not all(is_local(host.name, environ) for host in job.hosts)
-    post = Post(call, key=key, for_other_hosts=for_other_hosts)
+    post = CallServer(call, key=key, for_other_hosts=for_other_hosts)
     job = dataclasses.replace(job, variables={**job.variables, PORT: str(post.port), KEY: key.hex()})
     with post.open():
         try:
@@ -167,7 +167,7 @@ def _run(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str], c
     return [unpickle_result(answer) for answer in results]
 
 
-def _choose_error(failure: JobFailure, post: Post) -> BaseException:
+def _choose_error(failure: JobFailure, post: CallServer) -> BaseException:
     """The exception of the first rank that raised one, unless it only says that another rank died."""
     errors = [unpickle_error(answer) for answer in post.errors]
     told = {answer.rank for answer in post.errors}
@@ -197,7 +197,7 @@ def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: 
         )
 
 
-def _choose_elastic_error(failure: JobFailure, post: Post) -> BaseException:
+def _choose_elastic_error(failure: JobFailure, post: CallServer) -> BaseException:
     """The exception of the worker that ended the job: the job has gone on from those of others."""
     own = [answer for answer in post.errors if answer.worker is not None and answer.worker == failure.worker]
     return unpickle_error(own[-1]) if own else HorovodInternalError(failure.describe())

@@ -20,7 +20,7 @@ class RankTracebackError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """What came of the call on one rank.
 
     ``content`` is the pickled result, or exception if it could be pickled and ``text``, the traceback, is not empty.
@@ -58,14 +58,14 @@ def call_pickled(content: bytes) -> Any:
     return function(*args, **kwargs)
 
 
-def pickle_result(rank: int, result: object) -> Answer:
+def pickle_result(rank: int, result: object) -> CallResult:
     """A result as an answer.
 
     Raises:
         TypeError: it cannot be pickled.
     """
     try:
-        return Answer(rank, _dumps(result))
+        return CallResult(rank, _dumps(result))
     except Exception as error:
         raise TypeError(
             f"the result of rank {rank}, a {type(result).__qualname__}, cannot be pickled: {error}; "
@@ -73,15 +73,15 @@ def pickle_result(rank: int, result: object) -> Answer:
         ) from error
 
 
-def pickle_error(rank: int, error: BaseException) -> Answer:
+def pickle_error(rank: int, error: BaseException) -> CallResult:
     """An exception as an answer, with its type if the other side can make it anew."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, SystemExit):
         error = HorovodInternalError(f"rank {rank} called sys.exit({error.code!r}) in the function")
-    return Answer(rank, _pickle_exception(error), text)
+    return CallResult(rank, _pickle_exception(error), text)
 
 
-def unpickle_result(answer: Answer) -> Any:
+def unpickle_result(answer: CallResult) -> Any:
     """The result.
 
     Raises:
@@ -94,7 +94,7 @@ def unpickle_result(answer: Answer) -> Any:
         raise TypeError(f"the result of rank {answer.rank} cannot be unpickled here: {error}") from error
 
 
-def unpickle_error(answer: Answer) -> BaseException:
+def unpickle_error(answer: CallResult) -> BaseException:
     """The exception, caused by the rank's traceback."""
     error: object = None
     if answer.content is not None:
@@ -110,7 +110,7 @@ def unpickle_error(answer: Answer) -> BaseException:
 
 def _pickle_exception(error: BaseException) -> bytes | None:
     # Some go in but do not come out: pickle calls their class with what `args` happens to hold.
-    for form in (error, _Parts(type(error), error.args, dict(error.__dict__))):
+    for form in (error, _ExceptionParts(type(error), error.args, dict(error.__dict__))):
         # Foreign exceptions may do anything.
         with contextlib.suppress(Exception):
             content = _dumps(form)
@@ -121,11 +121,11 @@ def _pickle_exception(error: BaseException) -> bytes | None:
 
 def _loads_exception(content: bytes) -> object:
     value = pickle.loads(content)  # noqa: S301 - from a rank, which has the key
-    return value.make() if isinstance(value, _Parts) else value
+    return value.make() if isinstance(value, _ExceptionParts) else value
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _ExceptionParts:
     """What an exception is made of."""
 
     kind: type[BaseException]

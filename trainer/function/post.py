@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
-from datasvc.trainer.function.pickling import Answer
+from datasvc.trainer.function.pickling import CallResult
 
 _ASK, _TELL = b"call", b"answer"
 
 
-class Post:
+class CallServer:
     """The launcher's side.
 
     Args:
@@ -31,8 +31,8 @@ class Post:
         self._call = call
         self._key = key
         self._lock = threading.Lock()
-        self._answers: list[Answer] = []
-        self._server = _Server(("" if for_other_hosts else "127.0.0.1", 0), self._serve)
+        self._answers: list[CallResult] = []
+        self._server = _CallHttpServer(("" if for_other_hosts else "127.0.0.1", 0), self._serve)
 
     @property
     def port(self) -> int:
@@ -40,13 +40,13 @@ class Post:
         return int(self._server.server_address[1])
 
     @property
-    def results(self) -> list[Answer]:
+    def results(self) -> list[CallResult]:
         """The results that have come, in rank order: one from each process."""
         with self._lock:
             return sorted((answer for answer in self._answers if not answer.text), key=lambda answer: answer.rank)
 
     @property
-    def errors(self) -> list[Answer]:
+    def errors(self) -> list[CallResult]:
         """The exceptions that have come, in their order."""
         with self._lock:
             return [answer for answer in self._answers if answer.text]
@@ -72,7 +72,7 @@ class Post:
         head = json.loads(connection.recv_bytes())
         content = connection.recv_bytes() if head["has_content"] else None
         with self._lock:
-            self._answers.append(Answer(head["rank"], content, head["text"], head["worker"], head["has_left"]))
+            self._answers.append(CallResult(head["rank"], content, head["text"], head["worker"], head["has_left"]))
         connection.send_bytes(b"")
 
 
@@ -88,7 +88,7 @@ def ask(address: tuple[str, int], key: bytes) -> bytes:
         return connection.recv_bytes()
 
 
-def tell(address: tuple[str, int], key: bytes, answer: Answer) -> None:
+def tell(address: tuple[str, int], key: bytes, answer: CallResult) -> None:
     """Sends an answer; returns when the launcher has it.
 
     Raises:
@@ -105,7 +105,7 @@ def tell(address: tuple[str, int], key: bytes, answer: Answer) -> None:
         connection.recv_bytes()
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _CallHttpServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 1024
@@ -117,7 +117,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
-        assert isinstance(self.server, _Server)
+        assert isinstance(self.server, _CallHttpServer)
         # A stranger, or a rank that died while it spoke, is no answer; the end of its process tells the rest.
         with (
             contextlib.suppress(OSError, EOFError, AuthenticationError),

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
-from datasvc.trainer.gradients.gradient_bucket import Bucket, Reduction
+from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 
 Memory = dict[int, dict[str, Any]]
 """By position of the parameter: tensors and numbers by name. Each rank's own."""
@@ -36,7 +36,7 @@ class CompressionWithMemory(ABC):
 
     @abstractmethod
     def make_bucket(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, memory: Memory
+        self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory
     ) -> Bucket:
         """A bucket that travels compressed, and keeps what it remembers in ``memory``."""
 

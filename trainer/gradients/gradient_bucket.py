@@ -20,7 +20,7 @@ from datasvc.trainer.job.submit import submit_allreduce
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class GradientReduction:
     """How gradients are combined, and among whom."""
 
     op: ReduceOp = ReduceOp.AVERAGE
@@ -55,7 +55,7 @@ class Bucket(ABC):
         reduction: the same on every rank.
     """
 
-    def __init__(self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction) -> None:
+    def __init__(self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction) -> None:
         self.name = name
         self.parameters = dict(parameters)
         self.reduction = reduction
@@ -123,7 +123,12 @@ class DenseBucket(Bucket):
     """
 
     def __init__(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, *, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        parameters: Mapping[int, Tensor],
+        reduction: GradientReduction,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(name, parameters, reduction)
         self._dtype = dtype or next(iter(parameters.values())).dtype

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from datasvc.trainer.gradients.buckets import BUCKET_BYTES, plan_groups
 from datasvc.trainer.gradients.compression import BF16Compressor, Compression, Compressor, FP16Compressor
 from datasvc.trainer.gradients.compression_with_memory import CompressionWithMemory, Memory
-from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, Reduction
+from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, GradientReduction
 from datasvc.trainer.gradients.single_gradients import CompressedBucket, SparseGradient
 from datasvc.trainer.job import runtime
 
@@ -43,7 +43,7 @@ class Exchange:
         sparse: positions of parameters that were found to have sparse gradients, or must have such.
     """
 
-    reduction: Reduction
+    reduction: GradientReduction
     compression: type[Compressor] | CompressionWithMemory = Compression.none
     groups: Sequence[Sequence[int]] = ()
     sparse_as_dense: bool = False

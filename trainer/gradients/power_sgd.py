@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogona
 from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, with_residual
-from datasvc.trainer.gradients.gradient_bucket import Bucket, Reduction
+from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 from datasvc.trainer.job.submit import submit_allreduce
 
 _BASIS, _NUM_STEPS = "basis", "num_steps"
@@ -48,7 +48,7 @@ class PowerSGD(CompressionWithMemory):
             raise ValueError(f"PowerSGD needs a rank of 1 or more and a start_iteration of 0 or more, not {self}")
 
     def make_bucket(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, memory: Memory
+        self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory
     ) -> Bucket:
         """See `CompressionWithMemory`."""
         return _PowerSGDBucket(name, parameters, reduction, memory, self)
@@ -78,7 +78,12 @@ class _Factors:
 
 class _PowerSGDBucket(Bucket):
     def __init__(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, memory: Memory, settings: PowerSGD
+        self,
+        name: str,
+        parameters: Mapping[int, Tensor],
+        reduction: GradientReduction,
+        memory: Memory,
+        settings: PowerSGD,
     ) -> None:
         super().__init__(name, parameters, reduction)
         self._memory = memory

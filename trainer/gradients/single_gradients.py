@@ -7,7 +7,7 @@ from torch import Tensor
 
 from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.gradients.compression import Compressor
-from datasvc.trainer.gradients.gradient_bucket import Bucket, Reduction
+from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 from datasvc.trainer.gradients.sparse_gather import gather_sparse, put_together, without_values
 from datasvc.trainer.job.submit import submit_allreduce
 
@@ -39,7 +39,7 @@ class CompressedBucket(Bucket):
     """Each gradient as the compressor makes it, all of them as one operation."""
 
     def __init__(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, compression: type[Compressor]
+        self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, compression: type[Compressor]
     ) -> None:
         super().__init__(name, parameters, reduction)
         self._compression = compression

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
-from datasvc.trainer.gradients.gradient_bucket import Reduction
+from datasvc.trainer.gradients.gradient_bucket import GradientReduction
 from datasvc.trainer.job.process_sets import ProcessSet, members_of
 from datasvc.trainer.job.submit import submit_allgather
 
@@ -21,7 +21,7 @@ def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Hand
     )
 
 
-def put_together(handle: Handle, shape: torch.Size, reduction: Reduction) -> Tensor:
+def put_together(handle: Handle, shape: torch.Size, reduction: GradientReduction) -> Tensor:
     """The combined tensor, coalesced.
 
     Args:

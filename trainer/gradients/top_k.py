@@ -13,7 +13,7 @@ from torch import Tensor
 from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, with_residual
-from datasvc.trainer.gradients.gradient_bucket import Bucket, Reduction
+from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 from datasvc.trainer.job.process_sets import members_of
 from datasvc.trainer.job.submit import submit_allgather
 
@@ -39,7 +39,7 @@ class TopK(CompressionWithMemory):
             raise ValueError(f"the ratio of top-k must be above 0 and at most 1, not {self.ratio}")
 
     def make_bucket(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, memory: Memory
+        self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory
     ) -> Bucket:
         """See `CompressionWithMemory`."""
         return _TopKBucket(name, parameters, reduction, memory, self.ratio)
@@ -61,7 +61,7 @@ def take_largest(tensor: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
 
 class _TopKBucket(Bucket):
     def __init__(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: Reduction, memory: Memory, ratio: float
+        self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory, ratio: float
     ) -> None:
         super().__init__(name, parameters, reduction)
         self._memory = memory

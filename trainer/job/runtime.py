@@ -19,7 +19,7 @@ from datasvc.trainer.engine.execution.transport import GroupTransport, LoopbackT
 from datasvc.trainer.engine.negotiation.agreement import name_ranks
 from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.env.environment import (
-    Place,
+    RankPlacement,
     choose_gloo_interface,
     configure_logging,
     place_variables,
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobContext:
     """What ``init`` sets up and ``shutdown`` takes down."""
 
-    place: Place
+    place: RankPlacement
     engine: Engine
     owns_default_group: bool
 
 
 _lock = threading.Lock()
-_job: Job | None = None
+_job: JobContext | None = None
 _store: Store | None = None
 _num_inits = 0
 
@@ -101,7 +101,7 @@ def init(
             raise
         if isinstance(transport, GroupTransport):
             settings = transport.settings
-        _job = Job(place, Engine(transport, settings), owns_default_group)
+        _job = JobContext(place, Engine(transport, settings), owns_default_group)
     if settings.timeline is not None:
         start_timeline(settings.timeline, mark_cycles=settings.timeline_marks_cycles)
     if process_sets is not None and not isinstance(process_sets, str):
@@ -129,7 +129,7 @@ def shutdown() -> None:
         _job = None
 
 
-def current_job() -> Job:
+def current_job() -> JobContext:
     """The job that this process is in.
 
     Raises:
@@ -214,7 +214,7 @@ def stop_timeline() -> None:
     current_job().engine.write_timeline(Timeline())
 
 
-def _check_comm(comm: Sequence[int] | None, place: Place) -> None:
+def _check_comm(comm: Sequence[int] | None, place: RankPlacement) -> None:
     if comm is None:
         return
     if not isinstance(comm, Sequence) or sorted(comm) != list(range(place.size)):
@@ -224,7 +224,7 @@ def _check_comm(comm: Sequence[int] | None, place: Place) -> None:
         )
 
 
-def _connect(place: Place, settings: EngineSettings) -> tuple[Transport, bool]:
+def _connect(place: RankPlacement, settings: EngineSettings) -> tuple[Transport, bool]:
     if place.size == 1:
         return LoopbackTransport(), False
     gpu = name_own_gpu(place)
@@ -248,7 +248,7 @@ def _connect(place: Place, settings: EngineSettings) -> tuple[Transport, bool]:
     return transport, owns_default_group
 
 
-def _create_default_group(place: Place, settings: EngineSettings, *, has_gpu: bool) -> None:
+def _create_default_group(place: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
     # One store per process, and fresh keys per round: a second server, or keys that an earlier round has left
@@ -269,7 +269,7 @@ def _create_default_group(place: Place, settings: EngineSettings, *, has_gpu: bo
     )
 
 
-def _await_ranks(store: Store, place: Place, timeout_s: float) -> None:
+def _await_ranks(store: Store, place: RankPlacement, timeout_s: float) -> None:
     """Waits until every rank has come. Raises HorovodInternalError, naming those that have not."""
     store.set(f"here/{place.rank}", "")
     keys = [f"here/{rank}" for rank in range(place.size)]

@@ -16,7 +16,7 @@ from datasvc.trainer.engine.execution.handles import Handle, Result, Submission
 from datasvc.trainer.engine.execution.rows import split_rows
 from datasvc.trainer.engine.execution.streams import record_submission
 from datasvc.trainer.engine.execution.wire import REDUCIBLE_DTYPES
-from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set, members_of
 
@@ -79,7 +79,7 @@ def submit_allreduce(
         _check_adasum(name, inputs, process_set)
     request = Request(
         name=name,
-        kind=Kind.ALLREDUCE,
+        kind=CollectiveKind.ALLREDUCE,
         process_set=_number_of(process_set),
         dtypes=tuple(_dtype_name(tensor) for tensor in inputs),
         shapes=tuple(tuple(tensor.shape) for tensor in inputs),
@@ -127,7 +127,7 @@ def submit_reducescatter(
         ]
     request = Request(
         name=name,
-        kind=Kind.REDUCESCATTER,
+        kind=CollectiveKind.REDUCESCATTER,
         process_set=number,
         dtypes=tuple(_dtype_name(tensor) for tensor in tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
@@ -151,7 +151,7 @@ def submit_allgather(
     _check_any(name, tensors)
     request = Request(
         name=name,
-        kind=Kind.ALLGATHER,
+        kind=CollectiveKind.ALLGATHER,
         process_set=_number_of(process_set),
         dtypes=tuple(_dtype_name(tensor) for tensor in tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
@@ -181,7 +181,7 @@ def submit_alltoall(
         raise ValueError(f"'{name}': a tensor without dimensions has no rows to deal")
     request = Request(
         name=name,
-        kind=Kind.ALLTOALL,
+        kind=CollectiveKind.ALLTOALL,
         process_set=number,
         dtypes=(_dtype_name(tensor),),
         shapes=(tuple(tensor.shape),),
@@ -213,7 +213,7 @@ def submit_broadcast(
         raise ValueError(f"'{name}': there is no root rank {root_rank} among the ranks {list(members)}")
     request = Request(
         name=name,
-        kind=Kind.BROADCAST,
+        kind=CollectiveKind.BROADCAST,
         process_set=number,
         dtypes=(_dtype_name(tensor),),
         shapes=(tuple(tensor.shape),),
@@ -225,17 +225,19 @@ def submit_broadcast(
 
 def submit_barrier(process_set: ProcessSet = global_process_set) -> Handle:
     """Finishes when every rank of the set has submitted it."""
-    return _submit(Request(name="barrier", kind=Kind.BARRIER, process_set=_number_of(process_set)), [], [], None)
+    return _submit(
+        Request(name="barrier", kind=CollectiveKind.BARRIER, process_set=_number_of(process_set)), [], [], None
+    )
 
 
 def submit_join() -> Handle:
     """Finishes when every rank has joined; until then this one takes part in allreduces without knowing of them."""
-    return _submit(Request(name="join", kind=Kind.JOIN), [], [], None)
+    return _submit(Request(name="join", kind=CollectiveKind.JOIN), [], [], None)
 
 
 def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
     """Adds or removes a process set; finishes when every rank has asked for it, with its number."""
-    kind = Kind.ADD_PROCESS_SET if is_new else Kind.REMOVE_PROCESS_SET
+    kind = CollectiveKind.ADD_PROCESS_SET if is_new else CollectiveKind.REMOVE_PROCESS_SET
     return _submit(Request(name=kind.value, kind=kind, ranks=tuple(ranks)), [], [], None)
 
 
@@ -246,7 +248,7 @@ def new_output(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def choose_name(kind: Kind, name: str | None) -> str:
+def choose_name(kind: CollectiveKind, name: str | None) -> str:
     """The name among all ranks: the user's; without one a place for a count, which comes with the submission."""
     return f"{kind.value}{_UNNAMED}" if name is None else f"{kind.value}.{name}"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from datasvc.trainer.launch.config_file import read_config_file
 from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
 from datasvc.trainer.launch.ranks.hosts import parse_host_file, parse_hosts, read_allocation
-from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, Job, JobFailure, RemoteSettings
+from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob, RemoteSettings
 from datasvc.trainer.launch.ranks.rank_process import StartError
 from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.static_job import run_static_job
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return failure.exit_status
 
 
-def run_job(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str]) -> JobFailure | None:
+def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str]) -> JobFailure | None:
     """Runs a job to its end; elastic if there are options for that.
 
     Raises:
@@ -58,7 +58,7 @@ def run_job(job: Job, elastic: ElasticOptions | None, environ: Mapping[str, str]
 
 def parse_arguments(
     arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
-) -> tuple[Job, ElasticOptions | None]:
+) -> tuple[LaunchJob, ElasticOptions | None]:
     """The job that the command line describes; leaves the process with status 2 if it describes none."""
     parser = _build_parser()
     options = parser.parse_args(arguments)
@@ -83,7 +83,7 @@ def parse_arguments(
         parser.error(str(error))
 
 
-def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Job, ElasticOptions | None]:
+def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchJob, ElasticOptions | None]:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise ValueError("the program to run is missing")
@@ -96,7 +96,7 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     variables = read_engine_flags(options)
     named = [text.partition("=") for text in options.x]
     variables.update({name: value for name, equals, value in named if equals})
-    job = Job(
+    job = LaunchJob(
         command=command,
         num_ranks=num_ranks,
         hosts=hosts,

@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from datasvc.trainer.engine.execution.handles import Handle
-from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 from datasvc.trainer.gradients.compression import Compression, Compressor
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import choose_name, new_output, submit_allreduce
 from datasvc.trainer.ops import autograd
-from datasvc.trainer.ops.autograd import Reduction
+from datasvc.trainer.ops.autograd import ReduceOptions
 from datasvc.trainer.ops.reductions import choose_op
 
 
@@ -38,7 +38,7 @@ def allreduce(
         process_set: see the package.
     """
     factors = (prescale_factor, postscale_factor)
-    reduction = Reduction(op=choose_op(average, op), factors=factors, process_set=process_set)
+    reduction = ReduceOptions(op=choose_op(average, op), factors=factors, process_set=process_set)
     return _compressed([tensor], name, compression, reduction)[0]
 
 
@@ -96,7 +96,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Reduces all tensors as one operation with one name: all of them or none, packed alike in every run."""
     factors = (prescale_factor, postscale_factor)
-    reduction = Reduction(op=choose_op(average, op), factors=factors, is_grouped=True, process_set=process_set)
+    reduction = ReduceOptions(op=choose_op(average, op), factors=factors, is_grouped=True, process_set=process_set)
     return _compressed(tensors, name, compression, reduction)
 
 
@@ -146,11 +146,11 @@ def grouped_allreduce_async_(
 
 
 def _compressed(
-    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: Reduction
+    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: ReduceOptions
 ) -> list[Tensor]:
     pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
     reduced = autograd.allreduce(
-        [tensor for tensor, _ in pairs], name=choose_name(Kind.ALLREDUCE, name), reduction=reduction
+        [tensor for tensor, _ in pairs], name=choose_name(CollectiveKind.ALLREDUCE, name), reduction=reduction
     )
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
@@ -169,7 +169,7 @@ def _allreduce(
         inputs,
         outputs,
         op=choose_op(average, op, stacklevel=4),
-        name=choose_name(Kind.ALLREDUCE, name),
+        name=choose_name(CollectiveKind.ALLREDUCE, name),
         prescale_factor=factors[0],
         postscale_factor=factors[1],
         is_grouped=is_grouped,

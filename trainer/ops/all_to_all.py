@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from datasvc.trainer.engine.execution.handles import Handle, Result
-from datasvc.trainer.engine.negotiation.requests import Kind
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import choose_name, submit_alltoall
 from datasvc.trainer.ops import autograd
@@ -35,7 +35,7 @@ def alltoall(
             that cannot be divided by the number of ranks.
     """
     output, received = autograd.alltoall(
-        tensor, splits, name=choose_name(Kind.ALLTOALL, name), process_set=process_set
+        tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set
     )
     if splits is None:
         return output
@@ -49,7 +49,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Starts an ``alltoall``; the tensor must not change until ``synchronize``. Not differentiable."""
-    handle = submit_alltoall(tensor, splits, name=choose_name(Kind.ALLTOALL, name), process_set=process_set)
+    handle = submit_alltoall(tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set)
     if splits is not None:
         handle.present = lambda result: _with_splits(result, handle.received_splits, splits)
     return handle

@@ -26,7 +26,7 @@ from datasvc.trainer.job.submit import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
+class ReduceOptions:
     """How values are combined, and among whom; ``factors`` come before and after."""
 
     op: ReduceOp
@@ -45,12 +45,12 @@ class Reduction:
         }
 
 
-def allreduce(tensors: Sequence[Tensor], *, name: str, reduction: Reduction) -> list[Tensor]:
+def allreduce(tensors: Sequence[Tensor], *, name: str, reduction: ReduceOptions) -> list[Tensor]:
     """New tensors, reduced as one operation."""
     return _apply(_Allreduce, name, reduction, *tensors)
 
 
-def reducescatter(tensors: Sequence[Tensor], *, name: str, reduction: Reduction) -> list[Tensor]:
+def reducescatter(tensors: Sequence[Tensor], *, name: str, reduction: ReduceOptions) -> list[Tensor]:
     """New tensors with this rank's rows, reduced as one operation."""
     return _apply(_Reducescatter, name, reduction, *tensors)
 
@@ -82,7 +82,7 @@ class _Allreduce(torch.autograd.Function):
     """Reduces any number of tensors as one operation."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = [new_output(tensor) for tensor in tensors]
         handle = submit_allreduce(tensors, outputs, name=name, **reduction.arguments())
         ctx.arguments = (f"{handle.name}.gradient", reduction)
@@ -98,7 +98,7 @@ class _Reducescatter(torch.autograd.Function):
     """Leaves each rank its rows; the gradients of the rows are gathered, scaled as the values were."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         handle = submit_reducescatter(tensors, name=name, **reduction.arguments())
         ctx.name, ctx.reduction = f"{handle.name}.gradient", reduction
         result = handle.wait()
@@ -106,7 +106,7 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        reduction: Reduction = ctx.reduction
+        reduction: ReduceOptions = ctx.reduction
         # As Horovod has it: a sum counts once for each rank.
         size = len(members_of(reduction.process_set)) if reduction.op is ReduceOp.SUM else 1
         factor = reduction.factors[0] * reduction.factors[1] * size
@@ -180,7 +180,7 @@ class _Alltoall(torch.autograd.Function):
 
 
 def _average(gradients: Sequence[Tensor], name: str, process_set: ProcessSet, *, is_grouped: bool) -> list[Tensor]:
-    reduction = Reduction(op=ReduceOp.AVERAGE, is_grouped=is_grouped, process_set=process_set)
+    reduction = ReduceOptions(op=ReduceOp.AVERAGE, is_grouped=is_grouped, process_set=process_set)
     return allreduce(gradients, name=name, reduction=reduction)
 
 

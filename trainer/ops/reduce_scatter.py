@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from datasvc.trainer.engine.execution.handles import Handle
-from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 from datasvc.trainer.gradients.compression import Compression, Compressor
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import choose_name, submit_reducescatter
@@ -40,7 +40,7 @@ def reducescatter(
         RuntimeError: another ``op``.
     """
     factors = (prescale_factor, postscale_factor)
-    reduction = autograd.Reduction(op=op, factors=factors, process_set=process_set)
+    reduction = autograd.ReduceOptions(op=op, factors=factors, process_set=process_set)
     return _reducescatter([tensor], name, compression, reduction)[0]
 
 
@@ -55,7 +55,7 @@ def reducescatter_async(
     """Starts a ``reducescatter``; the tensor must not change until ``synchronize``. Not differentiable."""
     return submit_reducescatter(
         [tensor],
-        name=choose_name(Kind.REDUCESCATTER, name),
+        name=choose_name(CollectiveKind.REDUCESCATTER, name),
         op=op,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
@@ -74,7 +74,7 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """Reduces and scatters all tensors as one operation with one name: all of them or none. Differentiable."""
     factors = (prescale_factor, postscale_factor)
-    reduction = autograd.Reduction(op=op, factors=factors, is_grouped=True, process_set=process_set)
+    reduction = autograd.ReduceOptions(op=op, factors=factors, is_grouped=True, process_set=process_set)
     return _reducescatter(tensors, name, compression, reduction)
 
 
@@ -89,7 +89,7 @@ def grouped_reducescatter_async(
     """Starts a ``grouped_reducescatter``; ``synchronize`` returns the list. Not differentiable."""
     return submit_reducescatter(
         tensors,
-        name=choose_name(Kind.REDUCESCATTER, name),
+        name=choose_name(CollectiveKind.REDUCESCATTER, name),
         op=op,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
@@ -99,10 +99,10 @@ def grouped_reducescatter_async(
 
 
 def _reducescatter(
-    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: autograd.Reduction
+    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: autograd.ReduceOptions
 ) -> list[Tensor]:
     pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
     travelled = autograd.reducescatter(
-        [tensor for tensor, _ in pairs], name=choose_name(Kind.REDUCESCATTER, name), reduction=reduction
+        [tensor for tensor, _ in pairs], name=choose_name(CollectiveKind.REDUCESCATTER, name), reduction=reduction
     )
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(travelled, pairs, strict=True)]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp
-from datasvc.trainer.gradients.gradient_bucket import Reduction
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
+from datasvc.trainer.gradients.gradient_bucket import GradientReduction
 from datasvc.trainer.gradients.sparse_gather import gather_sparse, put_together
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import choose_name
@@ -34,6 +34,6 @@ def sparse_allreduce_async(
         raise ValueError(f"'{name}': sparse_allreduce_async is for sparse COO tensors, not {tensor.layout}")
     if op not in (Average, Sum):
         raise ValueError(f"'{name}': sparse tensors know Average and Sum, not {op.value}")
-    reduction = Reduction(op=op, process_set=process_set)
-    handle = gather_sparse(tensor, name=choose_name(Kind.ALLREDUCE, name), process_set=process_set)
+    reduction = GradientReduction(op=op, process_set=process_set)
+    handle = gather_sparse(tensor, name=choose_name(CollectiveKind.ALLREDUCE, name), process_set=process_set)
     return lambda: put_together(handle, tensor.shape, reduction)

@@ -13,7 +13,7 @@ from torch import Tensor
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.compression import Compression, Compressor
 from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, copied
-from datasvc.trainer.gradients.gradient_bucket import Reduction
+from datasvc.trainer.gradients.gradient_bucket import GradientReduction
 from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
@@ -74,7 +74,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     passes = _checked_passes(backward_passes_per_step)
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
         return make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
-    reduction = Reduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
+    reduction = GradientReduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
     base = type(optimizer)
     subclass: Any = type(base.__name__, (_DistributedOptimizer, base), {})
     wrapped: _DistributedOptimizer = subclass.__new__(subclass)

@@ -17,7 +17,7 @@ import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError
-from datasvc.models import Checkpoint, Model
+from datasvc.models import Checkpoint, CheckpointManager
 from datasvc.progress import byte_progress
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
@@ -26,7 +26,7 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.batch_statistics import averaged_batch_statistics, batch_statistics
 
 
-def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> Model:
+def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> CheckpointManager:
     """Return what the run saves to, and comes back from by way of the node's cache. Every rank calls this."""
     # Only a main thread can take signals; a program that runs the recipe in another one has its own way to end it.
     is_main = threading.current_thread() is threading.main_thread()
@@ -102,7 +102,7 @@ def restore(run: Run, ref: str) -> Checkpoint:
 
     Rank 0 shows at a terminal how far it has come.
 
-    Raises: see `Model.restore`.
+    Raises: see `CheckpointManager.restore`.
     """
     if hvd.rank() == 0:
         with byte_progress(f"restoring {ref}") as (begin, report):

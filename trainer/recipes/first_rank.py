@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import datasvc.trainer as hvd
-from datasvc.models.saving.rank_channel import describe_error, raise_together
+from datasvc.models.saving.rank_channel import describe_error, raise_on_all_ranks
 
 T = TypeVar("T")
 
@@ -31,5 +31,5 @@ def ask_first_rank(question: Callable[[], T], *, name: str) -> T:
         except Exception as failure:  # noqa: BLE001 - told to all ranks, and raised on all
             error = failure
     told, found = hvd.broadcast_object((describe_error(error), answer), name=name)
-    raise_together([told], error)
+    raise_on_all_ranks([told], error)
     return cast("T", found)

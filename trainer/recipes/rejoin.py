@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datasvc.models import Checkpoint, Model
+from datasvc.models import Checkpoint, CheckpointManager
 from datasvc.trainer.recipes.first_rank import ask_first_rank
 
 
@@ -26,7 +26,7 @@ class Newest:
     seconds: float
 
 
-def take_newest(state: Any, model: Model, load: Callable[[Checkpoint], None]) -> Newest:
+def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint], None]) -> Newest:
     """Go on from the newest state there is; every rank calls this first in the function that `elastic.run` repeats.
 
     Ranks that have met anew have the state of a rank that lived on, which `elastic.run` sends to all of them. Only
@@ -38,7 +38,7 @@ def take_newest(state: Any, model: Model, load: Callable[[Checkpoint], None]) ->
         load: puts a checkpoint into `state`, its step included.
 
     Raises:
-        CorruptDataError, NotFoundError, UnavailableError: see `Model.restore`.
+        CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.
     """
     began_s = time.perf_counter()
     stored = ask_first_rank(model.newest_step, name="newest_step")

@@ -11,13 +11,13 @@ from torch import nn
 
 from datasvc.api import DataRepository
 from datasvc.loaders.core.loader import Loader
-from datasvc.models import Model, Reading, SaveHandle
+from datasvc.models import CheckpointManager, ConsumptionTracker, SaveHandle
 from datasvc.node.ranks import RankNodes
-from datasvc.shards import Dataset
+from datasvc.shards import DatasetVersion
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
-from datasvc.trainer.recipes.reporting.events import Events
+from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.metric_logs import MetricLog
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -56,7 +56,7 @@ class Run:
 
     config: TrainConfig
     repo: DataRepository
-    dataset: Dataset
+    dataset: DatasetVersion
     task: Task
     batches: BatchPlan
     loader: Loader[Any]
@@ -68,11 +68,11 @@ class Run:
     average: WeightAverage | None
     stop: EarlyStop
     device: torch.device
-    events: Events
+    events: EventSink
     logs: list[MetricLog] = field(default_factory=list)
     nodes: RankNodes | None = None
-    checkpoints: Model = field(init=False)
-    reading: Reading = field(init=False)
+    checkpoints: CheckpointManager = field(init=False)
+    reading: ConsumptionTracker = field(init=False)
     step: int = 0
     version: str | None = None
     saves: deque[tuple[SaveHandle, int]] = field(default_factory=deque)

@@ -12,7 +12,7 @@ import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.models import Reading
+from datasvc.models import ConsumptionTracker
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
 from datasvc.processors import count_processors
@@ -29,17 +29,17 @@ from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.scaling import scale_rate
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
-from datasvc.trainer.recipes.reporting.events import Events
+from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
-from datasvc.trainer.recipes.tasks.task import Place, Task
+from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
 
 
-def start(config: TrainConfig, events: Events) -> Run:
+def start(config: TrainConfig, events: EventSink) -> Run:
     """Set up this rank's run: anew, or where the checkpoint that it continues left it. Every rank calls this.
 
     Raises:
@@ -94,7 +94,7 @@ def start(config: TrainConfig, events: Events) -> Run:
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
         if run.version is not None:
             resume(run, restore(run, run.version))
-        run.reading = Reading(run.loader, step=run.step)
+        run.reading = ConsumptionTracker(run.loader, step=run.step)
         if config.compile is not None:
             compile_model(model, config.compile)
         if hvd.rank() == 0:
@@ -142,9 +142,9 @@ def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
     )
 
 
-def choose_place(config: TrainConfig) -> Place:
+def choose_place(config: TrainConfig) -> DataPlacement:
     """Return this process's part: each rank has a GPU of its own on its node, and its share of the processors."""
-    return Place(
+    return DataPlacement(
         rank=hvd.rank(),
         world_size=hvd.size(),
         device=torch.device(f"cuda:{hvd.local_rank()}" if config.device == "cuda" else "cpu"),

@@ -8,7 +8,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from datasvc.trainer.env.environment import Place
+from datasvc.trainer.env.environment import RankPlacement
 
 WORDS_QUEUE = "elastic/words"
 # Ends whoever waits at a queue.
@@ -71,7 +71,7 @@ class ScriptError:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankAssignment:
     """The answer to an ask: a place in a round.
 
     Args:
@@ -83,7 +83,7 @@ class Seat:
     """
 
     round_number: int
-    place: Place
+    place: RankPlacement
     needs_sync: bool
     notice: int
     num_deaths: int = 0
@@ -110,9 +110,9 @@ class Notice:
 
 
 Word = Ask | ScriptError
-Answer = Seat | Leave
+Answer = RankAssignment | Leave
 
-_KINDS = {kind.__name__: kind for kind in (Ask, ScriptError, Seat, Leave, Notice)}
+_KINDS = {kind.__name__: kind for kind in (Ask, ScriptError, RankAssignment, Leave, Notice)}
 
 
 def encode(message: Word | Answer | Notice) -> str:
@@ -130,7 +130,7 @@ def decode_word(data: bytes) -> Word:
 def decode_answer(data: bytes) -> Answer:
     """What the driver answered."""
     message = _decode(data)
-    assert isinstance(message, Seat | Leave)
+    assert isinstance(message, RankAssignment | Leave)
     return message
 
 
@@ -144,6 +144,6 @@ def decode_notice(data: bytes) -> Notice:
 def _decode(data: bytes) -> object:
     fields = json.loads(data)
     kind = _KINDS[fields.pop("kind")]
-    if kind is Seat:
-        fields["place"] = Place(**fields["place"])
+    if kind is RankAssignment:
+        fields["place"] = RankPlacement(**fields["place"])
     return kind(**fields)

@@ -26,8 +26,8 @@ from datasvc.trainer.rendezvous.messages import (
     Ask,
     Leave,
     Notice,
+    RankAssignment,
     ScriptError,
-    Seat,
     answer_key,
     broken_key,
     decode_answer,
@@ -65,7 +65,7 @@ class Rendezvous:
     def __init__(self, worker: str, store: Store) -> None:
         self.serial = 0
         self.wants_sync = True
-        self.seat: Seat | None = None
+        self.seat: RankAssignment | None = None
         self._worker = worker
         self._store = store
         self._round_store: Store | None = None
@@ -76,7 +76,7 @@ class Rendezvous:
         self._notice = Notice()
         self._listeners: list[Listener] = []
 
-    def join_round(self) -> Seat:
+    def join_round(self) -> RankAssignment:
         """Asks for a place in the next round and waits for it, however long the others take.
 
         Raises:
@@ -101,7 +101,7 @@ class Rendezvous:
             self.seat = answer
         return answer
 
-    def round_store(self, seat: Seat, *, timeout_s: float) -> Store:
+    def round_store(self, seat: RankAssignment, *, timeout_s: float) -> Store:
         """The store through which the members of this round connect, and how long one waits for another there."""
         # Kept, because torch keeps no more of it than its C++ half: groups that are made later need the other too.
         self._round_store = RoundStore(

@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import Store, _world
 
 from datasvc.trainer.engine.execution.transport import GroupTransport, LoopbackTransport, Transport
 from datasvc.trainer.env.engine_settings import EngineSettings
-from datasvc.trainer.env.environment import Place
+from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.env.gpus import name_own_gpu
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous
@@ -24,7 +24,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _MAX_ROUNDS = 5
 
 
-def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[Place, Transport]:
+def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[RankPlacement, Transport]:
     """Returns once this process is in a round in which all members have connected.
 
     It makes the default process group, if there is more than one rank.
@@ -51,7 +51,7 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[Place,
     raise AssertionError("the last attempt returns or raises")
 
 
-def _give_up(rendezvous: Rendezvous, place: Place, reason: RuntimeError) -> HorovodInternalError:
+def _give_up(rendezvous: Rendezvous, place: RankPlacement, reason: RuntimeError) -> HorovodInternalError:
     error = HorovodInternalError(
         f"rank {place.rank} could not connect to the other ranks in {_MAX_ROUNDS} rounds, one after the other; is "
         f"GLOO_SOCKET_IFNAME right, and does the network let them through? The last time: {reason}"
@@ -60,7 +60,7 @@ def _give_up(rendezvous: Rendezvous, place: Place, reason: RuntimeError) -> Horo
     return error
 
 
-def _connect(place: Place, settings: EngineSettings, store: Store) -> Transport:
+def _connect(place: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
     gpu = name_own_gpu(place)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
     # torch names groups by counting, and counts those that did not come about: others may have had fewer of these.

@@ -24,19 +24,19 @@ import lmdb
 
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.eviction import distance_bytes
-from datasvc.cache.catalogue.files import Files, Found
+from datasvc.cache.catalogue.files import Files, ScannedFiles
 from datasvc.cache.catalogue.lease import is_held, lease_of
 from datasvc.cache.catalogue.object_locks import Holds
 from datasvc.cache.catalogue.quotas import Account
-from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, Record, footprint
-from datasvc.cache.catalogue.space import NOBODY, SPARE_NOTHING, SPARE_WANTED, Room
-from datasvc.cache.catalogue.tables import Rows, Tables
+from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
+from datasvc.cache.catalogue.space import NOBODY, SPARE_NOTHING, SPARE_WANTED, SpaceAllocator
+from datasvc.cache.catalogue.tables import CatalogueTables, Tables
 from datasvc.errors import CacheFullError, CorruptDataError, UnavailableError
-from datasvc.order import Reuse
+from datasvc.order import NextUse
 from datasvc.repository import Digest, ObjectInfo
 
 
-class Crowded(NamedTuple):
+class NoSpaceYet(NamedTuple):
     """There may be room once what others fetch has come.
 
     Attributes:
@@ -46,13 +46,13 @@ class Crowded(NamedTuple):
     digest: Digest
 
 
-Reservation = Literal["resident", "reserved", "busy", "later"] | Crowded
+Reservation = Literal["resident", "reserved", "busy", "later"] | NoSpaceYet
 RESIDENT_ALREADY: Final = "resident"
 BUSY: Final = "busy"
 LATER: Final = "later"
 GRANTED: Final = "reserved"
 
-Verdict = Literal["free", "mapped", "judged"]
+EvictOutcome = Literal["free", "mapped", "judged"]
 FREE: Final = "free"
 MAPPED: Final = "mapped"
 JUDGED: Final = "judged"
@@ -61,7 +61,7 @@ _MAP_BYTES: Final = 4 << 30  # address space, not memory: room for some ten mill
 _LEAST_SHRINK_BYTES: Final = 64 << 10  # also where the disk took all but some note beside: each turn evicts
 
 
-class Job(NamedTuple):
+class CacheJob(NamedTuple):
     """A process that has the cache open, or one of its orders.
 
     Attributes:
@@ -104,7 +104,7 @@ class Catalogue:
     def check(self) -> None:
         """Look at the ends of every table. Raises lmdb.Error, ValueError: damaged."""
         with self.env.begin() as txn:
-            Rows(self._tables, txn).check()
+            CatalogueTables(self._tables, txn).check()
 
     def configure(self, change: Callable[[Configuration], Configuration]) -> None:
         """Change budget and quotas for all processes of the node, and evict what is over and held by nobody.
@@ -125,13 +125,13 @@ class Catalogue:
             if is_new and configuration.budget_bytes:  # otherwise none is known: what lies there stays until one is
                 room.keep_quotas()
 
-    def rebuild(self, configuration: Configuration, found: Iterable[Found], boot: str) -> None:
+    def rebuild(self, configuration: Configuration, found: Iterable[ScannedFiles], boot: str) -> None:
         """Fill a new catalogue with what lies in the folder; what is over the budget is evicted, and nothing else."""
         with self._writing() as (rows, room):
             rows.boot = boot
             rows.enter(NOBODY, "")
             for each in found:
-                record = Record(UNVERIFIED, each.size_bytes, rows.next_use(NOBODY, None), NOBODY, each.tenant)
+                record = ObjectRecord(UNVERIFIED, each.size_bytes, rows.next_use(NOBODY, None), NOBODY, each.tenant)
                 rows.put(each.digest, None, record)
             self._keep(rows, configuration, is_new=False)
             if configuration.budget_bytes:
@@ -152,13 +152,13 @@ class Catalogue:
         """Return whether an object, which the caller holds, is resident and verified: what a hit costs."""
         try:
             with self.env.begin() as txn:
-                state = Rows(self._tables, txn).state(info.digest)
+                state = CatalogueTables(self._tables, txn).state(info.digest)
         except lmdb.Error as error:
             raise self._failed(error) from error
         return state == RESIDENT and self._files.is_there(info.digest, info.size_bytes)
 
     def reserve(
-        self, info: ObjectInfo, lease_id: str, tenant: str, *, prefetch: Reuse | None = None, evict: bool = True
+        self, info: ObjectInfo, lease_id: str, tenant: str, *, prefetch: NextUse | None = None, evict: bool = True
     ) -> Reservation:
         """Find an object resident, or reserve the space to fetch it.
 
@@ -173,7 +173,7 @@ class Catalogue:
             RESIDENT_ALREADY: its file is there and was verified. GRANTED: the caller has the lock of the incoming
             file and must see to it that the file gets there, then `complete`, or `drop`. BUSY: another process or
             thread has that lock, or waits for it; wait for it and call again. LATER: no room for a prefetch.
-            Crowded: no room before that object has come; likewise.
+            NoSpaceYet: no room before that object has come; likewise.
 
         Raises:
             CacheFullError: evicting all that nobody holds would not make room, and nothing is on its way that might.
@@ -203,13 +203,13 @@ class Catalogue:
                     return BUSY
                 # A record that is left has its space already: of a fetch that died, or of a file to verify.
                 payer = tenant if record is None else record.tenant
-                rows.put(info.digest, record, Record(RESERVED, info.size_bytes, 0, lease_id, payer))
+                rows.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, lease_id, payer))
                 return GRANTED
             # Who waits for a fetch has none under way itself, so no two wait for each other.
             if not self._files.is_fetching_in_this_thread():
                 awaited = room.on_its_way(tenant, footprint(info.size_bytes))
                 if awaited is not None:
-                    return Crowded(awaited)
+                    return NoSpaceYet(awaited)
             rows.count({"refused": 1})
             refusal = room.refusal(tenant, info)
         # Raised out here: what was swept and counted stays so.
@@ -221,7 +221,7 @@ class Catalogue:
         lease_id: str,
         *,
         publish: bool,
-        reuse: Reuse | None = None,
+        reuse: NextUse | None = None,
         counts: Mapping[str, int] | None = None,
     ) -> None:
         """Turn the caller's reservation into a resident object, verified.
@@ -255,7 +255,7 @@ class Catalogue:
             rows.count(counts)
 
     def release(
-        self, digest: Digest, lease_id: str, reuse: Reuse | None, counts: Mapping[str, int] | None = None
+        self, digest: Digest, lease_id: str, reuse: NextUse | None, counts: Mapping[str, int] | None = None
     ) -> None:
         """Say that the caller is about to let go of an object, and when it needs it again."""
         with self._writing() as (rows, room):
@@ -317,7 +317,7 @@ class Catalogue:
             rows.count({"corrupt": 1})
             room.quarantine_or_remove(digest, record.tenant)
 
-    def condemn(self, digest: Digest, inode: int) -> Verdict:
+    def condemn(self, digest: Digest, inode: int) -> EvictOutcome:
         """Take an object whose bytes are wrong out of use, and count it; the file is kept until its room is needed.
 
         Args:
@@ -384,12 +384,12 @@ class Catalogue:
         with self._reading() as rows:
             return rows.counters()
 
-    def record(self, digest: Digest) -> Record | None:
+    def record(self, digest: Digest) -> ObjectRecord | None:
         """Return what is known of one object."""
         with self._reading() as rows:
             return rows.get(digest)
 
-    def records(self) -> dict[Digest, Record]:
+    def records(self) -> dict[Digest, ObjectRecord]:
         """Return every record."""
         with self._reading() as rows:
             return dict(rows.objects())
@@ -399,25 +399,27 @@ class Catalogue:
         with self._reading() as rows:
             return rows.pinned()
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[CacheJob]:
         """Return the processes that have the cache open."""
         with self._reading() as rows:
             owners = rows.owners()
         return [
-            Job(owner.name, owner.clock_bytes, owner.note)
+            CacheJob(owner.name, owner.clock_bytes, owner.note)
             for owner in owners
             if owner.clock_bytes is not None
             and owner.name != NOBODY
             and is_held(self._files.leases, lease_of(owner.name))
         ]
 
-    def _keep(self, rows: Rows, configuration: Configuration, *, is_new: bool) -> None:
+    def _keep(self, rows: CatalogueTables, configuration: Configuration, *, is_new: bool) -> None:
         if is_new or not configuration.is_written(self._files.folder):
             configuration.write(self._files.folder)
         rows.configuration = configuration
         rows.limit_bytes = configuration.budget_bytes
 
-    def _forget_wrong_size(self, rows: Rows, room: Room, info: ObjectInfo, record: Record) -> None:
+    def _forget_wrong_size(
+        self, rows: CatalogueTables, room: SpaceAllocator, info: ObjectInfo, record: ObjectRecord
+    ) -> None:
         if record.state == RESIDENT:
             # Its digest was right, so it is the caller who is wrong; others may have it mapped.
             raise CorruptDataError(
@@ -429,19 +431,19 @@ class Catalogue:
         self._files.remove_incoming(info.digest)
 
     @contextmanager
-    def _writing(self) -> Iterator[tuple[Rows, Room]]:
+    def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
         """Yield the rows to change and the room to make; what is seized is let go of after the transaction."""
         # Until all is let go: what the next thread of this process seizes is seized by the same descriptor.
         with self._one_thread, ExitStack() as ending, self._translated(), self.env.begin(write=True) as txn:
-            rows = Rows(self._tables, txn)
-            room = Room(rows, self._files, self._holds, self.env.reader_check)
+            rows = CatalogueTables(self._tables, txn)
+            room = SpaceAllocator(rows, self._files, self._holds, self.env.reader_check)
             ending.callback(room.let_go)
             yield rows, room
 
     @contextmanager
-    def _reading(self) -> Iterator[Rows]:
+    def _reading(self) -> Iterator[CatalogueTables]:
         with self._translated(), self.env.begin() as txn:
-            yield Rows(self._tables, txn)
+            yield CatalogueTables(self._tables, txn)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -469,7 +471,7 @@ def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
     )
 
 
-def _claim(rows: Rows, room: Room, digest: Digest, claim: Record) -> None:
+def _claim(rows: CatalogueTables, room: SpaceAllocator, digest: Digest, claim: ObjectRecord) -> None:
     """Write down when an owner needs an object, unless another that lives needs it as soon.
 
     What its own process said counts for nothing: that was before the order was known.

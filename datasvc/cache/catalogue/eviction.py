@@ -26,7 +26,7 @@ UNKNOWN: Final = 1 << 60
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EvictionCandidate:
     """A resident object that is not pinned.
 
     Attributes:
@@ -43,14 +43,14 @@ class Candidate:
 
 
 def choose_victims(
-    candidates: Iterable[Candidate],
+    candidates: Iterable[EvictionCandidate],
     account: Account,
     tenant: str,
     size_bytes: int,
     *,
     nearest_bytes: int = -NEVER,
-    take: Callable[[Candidate], bool] = lambda _: True,
-) -> list[Candidate]:
+    take: Callable[[EvictionCandidate], bool] = lambda _: True,
+) -> list[EvictionCandidate]:
     """Return what to evict so that `tenant` may use `size_bytes` more, or all that may go where that is not enough.
 
     Args:
@@ -61,7 +61,7 @@ def choose_victims(
         nearest_bytes: spare what is needed as soon as that, or sooner: a prefetch does no harm.
         take: returns whether a victim can be had; asked of nothing that would not help.
     """
-    victims: list[Candidate] = []
+    victims: list[EvictionCandidate] = []
     waiting = iter(candidates)
     while account.missing(tenant, size_bytes) > 0:
         candidate = next(waiting, None)
@@ -81,6 +81,6 @@ def distance_bytes(next_use: int, clock: int | None) -> int:
     return next_use if next_use >= UNKNOWN else next_use - clock
 
 
-def by_distance(queues: Iterable[Iterator[Candidate]]) -> Iterator[Candidate]:
+def by_distance(queues: Iterable[Iterator[EvictionCandidate]]) -> Iterator[EvictionCandidate]:
     """Yield the candidates of running jobs, furthest first; each queue is sorted so already."""
     yield from heapq.merge(*queues, key=lambda candidate: -candidate.distance_bytes)

@@ -33,7 +33,7 @@ PARTS_SUFFIX = ".parts"
 _TENANT: Final = "user.datasvc.tenant"  # an extended attribute: it outlives the catalogue
 
 
-class Found(NamedTuple):
+class ScannedFiles(NamedTuple):
     """What a scan found where resident objects lie.
 
     Attributes:
@@ -189,13 +189,15 @@ class Files:
     def _incoming(self, digest: Digest) -> str:
         return f"{self._root}/incoming/{parse_digest(digest)}"
 
-    def scan(self) -> list[Found]:
+    def scan(self) -> list[ScannedFiles]:
         """Return every file that lies where resident objects lie. Raises OSError."""
         found = []
         for folder in sorted(path for path in (self.folder / "objects").iterdir() if path.is_dir()):
             with os.scandir(folder) as entries:
                 inside = [entry for entry in entries if _is_object(entry, folder.name)]
-                found += [Found(Digest(entry.name), entry.stat().st_size, _tenant_of(entry.path)) for entry in inside]
+                found += [
+                    ScannedFiles(Digest(entry.name), entry.stat().st_size, _tenant_of(entry.path)) for entry in inside
+                ]
         return found
 
 

@@ -107,7 +107,7 @@ def next_uses(uses: Uses, *, epochs_ahead: int | None = 1) -> Integers:
     return np.where(is_seen, uses.first[following], NEVER)
 
 
-def favour_owned(again: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
+def bias_owned(again: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
     """Return next uses such that a node among peers evicts what it owns after what it does not.
 
     The owner alone reads a shard from the origin; everybody else gets it from there. Where all nodes need all shards,

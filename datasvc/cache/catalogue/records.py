@@ -22,7 +22,7 @@ _BLOCK: Final = 4096
 Size = TypeVar("Size", int, Integers)
 
 
-class Record(NamedTuple):
+class ObjectRecord(NamedTuple):
     """What the catalogue knows of one object.
 
     Attributes:
@@ -44,7 +44,7 @@ class Record(NamedTuple):
         return _HEAD.pack(self.state, self.size_bytes, self.next_use) + f"{self.owner}\0{self.tenant}".encode()
 
     @classmethod
-    def decode(cls, content: bytes) -> Record:
+    def decode(cls, content: bytes) -> ObjectRecord:
         """Return what `encode` gave. Raises ValueError: it is none."""
         if len(content) < _HEAD.size:
             raise ValueError(f"a record of {len(content)} bytes")
@@ -81,7 +81,7 @@ def parse_order_key(key: bytes) -> tuple[str, int, Digest]:
     return key[:-41].decode(), _ORDER.unpack_from(key, len(key) - 40)[0], Digest(key[-32:].hex())
 
 
-def order_value(record: Record) -> bytes:
+def order_value(record: ObjectRecord) -> bytes:
     """Return what the order keeps of a record: enough to choose it as a victim."""
     return _FREED.pack(record.used_bytes) + record.tenant.encode()
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from datasvc.cache.catalogue.eviction import Candidate, by_distance, choose_victims, distance_bytes
+from datasvc.cache.catalogue.eviction import EvictionCandidate, by_distance, choose_victims, distance_bytes
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import is_held, lease_of
 from datasvc.cache.catalogue.object_locks import Holds
 from datasvc.cache.catalogue.quotas import Account
-from datasvc.cache.catalogue.records import Record, footprint
-from datasvc.cache.catalogue.tables import Owner, Rows
+from datasvc.cache.catalogue.records import ObjectRecord, footprint
+from datasvc.cache.catalogue.tables import CatalogueTables, Owner
 from datasvc.errors import CacheFullError
 from datasvc.order import NEVER
 from datasvc.repository import Digest, ObjectInfo
@@ -31,7 +31,7 @@ SPARE_WANTED: Final = NEVER // 2
 _MAPPED: Final = ".mapped"  # ends the name of a file in quarantine that jobs had mapped
 
 
-class Room:
+class SpaceAllocator:
     """The room of one cache, inside one write transaction.
 
     Args:
@@ -41,7 +41,9 @@ class Room:
         forget_readers: frees what readers that died keep of the database.
     """
 
-    def __init__(self, rows: Rows, files: Files, holds: Holds, forget_readers: Callable[[], object]) -> None:
+    def __init__(
+        self, rows: CatalogueTables, files: Files, holds: Holds, forget_readers: Callable[[], object]
+    ) -> None:
         self._rows = rows
         self._files = files
         self._holds = holds
@@ -134,7 +136,7 @@ class Room:
             if not self.is_alive(owner):
                 self._rows.leave(owner.name)
 
-    def forget(self, digest: Digest, record: Record) -> None:
+    def forget(self, digest: Digest, record: ObjectRecord) -> None:
         """Remove an object, file and row."""
         self._files.object_path(digest).unlink(missing_ok=True)
         FileLink(self._files.folder, digest).remove()
@@ -189,7 +191,7 @@ class Room:
         )
         return {victim.digest: victim.freed_bytes for victim in victims}
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[EvictionCandidate]:
         """Yield what may be evicted unless it is held, first what goes first."""
         living = []
         for owner in self._rows.owners():
@@ -199,9 +201,9 @@ class Room:
                 yield from self._queue(owner.name, None)
         yield from by_distance(living)
 
-    def _queue(self, owner: str, clock: int | None) -> Iterator[Candidate]:
+    def _queue(self, owner: str, clock: int | None) -> Iterator[EvictionCandidate]:
         for next_use, digest, freed_bytes, tenant in self._rows.furthest(owner):
-            yield Candidate(digest, freed_bytes, tenant, distance_bytes(next_use, clock))
+            yield EvictionCandidate(digest, freed_bytes, tenant, distance_bytes(next_use, clock))
 
     def _evict(self, victims: Mapping[Digest, int]) -> None:
         for digest in victims:

@@ -22,13 +22,13 @@ from datasvc.cache.catalogue.lease import is_order
 from datasvc.cache.catalogue.quotas import Account
 from datasvc.cache.catalogue.records import (
     RESERVED,
-    Record,
+    ObjectRecord,
     order_key,
     order_value,
     parse_order_key,
     parse_order_value,
 )
-from datasvc.order import Reuse
+from datasvc.order import NextUse
 from datasvc.repository import Digest
 
 _TABLES: Final = (b"objects", b"order", b"reserved", b"owners", b"pins", b"meta")
@@ -62,7 +62,7 @@ class Tables:
         self.configurations: dict[bytes, Configuration] = {}  # the last one parsed
 
 
-class Rows:
+class CatalogueTables:
     """The rows, inside one transaction."""
 
     def __init__(self, tables: Tables, txn: Any) -> None:
@@ -76,21 +76,21 @@ class Rows:
             cursor = self._txn.cursor(db=table)
             for found in (cursor.first(), cursor.last()):
                 if found and table is tables.objects:
-                    Record.decode(bytes(cursor.value()))
+                    ObjectRecord.decode(bytes(cursor.value()))
 
     # Objects.
 
-    def get(self, digest: Digest) -> Record | None:
+    def get(self, digest: Digest) -> ObjectRecord | None:
         """Return the record of an object."""
         value = self._txn.get(bytes.fromhex(digest), db=self._tables.objects)
-        return None if value is None else Record.decode(bytes(value))
+        return None if value is None else ObjectRecord.decode(bytes(value))
 
     def state(self, digest: Digest) -> int | None:
         """Return the state of an object alone, which every hit asks for; None where it has no record."""
         value = self._txn.get(bytes.fromhex(digest), db=self._tables.objects)
-        return None if value is None else Record.state_of(value)
+        return None if value is None else ObjectRecord.state_of(value)
 
-    def put(self, digest: Digest, before: Record | None, record: Record) -> None:
+    def put(self, digest: Digest, before: ObjectRecord | None, record: ObjectRecord) -> None:
         """Write a record in place of `before`, and list it where it belongs."""
         key = bytes.fromhex(digest)
         if before is not None:
@@ -104,23 +104,23 @@ class Rows:
             order = order_key(record.owner, record.next_use, digest)
             self._txn.put(order, order_value(record), db=self._tables.order)
 
-    def delete(self, digest: Digest, record: Record) -> None:
+    def delete(self, digest: Digest, record: ObjectRecord) -> None:
         """Forget an object."""
         self.unlist(digest, record)
         self._txn.delete(bytes.fromhex(digest), db=self._tables.objects)
         self._use(record.tenant, 0, record)
 
-    def unlist(self, digest: Digest, record: Record) -> None:
+    def unlist(self, digest: Digest, record: ObjectRecord) -> None:
         """Take an object off the lists of what is on its way and what may be evicted."""
         if record.state == RESERVED:
             self._txn.delete(bytes.fromhex(digest), db=self._tables.reserved)
         else:
             self._txn.delete(order_key(record.owner, record.next_use, digest), db=self._tables.order)
 
-    def objects(self) -> Iterator[tuple[Digest, Record]]:
+    def objects(self) -> Iterator[tuple[Digest, ObjectRecord]]:
         """Yield every record."""
         for key, value in self._txn.cursor(db=self._tables.objects):
-            yield Digest(bytes(key).hex()), Record.decode(bytes(value))
+            yield Digest(bytes(key).hex()), ObjectRecord.decode(bytes(value))
 
     def reserved(self) -> list[Digest]:
         """Return what is on its way."""
@@ -172,7 +172,7 @@ class Rows:
         if not (cursor.set_range(prefix) and bytes(cursor.key()).startswith(prefix)):
             self._txn.delete(prefix, db=self._tables.owners)
 
-    def next_use(self, owner: str, reuse: Reuse | None) -> int:
+    def next_use(self, owner: str, reuse: NextUse | None) -> int:
         """Return what to write as next use, and take down the owner's clock where it is known."""
         if reuse is None:
             return UNKNOWN + self.next_sequence()
@@ -281,7 +281,7 @@ class Rows:
         """Return a number that grows with each call, whoever calls."""
         return self._add(_SEQUENCE, 1)
 
-    def _use(self, tenant: str, used_bytes: int, before: Record | None) -> None:
+    def _use(self, tenant: str, used_bytes: int, before: ObjectRecord | None) -> None:
         if before is not None and before.tenant == tenant:
             used_bytes -= before.used_bytes
         elif before is not None:

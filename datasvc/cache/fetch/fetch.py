@@ -9,17 +9,17 @@ from typing import Final, Literal
 
 import numpy as np
 
-from datasvc.cache.catalogue.catalogue import BUSY, GRANTED, LATER, Catalogue, Crowded
+from datasvc.cache.catalogue.catalogue import BUSY, GRANTED, LATER, Catalogue, NoSpaceYet
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.files import Files
-from datasvc.cache.catalogue.next_use import favour_owned
-from datasvc.cache.fetch.transfer import TransferReport, transfer
+from datasvc.cache.catalogue.next_use import bias_owned
+from datasvc.cache.fetch.transfer import FetchReport, transfer
 from datasvc.cache.peers.peers import Peers
-from datasvc.cache.sources.origin_source import OriginSource, RequestPool, Source
-from datasvc.cache.sources.received_parts import Parts
+from datasvc.cache.sources.origin_source import ObjectSource, OriginSource, RequestPool
+from datasvc.cache.sources.received_parts import ReceivedParts
 from datasvc.cache.sources.remote_file import RemoteFile, Store
 from datasvc.errors import CorruptDataError, UnavailableError
-from datasvc.order import Reuse
+from datasvc.order import NextUse
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import digest_of_file
 
@@ -64,7 +64,7 @@ class Fetcher:
         repository: Store,
         report: Report | None = None,
         *,
-        prefetch: Reuse | None = None,
+        prefetch: NextUse | None = None,
         evict: bool = True,
         owner: str | None = None,
     ) -> Outcome:
@@ -100,19 +100,19 @@ class Fetcher:
                 finally:
                     self._files.unlock(info.digest)
 
-    def weigh(self, digest: Digest, reuse: Reuse) -> Reuse:
+    def weigh(self, digest: Digest, reuse: NextUse) -> NextUse:
         """Return a next use such that, among peers, what this node owns stays longer than what it does not."""
         if self._peers is None or self._peers.num_nodes <= 1:
             return reuse
         owned = np.array([self._peers.owns(digest)])
-        return Reuse(reuse.now, int(favour_owned(np.array([reuse.next_use]), owned)[0]))
+        return NextUse(reuse.now, int(bias_owned(np.array([reuse.next_use]), owned)[0]))
 
     def _fetch(
         self,
         info: ObjectInfo,
         repository: Store,
         report: Report | None,
-        prefetch: Reuse | None,
+        prefetch: NextUse | None,
         *,
         evict: bool,
         owner: str,
@@ -124,7 +124,7 @@ class Fetcher:
                 return "busy"
             if answer == BUSY:
                 self._files.wait_for_incoming(info.digest)
-            elif isinstance(answer, Crowded):
+            elif isinstance(answer, NoSpaceYet):
                 # It ends whatever becomes of it, and each turn waits for another one: this goes on while others do.
                 self._files.wait_for_incoming(answer.digest)
             else:
@@ -146,7 +146,7 @@ class Fetcher:
         return done.kind or "origin"
 
     def _complete(
-        self, digest: Digest, owner: str, prefetch: Reuse | None, counts: dict[str, int], *, publish: bool
+        self, digest: Digest, owner: str, prefetch: NextUse | None, counts: dict[str, int], *, publish: bool
     ) -> None:
         self._catalogue.complete(digest, owner, publish=publish, reuse=prefetch, counts=counts)
         self._files.unlock(digest)
@@ -164,12 +164,12 @@ class Fetcher:
             self._catalogue.quarantine(digest)
         return found == wanted
 
-    def _transfer(self, info: ObjectInfo, repository: Store, report: Report | None) -> TransferReport:
+    def _transfer(self, info: ObjectInfo, repository: Store, report: Report | None) -> FetchReport:
         descriptor = self._files.incoming(info.digest)
         while True:
             try:
                 _allocate(descriptor, info.size_bytes)
-                with Parts(self._files.parts_path(info.digest), info.size_bytes) as parts:
+                with ReceivedParts(self._files.parts_path(info.digest), info.size_bytes) as parts:
                     is_named = not isinstance(repository, RemoteFile)
                     sources = self._sources(info, repository)
                     return transfer(info, descriptor, parts, sources, report, is_named_by_content=is_named)
@@ -182,7 +182,7 @@ class Fetcher:
                 # Each turn evicts something, or gives up.
                 self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)
 
-    def _sources(self, info: ObjectInfo, repository: Store) -> list[Source]:
+    def _sources(self, info: ObjectInfo, repository: Store) -> list[ObjectSource]:
         origin = OriginSource(repository.objects, info.digest, self._requests)
         if self._peers is None or isinstance(repository, RemoteFile):
             return [origin]  # no peer could be believed about bytes that have no digest

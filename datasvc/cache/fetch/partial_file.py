@@ -15,8 +15,8 @@ from functools import partial
 
 from blake3 import blake3
 
-from datasvc.cache.sources.origin_source import Kind, Source
-from datasvc.cache.sources.received_parts import PART_BYTES, Parts
+from datasvc.cache.sources.origin_source import Kind, ObjectSource
+from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
 from datasvc.repository import Digest, ObjectInfo
 
 Report = Callable[[Kind, int], None]
@@ -39,7 +39,7 @@ class GrowingFile:
         bytes_by_kind: what arrived in this process, wrong bytes too.
     """
 
-    def __init__(self, size_bytes: int, descriptor: int, parts: Parts, report: Report | None) -> None:
+    def __init__(self, size_bytes: int, descriptor: int, parts: ReceivedParts, report: Report | None) -> None:
         self._size_bytes = size_bytes
         self._descriptor = descriptor
         self._parts = parts
@@ -51,12 +51,12 @@ class GrowingFile:
         self._filled = [
             self._part_bytes(number) if number in parts.arrived else 0 for number in range(parts.num_parts)
         ]
-        self._given: dict[Source, int] = {}
+        self._given: dict[ObjectSource, int] = {}
         self.is_continued = bool(parts.arrived)
         self.bytes_by_kind: dict[Kind, int] = {}
 
     @property
-    def givers(self) -> dict[Source, int]:
+    def givers(self) -> dict[ObjectSource, int]:
         """Bytes that are in the file, by who gave them in this process."""
         return self._given
 
@@ -65,11 +65,11 @@ class GrowingFile:
         """Whether all bytes are there, right or wrong."""
         return sum(self._filled) == self._size_bytes
 
-    def take_from(self, source: Source, info: ObjectInfo) -> None:
+    def take_from(self, source: ObjectSource, info: ObjectInfo) -> None:
         """Ask a source for all that is missing.
 
         Raises:
-            NotFoundError, CorruptDataError, ConfigError, UnavailableError: as `Source.stream`.
+            NotFoundError, CorruptDataError, ConfigError, UnavailableError: as `ObjectSource.stream`.
             OSError: the file cannot be written.
         """
         for start, stop in self._missing():
@@ -101,7 +101,7 @@ class GrowingFile:
                 ranges.append((start, stop))
         return ranges
 
-    def _write(self, source: Source, offset: int, view: memoryview) -> None:
+    def _write(self, source: ObjectSource, offset: int, view: memoryview) -> None:
         self._write_all(offset, view)
         with self._lock:
             self._note(offset, len(view))

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from datasvc.cache.fetch.partial_file import GrowingFile, Report
-from datasvc.cache.sources.origin_source import Kind, Source
-from datasvc.cache.sources.received_parts import Parts
+from datasvc.cache.sources.origin_source import Kind, ObjectSource
+from datasvc.cache.sources.received_parts import ReceivedParts
 from datasvc.errors import CorruptDataError, DatasvcError
 from datasvc.repository import Digest, ObjectInfo
 
 
 @dataclass(frozen=True)
-class TransferReport:
+class FetchReport:
     """How an object came.
 
     Attributes:
@@ -33,12 +33,12 @@ class TransferReport:
 def transfer(
     info: ObjectInfo,
     descriptor: int,
-    parts: Parts,
-    sources: Sequence[Source],
+    parts: ReceivedParts,
+    sources: Sequence[ObjectSource],
     report: Report | None = None,
     *,
     is_named_by_content: bool = True,
-) -> TransferReport:
+) -> FetchReport:
     """Fill a file with an object, verified.
 
     A source that fails is followed by the next, which continues. One whose bytes are wrong is marked, and all starts
@@ -70,18 +70,18 @@ class _Transfer:
     """Which source is next, and what to think of those before."""
 
     def __init__(
-        self, info: ObjectInfo, file: GrowingFile, sources: Sequence[Source], *, is_named_by_content: bool
+        self, info: ObjectInfo, file: GrowingFile, sources: Sequence[ObjectSource], *, is_named_by_content: bool
     ) -> None:
         assert sources
         self._info = info
         self._waiting = deque(sources)
         self._file = file
         self._is_named_by_content = is_named_by_content
-        self._failures: list[tuple[Source, DatasvcError]] = []
+        self._failures: list[tuple[ObjectSource, DatasvcError]] = []
         self._num_corrupt = 0
-        self._tried_again: set[Source] = set()
+        self._tried_again: set[ObjectSource] = set()
 
-    def run(self) -> TransferReport:
+    def run(self) -> FetchReport:
         while not self._is_there():
             if not self._waiting:
                 raise self._failure()
@@ -95,7 +95,7 @@ class _Transfer:
                 self._failures.append((source, error))
         givers = self._file.givers
         kind = max(givers, key=givers.__getitem__).kind if givers else None
-        return TransferReport(self._file.bytes_by_kind, self._num_corrupt, kind, self._file.digest())
+        return FetchReport(self._file.bytes_by_kind, self._num_corrupt, kind, self._file.digest())
 
     def _is_there(self) -> bool:
         """Return whether the file holds the object; if it holds something else it is emptied."""
@@ -123,7 +123,7 @@ class _Transfer:
         self._file.start_over()
         return False
 
-    def _give_up(self, source: Source, error: CorruptDataError) -> None:
+    def _give_up(self, source: ObjectSource, error: CorruptDataError) -> None:
         self._failures.append((source, error))
         if source.kind == "origin" and source not in self._tried_again:
             self._tried_again.add(source)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from datasvc.cache.catalogue.next_use import Uses, plan_uses
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.forecast.replay import Traffic, replay
-from datasvc.cache.forecast.workload import Rates, RunShape
+from datasvc.cache.forecast.replay import EpochTraffic, replay
+from datasvc.cache.forecast.workload import Rates, Workload
 from datasvc.cache.prefetch.window_budget import check_window, choose_ahead_bytes, window_bytes
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
@@ -78,7 +78,7 @@ class Forecast:
 
 
 def forecast(
-    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, shape: RunShape, rates: Rates
+    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, shape: Workload, rates: Rates
 ) -> Forecast:
     """Return what a run will ask for.
 
@@ -114,8 +114,8 @@ def forecast(
 
 
 def _replay_sample(
-    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, shape: RunShape
-) -> tuple[list[Traffic], int]:
+    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, shape: Workload
+) -> tuple[list[EpochTraffic], int]:
     """Return what each of the first epochs moves, and what a node holds after them."""
     chosen = _choose_shards(samples_per_shard)
     uses = plan_uses(samples_per_shard, bytes_per_shard, shape.order, range(_EPOCHS), chosen=chosen)
@@ -149,7 +149,7 @@ def _choose_shards(samples_per_shard: Integers) -> npt.NDArray[np.bool_]:
     return chosen
 
 
-def _nodes_of(uses: Uses, shape: RunShape) -> list[Uses]:
+def _nodes_of(uses: Uses, shape: Workload) -> list[Uses]:
     """Return the uses of each node, or of one that stands for all where they all read the same."""
     if not shape.splits_lanes:
         return [uses]
@@ -157,7 +157,7 @@ def _nodes_of(uses: Uses, shape: RunShape) -> list[Uses]:
     return [uses.only(node_of == node) for node in range(shape.nodes)]
 
 
-def _of_all_nodes(traffic: Traffic, nodes: int, owned: float, *, has_peers: bool) -> Traffic:
+def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned: float, *, has_peers: bool) -> EpochTraffic:
     """Return what nodes that all read the same move, from what one of them moves that owns that share of the data."""
     if not has_peers:
         return _scaled(traffic, nodes)
@@ -166,10 +166,10 @@ def _of_all_nodes(traffic: Traffic, nodes: int, owned: float, *, has_peers: bool
     # Of a few shards a node may own all.
     others = traffic.peer_bytes / (1 - owned) if owned < 1 else origin
     peers = (nodes - 1) * others
-    return Traffic(used, round(used - origin - peers), round(origin), round(peers))
+    return EpochTraffic(used, round(used - origin - peers), round(origin), round(peers))
 
 
-def _draw_owners(chosen: npt.NDArray[np.bool_], shape: RunShape) -> Integers:
+def _draw_owners(chosen: npt.NDArray[np.bool_], shape: Workload) -> Integers:
     """Return the owner of each shard, `int64[num_shards]`: to each node as many of those that are replayed."""
     key = derive_keys(shape.order.seed, 0, _OWNERS, 1)[0]
     numbers = np.flatnonzero(chosen)
@@ -186,7 +186,7 @@ def _most_held(uses: Uses, bytes_per_shard: Integers) -> int:
     return int(np.cumsum(np.concatenate([-sizes, sizes])[by_time]).max(initial=0))
 
 
-def _with_rates(traffic: Traffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
+def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
     given = {name: rate for name, rate in limits.items() if rate is not None}
@@ -204,13 +204,13 @@ def _with_rates(traffic: Traffic, num_samples: int, nodes: int, rates: Rates) ->
     )
 
 
-def _scaled(traffic: Traffic, scale: float) -> Traffic:
+def _scaled(traffic: EpochTraffic, scale: float) -> EpochTraffic:
     counted = (traffic.used_bytes, traffic.hit_bytes, traffic.origin_bytes, traffic.peer_bytes)
-    return Traffic(*(round(each * scale) for each in counted))
+    return EpochTraffic(*(round(each * scale) for each in counted))
 
 
-def _mean(epochs: list[Traffic]) -> Traffic:
-    total = Traffic()
+def _mean(epochs: list[EpochTraffic]) -> EpochTraffic:
+    total = EpochTraffic()
     for each in epochs:
         total.used_bytes += each.used_bytes
         total.hit_bytes += each.hit_bytes

@@ -9,7 +9,7 @@ import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from datasvc.cache.catalogue.eviction import UNKNOWN, Candidate, choose_victims
+from datasvc.cache.catalogue.eviction import UNKNOWN, EvictionCandidate, choose_victims
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Account
 from datasvc.order import NEVER
 from datasvc.repository import Digest
@@ -90,9 +90,9 @@ class SimulatedCache:
             return None
         return [(int(victim.digest), victim.freed_bytes) for victim in victims]
 
-    def _candidates(self, now: int) -> Iterator[Candidate]:
+    def _candidates(self, now: int) -> Iterator[EvictionCandidate]:
         for rank, shard in reversed(self._unheld):
-            yield Candidate(Digest(str(shard)), self._bytes[shard], DEFAULT_TENANT, self._distance(rank, now))
+            yield EvictionCandidate(Digest(str(shard)), self._bytes[shard], DEFAULT_TENANT, self._distance(rank, now))
 
     def _distance(self, rank: int, now: int) -> int:
         return rank - now

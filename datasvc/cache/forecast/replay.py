@@ -12,7 +12,7 @@ from typing import Final, Literal
 import numpy as np
 
 from datasvc.cache.catalogue.eviction import UNKNOWN
-from datasvc.cache.catalogue.next_use import Uses, favour_owned, next_uses
+from datasvc.cache.catalogue.next_use import Uses, bias_owned, next_uses
 from datasvc.cache.forecast.policies import LeastRecentlyUsedCache, OptimalCache, SimulatedCache
 from datasvc.errors import CacheFullError
 from datasvc.keyed_random import Integers
@@ -28,7 +28,7 @@ _RELEASE, _ACQUIRE, _PREFETCH = 0, 1, 2  # in the order in which they happen at 
 
 
 @dataclass
-class Traffic:
+class EpochTraffic:
     """What one epoch moved, over all nodes. Bytes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Replay:
         resident_bytes: what each node's cache holds at the end.
     """
 
-    epochs: list[Traffic]
+    epochs: list[EpochTraffic]
     resident_bytes: list[int]
 
 
@@ -87,23 +87,23 @@ def replay(
             that is needed sooner; 0: fetch when needed.
         owners: `int64[num_shards]`, the node that fetches each shard for all; None: each node for itself. Who is none
             of `nodes` has its shards whenever they are asked for.
-        favours_owned: whether nodes keep what they own before what they do not, see `favour_owned`.
+        favours_owned: whether nodes keep what they own before what they do not, see `bias_owned`.
 
     Raises:
         CacheFullError: what is in use at once exceeds the budget.
     """
     assert policy == "furthest" or not ahead_bytes, "only who knows the future can prefetch"
     sizes = bytes_per_shard.tolist()
-    cluster = _Cluster([_CACHES[policy](sizes, budget_bytes) for _ in nodes], sizes, owners)
+    cluster = _SimulatedCaches([_CACHES[policy](sizes, budget_bytes) for _ in nodes], sizes, owners)
     again = [next_uses(uses, epochs_ahead=None if policy == "optimum" else 1) for uses in nodes]
     if owners is not None and favours_owned:
         again = [
-            favour_owned(each, owners[uses.shards] == node)
+            bias_owned(each, owners[uses.shards] == node)
             for node, (uses, each) in enumerate(zip(nodes, again, strict=True))
         ]
     numbers = np.concatenate([uses.epochs for uses in nodes])
     first_epoch = int(numbers.min())
-    epochs = [Traffic() for _ in range(int(numbers.max()) + 1 - first_epoch)]
+    epochs = [EpochTraffic() for _ in range(int(numbers.max()) + 1 - first_epoch)]
     for now, kind, node, use in _events(nodes, ahead_bytes):
         shard = int(nodes[node].shards[use])
         traffic = epochs[int(nodes[node].epochs[use]) - first_epoch]
@@ -131,7 +131,7 @@ def _events(nodes: Sequence[Uses], ahead_bytes: int) -> Iterator[tuple[int, ...]
     return zip(*(column[by_time].tolist() for column in (times, kinds, places, numbers)), strict=True)
 
 
-class _Cluster:
+class _SimulatedCaches:
     """The caches of all nodes, and the ways between them."""
 
     def __init__(self, caches: Sequence[SimulatedCache], sizes: Sequence[int], owners: Integers | None) -> None:
@@ -140,7 +140,7 @@ class _Cluster:
         self._owners = owners
         self._prefetched: set[tuple[int, int]] = set()
 
-    def acquire(self, node: int, shard: int, now: int, traffic: Traffic) -> None:
+    def acquire(self, node: int, shard: int, now: int, traffic: EpochTraffic) -> None:
         cache = self.caches[node]
         cache.hold(shard)
         missing = cache.missing(shard)
@@ -158,7 +158,7 @@ class _Cluster:
         traffic.late_bytes += missing
         self._fetch(node, shard, missing, now, traffic)
 
-    def prefetch(self, node: int, shard: int, now: int, traffic: Traffic, needed: int) -> None:
+    def prefetch(self, node: int, shard: int, now: int, traffic: EpochTraffic, needed: int) -> None:
         cache = self.caches[node]
         missing = cache.missing(shard)
         cache.hold(shard)
@@ -168,7 +168,7 @@ class _Cluster:
         # What is there already, perhaps for a peer, is now known to be needed.
         cache.release(shard, now, needed)
 
-    def _fetch(self, node: int, shard: int, missing: int, now: int, traffic: Traffic) -> None:
+    def _fetch(self, node: int, shard: int, missing: int, now: int, traffic: EpochTraffic) -> None:
         """Count where a node gets bytes that it misses, and let their owner have them on the way."""
         owner = node if self._owners is None else int(self._owners[shard])
         if owner == node:

@@ -9,7 +9,7 @@ from datasvc.order import OrderConfig, lanes_of_rank
 
 
 @dataclass(frozen=True)
-class RunShape:
+class Workload:
     """How a run uses a data set.
 
     Attributes:

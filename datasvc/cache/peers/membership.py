@@ -35,7 +35,7 @@ class Nodes:
     own: str | None
 
 
-class Membership(Protocol):
+class NodeMembership(Protocol):
     """Says who the nodes are. Safe for threads; travels to other processes."""
 
     @property
@@ -63,7 +63,7 @@ class FixedMembership:
         self._nodes = _nodes_at_start(_parse_urls(urls), own)
 
     def nodes(self) -> Nodes:
-        """See `Membership`."""
+        """See `NodeMembership`."""
         return self._nodes
 
 
@@ -94,7 +94,7 @@ class FileMembership:
         self.__dict__.update(state, _lock=threading.Lock())
 
     def nodes(self) -> Nodes:
-        """See `Membership`."""
+        """See `NodeMembership`."""
         with self._lock:
             try:
                 if _identity(self._path.stat()) != self._seen:
@@ -164,7 +164,7 @@ class DnsMembership:
         self.__dict__.update(state, _resolving=threading.Lock())
 
     def nodes(self) -> Nodes:
-        """See `Membership`."""
+        """See `NodeMembership`."""
         # A name server may take seconds: one thread waits for it, the others use what is known.
         if self._clock() - self._resolved_s >= self._interval_s and self._resolving.acquire(blocking=False):
             try:
@@ -182,7 +182,7 @@ class DnsMembership:
         self._nodes = _nodes_while_running(urls, self._own)
 
 
-def parse_membership(text: str, *, own: str | None = None) -> Membership:
+def parse_membership(text: str, *, own: str | None = None) -> NodeMembership:
     """Return who the nodes are, from its text form.
 
     Args:

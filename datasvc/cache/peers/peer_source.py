@@ -21,7 +21,7 @@ from datasvc.cache.sources.origin_source import Kind
 from datasvc.cache.sources.request_gate import Sink
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
-from datasvc.repository.store.min_throughput import Pace
+from datasvc.repository.store.min_throughput import MinThroughput
 from datasvc.repository.store.storage import redact_url
 
 _BUFFER_BYTES = 1 << 20
@@ -131,7 +131,7 @@ class PeerSource:
             closing(self._connected()) as connection,
             closing(self._ask(connection, info, offset, length)) as response,
         ):
-            pace = Pace(self._settings.min_bytes_s, self._settings.rate_window_s)
+            pace = MinThroughput(self._settings.min_bytes_s, self._settings.rate_window_s)
             buffer = memoryview(bytearray(min(_BUFFER_BYTES, length)))
             while length:
                 began = time.monotonic()

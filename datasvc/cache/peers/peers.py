@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from datasvc.cache.peers.membership import Membership
+from datasvc.cache.peers.membership import NodeMembership
 from datasvc.cache.peers.peer_health import PeerHealth, PeerReport
 from datasvc.cache.peers.peer_source import PeerSettings, PeerSource
 from datasvc.cache.peers.placement import rank_nodes
@@ -38,7 +38,7 @@ class Peers:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: NodeMembership,
         settings: PeerSettings | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +90,7 @@ class Peers:
 
     @property
     def num_membership_failures(self) -> int:
-        """See `Membership.num_failures`."""
+        """See `NodeMembership.num_failures`."""
         return self._membership.num_failures
 
     @cached_property

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from datasvc.errors import CorruptDataError, DatasvcError
 from datasvc.repository import Digest, Objects
-from datasvc.shards import Shard, Wanted
+from datasvc.shards import Shard, ShardRequest
 from datasvc.shards.format.partial_reader import PartialShard, open_partial
 
 _SHARE = 0.02
@@ -19,7 +19,7 @@ _MAX_BYTES = 512 << 20
 _REQUESTS_AT_ONCE = 16
 
 
-class EarlySamples:
+class PartialShardReader:
     """Reads samples of shards that are not here, as long as the allowance lasts. For one thread.
 
     Args:
@@ -38,7 +38,7 @@ class EarlySamples:
         self._count = count
         self._partial: dict[Digest, PartialShard | None] = {}
 
-    def read(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
+    def read(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
         """Return the shards, good for the wanted rows; {} when the allowance is used up, or it cannot be done."""
         if not wanted or not self._left_bytes:
             return {}
@@ -61,7 +61,7 @@ class EarlySamples:
         self._left_bytes = 0
         self._partial.clear()
 
-    def _read(self, wanted: Sequence[Wanted], pool: ThreadPoolExecutor) -> Mapping[Digest, Shard]:
+    def _read(self, wanted: Sequence[ShardRequest], pool: ThreadPoolExecutor) -> Mapping[Digest, Shard]:
         unknown = [each for each in wanted if each.info.digest not in self._partial]
         for each, partial in zip(unknown, pool.map(self._open, unknown), strict=True):
             self._partial[each.info.digest] = partial
@@ -81,5 +81,5 @@ class EarlySamples:
         self._count("origin_bytes", size_bytes)
         return {each.info.digest: partial for each, partial in found.items()}
 
-    def _open(self, wanted: Wanted) -> PartialShard | None:
+    def _open(self, wanted: ShardRequest) -> PartialShard | None:
         return open_partial(self._objects, wanted.info, wanted.index)

@@ -9,19 +9,19 @@ from contextlib import suppress
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.fetch.fetch import Outcome
-from datasvc.cache.prefetch.partial_shards import EarlySamples
+from datasvc.cache.prefetch.partial_shards import PartialShardReader
 from datasvc.cache.prefetch.stager import Stager, StagerJob
-from datasvc.cache.prefetch.timeline import Timeline
+from datasvc.cache.prefetch.timeline import UseTimeline
 from datasvc.errors import DatasvcError
-from datasvc.order import OrderConfig, Reuse
+from datasvc.order import NextUse, OrderConfig
 from datasvc.repository import Digest, ObjectInfo
-from datasvc.shards import Split, Wanted
+from datasvc.shards import ShardRequest, Split
 from datasvc.shards.format.reader import Shard
 
 _SHARDS_AT_ONCE = 4
 
 
-class FollowedShards:
+class PrefetchingShardStore:
     """The shards of one split through a node's cache, for one order: a `ShardStore`.
 
     The stager starts when a shard is missing for the first time: data that is all here needs none. Until it is up,
@@ -33,7 +33,7 @@ class FollowedShards:
         config: the order's parameters.
         lanes: those that this process is served from; None: all.
         num_ranks: of the job: what is read early is shared among them.
-        step_bytes: see `Timeline`.
+        step_bytes: see `UseTimeline`.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class FollowedShards:
         self._shards = cache.shards(split.repository)
         self._split, self._config, self._lanes = split, config, lanes
         self._step_bytes = step_bytes
-        self._timeline = Timeline(split.table, config, lanes, step_bytes=step_bytes)
+        self._timeline = UseTimeline(split.table, config, lanes, step_bytes=step_bytes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
         self._cursor = (0, 0)
         # Two loaders of one process are two jobs: each has its own clock.
         self._owner = cache.new_owner(f"{split.dataset}/{split.name}")
-        self._early = EarlySamples(
+        self._early = PartialShardReader(
             split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=cache.count
         )
         self._stager: Stager | None = None
@@ -78,8 +78,8 @@ class FollowedShards:
         """See `CachedShards.is_resident`."""
         return self._shards.is_resident(info)
 
-    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
-        """Return shards that are on their way, whose wanted samples were read by themselves; see `EarlySamples`."""
+    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
+        """Return shards still in transfer whose wanted samples were read one by one; see `PartialShardReader`."""
         missing = [each for each in wanted if not self._shards.is_resident(each.info)]
         if missing and self._stager is None:
             self._start()
@@ -115,7 +115,7 @@ class FollowedShards:
             now = self._timeline.clock(*self._cursor)
             try:
                 with suppress(DatasvcError):  # whoever opens the shard meets the same
-                    self._cache.prefetch(info, self._split.repository, Reuse(now, now), owner=self._owner)
+                    self._cache.prefetch(info, self._split.repository, NextUse(now, now), owner=self._owner)
             finally:
                 self._fetching.discard(info.digest)
 

@@ -4,7 +4,7 @@ It follows what the job says of its position, fetches the shards in the order in
 of the epoch, and stops where the next one would push out what is needed sooner. The job fetches by itself what it
 finds missing, so a stager that is late, or dead, costs time and nothing else.
 
-It is a program of its own (`python -m datasvc.cache.prefetch.stager`) and ends when the job ends: see `Companion`.
+It is a program of its own (`python -m datasvc.cache.prefetch.stager`) and ends when the job ends: see `ChildProcess`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import BinaryIO
 from datasvc.cache.cache import Cache
 from datasvc.cache.fetch.fetch import Outcome
 from datasvc.cache.peers.peers import Peers
-from datasvc.cache.prefetch.timeline import Piece, Timeline
+from datasvc.cache.prefetch.timeline import NeededShard, UseTimeline
 from datasvc.cache.prefetch.window_budget import choose_ahead_bytes
 from datasvc.errors import DatasvcError
-from datasvc.order import OrderConfig, Reuse
-from datasvc.orphans import Companion
+from datasvc.order import NextUse, OrderConfig
+from datasvc.orphans import ChildProcess
 from datasvc.shards import Split
 
 # Each shard is fetched by many ranged requests; of small ones it takes more to have as many under way.
@@ -54,7 +54,7 @@ class StagerJob:
         epoch: where the job stands.
         position: likewise.
         owner: the name under which the job says when it needs what, see `Cache.new_owner`.
-        step_bytes: see `Timeline`.
+        step_bytes: see `UseTimeline`.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Stager:
     """
 
     def __init__(self, job: StagerJob) -> None:
-        self._program = Companion(__name__, job)
+        self._program = ChildProcess(__name__, job)
 
     def advance(self, epoch: int, position: int) -> None:
         """Say that everything before a position was served. Does nothing once the stager is gone."""
@@ -88,7 +88,7 @@ class Stager:
         self._program.close()
 
 
-class Ahead:
+class JobPrefetcher:
     """Fetches ahead of one job, as far as there is room.
 
     Args:
@@ -103,12 +103,12 @@ class Ahead:
         self._cache = cache
         self._split = job.split
         self._owner = job.owner
-        self._timeline = Timeline(job.split.table, job.config, job.lanes, step_bytes=job.step_bytes)
+        self._timeline = UseTimeline(job.split.table, job.config, job.lanes, step_bytes=job.step_bytes)
         self._cursor = job.epoch, job.position
         self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, cache.budget_bytes)
         self.num_at_once = _choose_shards_at_once(job.split, cache.budget_bytes)
-        self._waiting: deque[Piece] = deque()
-        self._set_aside: list[tuple[int, Piece]] = []  # with the clock at which to try again
+        self._waiting: deque[NeededShard] = deque()
+        self._set_aside: list[tuple[int, NeededShard]] = []  # with the clock at which to try again
         self._under_way: set[int] = set()
         self._is_blocked = False
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class Ahead:
             while self._waiting and self._waiting[0].stop <= now:
                 self._waiting.popleft()
 
-    def next_piece(self) -> Piece | None:
+    def next_piece(self) -> NeededShard | None:
         """Return what to fetch next; None where that must wait until the job goes on."""
         with self._lock:
             if self._is_blocked or not self._waiting or len(self._under_way) >= self.num_at_once:
@@ -144,7 +144,7 @@ class Ahead:
             self._under_way.add(piece.shard)
             return piece
 
-    def fetch(self, piece: Piece) -> None:
+    def fetch(self, piece: NeededShard) -> None:
         """Fetch a piece that `next_piece` gave, or put it back where there is no room, or aside where it failed."""
         now = self._timeline.clock(*self._cursor)
         outcome: Outcome | None = None
@@ -166,13 +166,13 @@ class Ahead:
                 elif outcome is None:
                     self._set_aside.append((now + self._ahead_bytes, piece))
 
-    def _fetch(self, piece: Piece, now: int) -> Outcome:
+    def _fetch(self, piece: NeededShard, now: int) -> Outcome:
         info = self._split.table.shard(piece.shard)
         # Further ahead only where there is room to spare: what it would evict is worth more.
         evict = piece.first - now <= self._ahead_bytes
         # Of a shard that comes in pieces an earlier one may be yet to come.
         next_use = self._timeline.next_use(piece.shard, *self._cursor)
-        reuse = Reuse(now, max(now, next_use))
+        reuse = NextUse(now, max(now, next_use))
         outcome = self._cache.prefetch(info, self._split.repository, reuse, evict=evict, owner=self._owner)
         if outcome == "resident":
             self._cache.expect({info.digest: next_use}, now, owner=self._owner)
@@ -197,7 +197,7 @@ def serve(pipe: BinaryIO) -> None:
     events: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, events), daemon=True, name="datasvc-job").start()
     with Cache(job.folder, tenant=job.tenant, peers=job.peers) as cache:
-        ahead = Ahead(cache, job)
+        ahead = JobPrefetcher(cache, job)
         ahead.begin()
         with ThreadPoolExecutor(ahead.num_at_once, thread_name_prefix="datasvc-ahead") as pool:
             while True:

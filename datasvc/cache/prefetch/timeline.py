@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.cache.catalogue.next_use import Uses, bytes_per_position, plan_uses
-from datasvc.order import NEVER, OrderConfig, Reuse
+from datasvc.order import NEVER, NextUse, OrderConfig
 from datasvc.shards.format.shard_table import ShardTable
 
 
 @dataclass(frozen=True)
-class Piece:
+class NeededShard:
     """A shard that is needed, or a part of it.
 
     Attributes:
@@ -32,7 +32,7 @@ class Piece:
     stop: int
 
 
-class Timeline:
+class UseTimeline:
     """The uses of one job's shards, epoch by epoch.
 
     Args:
@@ -62,13 +62,13 @@ class Timeline:
         """Return what the job's clock says at a position."""
         return (epoch * self._num_samples + position) * self._step
 
-    def reuse(self, shard: int, epoch: int, position: int) -> Reuse:
+    def reuse(self, shard: int, epoch: int, position: int) -> NextUse:
         """Return when a shard that is let go of at a position is needed again, by the end of the next epoch.
 
         Whichever lane needs it then: that may be another rank's of this node.
         """
         now = self.clock(epoch, position)
-        return Reuse(now, _first_use(shard, ((uses, uses.first >= now) for uses, _ in self._both(epoch))))
+        return NextUse(now, _first_use(shard, ((uses, uses.first >= now) for uses, _ in self._both(epoch))))
 
     def next_use(self, shard: int, epoch: int, position: int) -> int:
         """Return when this process needs a shard from a position on; NEVER where it does not see that."""
@@ -82,11 +82,11 @@ class Timeline:
             uses.setdefault(piece.shard, piece.first)
         return uses
 
-    def pieces(self, epoch: int, position: int) -> list[Piece]:
+    def pieces(self, epoch: int, position: int) -> list[NeededShard]:
         """Return what is needed from a position on until the end of the next epoch, in order of need."""
         now = self.clock(epoch, position)
         return [
-            Piece(shard, first, stop)
+            NeededShard(shard, first, stop)
             for _, own in self._both(epoch)
             for shard, first, stop in zip(own.shards.tolist(), own.first.tolist(), own.stop.tolist(), strict=True)
             if stop > now

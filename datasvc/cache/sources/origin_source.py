@@ -18,7 +18,7 @@ from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS,
 from datasvc.cache.sources.request_gate import Gate, Sink
 from datasvc.errors import CorruptDataError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
 
 Kind = Literal["origin", "peer"]
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _WRITING_THREADS = 4
 
 
-class Source(Protocol):
+class ObjectSource(Protocol):
     """One place that may have an object.
 
     Attributes:
@@ -65,12 +65,14 @@ class Origin(Protocol):
         """Whether `stream_range` needs little memory, however long the range."""
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`. Raises as `Source.stream`."""
+        """Return `length` bytes from `offset`. Raises as `ObjectSource.stream`."""
 
-    def stream_range(self, digest: Digest, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
+    def stream_range(
+        self, digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
+    ) -> None:
         """Hand `length` bytes from `offset` to `take` as they arrive, in order, from the calling thread.
 
-        Raises as `Source.stream`, and UnavailableError soon after it was interrupted.
+        Raises as `ObjectSource.stream`, and UnavailableError soon after it was interrupted.
         """
 
     def location(self, digest: Digest) -> str:
@@ -102,7 +104,7 @@ class RequestPool:
     def __init__(self, num_requests: int = 16) -> None:
         assert num_requests > 0, num_requests
         self.num_requests = num_requests
-        self._under_way: set[Interrupt] = set()
+        self._under_way: set[CancellationToken] = set()
         self._lock = threading.Lock()
         self._is_closed = False
         self._turns = threading.Semaphore(num_requests)
@@ -117,7 +119,7 @@ class RequestPool:
             raise UnavailableError("the cache was closed") from error
 
     @contextmanager
-    def sharing(self, interrupt: Interrupt) -> Iterator[None]:
+    def sharing(self, interrupt: CancellationToken) -> Iterator[None]:
         """Count one more object among those that share the requests, for as long as the block runs.
 
         Args:
@@ -179,7 +181,7 @@ class OriginSource:
         self._requests = requests
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
-        """See `Source`."""
+        """See `ObjectSource`."""
         assert info.digest == self._digest
         # Once for the object: an origin that turns out not to stream must not gather what was cut for streaming.
         ask, most_parts = (
@@ -200,7 +202,7 @@ class OriginSource:
                 gate.close()
 
     def judge(self, *, intact: bool) -> None:
-        """See `Source`: there is only one origin, so it is asked again whatever it gave."""
+        """See `ObjectSource`: there is only one origin, so it is asked again whatever it gave."""
 
     def _gather(self, spans: Spans, gate: Gate) -> None:
         """Bring one range after the other until none is left, or nobody wants them any more."""

@@ -17,7 +17,7 @@ _RECORD = struct.Struct("<II")
 _COMPLEMENT = 0xFFFFFFFF
 
 
-class Parts:
+class ReceivedParts:
     """The parts of one object that are in its incoming file. Only the holder of that file's lock opens it.
 
     Args:

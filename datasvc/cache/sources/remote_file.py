@@ -10,10 +10,10 @@ from blake3 import blake3
 from datasvc.durable import is_plain_name
 from datasvc.errors import ConfigError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
-from datasvc.repository.store.ranges import Ranges
-from datasvc.repository.store.retries import ask
+from datasvc.repository.store.ranges import RangeReader
+from datasvc.repository.store.retries import with_retries
 from datasvc.repository.store.storage import redact_url, resolve_url
 
 # What stores say of the state of a file, the most exact first.
@@ -49,7 +49,7 @@ class RemoteFile:
         self._fs, self._path = resolve_url(url)
         self.file_name = _file_name(self._path, url)
         self._fs.invalidate_cache()  # of the store's client: what it listed once may have changed
-        facts: dict[str, Any] = ask(self._fs, "look at", redact_url(url), lambda: self._fs.info(self._path))
+        facts: dict[str, Any] = with_retries(self._fs, "look at", redact_url(url), lambda: self._fs.info(self._path))
         if facts.get("type") == "directory" or facts.get("size") is None:
             raise ConfigError(f"{redact_url(url)} is no file of a known size; name single files")
         state = next((facts[key] for key in _STATES if facts.get(key)), None)
@@ -58,7 +58,7 @@ class RemoteFile:
                 f"the store of {redact_url(url)} says neither a checksum nor a time, so a changed file could not be "
                 "told from the staged one; copy it instead"
             )
-        self._ranges = Ranges(self._fs)
+        self._ranges = RangeReader(self._fs)
         name = f"datasvc file\0{url}\0{state}\0{facts['size']}"
         self.info = ObjectInfo(Digest(blake3(name.encode()).hexdigest()), int(facts["size"]))
 
@@ -85,8 +85,10 @@ class RemoteFile:
         """Whether `stream_range` needs little memory, however long the range."""
         return self._ranges.can_stream
 
-    def stream_range(self, _digest: Digest, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
-        """Hand `length` bytes from `offset` to `take` as they arrive; see `Ranges.stream`."""
+    def stream_range(
+        self, _digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
+    ) -> None:
+        """Hand `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
         location = redact_url(self.url)
         self._ranges.stream(self._path, offset, length, take, location=location, interrupt=interrupt)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 
 Sink = Callable[[int, memoryview], None]
 """Takes the bytes at an offset of the object; the view is valid during the call only."""
@@ -22,7 +22,7 @@ class Gate:
     """
 
     def __init__(self, sink: Sink) -> None:
-        self.interrupt = Interrupt()
+        self.interrupt = CancellationToken()
         self._sink = sink
         self._num_inside = 0
         self._changed = threading.Condition()

@@ -12,7 +12,7 @@ from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
 from datasvc.progress import byte_progress
 
 
-class Format(StrEnum):
+class DatasetFormat(StrEnum):
     """What an export is written as."""
 
     webdataset = "webdataset"
@@ -29,7 +29,7 @@ def export(
         str, typer.Argument(metavar="DEST", help="A new or empty folder, local or any fsspec URL.")
     ],
     repo: RepoOption,
-    export_format: Annotated[Format, typer.Option("--format", help="What to write.")],
+    export_format: Annotated[DatasetFormat, typer.Option("--format", help="What to write.")],
     split: Annotated[str | None, typer.Option(help="Only this split; default: all.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that write; default: one per CPU, at most 8.")] = min(
         8, os.cpu_count() or 1

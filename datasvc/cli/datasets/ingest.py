@@ -18,7 +18,7 @@ from datasvc.cli.terminal.values import text_value
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
-    from datasvc.shards.ingestion.build import Progress, Report
+    from datasvc.shards.ingestion.build import IngestProgress, Report
     from datasvc.shards.ingestion.build_options import BuildOptions
     from datasvc.shards.ingestion.ingest import IngestReport
     from datasvc.shards.sources import Source
@@ -45,7 +45,7 @@ class Duplicates(StrEnum):
     fail = "fail"
 
 
-class OnCommon(StrEnum):
+class OnCommonAtAppend(StrEnum):
     """What becomes of keys that the newest version has."""
 
     fail = "fail"
@@ -62,7 +62,7 @@ class OnSplitOverlap(StrEnum):
     keep = "keep"
 
 
-class Engine(StrEnum):
+class EngineChoice(StrEnum):
     """Who builds the shards."""
 
     local = "local"
@@ -104,8 +104,9 @@ def ingest(
     ] = Duplicates.keep,
     append: Annotated[bool, typer.Option(help="Add to the newest version.")] = False,
     on_common: Annotated[
-        OnCommon, typer.Option(help="Append, keys that are there: drop equal samples, keep the old, or replace it.")
-    ] = OnCommon.fail,
+        OnCommonAtAppend,
+        typer.Option(help="Append, keys that are there: drop equal samples, keep the old, or replace it."),
+    ] = OnCommonAtAppend.fail,
     on_split_overlap: Annotated[
         OnSplitOverlap,
         typer.Option(
@@ -113,7 +114,7 @@ def ingest(
         ),
     ] = OnSplitOverlap.fail,
     workers: Annotated[int | None, typer.Option(help="Processes that build shards; default: one a core.")] = None,
-    engine: Annotated[Engine, typer.Option(help="This machine, or a Ray cluster.")] = Engine.local,
+    engine: Annotated[EngineChoice, typer.Option(help="This machine, or a Ray cluster.")] = EngineChoice.local,
     dry_run: Annotated[bool, typer.Option(help="Say what would be made, and make nothing.")] = False,
     message: Annotated[str, typer.Option("--message", "-m", help="Kept with the version.")] = "",
     as_json: JsonOption = False,
@@ -201,7 +202,7 @@ class _EventPrinter:
         self._started = self._printed = time.monotonic()
         self._samples = self._bytes = self._shards = 0
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: IngestProgress) -> None:
         self._samples += progress.num_samples
         self._bytes += progress.size_bytes
         self._shards += progress.num_shards

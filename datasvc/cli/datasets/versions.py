@@ -23,7 +23,7 @@ MessageOption = Annotated[str, typer.Option("--message", "-m", help="Kept with t
 _SHOWN_KEYS = 10
 
 
-class OnCommon(StrEnum):
+class OnCommonAtMerge(StrEnum):
     """What becomes of a key that several versions have."""
 
     fail = "fail"
@@ -137,7 +137,9 @@ def merge(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the data set to make.")],
     refs: Annotated[list[str], typer.Argument(metavar="REF...", help="Two versions or more.")],
     repo: RepoOption,
-    on_common: Annotated[OnCommon, typer.Option(help="Keys that several have: see the text above.")] = OnCommon.fail,
+    on_common: Annotated[
+        OnCommonAtMerge, typer.Option(help="Keys that several have: see the text above.")
+    ] = OnCommonAtMerge.fail,
     on_split_overlap: Annotated[
         OnSplitOverlap,
         typer.Option(

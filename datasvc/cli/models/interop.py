@@ -35,7 +35,7 @@ class CodecName(StrEnum):
     delta = "delta"
 
 
-class Format(StrEnum):
+class ModelFormat(StrEnum):
     """What an export is written as."""
 
     safetensors = "safetensors"
@@ -118,7 +118,7 @@ def export_model(
     ref: RefArgument,
     folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
     repo: RepoOption,
-    export_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.safetensors,
+    export_format: Annotated[ModelFormat, typer.Option("--format", help="What to write.")] = ModelFormat.safetensors,
     only: OnlyOption = None,
     exclude: ExcludeOption = None,
     rename: MapOption = None,
@@ -148,7 +148,7 @@ def export_model(
     from datasvc.sizes import format_size, parse_size
 
     repository, rules = Repository.open(repo), parse_name_map(rename or ())
-    if export_format is Format.onnx:
+    if export_format is ModelFormat.onnx:
         given = {"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size}
         _refuse_options([option for option, value in given.items() if value])
         _export_onnx(repository, ref, folder, model, inputs or [], rules, trusted, as_json=as_json)

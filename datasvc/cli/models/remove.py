@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasvc.models.registry.retention import RetentionPlan
 
 
-class Mode(StrEnum):
+class ModeChoice(StrEnum):
     """Whether a high or a low metric is better."""
 
     max = "max"
@@ -59,7 +59,7 @@ def retain(
         str | None, typer.Option(help="What best means; without it: both ends of every metric.")
     ] = None,
     mode: Annotated[
-        Mode | None,
+        ModeChoice | None,
         typer.Option(help="Whether a high or a low metric is better; needed where its name does not tell."),
     ] = None,
     every: Annotated[int | None, typer.Option(min=1, help="Keep every n-th version.")] = None,

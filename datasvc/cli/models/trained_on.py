@@ -1,4 +1,4 @@
-"""`datasvc models saw`: which versions consumed given samples."""
+"""`datasvc models trained-on`: which versions consumed given samples."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from datasvc.cli.terminal.values import text_value
 from datasvc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from datasvc.models import Saw, Sighting, VersionSaw
+    from datasvc.models import ConsumerReport, SampleUse, VersionUses
 
 _SHOWN: int = 10
 
 
-def saw(
+def trained_on(
     repo: RepoOption,
     refs: Annotated[
         list[str] | None,
@@ -41,18 +41,18 @@ def saw(
 ) -> None:
     """Say which model versions consumed samples, in which epoch and step, resumes and fine-tuning included.
 
-    Example: datasvc models saw digits-cnn --deleted-in digits@2 --repo ./repo
+    Example: datasvc models trained-on digits-cnn --deleted-in digits@2 --repo ./repo
 
     Computed from the recorded order and positions. A sample counts for a version if its own training consumed it, or
     that of a version that it continues. What was served after a run's last checkpoint is in no version.
     """
-    from datasvc.models import saw as run_saw
+    from datasvc.models import find_consumers
     from datasvc.repository import Repository
 
     wanted = [*(sample or []), *(read_keys(keys) if keys is not None else [])]
     if (sample is None and keys is None) == (deleted_in is None):
         raise ConfigError("say which samples: --sample KEY, --keys FILE, or --deleted-in DATA, which stands alone")
-    found = run_saw(
+    found = find_consumers(
         Repository.open(repo),
         refs or (),
         keys=wanted if deleted_in is None else None,
@@ -66,7 +66,7 @@ def saw(
         _print(found, _SHOWN if show is None else show)
 
 
-def _facts(found: Saw, show: int) -> dict[str, Any]:
+def _facts(found: ConsumerReport, show: int) -> dict[str, Any]:
     shown = found.all_sightings() if show >= len(found.keys) else _first_sightings(found, show)
     return {
         "samples": len(found.keys),
@@ -80,7 +80,7 @@ def _facts(found: Saw, show: int) -> dict[str, Any]:
     }
 
 
-def _print(found: Saw, show: int) -> None:
+def _print(found: ConsumerReport, show: int) -> None:
     num_keys = len(found.keys)
     num_saw = sum(each.num_samples > 0 for each in found.versions)
     _say(f"{num_saw} of {len(found.versions)} versions consumed some of {num_keys} samples")
@@ -102,7 +102,7 @@ def _print(found: Saw, show: int) -> None:
         _say(f"... and {num_keys - show} more samples: --show {num_keys}, or --json")
 
 
-def _print_sample(found: Saw, number: int) -> None:
+def _print_sample(found: ConsumerReport, number: int) -> None:
     sightings = found.sightings(number)
     if not sightings:
         return
@@ -114,17 +114,17 @@ def _print_sample(found: Saw, number: int) -> None:
     _say(f"  so it is in {', '.join(_ranges(found.versions_with(number)))}")
 
 
-def _first_sightings(found: Saw, show: int) -> Iterator[Sighting]:
+def _first_sightings(found: ConsumerReport, show: int) -> Iterator[SampleUse]:
     return (each for number in range(show) for each in found.sightings(number))
 
 
-def _alike(versions: Sequence[VersionSaw]) -> Iterator[list[VersionSaw]]:
+def _alike(versions: Sequence[VersionUses]) -> Iterator[list[VersionUses]]:
     """Yield neighbours of one model that a table need not tell apart."""
     for _, group in groupby(versions, key=lambda each: (_model(each.name), each.num_samples, each.is_complete)):
         yield list(group)
 
 
-def _range(group: Sequence[VersionSaw]) -> str:
+def _range(group: Sequence[VersionUses]) -> str:
     return group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
 
 
@@ -138,7 +138,7 @@ def _ranges(names: Sequence[str]) -> Iterator[str]:
         start = stop
 
 
-def _mark(version: VersionSaw) -> str:
+def _mark(version: VersionUses) -> str:
     return "" if version.is_complete else "or more: not all is known"
 
 

@@ -13,7 +13,7 @@ from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, pri
 
 if TYPE_CHECKING:
     from datasvc.cache.forecast.forecast import EpochForecast, Forecast
-    from datasvc.cache.forecast.workload import RunShape
+    from datasvc.cache.forecast.workload import Workload
 
 
 class ShuffleName(StrEnum):
@@ -63,14 +63,14 @@ def plan(
     """
     from datasvc.cache.budget import parse_budget
     from datasvc.cache.forecast.forecast import forecast
-    from datasvc.cache.forecast.workload import Rates, RunShape
+    from datasvc.cache.forecast.workload import Rates, Workload
     from datasvc.order import OrderConfig
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.sizes import parse_size
 
     order = OrderConfig(seed=seed, shuffle=_SHUFFLES[shuffle], lanes=lanes, block=block, sticky=sticky)
-    shape = RunShape(
+    shape = Workload(
         order,
         batch_size,
         nodes=nodes,
@@ -89,7 +89,7 @@ def plan(
         _print_forecast(found, shape, rates.samples_per_second)
 
 
-def _print_forecast(found: Forecast, shape: RunShape, wanted: float | None) -> None:
+def _print_forecast(found: Forecast, shape: Workload, wanted: float | None) -> None:
     from datasvc.sizes import format_size
 
     print_facts(

@@ -1,11 +1,11 @@
 """Sharded checkpoints: what torch.distributed.checkpoint saves and loads, as model versions.
 
-`Writer` and `Reader` are torch's StorageWriter and StorageReader, so its `save`, `load` and `async_save`, its
+`DcpWriter` and `DcpReader` are torch's StorageWriter and StorageReader, so its `save`, `load` and `async_save`, its
 planners, DTensor and FSDP2 work as they do with files. Each rank stores the pieces that the planner gave it; then the
 coordinator joins them to one ordinary tensor table and commits one version. Before that commit nothing is visible.
 """
 
-from datasvc.models.dcp.reader import Reader
-from datasvc.models.dcp.writer import Writer
+from datasvc.models.dcp.reader import DcpReader
+from datasvc.models.dcp.writer import DcpWriter
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["DcpReader", "DcpWriter"]

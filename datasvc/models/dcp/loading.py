@@ -16,7 +16,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.dcp.metadata import Sharding, decode_sharding, describe_unsharded
 from datasvc.models.dcp.paths import find
 from datasvc.models.dcp.values import decode_opaque, wrap_value
-from datasvc.models.restoring.copies import Copies
+from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.chunk_reader import ObjectSource, PieceReader, check_reaches
@@ -24,7 +24,7 @@ from datasvc.models.tensors.chunks import Box, intersect, slices
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
 from datasvc.models.tensors.read import load_tensors, read_in_threads
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
-from datasvc.models.tensors.tensor_table import Piece, TensorRecord
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.models.versions.entry_refs import MAX_SHARDING_BYTES
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
@@ -44,7 +44,7 @@ class ShardedVersion:
     """
 
     repository: Repository
-    copies: Copies
+    copies: StoredCopies
     version: Resolved
     sharding: Sharding
     records: Mapping[str, TensorRecord]
@@ -62,7 +62,7 @@ class PieceRead:
     """
 
     record: TensorRecord
-    piece: Piece
+    piece: Chunk
     copies: list[tuple[torch.Tensor, Box]] = field(default_factory=list)
 
     @property
@@ -75,7 +75,7 @@ class PieceRead:
 
 
 def read_sharded(
-    repository: Repository, copies: Copies, ref: str, *, trusted_keys: Sequence[str | Path] | None = None
+    repository: Repository, copies: StoredCopies, ref: str, *, trusted_keys: Sequence[str | Path] | None = None
 ) -> ShardedVersion:
     """Read what a version says of itself. One that was not saved sharded is described as if it was, in one part.
 
@@ -106,7 +106,7 @@ def read_sharded(
 def load_items(
     stored: ShardedVersion, items: Sequence[ReadItem], planner: LoadPlanner, *, planner_bytes: bool = False
 ) -> RestoreReport:
-    """Fill the planner's tensors and values. Arguments and errors are those of `Reader` and `Reader.read_data`."""
+    """Fill the planner's tensors and values. Arguments and errors: see `DcpReader` and `DcpReader.read_data`."""
     began = time.monotonic()
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
     value_items = [item for item in items if item.type == LoadItemType.BYTE_IO]

@@ -20,7 +20,7 @@ from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.loading import ShardedVersion, load_items, read_sharded
 from datasvc.models.dcp.writer import DEFAULT_NAME
-from datasvc.models.restoring.copies import Copies, OpenCache
+from datasvc.models.restoring.copies import OpenCache, StoredCopies
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import parse_reference
@@ -28,7 +28,7 @@ from datasvc.repository.logs.references import parse_reference
 logger = logging.getLogger(__name__)
 
 
-class Reader(StorageReader):
+class DcpReader(StorageReader):
     """Loads model versions through torch.distributed.checkpoint, however they were saved. Make one on every rank.
 
     Each rank reads the pieces that its plan meets and no others, each byte verified. One that is missing, damaged or
@@ -119,7 +119,7 @@ class Reader(StorageReader):
         try:
             with errors_that_travel():
                 repository = Repository.open(self.url)
-                copies = Copies(repository, fallback=self._fallback, cache=self._cache)
+                copies = StoredCopies(repository, fallback=self._fallback, cache=self._cache)
                 self._stored = read_sharded(repository, copies, self.ref, trusted_keys=self._trusted_keys)
         except DatasvcError as error:
             return _UnreadMetadata(error)

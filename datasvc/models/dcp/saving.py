@@ -18,7 +18,7 @@ from datasvc.models.dcp.paths import path_of
 from datasvc.models.dcp.values import encode_value, nest
 from datasvc.models.tensors.chunks import PIECE_BYTES, Box, Shape, plan_pieces, slices
 from datasvc.models.tensors.dtypes import dtype_name
-from datasvc.models.tensors.tensor_table import Piece, TensorRecord, join_pieces
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_pieces
 from datasvc.models.tensors.write import Codec, TensorPiece, store_pieces
 from datasvc.models.versions.commit import StoredState
 from datasvc.repository import Repository
@@ -41,7 +41,7 @@ class RankShare:
         num_nonfinite: NaN and infinities by tensor.
     """
 
-    pieces: Sequence[tuple[str, Piece]]
+    pieces: Sequence[tuple[str, Chunk]]
     dtypes: Mapping[str, str]
     values: Mapping[str, Any]
     opaque: frozenset[str]
@@ -131,7 +131,7 @@ def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[Tenso
         if isinstance(stored, TensorStorageMetadata)
     }
     dtypes: dict[str, str] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[Chunk]] = {}
     for share in shares:
         for name, shape in share.shapes.items():
             if name in shapes:

@@ -105,20 +105,20 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
         node = root
         for key in path[:-1]:
             node = node.setdefault(key, {})
-            if isinstance(node, _Leaf):
+            if isinstance(node, _ValueLeaf):
                 raise ConfigError(f"the planner puts {path} below another value; give the two different keys")
         if path[-1] in node:
             raise ConfigError(f"the planner puts two values at {path}; give them different keys")
-        node[path[-1]] = _Leaf(skeleton)
+        node[path[-1]] = _ValueLeaf(skeleton)
     return _encode_node(root)
 
 
-class _Leaf(NamedTuple):
+class _ValueLeaf(NamedTuple):
     skeleton: Any
 
 
-def _encode_node(node: dict[str | int, Any] | _Leaf) -> Any:
-    if isinstance(node, _Leaf):
+def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
+    if isinstance(node, _ValueLeaf):
         return node.skeleton
     children = {key: _encode_node(each) for key, each in node.items()}
     if children and all(isinstance(key, int) for key in children):

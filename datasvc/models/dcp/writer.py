@@ -25,14 +25,14 @@ from datasvc.models.tensors.write import CODECS, Codec
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import base_records, commit
 from datasvc.models.versions.data_use import DataUse
-from datasvc.models.versions.metadata import About
+from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 
 DEFAULT_NAME: Final = "checkpoint"
 
 
-class Writer(StorageWriter):
+class DcpWriter(StorageWriter):
     """Saves what torch.distributed.checkpoint gives it as the next version of a model. Make one on every rank.
 
     Args:
@@ -51,7 +51,7 @@ class Writer(StorageWriter):
     Attributes:
         save_id: of this save, on this rank.
         committed: the version that the last save made, on the coordinator. Every rank finds it in what
-            `dcp.save` returns: `metadata.storage_meta.checkpoint_id`, which `Reader` takes.
+            `dcp.save` returns: `metadata.storage_meta.checkpoint_id`, which `DcpReader` takes.
 
     Raises:
         ConfigError: no model can have that name, or there is no such codec.
@@ -77,7 +77,9 @@ class Writer(StorageWriter):
         self.url = os.fspath(path)
         self.name = check_name(name, "model")
         self.codec: Codec = codec
-        self.about = About(step, data, config, metrics, parent, message=message, code=code, environment=environment)
+        self.about = VersionMetadata(
+            step, data, config, metrics, parent, message=message, code=code, environment=environment
+        )
         self.save_id = str(uuid.uuid4())
         self.committed: Resolved | None = None
         self._given_id: str | os.PathLike[str] = path

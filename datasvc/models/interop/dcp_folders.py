@@ -155,7 +155,7 @@ def _extents(folder: Path, storage_data: Mapping[Any, Any]) -> dict[Place, Exten
     """Return where every block of a tensor and every value lies, by name and first element."""
     found: dict[Place, Extent] = {}
     for index, info in storage_data.items():
-        if not isinstance(index, stored.Index) or not isinstance(info, stored.StorageInfo):
+        if not isinstance(index, stored.StoredMetadataIndex) or not isinstance(info, stored.StorageInfo):
             raise CorruptDataError(f"{folder / METADATA_FILE}: its storage data name something else than files")
         name = index.fields["fqn"]
         if info.fields.get("transform_descriptors"):

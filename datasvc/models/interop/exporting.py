@@ -54,7 +54,7 @@ class ModelExport:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ExportPart:
     """The tensors of an export: `records` by the names that they get; `read` gives whole objects of the version."""
 
     source: ObjectSource
@@ -141,7 +141,7 @@ def export_model(
         only, rename = weights_only(records, only, exclude, rename)
     mapped = map_names(select_names([record.name for record in records], only, exclude), rename)
     chosen = {mapped[each.name]: replace(each, name=mapped[each.name]) for each in records if each.name in mapped}
-    part = _Part(source or repository.objects, repository.objects.read, chosen, dtype, report)
+    part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, report)
     skeleton = None
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
@@ -178,11 +178,11 @@ def plan_files(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[st
     }
 
 
-def _write_safetensors(folder: Path, part: _Part, skeleton: Any, entry: Mapping[str, Any], _shard: int) -> None:
+def _write_safetensors(folder: Path, part: _ExportPart, skeleton: Any, entry: Mapping[str, Any], _shard: int) -> None:
     safetensors.write_checkpoint(folder, part.specs, part.load, skeleton, entry)
 
 
-def _write_huggingface(folder: Path, part: _Part, _skeleton: Any, entry: Mapping[str, Any], shard: int) -> None:
+def _write_huggingface(folder: Path, part: _ExportPart, _skeleton: Any, entry: Mapping[str, Any], shard: int) -> None:
     specs = part.specs
     files = plan_files(specs, shard)
     for name, names in files.items():
@@ -194,7 +194,7 @@ def _write_huggingface(folder: Path, part: _Part, _skeleton: Any, entry: Mapping
         durable.write_file(folder / safetensors.CONFIG_FILE, config)
 
 
-def _config(part: _Part, entry: Mapping[str, Any]) -> bytes | None:
+def _config(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
     """Return the `config.json` that came with an import, as it was but for the dtype that is asked for."""
     imported = entry.get("imported")
     files = imported.get("files") if isinstance(imported, Mapping) else None
@@ -216,15 +216,15 @@ def _config(part: _Part, entry: Mapping[str, Any]) -> bytes | None:
     return (json.dumps({**config, **told}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _write_torch(folder: Path, part: _Part, skeleton: Any, _entry: Mapping[str, Any], _shard: int) -> None:
+def _write_torch(folder: Path, part: _ExportPart, skeleton: Any, _entry: Mapping[str, Any], _shard: int) -> None:
     write_torch_file(folder / CHECKPOINT_FILE, _state(part, skeleton))
 
 
-def _write_dcp(folder: Path, part: _Part, skeleton: Any, _entry: Mapping[str, Any], _shard: int) -> None:
+def _write_dcp(folder: Path, part: _ExportPart, skeleton: Any, _entry: Mapping[str, Any], _shard: int) -> None:
     write_dcp_folder(folder, _state(part, skeleton))
 
 
-_WRITERS: Final[Mapping[str, Callable[[Path, _Part, Any, Mapping[str, Any], int], None]]] = {
+_WRITERS: Final[Mapping[str, Callable[[Path, _ExportPart, Any, Mapping[str, Any], int], None]]] = {
     "safetensors": _write_safetensors,
     "huggingface": _write_huggingface,
     "torch": _write_torch,
@@ -232,6 +232,6 @@ _WRITERS: Final[Mapping[str, Callable[[Path, _Part, Any, Mapping[str, Any], int]
 }
 
 
-def _state(part: _Part, skeleton: Any) -> Any:
+def _state(part: _ExportPart, skeleton: Any) -> Any:
     tensors = part.load(list(part.records))
     return tensors if skeleton is None else unflatten(skeleton, tensors)

@@ -14,11 +14,11 @@ from datasvc.models.interop.detect import read_foreign
 from datasvc.models.interop.skeleton import check_skeleton
 from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton
 from datasvc.models.tensors.name_filter import map_names, select_names
-from datasvc.models.tensors.tensor_table import ITEM_BYTES, Piece, TensorRecord, join_pieces
+from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_pieces
 from datasvc.models.tensors.write import Codec, StoredTensors, TensorPiece, store_pieces
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import StoredState, base_records, commit
-from datasvc.models.versions.metadata import About
+from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 
@@ -112,7 +112,7 @@ def import_model(
         repository,
         name,
         StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite),
-        About(step, config=foreign.config, parent=parent, message=message, code=elsewhere),
+        VersionMetadata(step, config=foreign.config, parent=parent, message=message, code=elsewhere),
         extra={"imported": {"format": foreign.format, "path": str(path), **files}},
         extra_objects=kept.values(),
     )
@@ -160,7 +160,7 @@ def store_blocks(
     report: Callable[[int], None] | None = None,
 ) -> StoredTensors:
     """Store foreign tensors, holding at most twice 64 MiB of them, or a block. Raises as `import_model`."""
-    pieces: dict[str, list[Piece]] = {tensor.name: [] for tensor in tensors}
+    pieces: dict[str, list[Chunk]] = {tensor.name: [] for tensor in tensors}
     new_bytes, nonfinite = 0, Counter[str]()
     for batch in _batches(tensors):
         done = store_pieces(repository.objects, batch, base=base, codec=codec, report=report)

@@ -10,7 +10,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.tensors.state_tree import encode_state, unflatten
 
 
-class _Leaf:
+class _TensorPlaceholder:
     """Stands in for a tensor."""
 
     def __init__(self, name: str) -> None:
@@ -24,7 +24,7 @@ def check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
         CorruptDataError: it is not a skeleton of `state_tree.flatten`, or tensors are missing or repeated in it.
         ConfigError: it cannot be stored: a number is no JSON, or too large.
     """
-    leaves = {name: _Leaf(name) for name in names}
+    leaves = {name: _TensorPlaceholder(name) for name in names}
     try:
         tree = unflatten(skeleton, leaves)  # type: ignore[arg-type] # never looked at there
     except (ArithmeticError, CorruptDataError, RecursionError) as error:
@@ -39,8 +39,8 @@ def check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
         raise ConfigError(f"{location}: its state cannot be stored: {error}") from error
 
 
-def _leaves(value: Any) -> Iterator[_Leaf]:
-    if isinstance(value, _Leaf):
+def _leaves(value: Any) -> Iterator[_TensorPlaceholder]:
+    if isinstance(value, _TensorPlaceholder):
         yield value
     elif isinstance(value, (list, tuple, dict)):
         for each in value.values() if isinstance(value, Mapping) else value:

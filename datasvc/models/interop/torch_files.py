@@ -137,7 +137,7 @@ def save_to(file: BinaryIO, state: Any) -> None:
     """Write a state tree as torch.save does, into an open file. Raises OSError."""
     import torch
 
-    sink = _Sink(file)
+    sink = _TorchFile(file)
     try:
         torch.save(state, cast("IO[bytes]", sink))
     except RuntimeError:
@@ -147,7 +147,7 @@ def save_to(file: BinaryIO, state: Any) -> None:
         raise
 
 
-class _Sink(io.RawIOBase):
+class _TorchFile(io.RawIOBase):
     """A file that torch writes to through Python, so that why it cannot be written is known.
 
     Attributes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from datasvc import durable
 from datasvc.errors import ConfigError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def filling(folder: Path) -> Iterator[Path]:
         UnavailableError: the disk is full, or fails.
     """
     target = check_target(folder)
-    with translated("write", str(folder)):
+    with map_exceptions("write", str(folder)):
         durable.make_folder(target.parent)
         temporary = target.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         temporary.mkdir()
@@ -47,7 +47,7 @@ def check_target(folder: Path) -> Path:
         ConfigError: it is a file, has something in it, cannot be replaced, or its folder may not be written to.
         UnavailableError: the disk fails.
     """
-    with translated("write", str(folder)):
+    with map_exceptions("write", str(folder)):
         target = Path(os.path.realpath(folder))
         if target.exists() and not target.is_dir():
             raise ConfigError(f"cannot write {folder}: it is a file; name a new folder")

@@ -15,7 +15,7 @@ import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
-from datasvc.models.versions.data_use import Cursor, DataUse, Span, cursor_of
+from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan, cursor_of
 from datasvc.order import OrderConfig, OrderState, count_steps
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
@@ -62,12 +62,12 @@ class Segment:
     """
 
     order: ReadOrder
-    span: Span
+    span: ReadSpan
     since: Cursor
     stop_step: int | None = None
 
 
-class Part(NamedTuple):
+class EpochPart(NamedTuple):
     """What of one epoch a segment covers.
 
     Attributes:
@@ -151,10 +151,10 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
     known = (0, 0) if before is None else parse_use(before)[1]
     # Where it stands before its ancestor does, it began anew.
     start = known if known <= stop else (0, 0)
-    return [Segment(order, Span(start, stop), start, step)] if start < stop else []
+    return [Segment(order, ReadSpan(start, stop), start, step)] if start < stop else []
 
 
-def _clip(order: ReadOrder, spans: Sequence[Span], before: Sequence[Span], step: int | None) -> list[Segment]:
+def _clip(order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan], step: int | None) -> list[Segment]:
     """Return the spans of a run without those that it had behind it at an earlier version."""
     num_same = 0
     while num_same < min(len(spans), len(before)) and spans[num_same] == before[num_same]:
@@ -172,7 +172,7 @@ def _clip(order: ReadOrder, spans: Sequence[Span], before: Sequence[Span], step:
     return segments
 
 
-def parts_of(segment: Segment, num_samples: int) -> Iterator[Part]:
+def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
     """Yield what a segment covers, epoch by epoch.
 
     Args:
@@ -194,23 +194,23 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[Part]:
         stop = span.stop[1] if ends_here else _last_served(first, num_samples, span)
         start = max(first, segment.since[1]) if epoch == segment.since[0] else first
         if epoch >= segment.since[0] and start < stop:
-            yield Part(epoch, start, stop, first, step, span.global_batch, ends_here or _says_end(span))
+            yield EpochPart(epoch, start, stop, first, step, span.global_batch, ends_here or _says_end(span))
         if step is not None and not ends_here:
             step += _steps_to_end(first, num_samples, span)
 
 
-def _says_end(span: Span) -> bool:
+def _says_end(span: ReadSpan) -> bool:
     """Return whether it is known which positions at the end of an epoch were dropped."""
     return span.tail in {"short", "pad"} or (span.tail == "drop" and span.global_batch is not None)
 
 
-def _last_served(first: int, num_samples: int, span: Span) -> int:
+def _last_served(first: int, num_samples: int, span: ReadSpan) -> int:
     if span.tail != "drop" or span.global_batch is None:
         return num_samples
     return num_samples - (num_samples - first) % span.global_batch
 
 
-def _steps_to_end(first: int, num_samples: int, span: Span) -> int:
+def _steps_to_end(first: int, num_samples: int, span: ReadSpan) -> int:
     assert span.global_batch is not None
     assert span.tail is not None
     return count_steps(first, num_samples, span.global_batch, span.tail)
@@ -232,7 +232,7 @@ def _is_counted(segment: Segment, num_samples: int) -> bool:
     return span.step + steps == segment.stop_step
 
 
-def find_in(part: Part, positions: Integers) -> slice:
+def find_in(part: EpochPart, positions: Integers) -> slice:
     """Return which of ascending positions a part covers."""
     start, stop = np.searchsorted(positions, [part.start, part.stop])
     return slice(int(start), int(stop))

@@ -16,18 +16,18 @@ import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
-from datasvc.models.provenance.consumed_ranges import Part, ReadOrder, find_in, parts_of
+from datasvc.models.provenance.consumed_ranges import EpochPart, ReadOrder, find_in, parts_of
 from datasvc.models.provenance.key_lookup import KeyPlaces, find_places
 from datasvc.models.provenance.key_positions import KeyPositions
-from datasvc.models.provenance.sample_query import Wanted, find_deleted, find_wanted, read_tables
-from datasvc.models.provenance.sample_uses import Bits, Chunk, Saw, VersionSaw
+from datasvc.models.provenance.sample_query import SampleQuery, find_deleted, find_wanted, read_tables
+from datasvc.models.provenance.sample_uses import Bits, Chunk, ConsumerReport, VersionUses
 from datasvc.models.provenance.segments import Consumed, plan_segments
 from datasvc.models.registry.ancestry import Ancestry, read_ancestry
 from datasvc.repository import Digest, Objects, Repository
 from datasvc.shards.format.shard_table import ShardTable
 
 
-def saw(
+def find_consumers(
     repository: Repository,
     refs: Sequence[str] = (),
     *,
@@ -35,7 +35,7 @@ def saw(
     deleted_in: str | None = None,
     data: str | None = None,
     split: str | None = None,
-) -> Saw:
+) -> ConsumerReport:
     """Return which versions consumed some samples: in their own training, or that of a version that they continue.
 
     Args:
@@ -73,7 +73,7 @@ class _Search(NamedTuple):
 
 
 class _Searching:
-    def __init__(self, objects: Objects, ancestry: Ancestry, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, objects: Objects, ancestry: Ancestry, wanted: Sequence[SampleQuery]) -> None:
         self._objects = objects
         self._ancestry = ancestry
         self._wanted = wanted
@@ -83,7 +83,7 @@ class _Searching:
         self._tables: dict[Digest, ShardTable | None] = {}
         self._readers: dict[ReadOrder, dict[str, None]] = {}
 
-    def run(self) -> Saw:
+    def run(self) -> ConsumerReport:
         readers = self._open_readers()
         chunks = self._find(readers)
         own = {name: np.zeros(-(-len(self._keys) // 8), np.uint8) for name in self._planned}
@@ -93,7 +93,7 @@ class _Searching:
         known = np.zeros(len(self._keys), np.bool_)
         for reader in readers.values():
             known[reader.keys] = True
-        return Saw(
+        return ConsumerReport(
             keys=self._keys,
             missing=np.flatnonzero(~known),
             versions=self._versions(seen, own),
@@ -105,7 +105,7 @@ class _Searching:
     def _find(self, readers: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, Chunk]]:
         """Return what each version consumed itself, in the order of versions and of training."""
         # By order and epoch: each is computed once, however many versions lie in it.
-        by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, Part]]] = {}
+        by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, EpochPart]]] = {}
         number = 0
         for name, own in self._planned.items():
             for consumed in own.consumed:
@@ -206,7 +206,7 @@ class _Searching:
         for version in self._readers[order]:
             self._gaps[version].append(gap)
 
-    def _parts(self, name: str, consumed: Consumed, reader: KeyPositions) -> list[Part]:
+    def _parts(self, name: str, consumed: Consumed, reader: KeyPositions) -> list[EpochPart]:
         try:
             parts = list(parts_of(consumed.segment, reader.num_samples))
         except ConfigError as error:
@@ -227,12 +227,12 @@ class _Searching:
                 seen[name] |= seen[parent]
         return seen
 
-    def _versions(self, seen: Mapping[str, Bits], own: Mapping[str, Bits]) -> list[VersionSaw]:
+    def _versions(self, seen: Mapping[str, Bits], own: Mapping[str, Bits]) -> list[VersionUses]:
         complete: dict[str, bool] = {}
         for name, version in self._ancestry.versions.items():
             complete[name] = not self._gaps[name] and all(complete[parent] for parent in version.parents)
         return [
-            VersionSaw(name, _count(seen[name]), _count(own[name]), complete[name]) for name in self._ancestry.asked
+            VersionUses(name, _count(seen[name]), _count(own[name]), complete[name]) for name in self._ancestry.asked
         ]
 
 

@@ -40,7 +40,7 @@ class Deletion:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleQuery:
     """Samples that are asked for: keys, and where they count.
 
     Attributes:
@@ -72,7 +72,7 @@ class Wanted:
 
 def find_wanted(
     repository: Repository, keys: Iterable[str], *, data: str | None = None, split: str | None = None
-) -> Wanted:
+) -> SampleQuery:
     """Return samples by their keys.
 
     Raises:
@@ -80,12 +80,12 @@ def find_wanted(
         CorruptDataError, UnavailableError: see `Log.read`.
     """
     tables = _tables_of(repository, data, split)
-    return Wanted(tuple(dict.fromkeys(keys)), data, split, tables)
+    return SampleQuery(tuple(dict.fromkeys(keys)), data, split, tables)
 
 
 def find_deleted(
     repository: Repository, ref: str, *, data: str | None = None, split: str | None = None
-) -> list[Wanted]:
+) -> list[SampleQuery]:
     """Return the samples that a version of a data set deleted, split by split.
 
     Args:
@@ -118,7 +118,7 @@ def find_deleted(
                 for shard in table.shards()
             )
             deletion = Deletion(str(version), version.name, known, shards)
-            found.append(Wanted(tuple(each.deleted), data, name, _tables_of(repository, data, name), deletion))
+            found.append(SampleQuery(tuple(each.deleted), data, name, _tables_of(repository, data, name), deletion))
     return found
 
 

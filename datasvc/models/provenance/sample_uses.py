@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.keyed_random import Integers
-from datasvc.models.provenance.consumed_ranges import Part
+from datasvc.models.provenance.consumed_ranges import EpochPart
 from datasvc.models.provenance.key_positions import Served
 from datasvc.models.provenance.segments import Consumed
 
@@ -18,7 +18,7 @@ Bits = npt.NDArray[np.uint8]
 """A bit for each sample that is asked for, lowest first."""
 
 
-class Sighting(NamedTuple):
+class SampleUse(NamedTuple):
     """A sample in a batch of some training.
 
     Attributes:
@@ -43,7 +43,7 @@ class Sighting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VersionSaw:
+class VersionUses:
     """How many of the samples a version's weights have behind them.
 
     Attributes:
@@ -64,12 +64,12 @@ class Chunk(NamedTuple):
     """What one version consumed in one epoch."""
 
     consumed: Consumed
-    part: Part
+    part: EpochPart
     served: Served
 
 
 @dataclass(frozen=True)
-class Saw:
+class ConsumerReport:
     """Which versions consumed which samples.
 
     Attributes:
@@ -83,16 +83,16 @@ class Saw:
 
     keys: Sequence[str]
     missing: Integers
-    versions: Sequence[VersionSaw]
+    versions: Sequence[VersionUses]
     gaps: Mapping[str, Sequence[str]]
     chunks: Sequence[Chunk] = field(repr=False)
     seen: Mapping[str, Bits] = field(repr=False)
 
-    def sightings(self, number: int) -> list[Sighting]:
+    def sightings(self, number: int) -> list[SampleUse]:
         """Return each time that a sample, by its number in `keys`, was consumed: in the order of the versions."""
         return [each for chunk in self.chunks for each in self._sightings(chunk, chunk.served.keys == number)]
 
-    def all_sightings(self) -> Iterator[Sighting]:
+    def all_sightings(self) -> Iterator[SampleUse]:
         """Yield each time that any of the samples was consumed, version by version, in the order of training."""
         for chunk in self.chunks:
             yield from self._sightings(chunk, np.ones(len(chunk.served.keys), np.bool_))
@@ -102,14 +102,14 @@ class Saw:
         byte, bit = divmod(number, 8)
         return [each.name for each in self.versions if self.seen[each.name][byte] >> bit & 1]
 
-    def _sightings(self, chunk: Chunk, chosen: npt.NDArray[np.bool_]) -> Iterator[Sighting]:
+    def _sightings(self, chunk: Chunk, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
         served = chunk.served[np.flatnonzero(chosen)]
         steps = chunk.part.steps_of(served.positions)
         names = chunk.consumed.segment.order.names
         told = [None] * len(served.keys) if steps is None else steps.tolist()
         rows = zip(served.keys.tolist(), served.sources.tolist(), served.positions.tolist(), told, strict=True)
         for key, source, position, step in rows:
-            yield Sighting(
+            yield SampleUse(
                 self.keys[key], names[source], chunk.consumed.version, chunk.part.epoch, position, step,
                 chunk.part.is_certain,
             )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.provenance.consumed_ranges import ReadOrder, Segment, own_segments, parse_use, trainings
 from datasvc.models.registry.ancestry import HISTORY, Ancestry, Version, read_ancestry
-from datasvc.models.versions.data_use import Cursor, DataUse, Span, cursor_of
+from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan, cursor_of
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Repository
 
@@ -210,7 +210,7 @@ def _read_history(item: Mapping[str, Any]) -> Iterator[Consumed]:
     use = DataUse.from_dict(item)
     try:
         since = _cursor(item["since"])
-        span = Span.from_dict(item["span"])
+        span = ReadSpan.from_dict(item["span"])
         stop_step = item.get("stop_step")
         segment = Segment(parse_use(use)[0], span, since, stop_step if type(stop_step) is int else None)
     except (KeyError, TypeError, ValueError) as error:

@@ -90,13 +90,13 @@ def read_ancestry(
         ConfigError, NotFoundError: a reference is none, or names nothing.
         CorruptDataError, UnavailableError: an entry cannot be read.
     """
-    reader = _Reader(repository, entries or EntryReader(repository))
+    reader = _AncestryReader(repository, entries or EntryReader(repository))
     asked = [name for ref in (refs or repository.names("models")) for name in reader.names_of(ref)]
     asked = list(dict.fromkeys(asked))
     return Ancestry(_sorted(reader.read_all(asked)), asked)
 
 
-class _Reader:
+class _AncestryReader:
     def __init__(self, repository: Repository, entries: EntryReader) -> None:
         self._repository = repository
         self._entries = entries

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import ObjectSource, load_piece, load_window
-from datasvc.models.tensors.tensor_table import Piece, TensorRecord, read_table
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, read_table
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
 
@@ -201,7 +201,7 @@ def measure_change(
 
 def _aligned(
     source: ObjectSource, a: TensorRecord, b: TensorRecord
-) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[Chunk, torch.Tensor, torch.Tensor]]:
     """Yield both tensors piece by piece, as `b` is cut."""
     ours = {piece.box: piece for piece in a.pieces}
     decoders = Decoders()

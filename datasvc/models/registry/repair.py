@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO, Final, cast
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
-from datasvc.models.registry.survey import Problem
+from datasvc.models.registry.survey import ModelProblem
 from datasvc.models.registry.verify import ModelVerifyReport, verify
 from datasvc.models.restoring.failover_source import find_damage
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.models.versions.signing_keys import PublicKey
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.objects.intact import QUARANTINE, keep_aside
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 
 _OBJECTS_AT_ONCE: Final = 4
 _PART_BYTES: Final = 8 << 20
@@ -49,12 +49,12 @@ class RepairReport:
 
     found: ModelVerifyReport
     repairs: tuple[Repair, ...]
-    left: tuple[Problem, ...]
+    left: tuple[ModelProblem, ...]
 
 
 def repair(
     repository: Repository,
-    problems: Iterable[Problem],
+    problems: Iterable[ModelProblem],
     copies: Sequence[Repository],
     report: Callable[[int], None] | None = None,
 ) -> list[Repair]:
@@ -158,7 +158,7 @@ def _replace(
             source.fetch(digest, size_bytes, cast("BinaryIO", writer), report=report)
         except ConfigError as error:  # refused there; here it would mean that nothing at all can be repaired
             raise UnavailableError(str(error)) from error
-        with translated("write", str(writer.path)):
+        with map_exceptions("write", str(writer.path)):
             writer.sync()
         # Kept before it is replaced: at every instant one of both names leads to the bad bytes.
         kept_at = _keep(repository, digest)
@@ -192,7 +192,7 @@ def _copy_remote(repository: Repository, path: str, size_bytes: int, kept: str) 
             if not content:
                 raise UnavailableError(f"{repository.storage.location(path)} ends before its {size_bytes} bytes")
             writer.write(content)
-        with translated("write", str(writer.path)):
+        with map_exceptions("write", str(writer.path)):
             writer.sync()
         repository.storage.adopt(kept, writer.path)
     finally:

@@ -35,7 +35,7 @@ BAD_DISK: Final = (*BAD, UnavailableError, ConfigError)
 
 
 @dataclass(frozen=True)
-class Problem:
+class ModelProblem:
     """One object or entry that is not what it should be.
 
     Attributes:
@@ -83,10 +83,10 @@ class Survey:
         self._problems: dict[tuple[Role, Kind, Digest | str], tuple[str, dict[str, tuple[str, ...]]]] = {}
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[ModelProblem]:
         """What was found, each object once with all versions that it hits."""
         return [
-            Problem(kind, role, parse_digest(which) if role != "entry" else None, detail, hit)
+            ModelProblem(kind, role, parse_digest(which) if role != "entry" else None, detail, hit)
             for (role, kind, which), (detail, hit) in self._problems.items()
         ]
 

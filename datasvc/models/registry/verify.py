@@ -8,11 +8,11 @@ from operator import not_
 from typing import Final
 
 from datasvc.errors import DatasvcError, NotFoundError
-from datasvc.models.registry.survey import Problem, Survey, kind_of
+from datasvc.models.registry.survey import ModelProblem, Survey, kind_of
 from datasvc.models.restoring.failover_source import find_damage
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import load_piece
-from datasvc.models.tensors.tensor_table import Piece, TensorRecord
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.models.versions.signing_keys import PublicKey
 from datasvc.repository import Digest, Objects, Repository, Resolved
@@ -36,7 +36,7 @@ class ModelVerifyReport:
     versions: tuple[str, ...]
     num_objects: int
     size_bytes: int
-    problems: tuple[Problem, ...]
+    problems: tuple[ModelProblem, ...]
 
 
 def verify(
@@ -72,7 +72,7 @@ def verify(
     if begin is not None:
         begin(sum(survey.objects.values()) + (survey.tensor_bytes if deep else 0))
     bad = _find_bad_objects(repository.objects, survey, report)
-    of_tensors: list[Problem] = []
+    of_tensors: list[ModelProblem] = []
     if bad:
         of_tensors += _describe(repository.objects, survey, bad)
     if deep:
@@ -98,7 +98,7 @@ def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Res
     ]
 
 
-def _of_living(repository: Repository, problems: Sequence[Problem]) -> Iterator[Problem]:
+def _of_living(repository: Repository, problems: Sequence[ModelProblem]) -> Iterator[ModelProblem]:
     """Yield problems but for those of versions that were removed since: `gc` may have taken their objects."""
     names = {version.rpartition("@")[0] for problem in problems for version in problem.hit}
     living = {f"{name}@{number}" for name in names for number in repository.living("models", name)}
@@ -124,7 +124,7 @@ def _find_bad_objects(
     return {digest: error for digest, error in zip(survey.objects, found, strict=True) if error is not None}
 
 
-def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError]) -> Iterator[Problem]:
+def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError]) -> Iterator[ModelProblem]:
     """Yield a problem for each bad object with the tensors that cannot be restored: not all that share a pack."""
     hit: dict[Digest, dict[str, tuple[str, ...]]] = {digest: {} for digest in bad}
     named: set[Digest] = set()
@@ -139,19 +139,19 @@ def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcErro
     for digest, error in bad.items():
         # One that no table names any more went with a version that was removed meanwhile.
         if digest in named or not isinstance(error, NotFoundError):
-            yield Problem(kind_of(error), "tensors", digest, str(error), hit[digest])
+            yield ModelProblem(kind_of(error), "tensors", digest, str(error), hit[digest])
 
 
 def _find_wrong_tensors(
     objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError], report: Callable[[int], None] | None
-) -> Iterator[Problem]:
+) -> Iterator[ModelProblem]:
     """Yield a problem for each tensor that is not what its digest says though all its objects are good."""
     for versions, places in _unloadable(objects, survey, not_, bad, report):
         for record, piece, is_bad in places:
             if is_bad:
                 detail = f"{record.name!r} at {piece.start}: what is stored for it decodes to something else"
                 hit = dict.fromkeys(versions, (record.name,))
-                yield Problem("contradictory", "tensors", piece.chain[-1].object, detail, hit)
+                yield ModelProblem("contradictory", "tensors", piece.chain[-1].object, detail, hit)
 
 
 def _unloadable(
@@ -160,7 +160,7 @@ def _unloadable(
     choose: Callable[[Collection[Digest]], bool],
     bad: Mapping[Digest, DatasvcError],
     report: Callable[[int], None] | None = None,
-) -> Iterator[tuple[Sequence[str], list[tuple[TensorRecord, Piece, bool]]]]:
+) -> Iterator[tuple[Sequence[str], list[tuple[TensorRecord, Chunk, bool]]]]:
     """Yield for each table its versions, and the chosen pieces with whether they can not be restored.
 
     Args:
@@ -170,10 +170,10 @@ def _unloadable(
         bad: objects.
         report: called with the bytes of every piece, tried or not.
     """
-    verdicts: dict[Piece, bool] = {}  # versions share most pieces
+    verdicts: dict[Chunk, bool] = {}  # versions share most pieces
     decoders = Decoders()
 
-    def is_bad(record: TensorRecord, piece: Piece) -> bool:
+    def is_bad(record: TensorRecord, piece: Chunk) -> bool:
         try:
             if piece not in verdicts and choose({link.object for link in piece.chain if link.object in bad}):
                 load_piece(objects, record.dtype, piece, name=record.name, decoders=decoders)

@@ -20,7 +20,7 @@ from datasvc.cache import Cache
 from datasvc.cache.fetch.fetch import Outcome
 from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.restoring.copies import DIRECT, count_bytes, links_of
-from datasvc.models.restoring.failover_source import CopiesInTurn
+from datasvc.models.restoring.failover_source import FailoverSource
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.repository import Digest, ObjectInfo, Repository
 
@@ -36,7 +36,11 @@ class CachedObjects:
     """
 
     def __init__(
-        self, cache: Cache, repositories: Sequence[Repository], behind: CopiesInTurn, records: Iterable[TensorRecord]
+        self,
+        cache: Cache,
+        repositories: Sequence[Repository],
+        behind: FailoverSource,
+        records: Iterable[TensorRecord],
     ) -> None:
         self._cache = cache
         self._repositories = repositories

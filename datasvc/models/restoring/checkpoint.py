@@ -15,7 +15,7 @@ from datasvc.models.tensors.write import Codec, store_tensors
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import StoredState, base_records, commit, exact_version
 from datasvc.models.versions.data_use import DataUse
-from datasvc.models.versions.metadata import About
+from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 
@@ -87,7 +87,7 @@ def save(
     check_name(name, "model")
     # Before anything is stored: a tag may be moved meanwhile.
     parent, merged = exact_version(repository, parent), [exact_version(repository, each) for each in merged]
-    about = About(step, data, config, metrics, parent, merged, message, code, environment)
+    about = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment)
     skeleton, tensors = flatten(state)
     encode_state(skeleton)  # refused before tensors are stored rather than after
     base = base_records(repository, name, parent) if codec == "delta" else ()

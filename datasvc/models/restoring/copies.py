@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Final, Protocol
 
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.models.restoring.failover_source import CopiesInTurn
+from datasvc.models.restoring.failover_source import FailoverSource
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.tensors.chunk_reader import ObjectSource
-from datasvc.models.tensors.tensor_table import Link, TensorRecord
+from datasvc.models.tensors.tensor_table import ChainLink, TensorRecord
 from datasvc.repository import Digest, Repository, Storage
 
 DIRECT: Final = "direct"
@@ -31,13 +31,13 @@ class StagedSource(ObjectSource, Protocol):
 
 
 OpenCache = Callable[
-    [Sequence[Repository], CopiesInTurn, Sequence[TensorRecord]], AbstractContextManager[StagedSource]
+    [Sequence[Repository], FailoverSource, Sequence[TensorRecord]], AbstractContextManager[StagedSource]
 ]
 """Opens a node's cache over some repositories, and the same places in turn for what it cannot give; for tensors of
 which each piece is read once. `datasvc.models.restoring.restore.node_cache` makes one."""
 
 
-class Copies:
+class StoredCopies:
     """What gives the objects of a repository, from the first place that has a good copy of each.
 
     Args:
@@ -58,12 +58,12 @@ class Copies:
     ) -> None:
         others = [fallback] if isinstance(fallback, str | Repository) else fallback
         self._repositories = [repository, *map(_open_fallback, others)]
-        self._behind = CopiesInTurn([each.objects for each in self._repositories])
+        self._behind = FailoverSource([each.objects for each in self._repositories])
         self._open_cache = cache
         self._came: Counter[str] = Counter()
 
     def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
-        """Return a whole object, verified, past any cache. Raises as `CopiesInTurn.read`."""
+        """Return a whole object, verified, past any cache. Raises as `FailoverSource.read`."""
         return self._behind.read(digest, most_bytes)
 
     @contextmanager
@@ -83,12 +83,12 @@ class Copies:
         return RestoreReport(seconds, size_bytes, dict(self._came), self._behind.bad.listed(records))
 
 
-def links_of(records: Iterable[TensorRecord]) -> list[Link]:
+def links_of(records: Iterable[TensorRecord]) -> list[ChainLink]:
     """Return all links of all pieces of some tensors."""
     return [link for record in records for piece in record.pieces for link in piece.chain]
 
 
-def count_bytes(links: Iterable[Link]) -> Counter[Digest]:
+def count_bytes(links: Iterable[ChainLink]) -> Counter[Digest]:
     """Return how many bytes of each object will be read: of one that is shared each range once."""
     every = list(links)
     counted = Counter[Digest]()

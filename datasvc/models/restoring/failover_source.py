@@ -22,7 +22,7 @@ _Answer = TypeVar("_Answer")
 _BAD = (NotFoundError, CorruptDataError, UnavailableError, ConfigError)
 
 
-class CopiesInTurn:
+class FailoverSource:
     """The objects of several repositories as one `ObjectSource`: the first that has a good copy gives it.
 
     Args:

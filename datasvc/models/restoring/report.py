@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from datasvc.keyed_random import Integers
-from datasvc.models.tensors.tensor_table import Link, TensorRecord
+from datasvc.models.tensors.tensor_table import ChainLink, TensorRecord
 from datasvc.repository import Digest
 
 Content = bytes | memoryview
@@ -93,7 +93,7 @@ class BadCopies:
         with self._lock:
             found = dict(self._found)
         objects = {digest for digest, _ in found}
-        places: dict[Digest, list[tuple[str, Link]]] = {digest: [] for digest in objects}
+        places: dict[Digest, list[tuple[str, ChainLink]]] = {digest: [] for digest in objects}
         for record in records if objects else ():
             for piece in record.pieces:
                 for link in piece.chain:
@@ -118,7 +118,7 @@ def _differing(content: Content, intact: Content) -> Integers | None:
     return np.flatnonzero(np.frombuffer(content, np.uint8) != np.frombuffer(intact, np.uint8))
 
 
-def _hit(places: Iterable[tuple[str, Link]], wrong: Integers | None) -> tuple[str, ...]:
+def _hit(places: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
     """Return the names of tensors that have a wrong byte in one of their links; all of them where nobody can tell."""
     hit = (
         name

@@ -13,8 +13,8 @@ from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
 from datasvc.models.restoring.cached_source import CachedObjects
 from datasvc.models.restoring.checkpoint import Checkpoint
-from datasvc.models.restoring.copies import Copies, OpenCache, StagedSource
-from datasvc.models.restoring.failover_source import CopiesInTurn
+from datasvc.models.restoring.copies import OpenCache, StagedSource, StoredCopies
+from datasvc.models.restoring.failover_source import FailoverSource
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.name_filter import map_names, select_names
 from datasvc.models.tensors.read import load_tensors
@@ -67,7 +67,7 @@ def restore(
         UnavailableError: a store did not answer.
     """
     began = time.monotonic()
-    copies = Copies(repository, fallback=fallback, cache=node_cache(cache, peers))
+    copies = StoredCopies(repository, fallback=fallback, cache=node_cache(cache, peers))
     stored = read_version(repository, ref, read=copies.read, trusted_keys=trusted_keys)
     is_part = bool(only or exclude or rename)
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
@@ -99,7 +99,7 @@ def node_cache(cache: Cache | str | Path | None, peers: Peers | None = None) -> 
 
     @contextmanager
     def open_cache(
-        repositories: Sequence[Repository], behind: CopiesInTurn, records: Sequence[TensorRecord]
+        repositories: Sequence[Repository], behind: FailoverSource, records: Sequence[TensorRecord]
     ) -> Iterator[StagedSource]:
         with ExitStack() as opened:
             node = cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=peers))

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError, UnavailableError, UnknownOutcomeError
-from datasvc.models.saving.flat_state import RANK_STATE, Content
-from datasvc.models.saving.partition import plan_shares
-from datasvc.models.saving.rank_channel import Channel, describe_error, raise_together
+from datasvc.models.saving.flat_state import RANK_STATE, FlatState
+from datasvc.models.saving.partition import partition_writes
+from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
 from datasvc.models.tensors.chunks import Shape, slices
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name
-from datasvc.models.tensors.tensor_table import Link, Piece, TensorRecord, join_pieces
+from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, join_pieces
 from datasvc.models.tensors.write import Codec, TensorPiece, store_pieces
 from datasvc.models.versions.commit import StoredState
 from datasvc.repository import Digest, Objects, Resolved
@@ -34,10 +34,10 @@ _DIGEST_BITS: Final = 62
 
 
 @dataclass(frozen=True)
-class _Share:
+class _RankWrites:
     """What one rank has stored, as it goes to rank 0."""
 
-    pieces: Sequence[tuple[str, Piece]]
+    pieces: Sequence[tuple[str, Chunk]]
     own: Mapping[str, tuple[str, Shape]]
     own_skeleton: Any
     new_bytes: int
@@ -51,20 +51,20 @@ class _Share:
         return json.dumps([rows, self.own, self.own_skeleton, self.new_bytes, dict(self.num_nonfinite)]).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> _Share:
+    def decode(cls, raw: bytes) -> _RankWrites:
         rows, own, own_skeleton, new_bytes, num_nonfinite = json.loads(raw)
         pieces = [
-            (name, Piece(tuple(start), tuple(shape), Digest(digest), tuple(Link(*link) for link in chain)))
+            (name, Chunk(tuple(start), tuple(shape), Digest(digest), tuple(ChainLink(*link) for link in chain)))
             for name, start, shape, digest, chain in rows
         ]
         described = {name: (dtype, tuple(shape)) for name, (dtype, shape) in own.items()}
         return cls(pieces, described, own_skeleton, new_bytes, num_nonfinite)
 
 
-def save_together(
-    channel: Channel,
+def save_distributed(
+    channel: RankChannel,
     objects: Objects,
-    prepare: Callable[[], Content],
+    prepare: Callable[[], FlatState],
     commit: Callable[[StoredState], Resolved],
     *,
     step: int,
@@ -100,7 +100,7 @@ def save_together(
     except Exception as failure:  # noqa: BLE001 - told to all ranks, and raised on all
         error = failure
     answers = channel.exchange([describe_error(error), step])
-    raise_together([answer[0] for answer in answers], error)
+    raise_on_all_ranks([answer[0] for answer in answers], error)
     if len({answer[1] for answer in answers}) > 1:
         raise ConfigError(f"the ranks write different steps; by rank: {[answer[1] for answer in answers]}")
     assert content is not None
@@ -109,19 +109,19 @@ def save_together(
         share = _store_share(channel, objects, content, of_first, base=base(), held=held, codec=codec).encode()
     except Exception as failure:  # noqa: BLE001 - likewise
         error = failure
-    raise_together(channel.exchange(describe_error(error)), error)
+    raise_on_all_ranks(channel.exchange(describe_error(error)), error)
     assert share is not None
     shares = channel.gather(share)
     version = None
     if channel.rank == 0:
         try:
-            version = commit(_join(content, [_Share.decode(raw) for raw in shares]))
+            version = commit(_join(content, [_RankWrites.decode(raw) for raw in shares]))
         except Exception as failure:  # noqa: BLE001 - likewise
             error = failure
     return _hear_of_commit(channel, version, error)
 
 
-def _hear_of_commit(channel: Channel, version: Resolved | None, error: BaseException | None) -> Resolved:
+def _hear_of_commit(channel: RankChannel, version: Resolved | None, error: BaseException | None) -> Resolved:
     told = {"error": describe_error(error), "version": None if version is None else [version.name, version.version]}
     try:
         answers = channel.exchange(told)
@@ -132,12 +132,12 @@ def _hear_of_commit(channel: Channel, version: Resolved | None, error: BaseExcep
             assert error is not None
             raise error from lost
         raise UnknownOutcomeError(f"whether the save was committed is not known here: {lost}; read the log") from lost
-    raise_together([answer["error"] for answer in answers], error)
+    raise_on_all_ranks([answer["error"] for answer in answers], error)
     name, number = answers[0]["version"]
     return Resolved("models", name, number)
 
 
-def _find_unlike(channel: Channel, fingerprints: Mapping[str, int]) -> frozenset[str]:
+def _find_unlike(channel: RankChannel, fingerprints: Mapping[str, int]) -> frozenset[str]:
     """Return the tensors that are not the same bytes on all ranks, as those of a batch normalisation are not.
 
     Args:
@@ -160,15 +160,15 @@ def _fingerprint(tensor: torch.Tensor) -> int:
 
 
 def _store_share(
-    channel: Channel,
+    channel: RankChannel,
     objects: Objects,
-    content: Content,
+    content: FlatState,
     of_first: frozenset[str],
     *,
     base: Sequence[TensorRecord],
     held: Mapping[str, torch.Tensor],
     codec: Codec,
-) -> _Share:
+) -> _RankWrites:
     if of_first and channel.rank == 0:
         logger.info(
             "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(of_first), min(of_first)
@@ -176,21 +176,21 @@ def _store_share(
     described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in content.tensors.items()}
     pieces = [
         TensorPiece(share.name, share.box[0], content.tensors[share.name][slices(share.box)])
-        for share in plan_shares(described, channel.size, of_first=of_first)
+        for share in partition_writes(described, channel.size, of_first=of_first)
         if share.rank == channel.rank
     ]
     own = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in content.own_tensors.items()}
     pieces += [_whole(name, tensor) for name, tensor in content.own_tensors.items()]
     before = [_whole(name, tensor) for name, tensor in held.items()]
     stored = store_pieces(objects, pieces, base=base, held=before, codec=codec)
-    return _Share(stored.pieces, own, content.own_skeleton, stored.new_bytes, stored.num_nonfinite)
+    return _RankWrites(stored.pieces, own, content.own_skeleton, stored.new_bytes, stored.num_nonfinite)
 
 
 def _whole(name: str, tensor: torch.Tensor) -> TensorPiece:
     return TensorPiece(name, (0,) * tensor.dim(), tensor)
 
 
-def _join(content: Content, shares: Sequence[_Share]) -> StoredState:
+def _join(content: FlatState, shares: Sequence[_RankWrites]) -> StoredState:
     """Return what all ranks have stored as one."""
     described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in content.tensors.items()}
     for share in shares:
@@ -198,7 +198,7 @@ def _join(content: Content, shares: Sequence[_Share]) -> StoredState:
             if name in described:
                 raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
             described[name] = form
-    pieces: dict[str, list[Piece]] = {name: [] for name in described}
+    pieces: dict[str, list[Chunk]] = {name: [] for name in described}
     num_nonfinite: Counter[str] = Counter()
     for share in shares:
         for name, piece in share.pieces:

@@ -20,7 +20,7 @@ RANK_STATE: Final = "rank_state"
 
 
 @dataclass(frozen=True)
-class Content:
+class FlatState:
     """A state, taken apart.
 
     Attributes:
@@ -59,7 +59,7 @@ class Content:
         )
 
 
-def take_apart(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rank: int) -> Content:
+def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rank: int) -> FlatState:
     """Return what is to be saved of a state and of what is this rank's own.
 
     Raises:
@@ -77,13 +77,13 @@ def take_apart(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, r
         own_skeleton = whole[RANK_STATE][str(rank)]
     for name in tensors.keys() & own_tensors.keys():
         raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
-    content = Content(skeleton, tensors, own_skeleton, own_tensors)
+    content = FlatState(skeleton, tensors, own_skeleton, own_tensors)
     for name, tensor in content.all_tensors.items():
         check_storable(name, tensor)
     return content
 
 
-def describe_unlike(forms: Sequence[Sequence[str]]) -> str:
+def describe_mismatch(forms: Sequence[Sequence[str]]) -> str:
     """Return in what the forms of several ranks differ, of which some do."""
     first = set(forms[0])
     for rank, form in enumerate(forms):

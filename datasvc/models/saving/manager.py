@@ -15,19 +15,19 @@ from typing import Any, Final, Self
 
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError
 from datasvc.models.restoring.checkpoint import Checkpoint, restore
-from datasvc.models.saving.flat_state import Content, describe_unlike, take_apart
+from datasvc.models.saving.flat_state import FlatState, describe_mismatch, flatten_state
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.queue import SaveHandle, Saver
-from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_together
+from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_on_all_ranks
 from datasvc.models.saving.save_policy import Cadence, SaveCost, parse_duration, parse_pace
 from datasvc.models.saving.shared_store import check_same_store
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
-from datasvc.models.saving.writer import Writer
+from datasvc.models.saving.writer import VersionWriter
 from datasvc.models.tensors.write import CODECS, Codec
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.commit import exact_version
 from datasvc.models.versions.data_use import DataUse
-from datasvc.models.versions.metadata import About, check_step
+from datasvc.models.versions.metadata import VersionMetadata, check_step
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 
@@ -38,7 +38,7 @@ FAILURES: Final = ("raise", "log")
 TIMEOUT_S: Final = 600.0
 
 
-class Model:
+class CheckpointManager:
     """A model of a repository, open for saving. Made by `datasvc.open(url).model(name)`; a context that closes it.
 
     In a job of several ranks every rank makes one and calls the same methods in the same order, `close` included.
@@ -57,8 +57,8 @@ class Model:
             None: signals do what they did.
         group: of torch.distributed, whose ranks save together; None: all of them, where it is set up.
         timeout_s: how long a rank may be silent before the others give up a save.
-        restoring: reads a checkpoint by its reference, and takes the options of `Model.restore`; default from the
-            repository alone.
+        restoring: reads a checkpoint by its reference, with the options of `CheckpointManager.restore`; the default
+            reads from the repository only.
 
     Attributes:
         name: of the model.
@@ -108,7 +108,7 @@ class Model:
         if self._front.rank == 0:
             capture_code()  # what runs, not what lies there when the first save is committed
         self._preemption = None if grace_s is None else Preemption(grace_s)
-        self._writer = Writer(repository, name, codec, self._back)
+        self._writer = VersionWriter(repository, name, codec, self._back)
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
         self._device_stalls_s: deque[float] = deque()
         self._next_look = 0
@@ -213,9 +213,9 @@ class Model:
         about, content = self._agree(
             lambda: copy.deepcopy(
                 # What a tag means now: it may have moved by the time this is committed.
-                About(step, data, config, metrics, exact_version(self._repository, parent), message=message)
+                VersionMetadata(step, data, config, metrics, exact_version(self._repository, parent), message=message)
             ),
-            lambda: take_apart(state, rank_state, self._front.rank),
+            lambda: flatten_state(state, rank_state, self._front.rank),
             step=step,
         )
         handle = SaveHandle(about.step)
@@ -256,14 +256,14 @@ class Model:
                 raise
             error = failure
         answers = self._front.exchange([describe_error(error), version])
-        raise_together([answer[0] for answer in answers], error)
+        raise_on_all_ranks([answer[0] for answer in answers], error)
         try:
             checkpoint = self._restore(answers[0][1], **how)
         except Exception as failure:
             if self._front.size == 1:
                 raise
             error = failure
-        raise_together(self._front.exchange(describe_error(error)), error)
+        raise_on_all_ranks(self._front.exchange(describe_error(error)), error)
         assert checkpoint is not None
         self._writer.newest = checkpoint.version
         return checkpoint
@@ -314,8 +314,8 @@ class Model:
                 signal.raise_signal(received)
 
     def _agree(
-        self, describe: Callable[[], About], take: Callable[[], Content], *, step: int
-    ) -> tuple[About, Content]:
+        self, describe: Callable[[], VersionMetadata], take: Callable[[], FlatState], *, step: int
+    ) -> tuple[VersionMetadata, FlatState]:
         """Return what is to be saved, once it is certain that all ranks save, and the same. Raises as `save`."""
         error, about, content = None, None, None
         told: list[int] = []
@@ -332,17 +332,17 @@ class Model:
             digest = None if content is None else content.form_digest
             answers = self._front.exchange([describe_error(error), None if error else step, digest, told])
             self._saver.mark_told({number for answer in answers for number in answer[3]})
-            raise_together([answer[0] for answer in answers], error)
+            raise_on_all_ranks([answer[0] for answer in answers], error)
             if len({answer[1] for answer in answers}) > 1:
                 raise ConfigError(f"the ranks save different steps; by rank: {[answer[1] for answer in answers]}")
             assert content is not None
             if len({answer[2] for answer in answers}) > 1:
-                raise ConfigError(describe_unlike(self._front.exchange(content.form)))
+                raise ConfigError(describe_mismatch(self._front.exchange(content.form)))
         assert about is not None
         assert content is not None
         return about, content
 
-    def _submit(self, handle: SaveHandle, about: About, content: Content, began_s: float) -> None:
+    def _submit(self, handle: SaveHandle, about: VersionMetadata, content: FlatState, began_s: float) -> None:
         """Copy, and leave the rest to the thread that saves; a save that is interrupted fails there."""
         try:
             self._saver.wait_for_room()
@@ -372,7 +372,7 @@ class Model:
                 raise error
             logger.error("%s", error)
 
-    def _copy(self, content: Content) -> Callable[[], HostCopies]:
+    def _copy(self, content: FlatState) -> Callable[[], HostCopies]:
         """Copy the tensors; returns what gives the copies, or raises in the background, where all ranks hear it."""
         buffer, other = self._buffers
         self._buffers.rotate()

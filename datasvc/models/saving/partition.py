@@ -16,7 +16,7 @@ SMALL_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True)
-class Share:
+class ChunkAssignment:
     """A block of a tensor and who stores it.
 
     Attributes:
@@ -30,9 +30,9 @@ class Share:
     rank: int
 
 
-def plan_shares(
+def partition_writes(
     tensors: Mapping[str, tuple[str, Shape]], num_ranks: int, *, of_first: Collection[str] = ()
-) -> list[Share]:
+) -> list[ChunkAssignment]:
     """Deal the pieces of tensors over ranks, equally many bytes to each as nearly as whole pieces allow.
 
     Args:
@@ -52,7 +52,7 @@ def plan_shares(
     rest = []
     for nbytes, name, box in pieces:
         if nbytes < SMALL_BYTES or name in of_first:
-            dealt.append(Share(name, box, 0))
+            dealt.append(ChunkAssignment(name, box, 0))
             load[0] += nbytes
         else:
             rest.append((nbytes, name, box))
@@ -60,6 +60,6 @@ def plan_shares(
     heapq.heapify(heap)
     for nbytes, name, box in sorted(rest, key=lambda piece: -piece[0]):
         held, rank = heapq.heappop(heap)
-        dealt.append(Share(name, box, rank))
+        dealt.append(ChunkAssignment(name, box, rank))
         heapq.heappush(heap, (held + nbytes, rank))
     return dealt

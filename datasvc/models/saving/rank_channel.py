@@ -22,7 +22,7 @@ _SLOT_BYTES: Final = 1024
 _LENGTH_BYTES: Final = 8
 
 
-class Channel(Protocol):
+class RankChannel(Protocol):
     """A group of ranks. All of them call the same methods in the same order, from one thread at a time.
 
     Attributes:
@@ -46,7 +46,7 @@ class Channel(Protocol):
         """Let go of the others."""
 
 
-class Alone:
+class SingleRank:
     """A group of one."""
 
     rank = 0
@@ -85,7 +85,7 @@ class GroupChannel:
         self.size = dist.get_world_size(group)
 
     def exchange(self, message: Any) -> list[Any]:
-        """See `Channel`. One collective where all messages are short, two otherwise."""
+        """See `RankChannel`. One collective where all messages are short, two otherwise."""
         raw = json.dumps(message).encode()
         slots = self._all_gather(
             len(raw).to_bytes(_LENGTH_BYTES, "little") + raw[: _SLOT_BYTES - _LENGTH_BYTES], _SLOT_BYTES
@@ -97,7 +97,7 @@ class GroupChannel:
         return [json.loads(each[:length]) for each, length in zip(whole, lengths, strict=True)]
 
     def gather(self, message: bytes) -> list[bytes]:
-        """See `Channel`."""
+        """See `RankChannel`."""
         import torch
         import torch.distributed as dist
 
@@ -110,7 +110,7 @@ class GroupChannel:
         return [each.numpy().tobytes()[:length] for each, length in zip(everyone, lengths, strict=True)]
 
     def largest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """See `Channel`."""
+        """See `RankChannel`."""
         import torch.distributed as dist
 
         found = numbers.clone()
@@ -118,7 +118,7 @@ class GroupChannel:
         return found
 
     def close(self) -> None:
-        """See `Channel`."""
+        """See `RankChannel`."""
         import torch.distributed as dist
 
         # The connections end with the last reference.
@@ -151,7 +151,7 @@ class GroupChannel:
             ) from error
 
 
-def open_channels(group: Any, timeout_s: float) -> tuple[Channel, Channel]:
+def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChannel]:
     """Return two channels between the ranks of `group`: for the calling thread, and for the one that saves.
 
     Every rank of the group calls this, in the same order as whatever else makes groups.
@@ -166,7 +166,7 @@ def open_channels(group: Any, timeout_s: float) -> tuple[Channel, Channel]:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return Alone(), Alone()
+        return SingleRank(), SingleRank()
     # Others than those of the group need not know.
     whose: dict[str, Any] = (
         {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True} if group else {}
@@ -184,7 +184,7 @@ def describe_error(error: BaseException | None) -> Mapping[str, str] | None:
     return None if error is None else {"type": type(error).__name__, "message": str(error)}
 
 
-def raise_together(told: Sequence[Mapping[str, str] | None], own: BaseException | None = None) -> None:
+def raise_on_all_ranks(told: Sequence[Mapping[str, str] | None], own: BaseException | None = None) -> None:
     """Raise the same error on all ranks, if one of them told of an error; that of the first of these.
 
     Args:

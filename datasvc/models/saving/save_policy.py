@@ -34,7 +34,7 @@ _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 @dataclass(frozen=True)
-class Pace:
+class SavePolicy:
     """How often to save.
 
     Attributes:
@@ -59,7 +59,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Look:
+class SaveDecision:
     """What a look at the clock said.
 
     Attributes:
@@ -97,7 +97,7 @@ class SaveCost:
         )
 
 
-def parse_pace(every: int | str | None, max_stall: float | str | None) -> Pace:
+def parse_pace(every: int | str | None, max_stall: float | str | None) -> SavePolicy:
     """Return the pace that `every=1000`, `"1000 steps"` or `"10min"`, and `max_stall="3%"` or `0.03`, mean.
 
     Raises:
@@ -110,12 +110,12 @@ def parse_pace(every: int | str | None, max_stall: float | str | None) -> Pace:
     if steps is not None:
         every = int(steps[1])
     if isinstance(every, str):
-        return Pace(every_s=parse_duration(every), max_stall=share)
+        return SavePolicy(every_s=parse_duration(every), max_stall=share)
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise ConfigError(
             f"every is {every!r}; expected a number of steps, at least 1, or a duration such as '10min'"
         )
-    return Pace(every_steps=every, max_stall=share)
+    return SavePolicy(every_steps=every, max_stall=share)
 
 
 def parse_duration(text: str) -> float:
@@ -145,7 +145,7 @@ class Cadence:
         cost: what saving has cost so far.
     """
 
-    def __init__(self, pace: Pace, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, pace: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
         self._pace = pace
         self._now = now
         self._last_end = self._last_save = now()
@@ -201,11 +201,13 @@ class Cadence:
         before_s, self._copied_s = self._beside_s, self._copied_s + spent_s
         self._debt_s += self._beside_s - before_s
 
-    def look(self, step: int, *, is_saving: bool) -> Look:
+    def look(self, step: int, *, is_saving: bool) -> SaveDecision:
         """Say whether to save after `step`, which has just ended, and when to look again."""
         before = step - 1 if self._last_look is None else self._last_look
         self._last_look = step
-        return Look(self._is_due(before, step, is_saving=is_saving), step + self._steps_to_next_look(before, step))
+        return SaveDecision(
+            self._is_due(before, step, is_saving=is_saving), step + self._steps_to_next_look(before, step)
+        )
 
     @property
     def _beside_s(self) -> float:

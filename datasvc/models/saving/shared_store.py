@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.models.saving.rank_channel import Channel, describe_error, raise_together
+from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
 from datasvc.repository import Storage
 from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.store.storage import redact_url
@@ -49,7 +49,7 @@ def sees(storage: Storage, marker: Marker) -> bool:
         return False
 
 
-def check_same_store(channel: Channel, storage: Storage) -> None:
+def check_same_store(channel: RankChannel, storage: Storage) -> None:
     """Raise the same error on all ranks where they do not store to one place. Every rank calls this.
 
     Raises:
@@ -67,7 +67,7 @@ def check_same_store(channel: Channel, storage: Storage) -> None:
         except Exception as failure:  # noqa: BLE001 - told to all ranks, and raised on all
             error = failure
         answers = channel.exchange([describe_error(error), marker, redact_url(storage.url)])
-        raise_together([answer[0] for answer in answers], error)
+        raise_on_all_ranks([answer[0] for answer in answers], error)
         if channel.size == 1:
             return
         _, left, place = answers[0]
@@ -76,7 +76,7 @@ def check_same_store(channel: Channel, storage: Storage) -> None:
         except Exception as failure:  # noqa: BLE001 - likewise
             error = failure
         answers = channel.exchange([describe_error(error), is_seen])
-    raise_together([answer[0] for answer in answers], error)
+    raise_on_all_ranks([answer[0] for answer in answers], error)
     check_seen((rank for rank, answer in enumerate(answers) if not answer[1]), channel.size, place)
 
 

@@ -80,7 +80,7 @@ class HostBuffer:
         places, nbytes = plan_places(tensors)
         copies: dict[str, torch.Tensor] = {}
         filled: dict[int, torch.Tensor] = {}
-        events = _Events()
+        events = _CopyEvents()
         with self._lock, torch.no_grad():
             self._grow(nbytes, pinned_for=next((each.device for each in tensors.values() if each.is_cuda), None))
             for name, tensor in tensors.items():
@@ -124,7 +124,7 @@ class HostBuffer:
         self._memory, self._pinned_for = _map_memory(nbytes), pinned_for
         self._is_pinned = pinned_for is not None and _pin(self._memory, pinned_for)
 
-    def _fill(self, place: int, tensor: torch.Tensor, events: _Events) -> torch.Tensor:
+    def _fill(self, place: int, tensor: torch.Tensor, events: _CopyEvents) -> torch.Tensor:
         assert self._memory is not None
         room = self._memory[place : place + tensor.numel() * tensor.element_size()]
         copied = room.view(tensor.dtype).view(tensor.shape)
@@ -139,7 +139,7 @@ class HostBuffer:
         return copied
 
 
-class _Events:
+class _CopyEvents:
     """When each device began to copy, and when it ended."""
 
     def __init__(self) -> None:

@@ -8,22 +8,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from datasvc.errors import NotFoundError
-from datasvc.models.saving.distributed_save import save_together
-from datasvc.models.saving.flat_state import Content
+from datasvc.models.saving.distributed_save import save_distributed
+from datasvc.models.saving.flat_state import FlatState
 from datasvc.models.saving.queue import SaveHandle
-from datasvc.models.saving.rank_channel import Channel
+from datasvc.models.saving.rank_channel import RankChannel
 from datasvc.models.saving.staging_buffer import HostCopies
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.models.tensors.write import Codec
 from datasvc.models.versions.commit import StoredState, base_records, commit
-from datasvc.models.versions.metadata import About
+from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Repository, Resolved
 
 if TYPE_CHECKING:
     import torch
 
 
-class Writer:
+class VersionWriter:
     """Writes the versions of one model, one after the other, from the thread that saves.
 
     Args:
@@ -36,7 +36,7 @@ class Writer:
         newest: version that it committed last, or that was restored since; None: none.
     """
 
-    def __init__(self, repository: Repository, name: str, codec: Codec, channel: Channel) -> None:
+    def __init__(self, repository: Repository, name: str, codec: Codec, channel: RankChannel) -> None:
         self._repository = repository
         self._name = name
         self._codec: Codec = codec
@@ -49,9 +49,9 @@ class Writer:
 
     def write(
         self,
-        content: Content,
+        content: FlatState,
         copy: Callable[[], HostCopies],
-        about: About,
+        about: VersionMetadata,
         handle: SaveHandle,
         on_copied: Callable[[float], None],
         began_s: float,
@@ -67,11 +67,11 @@ class Writer:
             began_s: when it was asked for, by `time.perf_counter`.
 
         Raises:
-            DatasvcError: see `save_together`.
+            DatasvcError: see `save_distributed`.
         """
         copies: list[HostCopies] = []
 
-        def prepare() -> Content:
+        def prepare() -> FlatState:
             copies.append(copy())
             device_s = copies[0].wait()
             handle.stall_s += device_s
@@ -79,7 +79,7 @@ class Writer:
             return content.with_tensors(copies[0].tensors)
 
         trusts_base, self._trusts_base = self._trusts_base, False
-        version = save_together(
+        version = save_distributed(
             self._channel,
             self._repository.objects,
             prepare,
@@ -99,10 +99,10 @@ class Writer:
         """Let go of the copies of the last save."""
         self._held = {}
 
-    def _parent(self, about: About) -> str | None:
+    def _parent(self, about: VersionMetadata) -> str | None:
         return about.parent or (None if self.newest is None else str(self.newest))
 
-    def _base(self, about: About) -> Sequence[TensorRecord]:
+    def _base(self, about: VersionMetadata) -> Sequence[TensorRecord]:
         """Return the tensors that those of the save are stored as differences to."""
         parent = self._parent(about)
         # Remembered records may name objects that went with their version: as long as it is there, they are.
@@ -118,7 +118,7 @@ class Writer:
             return False
         return True
 
-    def _commit(self, stored: StoredState, about: About, handle: SaveHandle, began_s: float) -> Resolved:
+    def _commit(self, stored: StoredState, about: VersionMetadata, handle: SaveHandle, began_s: float) -> Resolved:
         duration = {"stall_s": handle.stall_s, "total_s": time.perf_counter() - began_s}
         version = commit(
             self._repository,

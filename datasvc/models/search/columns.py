@@ -27,7 +27,7 @@ _NONFINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True)
-class Column:
+class FieldColumn:
     """The values of one field.
 
     Attributes:
@@ -43,7 +43,7 @@ class Column:
     texts: pa.Array
 
     @classmethod
-    def build(cls, values: Iterable[tuple[int, Literal]]) -> Column:
+    def build(cls, values: Iterable[tuple[int, Literal]]) -> FieldColumn:
         """Return the column of rows, ascending, and their values."""
         listed = list(values)
         texts: dict[str, int] = {}
@@ -56,7 +56,7 @@ class Column:
         )
 
     @classmethod
-    def join(cls, parts: Sequence[tuple[int, Column]]) -> Column:
+    def join(cls, parts: Sequence[tuple[int, FieldColumn]]) -> FieldColumn:
         """Return one column of several, each with what its rows are counted from."""
         if len(parts) == 1 and parts[0][0] == 0:
             return parts[0][1]
@@ -94,13 +94,13 @@ class Column:
         return found
 
 
-def build_columns(versions: Iterable[tuple[str, Entry]]) -> dict[str, Column]:
+def build_columns(versions: Iterable[tuple[str, Entry]]) -> dict[str, FieldColumn]:
     """Return the columns of versions, given by their model's name; the first is row 0."""
     values: dict[str, list[tuple[int, Literal]]] = {}
     for row, (name, entry) in enumerate(versions):
         for field, value in describe_version(name, entry):
             values.setdefault(field, []).append((row, value))
-    return {field: Column.build(each) for field, each in values.items()}
+    return {field: FieldColumn.build(each) for field, each in values.items()}
 
 
 def describe_version(name: str, entry: Entry) -> Iterator[tuple[str, Literal]]:

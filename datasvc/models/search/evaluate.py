@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError
-from datasvc.models.search.columns import Column, Mask
+from datasvc.models.search.columns import FieldColumn, Mask
 from datasvc.models.search.expression import And, Expression, Is, Literal, Not, Or, Within
 
 _ORDERS: Final[dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]] = {
@@ -48,7 +48,7 @@ def find_field(field: str, fields: Collection[str]) -> str:
     return found[0]
 
 
-def evaluate(expression: Expression, column: Callable[[str], Column | None], num_rows: int) -> Mask:
+def evaluate(expression: Expression, column: Callable[[str], FieldColumn | None], num_rows: int) -> Mask:
     """Return which rows meet an expression: `bool[num_rows]`.
 
     What a version says nothing of meets no comparison, `!=` neither; where it has several values, one that meets it
@@ -85,7 +85,7 @@ def evaluate(expression: Expression, column: Callable[[str], Column | None], num
     return _mask(_rows(found, expression.field, expression.operator, expression.value), num_rows)
 
 
-def _evaluate_is(expression: Is, found: Column | None, num_rows: int) -> Mask:
+def _evaluate_is(expression: Is, found: FieldColumn | None, num_rows: int) -> Mask:
     if found is None:
         return np.full(num_rows, expression.what == "null")
     if expression.what == "null":
@@ -95,7 +95,7 @@ def _evaluate_is(expression: Is, found: Column | None, num_rows: int) -> Mask:
     return _mask(found.rows_of_numbers(lambda numbers: (numbers != 0) & ~np.isnan(numbers)), num_rows)
 
 
-def _rows(found: Column, field: str, order: str, value: Literal) -> Any:
+def _rows(found: FieldColumn, field: str, order: str, value: Literal) -> Any:
     if isinstance(value, str):
         if not found.has_texts and len(found.rows):
             raise ConfigError(

@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from datasvc.models.search.columns import Column
+from datasvc.models.search.columns import FieldColumn
 from datasvc.models.search.evaluate import evaluate, find_field
 from datasvc.models.search.expression import fields_of, parse_expression
-from datasvc.models.search.index import Index, read_index
+from datasvc.models.search.index import VersionIndex, read_index
 from datasvc.repository import Repository, Resolved
 
 _NAMES_AT_ONCE: Final = 16
@@ -49,7 +49,7 @@ def find_versions(
     order_field = find_field(order_by, known) if order_by and index.num_rows else None
     live = _live_columns(repository, index, {*written.values(), order_field, "removed"})
 
-    def column(field: str) -> Column | None:
+    def column(field: str) -> FieldColumn | None:
         full = written.get(field, field)
         return live[full] if full in _LIVE else index.column(full)
 
@@ -64,7 +64,7 @@ def find_versions(
     return [Resolved("models", *places[row]) for row in rows]
 
 
-def _places(index: Index) -> list[tuple[str, int]]:
+def _places(index: VersionIndex) -> list[tuple[str, int]]:
     """Return name and number of every row."""
     names, numbers = index.column("name"), index.column("version")
     if names is None or numbers is None:
@@ -73,7 +73,7 @@ def _places(index: Index) -> list[tuple[str, int]]:
     return list(zip([texts[code] for code in names.codes.tolist()], map(int, numbers.numbers.tolist()), strict=True))
 
 
-def _ordered(rows: list[int], column: Column | None, *, ascending: bool) -> list[int]:
+def _ordered(rows: list[int], column: FieldColumn | None, *, ascending: bool) -> list[int]:
     """Return rows by their values, those without one last; of several values the first counts."""
     if column is None:
         return rows
@@ -90,7 +90,9 @@ def _ordered(rows: list[int], column: Column | None, *, ascending: bool) -> list
     return have + [row for row in rows if row not in values]
 
 
-def _live_columns(repository: Repository, index: Index, fields: Iterable[str | None]) -> dict[str, Column]:
+def _live_columns(
+    repository: Repository, index: VersionIndex, fields: Iterable[str | None]
+) -> dict[str, FieldColumn]:
     """Return the columns of what changes without a new version."""
     rows_of: dict[str, dict[int, int]] = {}
     for row, (name, number) in enumerate(_places(index)):
@@ -108,9 +110,11 @@ def _live_columns(repository: Repository, index: Index, fields: Iterable[str | N
 
     with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-find") as pool:
         each_name = map if repository.storage.is_local else pool.map
-        found: dict[str, Column] = {}
+        found: dict[str, FieldColumn] = {}
         if "removed" in wanted:
-            found["removed"] = Column.build(sorted(pair for part in each_name(removed, rows_of) for pair in part))
+            found["removed"] = FieldColumn.build(
+                sorted(pair for part in each_name(removed, rows_of) for pair in part)
+            )
         if "tag" in wanted:
-            found["tag"] = Column.build(sorted(pair for part in each_name(tags, rows_of) for pair in part))
+            found["tag"] = FieldColumn.build(sorted(pair for part in each_name(tags, rows_of) for pair in part))
     return found

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
-from datasvc.models.search.columns import Column, build_columns
+from datasvc.models.search.columns import FieldColumn, build_columns
 from datasvc.repository import Entry, Repository
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
@@ -54,7 +54,7 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class IndexPart:
     """The versions that were indexed at one time.
 
     Attributes:
@@ -65,18 +65,18 @@ class Part:
 
     num_rows: int
     heads: Mapping[str, Head]
-    columns: Mapping[str, Column]
+    columns: Mapping[str, FieldColumn]
 
 
 @dataclass(frozen=True)
-class Index:
+class VersionIndex:
     """All versions of all models of a repository, removed ones too, as rows.
 
     Attributes:
         parts: rows of the first come first.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[IndexPart, ...]
 
     @property
     def num_rows(self) -> int:
@@ -93,7 +93,7 @@ class Index:
         """Every field that one of the versions has."""
         return frozenset(field for part in self.parts for field in part.columns)
 
-    def column(self, field: str) -> Column | None:
+    def column(self, field: str) -> FieldColumn | None:
         """Return the values of a field in all versions, None where none has it."""
         starts = np.cumsum([0, *(part.num_rows for part in self.parts)]).tolist()
         found = [
@@ -101,10 +101,10 @@ class Index:
             for start, part in zip(starts, self.parts, strict=False)
             if field in part.columns
         ]
-        return Column.join(found) if found else None
+        return FieldColumn.join(found) if found else None
 
 
-def read_index(repository: Repository, *, report: Callable[[int, int], None] | None = None) -> Index:
+def read_index(repository: Repository, *, report: Callable[[int, int], None] | None = None) -> VersionIndex:
     """Return the index, as new as the repository; writes it anew when many versions were missing.
 
     Args:
@@ -120,21 +120,21 @@ def read_index(repository: Repository, *, report: Callable[[int, int], None] | N
     if stored is not None and set(stored.heads) <= set(names):
         behind = _numbers_behind(repository, names, stored.heads)
     if stored is None or behind is None:
-        stored = Part(0, {}, {})
+        stored = IndexPart(0, {}, {})
         behind = _numbers_behind(repository, names, {})
         assert behind is not None
     entries = _read_entries(repository, behind, report or _ignore)
     if not entries:
-        return Index((stored,))
+        return VersionIndex((stored,))
     # Ascending, so that the last one of each stays.
     heads = {name: Head(entry.number, str(entry.content.get("commit"))) for name, entry in entries}
-    index = Index((stored, Part(len(entries), heads, build_columns(entries))))
+    index = VersionIndex((stored, IndexPart(len(entries), heads, build_columns(entries))))
     if len(entries) >= max(_MOST_BEHIND, stored.num_rows // _PART_BEHIND):
         _publish(repository, index)
     return index
 
 
-def encode_index(index: Index) -> bytes:
+def encode_index(index: VersionIndex) -> bytes:
     """Return the index as an Arrow IPC file behind the digest of its bytes."""
     fields = sorted(index.fields)
     columns = [column for column in map(index.column, fields) if column is not None]
@@ -156,7 +156,7 @@ def encode_index(index: Index) -> bytes:
     return digest_of(content).encode() + bytes(content)
 
 
-def decode_index(raw: bytes) -> Part:
+def decode_index(raw: bytes) -> IndexPart:
     """Return the part in an index's bytes. Raises CorruptDataError: damaged, or of another format."""
     content = memoryview(raw)[_DIGEST_BYTES:]
     if digest_of(content).encode() != raw[:_DIGEST_BYTES]:
@@ -175,17 +175,17 @@ def decode_index(raw: bytes) -> Part:
         raise CorruptDataError(f"the index is damaged: {error!r}") from error
     if not all(_fits(column, num_rows) for column in columns.values()):
         raise CorruptDataError("the index names versions that it does not have")
-    return Part(num_rows, heads, columns)
+    return IndexPart(num_rows, heads, columns)
 
 
-def _load(repository: Repository) -> Part | None:
+def _load(repository: Repository) -> IndexPart | None:
     try:
         return decode_index(repository.storage.read(INDEX_PATH, _MOST_BYTES))
     except (NotFoundError, CorruptDataError):
         return None  # the entries say all that it said
 
 
-def _publish(repository: Repository, index: Index) -> None:
+def _publish(repository: Repository, index: VersionIndex) -> None:
     content = encode_index(index)
     if len(content) > _MOST_BYTES:
         return  # it would not be read again
@@ -253,15 +253,15 @@ def _slices(table: pa.Table) -> list[list[pa.Array]]:
     return columns
 
 
-def _fits(column: Column, num_rows: int) -> bool:
+def _fits(column: FieldColumn, num_rows: int) -> bool:
     if not len(column.rows):
         return True
     bounds = (column.rows.min(), column.rows.max(), column.codes.min(), column.codes.max())
     return bool(bounds[0] >= 0 and bounds[1] < num_rows and bounds[2] >= -1 and bounds[3] < len(column.texts))
 
 
-def _column(rows: pa.Array, numbers: pa.Array, codes: pa.Array, texts: pa.Array) -> Column:
-    return Column(
+def _column(rows: pa.Array, numbers: pa.Array, codes: pa.Array, texts: pa.Array) -> FieldColumn:
+    return FieldColumn(
         rows.to_numpy(zero_copy_only=True),
         numbers.to_numpy(zero_copy_only=True),
         codes.to_numpy(zero_copy_only=True),

@@ -63,7 +63,7 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
     word = len(planes)
     words = out.view(_UNSIGNED[word])
     longest = min(words.size, _BLOCK_WORDS)
-    memory = _Memory(longest, word)
+    memory = _PlaneBuffers(longest, word)
     differences, signs = np.empty((2, longest if encoding != "planes" else 0), words.dtype)
     for start in range(0, words.size, _BLOCK_WORDS):
         target = words[start : start + _BLOCK_WORDS]
@@ -80,7 +80,7 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
             target ^= differences[:size]
 
 
-class _Memory:
+class _PlaneBuffers:
     """Memory for words of two and four bytes that are on their way into larger ones.
 
     Args:
@@ -98,7 +98,7 @@ class _Memory:
         self.low: dict[int, _Words] = {size: np.empty(most, _UNSIGNED[size]) for size in sizes}
 
 
-def _join_block(planes: Sequence[Bytes], out: _Words, memory: _Memory) -> None:
+def _join_block(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers) -> None:
     """Set each word to the bytes that planes have of it."""
     word = len(planes)
     if word == 1:
@@ -117,7 +117,7 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: _Memory) -> None:
         np.bitwise_or(out, low, out=out)
 
 
-def _join_and_widen(planes: Sequence[Bytes], out: _Words, memory: _Memory) -> None:
+def _join_and_widen(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers) -> None:
     """Set each word to a smaller one, which has the bytes of these planes."""
     if len(planes) == 1:
         out[:] = planes[0]

@@ -15,8 +15,8 @@ from typing import Final, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 
 from datasvc.errors import CorruptDataError, NotFoundError
-from datasvc.models.tensors.codec import Bytes, Decoder, Decoders
-from datasvc.models.tensors.tensor_table import MAX_ENCODED_PIECE_BYTES, Link, Piece
+from datasvc.models.tensors.codec import Bytes, ChainDecoder, Decoders
+from datasvc.models.tensors.tensor_table import MAX_ENCODED_PIECE_BYTES, ChainLink, Chunk
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import digest_of
 
@@ -63,7 +63,7 @@ class NearSource(ObjectSource, Protocol):
 
 
 @dataclass
-class _Span:
+class _SharedRange:
     """A range of an object that several links share. Kept in memory from its first use to its last."""
 
     object: Digest
@@ -83,13 +83,13 @@ class PieceReader:
         decoders: that other readers use too; default: its own.
     """
 
-    def __init__(self, source: ObjectSource, pieces: Iterable[Piece], decoders: Decoders | None = None) -> None:
+    def __init__(self, source: ObjectSource, pieces: Iterable[Chunk], decoders: Decoders | None = None) -> None:
         self._source = source
         self._near = source if is_near(source) else None
         self._spans = plan_spans(link for piece in pieces for link in piece.chain)
         self._decoders = decoders or Decoders()
 
-    def read(self, name: str, piece: Piece, out: Bytes) -> None:
+    def read(self, name: str, piece: Chunk, out: Bytes) -> None:
         """Fill `out`, which has the piece's size, with its verified bytes.
 
         Args:
@@ -111,7 +111,7 @@ class PieceReader:
                 return
         self._fill_from_other_copies(name, piece, out)
 
-    def _fill(self, piece: Piece, out: Bytes) -> None:
+    def _fill(self, piece: Chunk, out: Bytes) -> None:
         (first, *more), near = piece.chain, self._near
         if not more and first.encoding == "raw" and first.is_whole_object:
             self._fill_raw(first, out)
@@ -124,7 +124,7 @@ class PieceReader:
             with self._decoders.borrow() as decoder:
                 decoder.decode(whole, out)
 
-    def _fill_raw(self, link: Link, out: Bytes) -> None:
+    def _fill_raw(self, link: ChainLink, out: Bytes) -> None:
         """Fill `out` with a raw link's bytes, needing little memory beside."""
         if self._near is not None:
             self._near.read_into(link.object, link.offset, out.data)
@@ -134,7 +134,7 @@ class PieceReader:
             content = self._source.read_range(link.object, link.offset + offset, length)
             out[offset : offset + length] = np.frombuffer(content, np.uint8)
 
-    def _read_near(self, source: NearSource, link: Link, decoder: Decoder) -> bytes | memoryview:
+    def _read_near(self, source: NearSource, link: ChainLink, decoder: ChainDecoder) -> bytes | memoryview:
         """Return a link's bytes, in memory of the decoder's where they are an object of their own."""
         if not link.is_whole_object:
             return self._read_link(link)
@@ -142,7 +142,7 @@ class PieceReader:
         source.read_into(link.object, link.offset, content.data)
         return content.data
 
-    def _read_link(self, link: Link) -> bytes | memoryview:
+    def _read_link(self, link: ChainLink) -> bytes | memoryview:
         span = self._spans.get((link.object, link.offset, link.length))
         if span is None:
             return self._source.read_range(link.object, link.offset, link.length)
@@ -156,7 +156,7 @@ class PieceReader:
                 span.content = None
         return content[link.offset - span.offset :][: link.length]
 
-    def _fill_from_other_copies(self, name: str, piece: Piece, out: Bytes) -> None:
+    def _fill_from_other_copies(self, name: str, piece: Chunk, out: Bytes) -> None:
         for links in self._good_copies(name, piece):
             with suppress(CorruptDataError), self._decoders.borrow() as decoder:
                 decoder.decode(links, out)
@@ -167,7 +167,7 @@ class PieceReader:
             "restore another version"
         )
 
-    def _good_copies(self, name: str, piece: Piece) -> Iterator[list[tuple[str, bytes | memoryview]]]:
+    def _good_copies(self, name: str, piece: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
         """Yield the piece's links from the first good copy of each, then from the next, while any has one."""
         copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in piece.chain]
         contents: list[bytes | memoryview] = []
@@ -187,15 +187,15 @@ class PieceReader:
             contents = [old if new is None else new for old, new in zip(contents, further, strict=True)]
 
 
-def plan_spans(links: Iterable[Link]) -> dict[tuple[Digest, int, int], _Span]:
+def plan_spans(links: Iterable[ChainLink]) -> dict[tuple[Digest, int, int], _SharedRange]:
     """Return which range to read for each link that shares its object, by the link's place."""
     places: dict[tuple[Digest, int, int], int] = {}
     for link in links:
         if not link.is_whole_object and link.length <= _MOST_BYTES_AT_ONCE:
             place = (link.object, link.offset, link.length)
             places[place] = places.get(place, 0) + 1
-    spans: dict[tuple[Digest, int, int], _Span] = {}
-    span: _Span | None = None
+    spans: dict[tuple[Digest, int, int], _SharedRange] = {}
+    span: _SharedRange | None = None
     for place in sorted(places):
         digest, offset, length = place
         stop = offset + length
@@ -205,7 +205,7 @@ def plan_spans(links: Iterable[Link]) -> dict[tuple[Digest, int, int], _Span]:
             or offset > span.stop + _GAP_BYTES
             or stop > span.offset + _MOST_BYTES_AT_ONCE
         ):
-            span = _Span(digest, offset, stop)
+            span = _SharedRange(digest, offset, stop)
         span.stop = max(span.stop, stop)
         span.num_users += places[place]
         spans[place] = span
@@ -217,7 +217,7 @@ def is_near(source: ObjectSource) -> TypeGuard[NearSource]:
     return isinstance(source, NearSource) and source.is_near
 
 
-def check_reaches(source: ObjectSource, name: str, piece: Piece) -> None:
+def check_reaches(source: ObjectSource, name: str, piece: Chunk) -> None:
     """Raise CorruptDataError where a piece of a size that only raw ones have is larger than what is stored.
 
     Asked before memory is allocated by what a table says. Raises NotFoundError, UnavailableError too.

@@ -20,7 +20,7 @@ from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dedup_index import find_chain, write_pointer
 from datasvc.models.tensors.dtypes import bytes_of, count_nonfinite, dtype_name
 from datasvc.models.tensors.read import load_piece
-from datasvc.models.tensors.tensor_table import Link, Piece, TensorRecord
+from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.batch import ObjectBatch
@@ -45,7 +45,7 @@ _POINTERS_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """A piece of a tensor in memory, small enough to be stored as one.
 
     Attributes:
@@ -92,7 +92,7 @@ class PieceWriter:
         objects: Objects,
         batch: ObjectBatch,
         base: Sequence[TensorRecord],
-        held: Mapping[tuple[str, Shape, Shape, str], Cut],
+        held: Mapping[tuple[str, Shape, Shape, str], TensorSlice],
         codec: Codec,
         source: ObjectSource,
         longest_chain: int,
@@ -106,14 +106,14 @@ class PieceWriter:
         self._decoders = Decoders()
         self._lock = threading.Lock()
         self._seen: set[Digest] = set()
-        self._chains: dict[Digest, tuple[Link, ...]] = {}
+        self._chains: dict[Digest, tuple[ChainLink, ...]] = {}
         self._pointed: set[Digest] = set()
         self._stored: set[Digest] = set()
-        self._small: dict[Digest, tuple[tuple[Link, ...], str, bytes]] = {}
+        self._small: dict[Digest, tuple[tuple[ChainLink, ...], str, bytes]] = {}
         self.new_bytes = 0
         self.num_nonfinite: Counter[str] = Counter()
 
-    def store(self, cut: Cut) -> Digest:
+    def store(self, cut: TensorSlice) -> Digest:
         """Store a piece, unless an equal one was or is being stored; returns the digest of its bytes."""
         content = bytes_of(cut.tensor)
         digest = digest_of(content.data)
@@ -130,7 +130,7 @@ class PieceWriter:
             self._write(digest, *self._encode(cut, content))
         return digest
 
-    def finish(self, order: Sequence[Digest]) -> Mapping[Digest, tuple[Link, ...]]:
+    def finish(self, order: Sequence[Digest]) -> Mapping[Digest, tuple[ChainLink, ...]]:
         """Store the small pieces, packed in the order in which they come; returns the chains of all pieces."""
         packs: list[list[Digest]] = []
         size = _PACK_BYTES
@@ -150,7 +150,7 @@ class PieceWriter:
         run_in_threads(lambda digest, chain: write_pointer(self._objects, digest, chain), pointers, _POINTERS_AT_ONCE)
         return self._chains
 
-    def _find(self, digest: Digest, size: int) -> tuple[Link, ...] | None:
+    def _find(self, digest: Digest, size: int) -> tuple[ChainLink, ...] | None:
         """Return the chain of an equal piece that is stored already, of the base or any model."""
         chain = self._of_base.get(digest)
         if chain is not None and self._is_there(chain):
@@ -159,10 +159,10 @@ class PieceWriter:
             return None
         if self._objects.reuse(ObjectInfo(digest, size)):
             self._batch.reuse(digest)
-            return (Link(digest, size, 0, size, "raw"),)
+            return (ChainLink(digest, size, 0, size, "raw"),)
         return find_chain(self._objects, digest, size)
 
-    def _encode(self, cut: Cut, content: Bytes) -> tuple[tuple[Link, ...], str, bytes | memoryview]:
+    def _encode(self, cut: TensorSlice, content: Bytes) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
         """Return the links that the piece follows on, its encoding and its encoded bytes: the smallest there is."""
         if self._codec == "none":
             return (), "raw", content.data
@@ -186,7 +186,7 @@ class PieceWriter:
                 return (), "planes", stored
         return (), "raw", content.data
 
-    def _base_of(self, cut: Cut, size: int) -> tuple[Piece, Bytes] | None:
+    def _base_of(self, cut: TensorSlice, size: int) -> tuple[Chunk, Bytes] | None:
         """Return record and bytes of the piece that this one changes; None where a difference cannot be stored."""
         piece = self._at_place.get(cut.place)
         if self._codec != "delta" or piece is None or len(piece.chain) >= self._longest_chain:
@@ -205,19 +205,19 @@ class PieceWriter:
             return None  # damage of an earlier version is not handed on: this one is stored in full
         return piece, bytes_of(before)
 
-    def _is_there(self, chain: Sequence[Link]) -> bool:
+    def _is_there(self, chain: Sequence[ChainLink]) -> bool:
         """Return whether what the base's table names can be named again."""
         # Where the base lies here it is looked at: what was lost of it is stored again. A remote one is believed, so
         # its version must not be removed when the save begins: `gc` leaves it alone for longer than a save takes.
         return not self._objects.storage.is_local or all(self._objects.reuse(link.info) for link in chain)
 
-    def _write(self, digest: Digest, chain: tuple[Link, ...], encoding: str, stored: bytes | memoryview) -> None:
+    def _write(self, digest: Digest, chain: tuple[ChainLink, ...], encoding: str, stored: bytes | memoryview) -> None:
         if len(stored) < OWN_OBJECT_BYTES:
             self._small[digest] = (chain, encoding, bytes(stored))
             return
         info = ObjectInfo(digest if encoding == "raw" else digest_of(stored), len(stored))
         self._put(info, stored)
-        self._chains[digest] = (*chain, Link(info.digest, info.size_bytes, 0, info.size_bytes, encoding))
+        self._chains[digest] = (*chain, ChainLink(info.digest, info.size_bytes, 0, info.size_bytes, encoding))
         if encoding != "raw":
             self._pointed.add(digest)
 
@@ -228,7 +228,7 @@ class PieceWriter:
         offset = 0
         for digest in digests:
             chain, encoding, stored = self._small[digest]
-            self._chains[digest] = (*chain, Link(info.digest, info.size_bytes, offset, len(stored), encoding))
+            self._chains[digest] = (*chain, ChainLink(info.digest, info.size_bytes, offset, len(stored), encoding))
             offset += len(stored)
 
     def _put(self, info: ObjectInfo, content: bytes | memoryview) -> None:
@@ -244,7 +244,7 @@ class PieceWriter:
             self.new_bytes += info.size_bytes
 
 
-def _restore_cost(piece: Piece, size: int) -> float:
+def _restore_cost(piece: Chunk, size: int) -> float:
     """Return what it costs to restore a piece of `size` bytes, over what it costs to read as many."""
     num_encoded = sum(link.encoding != "raw" for link in piece.chain)
     return piece.stored_bytes / size + num_encoded * _LINK_COST

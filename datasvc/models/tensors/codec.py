@@ -26,7 +26,7 @@ from datasvc.models.tensors.byte_planes import WORD_BYTES, Bytes, join, split
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, MAX_ENCODED_PIECE_BYTES
 from datasvc.processors import count_processors
 
-__all__ = ["Bytes", "Decoder", "Decoders", "encode", "estimate_shares", "is_worthwhile", "word_bytes"]
+__all__ = ["Bytes", "ChainDecoder", "Decoders", "encode", "estimate_shares", "is_worthwhile", "word_bytes"]
 
 # What there is to gain on planes lies in the frequencies of bytes, not in repeats: on those of a ResNet-50 levels 2
 # and 3 gave 1 % more bytes than level 1. To look for few and long repeats gives 0.7 % fewer, and is decoded faster.
@@ -112,7 +112,7 @@ def _thread_compressor() -> zstandard.ZstdCompressor:
     return found
 
 
-class Decoder:
+class ChainDecoder:
     """Decodes chains. It keeps its memory, so that the system need not give it anew. Not for several threads."""
 
     def __init__(self) -> None:
@@ -188,17 +188,17 @@ class Decoders:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        self._idle: deque[Decoder] = deque()
+        self._idle: deque[ChainDecoder] = deque()
         self._free = threading.BoundedSemaphore(most or count_processors())
 
     @contextmanager
-    def borrow(self) -> Iterator[Decoder]:
+    def borrow(self) -> Iterator[ChainDecoder]:
         """Wait for a decoder, and have it to oneself. The one used last comes first: its memory is in the caches."""
         with self._free:
             try:
                 decoder = self._idle.pop()
             except IndexError:
-                decoder = Decoder()
+                decoder = ChainDecoder()
             try:
                 yield decoder
             finally:

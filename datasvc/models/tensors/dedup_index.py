@@ -16,7 +16,7 @@ import re
 from typing import Final
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.models.tensors.tensor_table import Link, Piece, fault_of_chain
+from datasvc.models.tensors.tensor_table import ChainLink, Chunk, fault_of_chain
 from datasvc.repository import Digest, Objects
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, decode_entry, encode_entry
 
@@ -36,15 +36,15 @@ def pointed_digest(path: str) -> Digest | None:
     return Digest(match[2]) if match else None
 
 
-def write_pointer(objects: Objects, digest: Digest, chain: tuple[Link, ...]) -> None:
+def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]) -> None:
     """Let others find the chain of a piece whose objects are stored. Raises UnavailableError."""
-    piece = Piece((), (), digest, chain).to_json()
+    piece = Chunk((), (), digest, chain).to_json()
     content = encode_entry({"format": POINTER_FORMAT, "digest": digest, "chain": piece["chain"]})
     # Not synced: what a power cut leaves of it fails its checksum, and nobody needs it.
     objects.storage.put_bytes(pointer_path(digest), content, synced=False)
 
 
-def find_chain(objects: Objects, digest: Digest, piece_bytes: int) -> tuple[Link, ...] | None:
+def find_chain(objects: Objects, digest: Digest, piece_bytes: int) -> tuple[ChainLink, ...] | None:
     """Return the chain of a stored piece of that digest, its objects being there; None where none is known.
 
     Raises UnavailableError.
@@ -52,7 +52,7 @@ def find_chain(objects: Objects, digest: Digest, piece_bytes: int) -> tuple[Link
     path = pointer_path(digest)
     try:
         found = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))
-        piece = Piece.from_json({"start": (), "shape": (), "digest": found["digest"], "chain": found["chain"]})
+        piece = Chunk.from_json({"start": (), "shape": (), "digest": found["digest"], "chain": found["chain"]})
     except (NotFoundError, CorruptDataError, ConfigError, KeyError):
         return None
     try:

@@ -13,7 +13,7 @@ from datasvc.models.tensors.chunk_reader import ObjectSource, PieceReader, check
 from datasvc.models.tensors.chunks import Shape, flat_offset, intersect, slices
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
-from datasvc.models.tensors.tensor_table import ITEM_BYTES, Piece, TensorRecord
+from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.processors import count_processors
 from datasvc.sizes import format_size
@@ -64,7 +64,7 @@ def load_tensors(
     targets = [_Target(record, (into or {}).get(record.name)) for record in wanted]
     reader = PieceReader(source, (piece for record in wanted for piece in record.pieces))
 
-    def load_one(target: _Target, piece: Piece) -> None:
+    def load_one(target: _Target, piece: Chunk) -> None:
         target.read(reader, piece)
         if report is not None:
             report(target.record.piece_bytes(piece))
@@ -77,7 +77,7 @@ def load_tensors(
 
 
 def load_piece(
-    source: ObjectSource, dtype: str, piece: Piece, *, name: str = "", decoders: Decoders | None = None
+    source: ObjectSource, dtype: str, piece: Chunk, *, name: str = "", decoders: Decoders | None = None
 ) -> torch.Tensor:
     """Return one piece as a new tensor of its shape, verified.
 
@@ -112,7 +112,7 @@ def load_window(source: ObjectSource, record: TensorRecord, start: Sequence[int]
     shared = [(piece, both) for piece in record.pieces if (both := intersect(piece.box, window)) is not None]
     reader = PieceReader(source, [piece for piece, _ in shared])
 
-    def load_one(piece: Piece, both: tuple[Shape, Shape]) -> None:
+    def load_one(piece: Chunk, both: tuple[Shape, Shape]) -> None:
         check_reaches(source, record.name, piece)
         content = np.empty(record.piece_bytes(piece), np.uint8)
         reader.read(record.name, piece, content)
@@ -164,7 +164,7 @@ class _Target:
         self._num_left = len(record.pieces)
         self._lock = threading.Lock()
 
-    def read(self, reader: PieceReader, piece: Piece) -> None:
+    def read(self, reader: PieceReader, piece: Chunk) -> None:
         """Fill the piece's part of the tensor."""
         size, item_bytes = self.record.piece_bytes(piece), ITEM_BYTES[self.record.dtype]
         offset = flat_offset(self.record.shape, piece.box)

@@ -27,7 +27,7 @@ _MAX_DEPTH = 100
 _MAX_PATH = 1 << 16
 
 
-class _Found(dict[str, "torch.Tensor"]):
+class _TensorCollector(dict[str, "torch.Tensor"]):
     """The tensors of a tree, and how many more values it may have."""
 
     nodes_left: float = math.inf
@@ -45,7 +45,7 @@ def flatten(state: Any, *, most_nodes: int | None = None) -> tuple[Any, dict[str
         ConfigError: a leaf can be stored neither as JSON nor as a tensor; names it and says what to do. Or the tree
             is nested absurdly deep, or has too many values.
     """
-    tensors = _Found()
+    tensors = _TensorCollector()
     if most_nodes is not None:
         tensors.nodes_left = most_nodes
     return _flatten(state, "", tensors, 0), dict(tensors)
@@ -84,7 +84,7 @@ def decode_state(raw: bytes, version: str) -> Any:
     return skeleton
 
 
-def _flatten(value: Any, path: str, tensors: _Found, depth: int) -> Any:
+def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> Any:
     import torch
 
     if depth > _MAX_DEPTH:
@@ -122,7 +122,7 @@ def _flatten(value: Any, path: str, tensors: _Found, depth: int) -> Any:
     )
 
 
-def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _Found, depth: int) -> Any:
+def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _TensorCollector, depth: int) -> Any:
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ConfigError(

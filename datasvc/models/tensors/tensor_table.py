@@ -88,7 +88,7 @@ _COLUMNS_1 = pa.schema(
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """Stored bytes that a piece is made of.
 
     Attributes:
@@ -117,7 +117,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A block of a tensor, stored and checked by itself.
 
     Attributes:
@@ -130,7 +130,7 @@ class Piece:
     start: Shape
     shape: Shape
     digest: Digest
-    chain: tuple[Link, ...]
+    chain: tuple[ChainLink, ...]
 
     @property
     def box(self) -> Box:
@@ -152,10 +152,10 @@ class Piece:
         }
 
     @classmethod
-    def from_json(cls, value: Any) -> Piece:
+    def from_json(cls, value: Any) -> Chunk:
         """Return the piece that `to_json` gave. Raises CorruptDataError where it is none."""
         try:
-            chain = tuple(Link(**{**link, "object": parse_digest(link["object"])}) for link in value["chain"])
+            chain = tuple(ChainLink(**{**link, "object": parse_digest(link["object"])}) for link in value["chain"])
             return cls(tuple(value["start"]), tuple(value["shape"]), parse_digest(value["digest"]), chain)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(f"{str(value)[:80]} is no piece of a tensor: {error!r}") from error
@@ -175,7 +175,7 @@ class TensorRecord:
     name: str
     dtype: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Chunk, ...]
 
     @property
     def nbytes(self) -> int:
@@ -187,12 +187,12 @@ class TensorRecord:
         """Equal for two records where the tensors are equal and cut alike, however they are stored."""
         return self.dtype, self.shape, tuple((*piece.box, piece.digest) for piece in self.pieces)
 
-    def piece_bytes(self, piece: Piece) -> int:
+    def piece_bytes(self, piece: Chunk) -> int:
         """Return the bytes of a piece in memory."""
         return math.prod(piece.shape) * ITEM_BYTES[self.dtype]
 
 
-def join_pieces(name: str, dtype: str, shape: Sequence[int], pieces: Iterable[Piece]) -> TensorRecord:
+def join_pieces(name: str, dtype: str, shape: Sequence[int], pieces: Iterable[Chunk]) -> TensorRecord:
     """Return the record of a tensor whose pieces several ranks may have stored, in any order.
 
     Raises:
@@ -325,11 +325,11 @@ def _row(record: TensorRecord) -> dict[str, Any]:
 
 def _record(row: Mapping[str, Any]) -> TensorRecord:
     pieces = tuple(
-        Piece(
+        Chunk(
             tuple(piece["start"]),
             tuple(piece["shape"]),
             _digest(piece["digest"]),
-            tuple(Link(**{**link, "object": _digest(link["object"])}) for link in piece["chain"]),
+            tuple(ChainLink(**{**link, "object": _digest(link["object"])}) for link in piece["chain"]),
         )
         for piece in row["pieces"]
     )
@@ -345,8 +345,8 @@ def _records_1(table: pa.Table) -> Iterable[TensorRecord]:
         sizes[row["object"]] = max(sizes.get(row["object"], 0), row["offset"] + row["length"])
     for row in rows:
         shape = tuple(row["shape"])
-        link = Link(_digest(row["object"]), sizes[row["object"]], row["offset"], row["length"], "raw")
-        piece = Piece((0,) * len(shape), shape, _digest(row["digest"]), (link,))
+        link = ChainLink(_digest(row["object"]), sizes[row["object"]], row["offset"], row["length"], "raw")
+        piece = Chunk((0,) * len(shape), shape, _digest(row["digest"]), (link,))
         yield TensorRecord(row["name"], row["dtype"], shape, (piece,) if 0 not in shape else ())
 
 
@@ -370,7 +370,7 @@ def _check_record(record: TensorRecord, location: str) -> None:
             raise CorruptDataError(f"{location}: tensor {record.name!r}, its piece at {piece.start}: {wrong}")
 
 
-def fault_of_chain(chain: Sequence[Link], piece_bytes: int) -> str | None:
+def fault_of_chain(chain: Sequence[ChainLink], piece_bytes: int) -> str | None:
     """Return what cannot be about the links of a piece, None when all is well."""
     encodings = [link.encoding for link in chain]
     if not 1 <= len(chain) <= MAX_CHAIN:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunk_reader import ObjectSource, is_near
-from datasvc.models.tensors.chunk_writer import CODECS, Codec, Cut, PieceWriter
+from datasvc.models.tensors.chunk_writer import CODECS, Codec, PieceWriter, TensorSlice
 from datasvc.models.tensors.chunks import PIECE_BYTES, Shape, plan_pieces, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
-from datasvc.models.tensors.tensor_table import Piece, TensorRecord, join_pieces
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_pieces
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.processors import count_processors
 from datasvc.repository import Digest, Objects
@@ -64,7 +64,7 @@ class StoredPieces:
         num_nonfinite: NaN and infinities, by tensor; those that have none are left out.
     """
 
-    pieces: list[tuple[str, Piece]]
+    pieces: list[tuple[str, Chunk]]
     new_bytes: int
     num_nonfinite: Mapping[str, int]
 
@@ -127,7 +127,7 @@ def store_tensors(
         piece_bytes=piece_bytes,
         report=report,
     )
-    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(tensors)}
+    pieces: dict[str, list[Chunk]] = {name: [] for name in sorted(tensors)}
     for name, piece in stored.pieces:
         pieces[name].append(piece)
     records = tuple(
@@ -163,7 +163,7 @@ def store_pieces(
     with ObjectBatch(objects) as batch:
         writer = PieceWriter(objects, batch, base, own, codec, source or objects, longest_chain)
 
-        def store_one(cut: Cut) -> Digest:
+        def store_one(cut: TensorSlice) -> Digest:
             digest = writer.store(cut)
             if report is not None:
                 report(cut.nbytes)
@@ -176,17 +176,17 @@ def store_pieces(
             digests = run_in_threads(store_one, arguments, _THREADS)
         chains = writer.finish(digests)
     found = [
-        (cut.name, Piece(cut.start, cut.shape, digest, chains[digest]))
+        (cut.name, Chunk(cut.start, cut.shape, digest, chains[digest]))
         for cut, digest in zip(cuts, digests, strict=True)
     ]
     return StoredPieces(found, writer.new_bytes, {name: n for name, n in sorted(writer.num_nonfinite.items()) if n})
 
 
-def _cut(pieces: Sequence[TensorPiece], piece_bytes: int) -> list[Cut]:
+def _cut(pieces: Sequence[TensorPiece], piece_bytes: int) -> list[TensorSlice]:
     """Return the pieces that blocks are stored as, views of them."""
     cuts = []
     for piece in pieces:
         for box in plan_pieces(tuple(piece.tensor.shape), piece.tensor.itemsize, piece_bytes=piece_bytes):
             start = tuple(a + b for a, b in zip(piece.start, box[0], strict=True))
-            cuts.append(Cut(piece.name, start, piece.tensor.detach()[slices(box)]))
+            cuts.append(TensorSlice(piece.name, start, piece.tensor.detach()[slices(box)]))
     return cuts

@@ -34,7 +34,7 @@ class TargetLogs:
         self._target = target
         self._names = names
         self._contents: dict[Resolved, Mapping[str, Any]] = {}
-        self._known: dict[tuple[Kind, str], _Known] = {}
+        self._known: dict[tuple[Kind, str], _TargetVersions] = {}
         self._entries = EntryReader(source)
         self._commits: dict[str, frozenset[str]] = {}
 
@@ -112,9 +112,9 @@ class TargetLogs:
             number, is_new = there.number, False
         return Resolved(version.kind, log.name, number), is_new
 
-    def _log(self, version: Resolved) -> _Known:
+    def _log(self, version: Resolved) -> _TargetVersions:
         name = self._names.get((version.kind, version.name), version.name)
-        return self._known.setdefault((version.kind, name), _Known(self._target, version.kind, name))
+        return self._known.setdefault((version.kind, name), _TargetVersions(self._target, version.kind, name))
 
     def _moved(self, version: Resolved) -> dict[str, Any]:
         """Return what the version's entry says at the target."""
@@ -184,7 +184,7 @@ def _num_parents(content: Mapping[str, Any]) -> int:
     return (content.get("parent") is not None) + (len(merged) if isinstance(merged, list) else 0)
 
 
-class _Known:
+class _TargetVersions:
     """The versions of one name at the target, by identity."""
 
     def __init__(self, target: Repository, kind: Kind, name: str) -> None:

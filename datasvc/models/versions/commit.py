@@ -13,7 +13,7 @@ from datasvc.models.tensors.tensor_table import TensorRecord, digest_of_content,
 from datasvc.models.versions.code_revision import keep_code
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.models.versions.environment import describe_environment
-from datasvc.models.versions.metadata import About
+from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
@@ -44,7 +44,7 @@ def commit(
     repository: Repository,
     name: str,
     state: StoredState,
-    about: About,
+    about: VersionMetadata,
     *,
     extra: Mapping[str, Any] | None = None,
     extra_objects: Iterable[Digest] = (),

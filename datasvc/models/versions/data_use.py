@@ -23,7 +23,7 @@ _PURPOSES: Final = ("training", "evaluation")
 
 
 @dataclass(frozen=True)
-class Span:
+class ReadSpan:
     """What a run read without a change of its batches.
 
     Attributes:
@@ -45,7 +45,7 @@ class Span:
         return {**asdict(self), "start": list(self.start), "stop": list(self.stop)}
 
     @classmethod
-    def from_dict(cls, span: Mapping[str, Any]) -> Span:
+    def from_dict(cls, span: Mapping[str, Any]) -> ReadSpan:
         """Return what `to_dict` gave. Raises CorruptDataError."""
         try:
             start, stop = (_cursor(*span[name]) for name in ("start", "stop"))
@@ -59,7 +59,7 @@ class Span:
 
 @dataclass(frozen=True)
 class DataUse:
-    """A split or mixture that a run reads, and how far it has come. `Reading` makes it for a loader.
+    """A split or mixture that a run reads, and how far it has come. `ConsumptionTracker` makes it for a loader.
 
     Attributes:
         dataset: the version, "digits@1"; of a mixture those of all its splits.
@@ -76,7 +76,7 @@ class DataUse:
     state: Mapping[str, Any]
     purpose: str = "training"
     run: str | None = None
-    spans: Sequence[Span] = ()
+    spans: Sequence[ReadSpan] = ()
 
     def __post_init__(self) -> None:
         if self.purpose not in _PURPOSES:
@@ -97,7 +97,7 @@ class DataUse:
     def from_dict(cls, use: Mapping[str, Any]) -> DataUse:
         """Return what `to_dict` gave, now or before there were purposes, runs and spans. Raises CorruptDataError."""
         try:
-            spans = tuple(map(Span.from_dict, use.get("spans", ())))
+            spans = tuple(map(ReadSpan.from_dict, use.get("spans", ())))
             state = dict(use["state"])
             purpose, run = use.get("purpose", "training"), use.get("run")
             if not isinstance(run, str | None):
@@ -109,7 +109,7 @@ class DataUse:
 
 @runtime_checkable
 class ReadLoader(Protocol):
-    """What a `Reading` asks of a loader: those of `loaders` have it."""
+    """What a `ConsumptionTracker` asks of a loader: those of `loaders` have it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands."""
@@ -131,7 +131,7 @@ class ReadLoader(Protocol):
         """A split, or a mixture."""
 
 
-class Reading:
+class ConsumptionTracker:
     """Keeps what a run consumes from a loader, for its versions: `save(..., data=[reading.use()])`.
 
     Make it when the loader stands where the run begins: after `load_state_dict` where it resumes. One rank is enough,
@@ -148,7 +148,7 @@ class Reading:
 
     def __init__(self, loader: ReadLoader, *, step: int = 0) -> None:
         self._run = secrets.token_hex(8)
-        self._spans: list[Span] = []
+        self._spans: list[ReadSpan] = []
         self._begin(loader, step)
 
     def go_on(self, loader: ReadLoader, *, step: int) -> None:
@@ -180,7 +180,7 @@ class Reading:
             ConfigError: the loader does not stand where that process did.
         """
         try:
-            run, spans = state["run"], [Span.from_dict(span) for span in state["spans"]]
+            run, spans = state["run"], [ReadSpan.from_dict(span) for span in state["spans"]]
             stop = spans[-1].stop
         except (KeyError, TypeError, IndexError) as error:
             raise CorruptDataError(f"this is no state of a Reading: {error!r}; found {state!r}") from error
@@ -212,14 +212,14 @@ class Reading:
         self._loader = loader
         self._start, self._step = cursor_of(loader.state_dict()), step
 
-    def _span(self, stop: Cursor) -> Span:
+    def _span(self, stop: Cursor) -> ReadSpan:
         loader = self._loader
         if stop < self._start:
             raise ConfigError(
                 f"the loader stands at {stop} (epoch, position), before {self._start}, where this run began: it was "
                 "put back; make a new Reading where the weights are put back too"
             )
-        return Span(self._start, stop, self._step, loader.batch_size * loader.ranks.world_size, loader.tail)
+        return ReadSpan(self._start, stop, self._step, loader.batch_size * loader.ranks.world_size, loader.tail)
 
 
 def cursor_of(state: Mapping[str, Any]) -> Cursor:

@@ -19,7 +19,7 @@ _MAX_DEPTH: Final = 100
 
 
 @dataclass(frozen=True)
-class About:
+class VersionMetadata:
     """What is said of a state: the arguments of `checkpoint.save` that have these names.
 
     Numbers of numpy become those of Python, and metrics floats.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datasvc.errors import NotFoundError, UnavailableError
 from datasvc.node.transfers.token_bucket import TokenBucket
 from datasvc.repository import Repository, Storage
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
 from datasvc.repository.store.storage import redact_url
 
@@ -45,7 +45,7 @@ class CappedStorage(Storage):
         self._wait_turn(path, length)
         return super().read_range(path, offset, length)
 
-    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
+    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
         """Hand on a range as `Storage` does, each piece when its turn has come: so the sender waits, too."""
 
         def take_in_turn(view: memoryview) -> None:

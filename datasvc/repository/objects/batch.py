@@ -22,7 +22,7 @@ from typing import Final, Self, TypeVar
 from datasvc import durable
 from datasvc.repository.objects.intact import mark_intact
 from datasvc.repository.objects.objects import Digest, ObjectInfo, Objects
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 
 _MOST_OPEN: Final = 128
 _SYNCS_AT_ONCE: Final = 8
@@ -31,7 +31,7 @@ _Each = TypeVar("_Each")
 
 
 @dataclass(frozen=True)
-class _Written:
+class _PendingObject:
     """A whole object that may not be on the disk yet, and has no name."""
 
     file: FileIO
@@ -52,7 +52,7 @@ class ObjectBatch:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._lock = threading.Lock()
-        self._written: deque[_Written] = deque()
+        self._written: deque[_PendingObject] = deque()
         self._unsynced: set[Path] = set()
         # A busy disk lets whoever asks it wait; those who encode the next object shall not.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")
@@ -66,7 +66,7 @@ class ObjectBatch:
         if target is None:
             self._objects.write(info, content)
             return
-        with translated("write", str(target)):
+        with map_exceptions("write", str(target)):
             self._make_folder(target.parent)
             self._written.append(self._write(target, content))
         if len(self._written) > _MOST_OPEN:
@@ -106,7 +106,7 @@ class ObjectBatch:
         with self._lock:  # of one that is there, too: another may have made it a moment ago
             self._unsynced.add(folder.parent)
 
-    def _write(self, target: Path, content: bytes | memoryview) -> _Written:
+    def _write(self, target: Path, content: bytes | memoryview) -> _PendingObject:
         temporary = target.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         file = FileIO(temporary, "xb")
         try:
@@ -117,13 +117,13 @@ class ObjectBatch:
         except BaseException:
             _remove(file, temporary)
             raise
-        return _Written(file, temporary, target, writeback)
+        return _PendingObject(file, temporary, target, writeback)
 
-    def _publish(self, written: _Written) -> None:
+    def _publish(self, written: _PendingObject) -> None:
         try:
             if not written.writeback.cancel():
                 written.writeback.result()
-            with translated("write", str(written.target)):
+            with map_exceptions("write", str(written.target)):
                 os.fsync(written.file.fileno())
                 written.file.close()
                 written.temporary.rename(written.target)
@@ -141,7 +141,7 @@ def _remove(file: FileIO, temporary: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    with translated("write", str(folder)):
+    with map_exceptions("write", str(folder)):
         durable.fsync_folder(folder)
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def keep_aside(root: Path, path: Path) -> Path:
     Raises ConfigError, UnavailableError: the folder cannot be written; the object is as it was.
     """
     kept = root / QUARANTINE / f"{path.name}.{secrets.token_hex(4)}"
-    with translated("keep", str(kept)):
+    with map_exceptions("keep", str(kept)):
         durable.make_folder(kept.parent)
         try:
             os.link(path, kept)

@@ -24,9 +24,9 @@ from blake3 import blake3
 from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository.objects.intact import is_damage, is_known_intact, mark_intact, report_rot
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import Storage, check_size
 
 Digest = NewType("Digest", str)
@@ -91,7 +91,7 @@ class ObjectWriter:
         view = memoryview(content)
         self._hash.update(view)
         left = view.cast("B")
-        with translated("write", str(self.path)):
+        with map_exceptions("write", str(self.path)):
             while left:
                 left = left[self._file.write(left) :]
         self._size_bytes += view.nbytes
@@ -166,7 +166,7 @@ class Objects:
             return False
         failure: OSError | None = None
         try:
-            with translated("read", str(path)):
+            with map_exceptions("read", str(path)):
                 try:
                     is_intact = digest_of_file(path) == info.digest
                 except OSError as error:
@@ -216,7 +216,7 @@ class Objects:
         """Let the name of an object that is there survive a power cut: another writer may have just renamed it."""
         path = self.local_path(digest)
         if path is not None:
-            with translated("write", str(path)):
+            with map_exceptions("write", str(path)):
                 durable.fsync_folder(path.parent)
                 durable.fsync_folder(path.parent.parent)
 
@@ -229,7 +229,7 @@ class Objects:
         """
         writer = self.begin()
         try:
-            with translated("write", str(writer.path)):
+            with map_exceptions("write", str(writer.path)):
                 yield writer
             self.finish(writer)
         finally:
@@ -239,12 +239,12 @@ class Objects:
         """Open a new object, as `writing` does; `finish` it from any thread, or `abandon` it."""
         self._storage.check_writable()
         temporary = self._temporary_path()
-        with translated("write", str(temporary)):
+        with map_exceptions("write", str(temporary)):
             return ObjectWriter(temporary, stays_here=self._storage.is_local)
 
     def finish(self, writer: ObjectWriter) -> ObjectInfo:
         """Sync the object and let it exist under its digest. Raises UnavailableError."""
-        with translated("write", str(writer.path)):
+        with map_exceptions("write", str(writer.path)):
             writer.sync()
         info = writer.info
         if self.reuse(info):
@@ -334,7 +334,9 @@ class Objects:
         """Whether `stream_range` needs little memory, however long the range."""
         return self._storage.can_stream
 
-    def stream_range(self, digest: Digest, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
+    def stream_range(
+        self, digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
+    ) -> None:
         """Hand exactly `length` bytes of the object from `offset` to `take` as they arrive, in order, unverified.
 
         Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Interrupt:
+class CancellationToken:
     """Set once, from any thread, and never cleared."""
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
-from datasvc.repository.store.cancellation import Interrupt
-from datasvc.repository.store.min_throughput import Pace
+from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.min_throughput import MinThroughput
 
 # Servers drop connections that nobody uses, some after 5 s.
 _KEPT_S = 4.0
@@ -29,7 +29,7 @@ _TIMEVAL = struct.Struct("ll")
 
 
 @dataclass(frozen=True)
-class Server:
+class Endpoint:
     """Whom a connection leads to.
 
     Attributes:
@@ -44,7 +44,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long a server is waited for.
 
     Attributes:
@@ -75,7 +75,7 @@ class Connection:
         OSError: nobody answers there, or it is not who it should be.
     """
 
-    def __init__(self, server: Server, patience: Patience, interrupt: Interrupt) -> None:
+    def __init__(self, server: Endpoint, patience: Timeouts, interrupt: CancellationToken) -> None:
         self.was_kept = False
         self._patience = patience
         self._is_tls = server.scheme == "https"
@@ -103,7 +103,7 @@ class Connection:
         self._answer, self._num_ahead = self._http.getresponse(), None
         return self._answer
 
-    def read_into(self, buffer: memoryview, pace: Pace) -> int:
+    def read_into(self, buffer: memoryview, pace: MinThroughput) -> int:
         """Fill the buffer with what comes next of the answer.
 
         Returns:
@@ -164,14 +164,14 @@ class Connections:
         patience: of those that are made.
     """
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: Timeouts) -> None:
         self._patience = patience
-        self._kept: defaultdict[Server, list[tuple[float, Connection]]] = defaultdict(list)
+        self._kept: defaultdict[Endpoint, list[tuple[float, Connection]]] = defaultdict(list)
         self._lock = threading.Lock()
         self._process = os.getpid()
         weakref.finalize(self, _close_all, self._kept)
 
-    def take(self, server: Server, interrupt: Interrupt, *, fresh: bool = False) -> Connection:
+    def take(self, server: Endpoint, interrupt: CancellationToken, *, fresh: bool = False) -> Connection:
         """Return a connection: one that was given back a moment ago, or a new one. Raises OSError."""
         self._close_stale()
         with self._lock:
@@ -180,7 +180,7 @@ class Connections:
                 return kept.pop()[1]
         return Connection(server, self._patience, interrupt)
 
-    def give_back(self, server: Server, connection: Connection) -> None:
+    def give_back(self, server: Endpoint, connection: Connection) -> None:
         """Keep a connection whose last answer was read to its end."""
         self._close_stale()
         with self._lock:
@@ -209,7 +209,7 @@ class Connections:
 
 
 def _connect(
-    interrupt: Interrupt,
+    interrupt: CancellationToken,
     connecting: ExitStack,
     address: tuple[str, int],
     timeout_s: float,
@@ -233,7 +233,7 @@ def _connect(
     raise error
 
 
-def _await_connection(connection: socket.socket, place: Any, deadline_s: float, interrupt: Interrupt) -> None:
+def _await_connection(connection: socket.socket, place: Any, deadline_s: float, interrupt: CancellationToken) -> None:
     connection.setblocking(False)
     code = connection.connect_ex(place)
     if code == errno.EINPROGRESS:
@@ -261,7 +261,7 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _close_all(kept: dict[Server, list[tuple[float, Connection]]]) -> None:
+def _close_all(kept: dict[Endpoint, list[tuple[float, Connection]]]) -> None:
     for connections in kept.values():
         for _, connection in connections:
             connection.close()

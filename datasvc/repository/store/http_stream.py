@@ -18,9 +18,9 @@ import fsspec
 
 from datasvc.errors import UnavailableError
 from datasvc.repository.store import retries
-from datasvc.repository.store.cancellation import Interrupt
-from datasvc.repository.store.http_connections import Connection, Connections, Patience, Server
-from datasvc.repository.store.min_throughput import Pace
+from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.http_connections import Connection, Connections, Endpoint, Timeouts
+from datasvc.repository.store.min_throughput import MinThroughput
 
 Take = Callable[[memoryview], None]
 """Takes the bytes that come next; the view is valid during the call only."""
@@ -39,10 +39,10 @@ class UnsuitedError(Exception):
 
 
 @dataclass(frozen=True)
-class _Request:
+class _StreamRequest:
     """What to ask of whom, but for the range."""
 
-    server: Server
+    server: Endpoint
     target: str
     headers: Mapping[str, str] = field(repr=False)
     location: str
@@ -56,9 +56,9 @@ class HttpStream:
         patience: how long to wait.
     """
 
-    def __init__(self, file_system: fsspec.AbstractFileSystem, patience: Patience | None = None) -> None:
+    def __init__(self, file_system: fsspec.AbstractFileSystem, patience: Timeouts | None = None) -> None:
         self._fs: Any = file_system
-        self._patience = patience or Patience()
+        self._patience = patience or Timeouts()
         self._connections = Connections(self._patience)
 
     @classmethod
@@ -73,7 +73,9 @@ class HttpStream:
         is_plain = type(fs) is fsspec_http.HTTPFileSystem and fs.get_client is fsspec_http.get_client
         return cls(fs) if is_plain and not (fs.client_kwargs or fs.kwargs) else None
 
-    def read(self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: Interrupt) -> None:
+    def read(
+        self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: CancellationToken
+    ) -> None:
         """Hand `length` bytes from `offset` to `take`, in order, each once, from the calling thread.
 
         A server that fails is asked again, up to 4 times in a row, for what is missing.
@@ -95,16 +97,16 @@ class HttpStream:
             for view in pieces:
                 take(view)
 
-    def _request(self, path: str, location: str) -> _Request:
+    def _request(self, path: str, location: str) -> _StreamRequest:
         url = self._fs.encode_url(path)
         headers = {"User-Agent": "datasvc"}  # some servers refuse who has no name
         if url.user is not None or url.password is not None:
             secret = b64encode(f"{url.user or ''}:{url.password or ''}".encode()).decode("ascii")
             headers["Authorization"] = f"Basic {secret}"
-        return _Request(Server(url.scheme, url.raw_host, url.port), url.raw_path_qs, headers, location)
+        return _StreamRequest(Endpoint(url.scheme, url.raw_host, url.port), url.raw_path_qs, headers, location)
 
     def _all_pieces(
-        self, request: _Request, start: int, stop: int, interrupt: Interrupt
+        self, request: _StreamRequest, start: int, stop: int, interrupt: CancellationToken
     ) -> Generator[memoryview, None, None]:
         """Yield the bytes as they come, from as many answers as it takes."""
         offset, num_failures, moved = start, 0, 0
@@ -125,16 +127,16 @@ class HttpStream:
                     raise
 
     def _pieces(
-        self, request: _Request, offset: int, stop: int, interrupt: Interrupt
+        self, request: _StreamRequest, offset: int, stop: int, interrupt: CancellationToken
     ) -> Generator[memoryview, None, None]:
         """Yield the bytes of one answer, in one buffer that is used again and again."""
-        with retries.translated("read", request.location), _translated(interrupt):
+        with retries.map_exceptions("read", request.location), _translated(interrupt):
             connection, answer = self._ask(request, f"bytes={offset}-{stop - 1}", interrupt)
             is_good = False
             try:
                 with interrupt.cutting(connection.cut):
                     _check(answer, offset, stop)
-                    pace = Pace(self._patience.min_bytes_s, self._patience.window_s)
+                    pace = MinThroughput(self._patience.min_bytes_s, self._patience.window_s)
                     buffer = memoryview(bytearray(min(_BUFFER_BYTES, stop - offset)))
                     while offset < stop:
                         num_bytes = connection.read_into(buffer[: stop - offset], pace)
@@ -152,7 +154,7 @@ class HttpStream:
                     connection.close()
 
     def _ask(
-        self, request: _Request, wanted: str, interrupt: Interrupt
+        self, request: _StreamRequest, wanted: str, interrupt: CancellationToken
     ) -> tuple[Connection, http.client.HTTPResponse]:
         connection = self._connections.take(request.server, interrupt)
         while True:
@@ -171,7 +173,7 @@ class HttpStream:
 
 
 @contextmanager
-def _translated(interrupt: Interrupt) -> Generator[None, None, None]:
+def _translated(interrupt: CancellationToken) -> Generator[None, None, None]:
     """Turn what HTTP can raise into what the operating system raises."""
     try:
         if interrupt.is_set:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Pace:
+class MinThroughput:
     """Counts the time spent waiting for the sender alone, not what is done with the bytes.
 
     Args:

@@ -7,14 +7,14 @@ from typing import Final
 import fsspec
 
 from datasvc.errors import UnavailableError
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import HttpStream, Take, UnsuitedError
-from datasvc.repository.store.retries import ask
+from datasvc.repository.store.retries import with_retries
 
 _GATHERED_BYTES: Final = 16 << 20
 
 
-class Ranges:
+class RangeReader:
     """Reads ranges. Safe for threads.
 
     Args:
@@ -32,11 +32,13 @@ class Ranges:
 
     def read(self, path: str, offset: int, length: int, *, location: str) -> bytes:
         """Return `length` bytes from `offset`; fewer where the content ends. Raises as `retries.ask`."""
-        return ask(
+        return with_retries(
             self._fs, "read", location, lambda: bytes(self._fs.cat_file(path, start=offset, end=offset + length))
         )
 
-    def stream(self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: Interrupt) -> None:
+    def stream(
+        self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: CancellationToken
+    ) -> None:
         """Hand exactly `length` bytes from `offset` to `take`, in order, from the calling thread.
 
         Args:

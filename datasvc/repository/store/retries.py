@@ -28,7 +28,7 @@ _Answer = TypeVar("_Answer")
 
 
 @contextmanager
-def translated(action: str, location: str) -> Iterator[None]:
+def map_exceptions(action: str, location: str) -> Iterator[None]:
     """Turn a store's exceptions into ours; `action` and `location` say what was tried, on what.
 
     Raises:
@@ -64,7 +64,7 @@ def pause_s(num_failures: int) -> float:
     return _FIRST_PAUSE_S * 2.0 ** (num_failures - 1) + random.uniform(0, _FIRST_PAUSE_S)  # noqa: S311
 
 
-def ask(
+def with_retries(
     file_system: fsspec.AbstractFileSystem, action: str, location: str, question: Callable[[], _Answer]
 ) -> _Answer:
     """Return what a reading call gives; a store that does not answer is asked up to 4 times, over a second or two.
@@ -76,11 +76,11 @@ def ask(
         question: the call; it changes nothing.
 
     Raises:
-        NotFoundError, ConfigError, UnavailableError: as `translated`.
+        NotFoundError, ConfigError, UnavailableError: as `map_exceptions`.
     """
 
     def once() -> _Answer:
-        with translated(action, location):
+        with map_exceptions(action, location):
             return question()
 
     protocol = file_system.protocol

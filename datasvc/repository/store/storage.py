@@ -34,10 +34,10 @@ from datasvc.errors import (
 )
 from datasvc.extras import how_to_install_driver
 from datasvc.repository.store import exclusive_create, file_age
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
-from datasvc.repository.store.ranges import Ranges
-from datasvc.repository.store.retries import ask, translated
+from datasvc.repository.store.ranges import RangeReader
+from datasvc.repository.store.retries import map_exceptions, with_retries
 
 _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 
@@ -105,7 +105,7 @@ class Storage:
 
     def __init__(self, url: str) -> None:
         self._fs, self._root = resolve_url(url)
-        self._ranges = Ranges(self._fs)
+        self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
         # Another thread's answer may be cached after the listing was forgotten. Some drivers can be told not to use
         # it.
@@ -198,7 +198,7 @@ class Storage:
     def read_into(self, path: str, offset: int, out: memoryview) -> int:
         """Fill `out` with what lies from `offset` in a local tree; returns how many bytes there were. As `read`."""
         assert self.is_local
-        with translated("read", self.location(path)), open(self._full(path), "rb", buffering=0) as file:
+        with map_exceptions("read", self.location(path)), open(self._full(path), "rb", buffering=0) as file:
             file.seek(offset)
             filled = 0
             while filled < len(out) and (length := file.readinto(out[filled:])):
@@ -210,8 +210,8 @@ class Storage:
         """Whether `stream_range` needs little memory, however long the range."""
         return self._ranges.can_stream
 
-    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: Interrupt) -> None:
-        """Hand exactly `length` bytes from `offset` to `take` as they arrive; see `Ranges.stream`."""
+    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
+        """Hand exactly `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
         self._ranges.stream(self._full(path), offset, length, take, location=self.location(path), interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
@@ -258,13 +258,13 @@ class Storage:
         self.check_writable()
         path = f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}"
         # Not by `create`: nobody else looks for this name before it is complete.
-        with translated("write", self.location(path)):
+        with map_exceptions("write", self.location(path)):
             self._fs.pipe_file(self._full(path), content)
         return path
 
     def remove_temporary(self, path: str) -> None:
         """Remove such a file; where the store does not let it, it is left to `gc`."""
-        with suppress(DatasvcError), translated("delete", self.location(path)):
+        with suppress(DatasvcError), map_exceptions("delete", self.location(path)):
             self._fs.rm_file(self._full(path))
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool = True) -> None:
@@ -278,7 +278,7 @@ class Storage:
         Raises:
             UnavailableError: the store failed.
         """
-        with translated("write", self.location(path)):
+        with map_exceptions("write", self.location(path)):
             if self.is_local:
                 target = Path(self._full(path))
                 durable.make_folder(target.parent)
@@ -323,7 +323,7 @@ class Storage:
         On local files no writer can make it young unseen. Elsewhere one that does so in the moment between the look
         and the deletion is not seen. Raises UnavailableError, ConfigError.
         """
-        with translated("delete", self.location(path)):
+        with map_exceptions("delete", self.location(path)):
             if self.is_local:
                 return file_age.delete_local_if_older(Path(self._full(path)), before_s)
             found = self._file(path)
@@ -343,7 +343,7 @@ class Storage:
             ConfigError: the store does not say how old a file is.
         """
         if self.is_local:
-            with translated("list", self.location(folder)):
+            with map_exceptions("list", self.location(folder)):
                 yield from file_age.walk_local(Path(self._root), folder)
             return
         for info in self._listing(folder):
@@ -396,12 +396,12 @@ class Storage:
             return []
 
     def _ask(self, action: str, path: str, question: Callable[[], _Answer]) -> _Answer:
-        return ask(self._fs, action, self.location(path), question)
+        return with_retries(self._fs, action, self.location(path), question)
 
     def delete_folder(self, folder: str) -> None:
         """Delete everything below `folder`; nothing happens where there is none. Raises UnavailableError."""
         try:
-            with translated("delete", self.location(folder)):
+            with map_exceptions("delete", self.location(folder)):
                 if self.is_local:
                     shutil.rmtree(self._full(folder), onerror=_raise_but_missing)
                 else:
@@ -414,7 +414,7 @@ class Storage:
 
         A rename where both lie on one file system, an upload in parts elsewhere. Raises UnavailableError.
         """
-        with translated("write", self.location(path)):
+        with map_exceptions("write", self.location(path)):
             if self.is_local:
                 self._adopt_local(Path(self._full(path)), finished)
             else:
@@ -434,7 +434,7 @@ class Storage:
     def _create_local(self, path: str, content: bytes) -> None:
         target = Path(self._full(path))
         try:
-            with translated("create", str(target)):
+            with map_exceptions("create", str(target)):
                 durable.make_folder(target.parent)
                 durable.create_file(target, content)
         except FileExistsError as error:

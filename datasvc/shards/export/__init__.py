@@ -1,7 +1,7 @@
 """Data-set versions out again: one file per format."""
 
-from datasvc.shards.export.export_format import Written
+from datasvc.shards.export.export_format import WrittenFiles
 from datasvc.shards.export.exporter import ExportReport, export
 from datasvc.shards.export.formats import FORMATS
 
-__all__ = ["FORMATS", "ExportReport", "Written", "export"]
+__all__ = ["FORMATS", "ExportReport", "WrittenFiles", "export"]

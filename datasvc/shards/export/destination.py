@@ -13,7 +13,7 @@ from typing import BinaryIO
 from datasvc import durable
 from datasvc.errors import ConfigError
 from datasvc.repository import Storage
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url
 
 
@@ -67,7 +67,7 @@ class Destination:
             UnavailableError: the store failed, or the disk is full.
         """
         path = self.storage.local_path(name)
-        with translated("write", self.storage.location(name)):
+        with map_exceptions("write", self.storage.location(name)):
             if path is not None:
                 durable.make_folder(path.parent)
                 with durable.replacing(path) as file:
@@ -75,7 +75,7 @@ class Destination:
                 return
         with tempfile.TemporaryDirectory(prefix="datasvc-export-") as folder:
             whole = Path(folder) / "whole"
-            with translated("write", str(whole)), whole.open("xb") as file:
+            with map_exceptions("write", str(whole)), whole.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -85,7 +85,7 @@ class Destination:
         """Remove the temporary files that a killed export left. Raises UnavailableError."""
         if not self.is_local:
             return
-        with translated("sweep", self.location):
+        with map_exceptions("sweep", self.location):
             for path in sorted(self.folder.rglob(f"{durable.TEMPORARY_PREFIX}*")):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)

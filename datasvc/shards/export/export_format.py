@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.samples import Unit
+from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.versions.dataset import Split
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """What was written of a unit, or to join a split.
 
     Attributes:
@@ -47,7 +47,7 @@ class ExportFormat(ABC):
         """Raise ConfigError, naming the column, where the format cannot hold the samples of `split`."""
 
     @abstractmethod
-    def write(self, unit: Unit, destination: Destination) -> Written:
+    def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write the samples of a unit, the same bytes each time, replacing what an interrupted export left.
 
         Raises:
@@ -56,12 +56,12 @@ class ExportFormat(ABC):
             UnavailableError: a store failed, or the disk is full.
         """
 
-    def join(self, split: Split, written: Sequence[Written], destination: Destination) -> Written:
-        """Write what joins the units of a split, whose `Written`s come in order, once all are there.
+    def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
+        """Write what joins the units of a split, whose `WrittenFiles`s come in order, once all are there.
 
         Raises:
             ConfigError: together they are something the format cannot hold.
             UnavailableError: a store failed, or the disk is full.
         """
         del split, written, destination
-        return Written(0, 0, 0)
+        return WrittenFiles(0, 0, 0)

@@ -14,12 +14,12 @@ import numpy as np
 from datasvc.errors import ConfigError
 from datasvc.repository import Repository, Resolved
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.formats import choose_format
-from datasvc.shards.export.progress import Progress, open_progress
-from datasvc.shards.export.samples import Unit
+from datasvc.shards.export.progress import ExportRecords, open_progress
+from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.export.workers import write_in_processes
-from datasvc.shards.versions.dataset import Dataset, Split, choose_split, open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, Split, choose_split, open_dataset
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ExportReport:
     version: Resolved
     format: str
     destination: str
-    splits: Mapping[str, Written]
+    splits: Mapping[str, WrittenFiles]
 
 
 def export(
@@ -94,18 +94,18 @@ def export(
     return ExportReport(dataset.resolved, format, target.location, written)
 
 
-def plan_units(split: Split, export_format: ExportFormat) -> list[Unit]:
+def plan_units(split: Split, export_format: ExportFormat) -> list[ExportUnit]:
     """Return the units of a split: those shards that have samples, in table order."""
     shards = np.flatnonzero(split.table.samples_per_shard).tolist()
     groups = [tuple(shards)] if export_format.is_one_per_split else [(shard,) for shard in shards]
-    return [Unit(split, group, number, len(groups)) for number, group in enumerate(groups)]
+    return [ExportUnit(split, group, number, len(groups)) for number, group in enumerate(groups)]
 
 
 def _write_units(
-    units: Sequence[Unit],
+    units: Sequence[ExportUnit],
     export_format: ExportFormat,
     destination: Destination,
-    progress: Progress,
+    progress: ExportRecords,
     workers: int,
     report: Callable[[int], None],
 ) -> None:
@@ -128,21 +128,25 @@ def _write_units(
 
 
 def _join(
-    split: Split, units: Sequence[Unit], export_format: ExportFormat, destination: Destination, progress: Progress
-) -> Written:
+    split: Split,
+    units: Sequence[ExportUnit],
+    export_format: ExportFormat,
+    destination: Destination,
+    progress: ExportRecords,
+) -> WrittenFiles:
     """Join the units of a split; returns what it takes all in all."""
     records = [progress.written(split.name, unit.number) for unit in units if unit.split is split]
     parts = [record for record in records if record is not None]
     assert len(parts) == len(records)
     every = [*parts, export_format.join(split, parts, destination)]
-    return Written(
+    return WrittenFiles(
         sum(each.num_samples for each in every),
         sum(each.num_files for each in every),
         sum(each.size_bytes for each in every),
     )
 
 
-def _describe(split: Split, written: Written) -> dict[str, Any]:
+def _describe(split: Split, written: WrittenFiles) -> dict[str, Any]:
     return {
         "samples": written.num_samples,
         "files": written.num_files,
@@ -152,8 +156,8 @@ def _describe(split: Split, written: Written) -> dict[str, Any]:
     }
 
 
-def _report_again(dataset: Dataset, summary: Mapping[str, Any], destination: Destination) -> ExportReport:
+def _report_again(dataset: DatasetVersion, summary: Mapping[str, Any], destination: Destination) -> ExportReport:
     splits = {
-        name: Written(each["samples"], each["files"], each["bytes"]) for name, each in summary["splits"].items()
+        name: WrittenFiles(each["samples"], each["files"], each["bytes"]) for name, each in summary["splits"].items()
     }
     return ExportReport(dataset.resolved, summary["format"], destination.location, splits)

@@ -26,10 +26,10 @@ from datasvc.shards.export.columns import (
     refused_null,
 )
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.names import image_extension, safe_part, safe_path, split_extension
 from datasvc.shards.export.progress import unit_path
-from datasvc.shards.export.samples import Unit, samples_of
+from datasvc.shards.export.samples import ExportUnit, samples_of
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL
 from datasvc.shards.versions.dataset import Split
 
@@ -57,7 +57,7 @@ class Folder(ExportFormat):
             if column.name == FILE_NAME or (column.name != IMAGE and not is_json(column.type)):
                 raise refused_column(self.name, column)
 
-    def write(self, unit: Unit, destination: Destination) -> Written:
+    def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write the images of a shard, and their metadata for `join`. Raises as `ExportFormat.write`."""
         split_name = safe_part(unit.split.name)
         lines: list[bytes] = []
@@ -73,9 +73,9 @@ class Folder(ExportFormat):
                 size_bytes += sum(pool.map(destination.put, paths, [sample[IMAGE] for sample in samples]))
                 lines += map(partial(_metadata_line, split=unit.split), samples, files)
         destination.put(unit_path(unit.split.name, unit.number, "jsonl"), b"".join(lines))
-        return Written(len(lines), len(lines), size_bytes, {"is_plain": is_plain})
+        return WrittenFiles(len(lines), len(lines), size_bytes, {"is_plain": is_plain})
 
-    def join(self, split: Split, written: Sequence[Written], destination: Destination) -> Written:
+    def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
         """Write the split's metadata where they say more than the files.
 
         Raises:
@@ -84,12 +84,12 @@ class Folder(ExportFormat):
         """
         _check_unique(split, len(written), destination)
         if all(each.about["is_plain"] for each in written):
-            return Written(0, 0, 0)
+            return WrittenFiles(0, 0, 0)
         with destination.writing(f"{safe_part(split.name)}/{METADATA_FILE}") as file:
             for number in range(len(written)):
                 file.write(destination.storage.read(unit_path(split.name, number, "jsonl")))
             size_bytes = file.tell()
-        return Written(0, 1, size_bytes)
+        return WrittenFiles(0, 1, size_bytes)
 
 
 def _extra_columns(split: Split) -> list[str]:

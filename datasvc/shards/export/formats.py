@@ -8,14 +8,14 @@ from typing import Final
 from datasvc.errors import ConfigError
 from datasvc.shards.export.export_format import ExportFormat
 from datasvc.shards.export.folder import Folder
-from datasvc.shards.export.lmdb_database import LmdbDatabase
+from datasvc.shards.export.lmdb_database import LmdbExport
 from datasvc.shards.export.mds import Mds
-from datasvc.shards.export.parquet import Parquet
+from datasvc.shards.export.parquet import ParquetExport
 from datasvc.shards.export.tfrecord import TfRecord
-from datasvc.shards.export.webdataset import WebDataset
+from datasvc.shards.export.webdataset import WebDatasetExport
 
 FORMATS: Final[Mapping[str, ExportFormat]] = {
-    each.name: each for each in (WebDataset(), Parquet(), Mds(), LmdbDatabase(), Folder(), TfRecord())
+    each.name: each for each in (WebDatasetExport(), ParquetExport(), Mds(), LmdbExport(), Folder(), TfRecord())
 }
 
 

@@ -14,13 +14,13 @@ import lmdb
 
 from datasvc import durable
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.export.columns import given_columns, has_images, is_label, refused_column, refused_null
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.names import safe_part
 from datasvc.shards.export.protobuf import bytes_field, varint_field
-from datasvc.shards.export.samples import Unit
+from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL
 from datasvc.shards.versions.dataset import Split
 
@@ -31,7 +31,7 @@ _ABLE: Final = "webdataset, parquet, mds, tfrecord"
 _TRANSACTION_BYTES: Final = 64 << 20
 
 
-class LmdbDatabase(ExportFormat):
+class LmdbExport(ExportFormat):
     """`SPLIT/data.mdb`; see the module."""
 
     name: ClassVar[str] = "lmdb"
@@ -49,7 +49,7 @@ class LmdbDatabase(ExportFormat):
             if column.name != IMAGE and not is_label(column):
                 raise refused_column(self.name, column, _ABLE)
 
-    def write(self, unit: Unit, destination: Destination) -> Written:
+    def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write the database of a split. Raises as `ExportFormat.write`."""
         target = destination.folder / safe_part(unit.split.name)
         table = unit.split.table
@@ -62,7 +62,7 @@ class LmdbDatabase(ExportFormat):
             while is_more:
                 with database.begin(write=True) as transaction:
                     is_more = _fill(transaction, samples, digits)
-        return Written(unit.num_samples, 1, (target / "data.mdb").stat().st_size)
+        return WrittenFiles(unit.num_samples, 1, (target / "data.mdb").stat().st_size)
 
 
 def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digits: int) -> bool:
@@ -113,7 +113,7 @@ def _opened(folder: Path, room_bytes: int) -> Iterator[Any]:
 def _replacing_folder(target: Path) -> Iterator[Path]:
     """Make a folder that becomes `target` once the block ends well. Raises ConfigError, UnavailableError."""
     temporary = target.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}")
-    with translated("write", str(target)):
+    with map_exceptions("write", str(target)):
         try:
             durable.make_folder(temporary)
             yield temporary

@@ -26,9 +26,9 @@ from datasvc.shards.export.columns import (
     refused_null,
 )
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.names import safe_part
-from datasvc.shards.export.samples import Unit
+from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.schema import IMAGE, KEY, is_blob
 from datasvc.shards.versions.dataset import Split
@@ -40,7 +40,7 @@ _SIZE = np.dtype("<u4")
 
 
 @dataclass(frozen=True)
-class _Column:
+class _MdsColumn:
     """How the values of a column are encoded in one file.
 
     Attributes:
@@ -67,7 +67,7 @@ class Mds(ExportFormat):
             if not is_blob(column.type) and not is_json(column.type):
                 raise refused_column(self.name, column)
 
-    def write(self, unit: Unit, destination: Destination) -> Written:
+    def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write one file. Raises as `ExportFormat.write`."""
         schema = unit.split.table.sample_schema
         batches = list(unit.batches())  # views of the shard
@@ -100,41 +100,41 @@ class Mds(ExportFormat):
                 file.writelines(sample)
         size_bytes = int(offsets[-1])
         raw = {"basename": name, "bytes": size_bytes, "hashes": {}}
-        return Written(
+        return WrittenFiles(
             len(samples),
             1,
             size_bytes,
             {**described, "samples": len(samples), "raw_data": raw, "zip_data": None},
         )
 
-    def join(self, split: Split, written: Sequence[Written], destination: Destination) -> Written:
+    def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
         """Write the split's `index.json`. Raises as `ExportFormat.join`."""
         index = {"version": _VERSION, "shards": [dict(each.about) for each in written]}
         content = json.dumps(index, sort_keys=True).encode()
-        return Written(0, 1, destination.put(f"{safe_part(split.name)}/index.json", content))
+        return WrittenFiles(0, 1, destination.put(f"{safe_part(split.name)}/index.json", content))
 
 
-def _choose_column(field: pa.Field, batches: list[pa.RecordBatch], split: Split) -> _Column:
+def _choose_column(field: pa.Field, batches: list[pa.RecordBatch], split: Split) -> _MdsColumn:
     """Return the closest encoding that holds the values of all `batches`."""
     arrays = [batch.column(field.name) for batch in batches]
     data_type = field.type
     if is_blob(data_type):
         kinds = frozenset(split.table.image_kinds if field.name == IMAGE else ())
-        return _Column(field, _IMAGE_ENCODINGS.get(kinds, "bytes"))
+        return _MdsColumn(field, _IMAGE_ENCODINGS.get(kinds, "bytes"))
     if any(array.null_count for array in arrays):
-        return _Column(field, "json")
+        return _MdsColumn(field, "json")
     if is_text(data_type):
-        return _Column(field, "str")
+        return _MdsColumn(field, "str")
     if _is_number(data_type):
         dtype = np.dtype(data_type.to_pandas_dtype())
-        return _Column(field, dtype.name, dtype, dtype.itemsize)
+        return _MdsColumn(field, dtype.name, dtype, dtype.itemsize)
     if is_list(data_type) and _is_number(data_type.value_type) and not any(_has_holes(array) for array in arrays):
         dtype = np.dtype(data_type.value_type.to_pandas_dtype())
         if pa.types.is_fixed_size_list(data_type):
             length = data_type.list_size
-            return _Column(field, f"ndarray:{dtype.name}:{length}", dtype, dtype.itemsize * length)
-        return _Column(field, f"ndarray:{dtype.name}", dtype)
-    return _Column(field, "json")
+            return _MdsColumn(field, f"ndarray:{dtype.name}:{length}", dtype, dtype.itemsize * length)
+        return _MdsColumn(field, f"ndarray:{dtype.name}", dtype)
+    return _MdsColumn(field, "json")
 
 
 def _is_number(data_type: pa.DataType) -> bool:
@@ -147,7 +147,7 @@ def _has_holes(array: pa.Array) -> bool:
     return bool(array.flatten().null_count) or bool(len(lengths) and lengths.to_numpy().min() == 0)
 
 
-def _encode_batch(batch: pa.RecordBatch, columns: list[_Column]) -> list[list[Any]]:
+def _encode_batch(batch: pa.RecordBatch, columns: list[_MdsColumn]) -> list[list[Any]]:
     """Return the pieces of each sample, blobs as views."""
     keys = batch.column(KEY).to_pylist()
     encoded = [_encode_column(batch.column(column.field.name), column, keys) for column in columns]
@@ -157,7 +157,7 @@ def _encode_batch(batch: pa.RecordBatch, columns: list[_Column]) -> list[list[An
     return [list(sample) for sample in zip(heads, *encoded, strict=True)]
 
 
-def _encode_column(array: pa.Array, column: _Column, keys: list[str]) -> list[Any]:
+def _encode_column(array: pa.Array, column: _MdsColumn, keys: list[str]) -> list[Any]:
     if is_blob(array.type):
         views = blob_views(array)
         if array.null_count:

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 
 from datasvc.shards.export.columns import given_columns, has_label, refused_column
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.names import safe_part
-from datasvc.shards.export.samples import Unit
+from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.schema import LABEL, is_blob
 from datasvc.shards.versions.dataset import Split
 
 
-class Parquet(ExportFormat):
+class ParquetExport(ExportFormat):
     """`SPLIT-00000-of-00010.parquet`; row groups of a few megabytes."""
 
     name: ClassVar[str] = "parquet"
@@ -28,7 +28,7 @@ class Parquet(ExportFormat):
             if _has_empty_struct(column.type):
                 raise refused_column("parquet", column, "none: leave it out")
 
-    def write(self, unit: Unit, destination: Destination) -> Written:
+    def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write one file. Raises as `ExportFormat.write`."""
         schema = described_schema(unit.split)
         # Dictionaries gain nothing on encoded images, and cost.
@@ -39,7 +39,7 @@ class Parquet(ExportFormat):
                 for batch in unit.batches():
                     writer.write_batch(batch.cast(schema))  # a row group
             size_bytes = file.tell()
-        return Written(unit.num_samples, 1, size_bytes)
+        return WrittenFiles(unit.num_samples, 1, size_bytes)
 
 
 def described_schema(split: Split) -> pa.Schema:

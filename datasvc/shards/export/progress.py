@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import Written
+from datasvc.shards.export.export_format import WrittenFiles
 from datasvc.shards.export.names import safe_part
 
 SUMMARY_FILE: Final = "datasvc-export.json"
@@ -30,7 +30,7 @@ def unit_path(split: str, number: int, extension: str = "json") -> str:
     return f"{_FOLDER}/{safe_part(split)}-{number:06d}.{extension}"
 
 
-class Progress:
+class ExportRecords:
     """The records of one export. Made by `open_progress`.
 
     Args:
@@ -47,14 +47,14 @@ class Progress:
         self._plan = plan
         self._recorded = set(destination.storage.list(_FOLDER))
 
-    def written(self, split: str, number: int) -> Written | None:
+    def written(self, split: str, number: int) -> WrittenFiles | None:
         """Return what was written of a unit; None when it is still to do. Raises UnavailableError."""
         path = unit_path(split, number)
         if path.rpartition("/")[2] not in self._recorded:
             return None
-        return Written(**_read_json(self._destination, path))
+        return WrittenFiles(**_read_json(self._destination, path))
 
-    def record(self, split: str, number: int, written: Written) -> None:
+    def record(self, split: str, number: int, written: WrittenFiles) -> None:
         """Say that a unit is written, and safe. Raises UnavailableError."""
         path = unit_path(split, number)
         self._destination.put(path, _encode(asdict(written)))
@@ -72,7 +72,7 @@ class Progress:
 
 
 @contextmanager
-def open_progress(destination: Destination, plan: Mapping[str, Any]) -> Iterator[Progress]:
+def open_progress(destination: Destination, plan: Mapping[str, Any]) -> Iterator[ExportRecords]:
     """Begin an export, or go on with it where it was interrupted.
 
     Raises:
@@ -87,7 +87,7 @@ def open_progress(destination: Destination, plan: Mapping[str, Any]) -> Iterator
             destination.sweep()
         else:
             destination.put(_PLAN_FILE, _encode(plan))
-        yield Progress(destination, plan, summary)
+        yield ExportRecords(destination, plan, summary)
 
 
 def _survey(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
@@ -122,7 +122,7 @@ def _exclusive(destination: Destination) -> Iterator[None]:
         yield
         return
     folder = destination.folder / _FOLDER
-    with translated("make", str(folder)):
+    with map_exceptions("make", str(folder)):
         durable.make_folder(folder)
         lock = (folder / "lock").open("ab")
     with lock:

@@ -16,7 +16,7 @@ from datasvc.shards.versions.dataset import Split
 
 
 @dataclass(frozen=True)
-class Unit:
+class ExportUnit:
     """What one worker writes at a time, mostly one file.
 
     Attributes:

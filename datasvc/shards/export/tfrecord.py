@@ -16,10 +16,10 @@ import pyarrow as pa
 from datasvc.errors import ConfigError
 from datasvc.shards.export.columns import given_columns, is_json, is_list, is_text, refused_column, refused_null
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.names import safe_part
 from datasvc.shards.export.protobuf import bytes_field, packed_varints
-from datasvc.shards.export.samples import Unit
+from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.schema import KEY, is_blob
 from datasvc.shards.sources.records.tfrecord import masked_crc
 from datasvc.shards.versions.dataset import Split
@@ -41,7 +41,7 @@ class TfRecord(ExportFormat):
             if _encoder(column.type) is None:
                 raise refused_column(self.name, column, _ABLE if is_json(column.type) else "parquet")
 
-    def write(self, unit: Unit, destination: Destination) -> Written:
+    def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write one file. Raises as `ExportFormat.write`."""
         schema = unit.split.table.sample_schema
         columns = [schema.field(KEY), *given_columns(schema)]
@@ -52,7 +52,7 @@ class TfRecord(ExportFormat):
                 record = _framed(_example(sample, columns))
                 file.write(record)
                 size_bytes += len(record)
-        return Written(unit.num_samples, 1, size_bytes)
+        return WrittenFiles(unit.num_samples, 1, size_bytes)
 
 
 def _framed(message: bytes) -> bytes:

@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from datasvc.shards.export.columns import encode_json, given_columns, is_json, is_label, is_text, refused_column
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.names import image_extension, percent_encoded, safe_part, safe_path, split_extension
-from datasvc.shards.export.samples import Unit
+from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.schema import IMAGE, KEY, is_blob
 from datasvc.shards.versions.dataset import Split
 
@@ -30,7 +30,7 @@ _DOT: Final = re.compile(r"\.")
 _SKIPPED: Final = re.compile(r"^_(?=_)")  # __meta__ is left out by readers
 
 
-class WebDataset(ExportFormat):
+class WebDatasetExport(ExportFormat):
     """`SPLIT-000000.tar`; see the module."""
 
     name: ClassVar[str] = "webdataset"
@@ -41,7 +41,7 @@ class WebDataset(ExportFormat):
             if not _is_file(column) and not is_json(column.type):
                 raise refused_column(self.name, column)
 
-    def write(self, unit: Unit, destination: Destination) -> Written:
+    def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write one tar. Raises as `ExportFormat.write`."""
         columns = given_columns(unit.split.table.sample_schema)
         taken: set[str] = set()
@@ -55,7 +55,7 @@ class WebDataset(ExportFormat):
                 for extension, content in _members(sample, name, columns):
                     tar.add(f"{name}.{extension}", content)
             tar.close()
-        return Written(len(taken), 1, tar.size_bytes)
+        return WrittenFiles(len(taken), 1, tar.size_bytes)
 
 
 class _TarWriter:

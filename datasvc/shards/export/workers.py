@@ -13,14 +13,14 @@ from datasvc.errors import UnavailableError
 from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, Written
+from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.formats import FORMATS
-from datasvc.shards.export.samples import Unit
+from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.versions.dataset import Split, open_dataset
 
 
 @dataclass(frozen=True)
-class _Task:
+class _UnitTask:
     """A unit on its way to a worker process: names only."""
 
     repository: str
@@ -34,8 +34,8 @@ class _Task:
 
 
 def write_in_processes(
-    units: Sequence[Unit], export_format: ExportFormat, destination: Destination, workers: int
-) -> Iterator[tuple[Unit, Written]]:
+    units: Sequence[ExportUnit], export_format: ExportFormat, destination: Destination, workers: int
+) -> Iterator[tuple[ExportUnit, WrittenFiles]]:
     """Write units in processes of their own; yields each as it is done, in any order.
 
     Raises:
@@ -57,8 +57,8 @@ def write_in_processes(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _task(unit: Unit, export_format: ExportFormat, destination: Destination) -> _Task:
-    return _Task(
+def _task(unit: ExportUnit, export_format: ExportFormat, destination: Destination) -> _UnitTask:
+    return _UnitTask(
         unit.split.repository.url,
         unit.split.dataset,
         unit.split.name,
@@ -70,9 +70,9 @@ def _task(unit: Unit, export_format: ExportFormat, destination: Destination) -> 
     )
 
 
-def _write_unit(task: _Task) -> Written:
+def _write_unit(task: _UnitTask) -> WrittenFiles:
     split = _open_split(task.repository, task.version, task.split)
-    unit = Unit(split, task.shards, task.number, task.num_units)
+    unit = ExportUnit(split, task.shards, task.number, task.num_units)
     return FORMATS[task.format].write(unit, Destination(task.destination))
 
 

@@ -12,7 +12,7 @@ from typing import Final, Protocol, TypeAlias
 import pyarrow as pa
 from xxhash import xxh3_128
 
-from datasvc.shards.format.layout import BatchLayout, ShardLayout, Span
+from datasvc.shards.format.layout import BatchLayout, ByteRange, ShardLayout
 from datasvc.shards.format.schema import is_blob
 
 # "ARROW1" and padding, in front of the schema.
@@ -25,7 +25,7 @@ _SMALL_BYTES: Final = 4096
 Piece: TypeAlias = pa.Buffer | bytes
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """Where a shard's bytes go, such as an `ObjectWriter`."""
 
     def write(self, content: bytes | memoryview, /) -> int:
@@ -40,7 +40,7 @@ class RecordedFile:
         schema: of every record batch; no dictionaries.
     """
 
-    def __init__(self, sink: Sink, schema: pa.Schema) -> None:
+    def __init__(self, sink: ByteSink, schema: pa.Schema) -> None:
         self._schema = schema
         self._pieces = _Pieces(sink)
         self._file = pa.ipc.new_file(pa.PythonFile(self._pieces, mode="w"), schema)
@@ -85,19 +85,19 @@ def describe_batch(
     """
     # Arrow passes a column's buffer on as it is: the same memory is the same bytes.
     held = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]
-    places: dict[tuple[int, int], Span] = {}
+    places: dict[tuple[int, int], ByteRange] = {}
     frame: list[Piece] = []
     length = 0
     for piece in pieces:
         memory = (piece.address, piece.size) if isinstance(piece, pa.Buffer) else None
         if memory is not None and memory in held and memory not in places:
-            places[memory] = Span(length, len(piece))
+            places[memory] = ByteRange(length, len(piece))
         else:
             frame.append(piece)
         length += len(piece)
-    message = Span(offset, length)
+    message = ByteRange(offset, length)
     if set(places) == set(held) - {None} and sum(map(len, frame)) * _FRAME_SHARE <= length:
-        spans = tuple(Span(0, 0) if memory is None else places[memory] for memory in held)
+        spans = tuple(ByteRange(0, 0) if memory is None else places[memory] for memory in held)
         return BatchLayout(message, num_samples, frame=b"".join(map(memoryview, frame)), blobs=spans)
     digest = xxh3_128()
     for piece in pieces:
@@ -110,7 +110,7 @@ class _Pieces:
 
     closed = False
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: ByteSink) -> None:
         self._sink = sink
         self._kept: list[Piece] = []
         self._small = bytearray()

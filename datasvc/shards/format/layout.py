@@ -30,7 +30,7 @@ _COLUMNS = pa.schema(
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """A run of bytes."""
 
     offset: int
@@ -49,11 +49,11 @@ class BatchLayout:
         blobs: with a frame, where the bytes of each blob column lie in the message, in the schema's order.
     """
 
-    message: Span
+    message: ByteRange
     num_samples: int
     digest: bytes | None = None
     frame: bytes | None = None
-    blobs: tuple[Span, ...] = ()
+    blobs: tuple[ByteRange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ShardLayout:
 def _decode_batch(row: dict[str, Any]) -> BatchLayout:
     if (row["frame"] is None) == (row["digest"] is None):
         raise ValueError("a record batch needs either a digest or a frame")
-    spans = tuple(Span(span["offset"], span["length"]) for span in row["blobs"])
+    spans = tuple(ByteRange(span["offset"], span["length"]) for span in row["blobs"])
     return BatchLayout(
-        Span(row["offset"], row["length"]), row["samples"], digest=row["digest"], frame=row["frame"], blobs=spans
+        ByteRange(row["offset"], row["length"]), row["samples"], digest=row["digest"], frame=row["frame"], blobs=spans
     )

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.repository import Digest, Objects, Storage
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 
 _TAIL_BYTES: Final = 16 << 10
 
@@ -55,7 +55,7 @@ class ObjectFiles:
         local = self._storage.local_path(path)
         if local is None:
             return pa.PythonFile(_RangedFile(self, path, size_bytes), mode="r")
-        with translated("map", where):
+        with map_exceptions("map", where):
             return pa.memory_map(str(local))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:

@@ -17,7 +17,7 @@ from xxhash import xxh3_128_digest
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.digests import digest_blob, digest_sample
-from datasvc.shards.format.layout import BatchLayout, Span
+from datasvc.shards.format.layout import BatchLayout, ByteRange
 from datasvc.shards.format.reader import blob_part
 from datasvc.shards.format.sample_index import Digests
 from datasvc.shards.format.schema import is_blob
@@ -40,7 +40,7 @@ class PartialBatch(Protocol):
     batch: pa.RecordBatch
     readable: npt.NDArray[np.bool_]
 
-    def plan(self, rows: Integers, gap_bytes: int, /) -> list[tuple[Run, tuple[Span, ...]]]:
+    def plan(self, rows: Integers, gap_bytes: int, /) -> list[tuple[Run, tuple[ByteRange, ...]]]:
         """Return runs of samples that cover `rows` (ascending), and what of the shard's file to read for each."""
 
     def add(self, run: Run, contents: Sequence[Content], /) -> None:
@@ -81,7 +81,7 @@ class FramedBatch:
         )
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
-    def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[Span, ...]]]:
+    def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
         """Return runs and what to read: a span for each blob column, in the schema's order."""
         runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
         return [(run, self._spans(*run)) for run in runs]
@@ -103,10 +103,10 @@ class FramedBatch:
             start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
             self._memory[start : start + len(view)] = view
 
-    def _spans(self, start: int, stop: int) -> tuple[Span, ...]:
+    def _spans(self, start: int, stop: int) -> tuple[ByteRange, ...]:
         before = self._layout.message.offset
         return tuple(
-            Span(before + span.offset + int(starts[start]), int(stops[stop - 1] - starts[start]))
+            ByteRange(before + span.offset + int(starts[start]), int(stops[stop - 1] - starts[start]))
             for span, starts, stops in zip(self._layout.blobs, self._starts, self._stops, strict=True)
         )
 
@@ -127,7 +127,7 @@ class WholeBatch:
         self.batch = pa.RecordBatch.from_arrays([pa.nulls(count, field.type) for field in schema], schema=schema)
         self.readable = np.zeros(count, np.bool_)
 
-    def plan(self, rows: Integers, _gap_bytes: int) -> list[tuple[Run, tuple[Span, ...]]]:
+    def plan(self, rows: Integers, _gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
         """Return the whole batch as one run."""
         return [((0, self._layout.num_samples), (self._layout.message,))] if len(rows) else []
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects
-from datasvc.shards.format.layout import Span
+from datasvc.shards.format.layout import ByteRange
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.partial_batches import Content, FramedBatch, PartialBatch, WholeBatch, reserve_memory
 from datasvc.shards.format.reader import Shard
@@ -49,7 +49,7 @@ class PartialRead:
     batch: int
     start: int
     stop: int
-    spans: tuple[Span, ...]
+    spans: tuple[ByteRange, ...]
 
     @property
     def size_bytes(self) -> int:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.shards.format.blob_column import BlobColumn
-from datasvc.shards.format.ipc_writer import RecordedFile, Sink
+from datasvc.shards.format.ipc_writer import ByteSink, RecordedFile
 from datasvc.shards.format.layout import ShardLayout
 from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob
 
@@ -65,7 +65,7 @@ class ShardWriter:
         schema: from `schema.shard_schema`.
     """
 
-    def __init__(self, sink: Sink, schema: pa.Schema) -> None:
+    def __init__(self, sink: ByteSink, schema: pa.Schema) -> None:
         self._schema = schema
         self._file = RecordedFile(sink, schema)
         self._blobs = {field.name: _blob_column() for field in schema if is_blob(field.type)}

@@ -26,7 +26,7 @@ _FINISHING: Final = 2  # shards being synced or uploaded, beside the one being m
 
 
 @dataclass(frozen=True)
-class Work:
+class IngestWork:
     """What every worker of an ingest knows. It travels to worker processes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Progress:
+class IngestProgress:
     """What was done since the last report."""
 
     num_samples: int = 0
@@ -61,7 +61,7 @@ class Progress:
     num_shards: int = 0
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[IngestProgress], None]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class ShardFinisher:
     """
 
     def __init__(
-        self, work: Work, unit: int, repository: Repository, journal: Journal, *, records_shards: bool
+        self, work: IngestWork, unit: int, repository: Repository, journal: Journal, *, records_shards: bool
     ) -> None:
         self._schema = work.schema
         self._unit = unit

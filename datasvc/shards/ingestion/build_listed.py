@@ -18,12 +18,12 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, SourceChangedError
 from datasvc.repository import Repository
 from datasvc.repository.logs.journal import Journal
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.digests import digest_blob, digest_samples, encode_value
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
 from datasvc.shards.images.header import ImageHeader, read_header, reencode
-from datasvc.shards.ingestion.build import Progress, Report, ShardFinisher, ShardOutput, UnitResult, Work
-from datasvc.shards.ingestion.plan import Unit
+from datasvc.shards.ingestion.build import IngestProgress, IngestWork, Report, ShardFinisher, ShardOutput, UnitResult
+from datasvc.shards.ingestion.plan import IngestUnit
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.source import BadSample, ImageFile, printable
 
@@ -36,7 +36,9 @@ Content = bytes | memoryview
 Room = Callable[[int], memoryview]
 
 
-def build_listed(work: Work, unit: Unit, repository: Repository, journal: Journal, report: Report) -> UnitResult:
+def build_listed(
+    work: IngestWork, unit: IngestUnit, repository: Repository, journal: Journal, report: Report
+) -> UnitResult:
     """Store the shard of `unit`; returns what came of it.
 
     Raises:
@@ -57,13 +59,13 @@ def build_listed(work: Work, unit: Unit, repository: Repository, journal: Journa
             size_bytes += file.size_bytes
             num_samples += 1
             if size_bytes >= _REPORT_BYTES:
-                report(Progress(num_samples, size_bytes))
+                report(IngestProgress(num_samples, size_bytes))
                 size_bytes = num_samples = 0
         if adder.num_samples:
             adder.close()
             finisher.add(unit.split, 0, output)
         result = finisher.finish(bad)
-    report(Progress(num_samples, size_bytes, len(result.shards)))
+    report(IngestProgress(num_samples, size_bytes, len(result.shards)))
     return result
 
 
@@ -74,7 +76,7 @@ class _SampleAdder:
     of the shard.
     """
 
-    def __init__(self, work: Work, output: ShardOutput) -> None:
+    def __init__(self, work: IngestWork, output: ShardOutput) -> None:
         self._output = output
         self._writer = output.writer
         self._decode = work.options.decode_check
@@ -194,7 +196,7 @@ def _read_local(file: ImageFile, room: Room) -> memoryview:
         finally:
             os.close(descriptor)
     except OSError:
-        with translated("read", printable(file.path)):
+        with map_exceptions("read", printable(file.path)):
             raise
     return target
 

@@ -20,10 +20,10 @@ from datasvc.repository.logs.journal import Journal
 from datasvc.shards.format.digests import BlobParts
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.format.writer import is_gathered
-from datasvc.shards.ingestion.build import BuiltShard, Progress, Report, ShardFinisher, UnitResult, Work
-from datasvc.shards.ingestion.plan import PARTS_AT_ONCE, Unit, is_held_out, permute_in_shard
+from datasvc.shards.ingestion.build import BuiltShard, IngestProgress, IngestWork, Report, ShardFinisher, UnitResult
+from datasvc.shards.ingestion.plan import PARTS_AT_ONCE, IngestUnit, is_held_out, permute_in_shard
 from datasvc.shards.ingestion.validate import CheckedBatch, check_batch
-from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
 # A shard is made of so many turns of the parts that are read side by side.
@@ -33,7 +33,7 @@ Earlier = Mapping[tuple[str, int], BuiltShard]
 
 
 def build_streamed(
-    work: Work, unit: Unit, repository: Repository, journal: Journal, report: Report, earlier: Earlier
+    work: IngestWork, unit: IngestUnit, repository: Repository, journal: Journal, report: Report, earlier: Earlier
 ) -> UnitResult:
     """Store the shards of `unit`; returns what came of it.
 
@@ -60,12 +60,12 @@ def build_streamed(
         for maker in makers.values():
             maker.close()
         result = finisher.finish(bad)
-    report(Progress(num_shards=len(result.shards)))
+    report(IngestProgress(num_shards=len(result.shards)))
     return result
 
 
 def _take_turns(
-    work: Work, unit: Unit, bad: list[BadSample], report: Report
+    work: IngestWork, unit: IngestUnit, bad: list[BadSample], report: Report
 ) -> Iterator[tuple[CheckedBatch, Integers]]:
     """Yield samples of the unit's parts in turn: checked batches, and which of their samples this turn takes."""
     # With a limit the first samples of the source are meant: its parts are read one after the other.
@@ -105,7 +105,9 @@ class _Limit:
 class _OpenPart:
     """A part being read: hands out its samples some bytes at a time."""
 
-    def __init__(self, work: Work, part: Part, bad: list[BadSample], report: Report, limit: _Limit) -> None:
+    def __init__(
+        self, work: IngestWork, part: SourcePart, bad: list[BadSample], report: Report, limit: _Limit
+    ) -> None:
         assert isinstance(work.source, StreamedSource)
         self._work = work
         self._split = part.split
@@ -138,7 +140,7 @@ class _OpenPart:
             if isinstance(piece, BadSample):
                 self._bad.append(piece)
                 continue
-            self._report(Progress(piece.num_rows, piece.nbytes))
+            self._report(IngestProgress(piece.num_rows, piece.nbytes))
             batch = check_batch(self._work, piece, self._split, self._bad)
             if batch.num_samples:
                 return batch
@@ -165,7 +167,7 @@ def _hold_out(
 class _ShardMaker:
     """Collects samples of one split until a shard is full, and writes it."""
 
-    def __init__(self, work: Work, unit: int, split: str, finisher: ShardFinisher, earlier: Earlier) -> None:
+    def __init__(self, work: IngestWork, unit: int, split: str, finisher: ShardFinisher, earlier: Earlier) -> None:
         self._work = work
         self._unit = unit
         self._split = split

@@ -13,9 +13,9 @@ from datasvc.errors import BadSampleError
 from datasvc.shards.format.digests import digest_blob
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.images.header import read_header
-from datasvc.shards.ingestion.build import Work
+from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.ingestion.build_options import BuildOptions
-from datasvc.shards.ingestion.plan import Unit, plan_units
+from datasvc.shards.ingestion.plan import IngestUnit, plan_units
 from datasvc.shards.ingestion.validate import check_batch
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource
@@ -51,7 +51,7 @@ class DryRun:
 
 
 @dataclass
-class _Probe:
+class _SourceProbe:
     """What reading the first of a source showed; `whole` counts only parts that were read to their end."""
 
     read_bytes: int = 0
@@ -94,7 +94,7 @@ def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRu
     )
 
 
-def _count_samples(units: Sequence[Unit], probe: _Probe, limit: int | None) -> dict[str, int | None]:
+def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int | None) -> dict[str, int | None]:
     """Return the samples of each split, held-out ones of streamed sources not told apart."""
     counts: dict[str, int | None] = {}
     for unit in units:
@@ -111,9 +111,9 @@ def _count_samples(units: Sequence[Unit], probe: _Probe, limit: int | None) -> d
     return {split: count if count is None or limit is None else min(count, limit) for split, count in counts.items()}
 
 
-def _read_some(source: Source, options: BuildOptions, bad: list[BadSample]) -> _Probe:
+def _read_some(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:
     """Read and check the first samples, as an ingest would; listed images are not made smaller here."""
-    probe = _Probe()
+    probe = _SourceProbe()
     started = time.perf_counter()
     if isinstance(source, ListedSource):
         _read_files(source, options, bad, probe)
@@ -124,7 +124,7 @@ def _read_some(source: Source, options: BuildOptions, bad: list[BadSample]) -> _
     return probe
 
 
-def _read_files(source: ListedSource, options: BuildOptions, bad: list[BadSample], probe: _Probe) -> None:
+def _read_files(source: ListedSource, options: BuildOptions, bad: list[BadSample], probe: _SourceProbe) -> None:
     reader = FileReader(source.url)
     for split, files in source.splits.items():
         for file in files:
@@ -139,8 +139,8 @@ def _read_files(source: ListedSource, options: BuildOptions, bad: list[BadSample
                 return
 
 
-def _read_parts(source: StreamedSource, options: BuildOptions, bad: list[BadSample], probe: _Probe) -> None:
-    work = Work("", "", "", "", source, stored_schema(source.schema), options, source.classes)
+def _read_parts(source: StreamedSource, options: BuildOptions, bad: list[BadSample], probe: _SourceProbe) -> None:
+    work = IngestWork("", "", "", "", source, stored_schema(source.schema), options, source.classes)
     for part in source.parts:
         samples = stored_bytes = 0
         for piece in source.read(part):

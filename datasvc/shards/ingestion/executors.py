@@ -20,11 +20,11 @@ from datasvc.errors import ConfigError, UnavailableError
 from datasvc.extras import how_to_install
 from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
-from datasvc.shards.ingestion.build import BuiltShard, Progress, Report, UnitResult, Work
+from datasvc.shards.ingestion.build import BuiltShard, IngestProgress, IngestWork, Report, UnitResult
 from datasvc.shards.ingestion.build_listed import build_listed
 from datasvc.shards.ingestion.build_streamed import build_streamed
 from datasvc.shards.ingestion.lean_memory import keep_lean
-from datasvc.shards.ingestion.plan import Unit
+from datasvc.shards.ingestion.plan import IngestUnit
 
 EngineName = Literal["local", "ray"]
 Earlier = Mapping[int, Mapping[tuple[str, int], BuiltShard]]
@@ -37,7 +37,11 @@ _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adl
 
 
 def build_unit(
-    work: Work, unit: Unit, repository: Repository, earlier: Mapping[tuple[str, int], BuiltShard], report: Report
+    work: IngestWork,
+    unit: IngestUnit,
+    repository: Repository,
+    earlier: Mapping[tuple[str, int], BuiltShard],
+    report: Report,
 ) -> UnitResult:
     """Store the shards of one unit, in whatever process this runs.
 
@@ -58,8 +62,8 @@ def build_unit(
 
 
 def run_units(
-    work: Work,
-    units: Sequence[Unit],
+    work: IngestWork,
+    units: Sequence[IngestUnit],
     repository: Repository,
     earlier: Earlier,
     *,
@@ -110,8 +114,8 @@ def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
 
 
 def _run_processes(
-    work: Work,
-    units: Sequence[Unit],
+    work: IngestWork,
+    units: Sequence[IngestUnit],
     earlier: Earlier,
     workers: int,
     report: Report,
@@ -126,7 +130,7 @@ def _run_processes(
     inherited = {unit.number: unit for unit in units} if method == "fork" else {}
     executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters, inherited))
 
-    def submit(unit: Unit) -> Future[UnitResult]:
+    def submit(unit: IngestUnit) -> Future[UnitResult]:
         return executor.submit(_build_in_worker, unit.number if inherited else unit, earlier.get(unit.number, {}))
 
     try:
@@ -146,7 +150,10 @@ def _run_processes(
 
 
 def _run_bounded(
-    submit: Callable[[Unit], Future[UnitResult]], units: Sequence[Unit], at_once: int, tick: Callable[[], None]
+    submit: Callable[[IngestUnit], Future[UnitResult]],
+    units: Sequence[IngestUnit],
+    at_once: int,
+    tick: Callable[[], None],
 ) -> Iterator[UnitResult]:
     """Keep a bounded number of calls under way; yields results as they come, calls `tick` now and then."""
     waiting = iter(units)
@@ -170,49 +177,49 @@ class _Counters:
         for slot in range(workers):
             self._slots.put(slot)
         self._numbers = context.RawArray("q", 3 * workers)
-        self._read = Progress()
+        self._read = IngestProgress()
 
     def take_slot(self) -> Report:
         """Return the function that counts one worker's progress. Called once in each worker."""
         start = 3 * int(self._slots.get())
 
-        def report(progress: Progress) -> None:
+        def report(progress: IngestProgress) -> None:
             self._numbers[start] += progress.num_samples
             self._numbers[start + 1] += progress.size_bytes
             self._numbers[start + 2] += progress.num_shards
 
         return report
 
-    def read(self) -> Progress:
+    def read(self) -> IngestProgress:
         """Return what was counted since the last call."""
         numbers = self._numbers[:]
-        total = Progress(sum(numbers[0::3]), sum(numbers[1::3]), sum(numbers[2::3]))
+        total = IngestProgress(sum(numbers[0::3]), sum(numbers[1::3]), sum(numbers[2::3]))
         before, self._read = self._read, total
-        return Progress(
+        return IngestProgress(
             total.num_samples - before.num_samples,
             total.size_bytes - before.size_bytes,
             total.num_shards - before.num_shards,
         )
 
 
-_in_worker: tuple[Work, Repository, Report, Mapping[int, Unit]] | None = None
+_in_worker: tuple[IngestWork, Repository, Report, Mapping[int, IngestUnit]] | None = None
 
 
-def _start_worker(work: Work, counters: _Counters, inherited: Mapping[int, Unit]) -> None:
+def _start_worker(work: IngestWork, counters: _Counters, inherited: Mapping[int, IngestUnit]) -> None:
     global _in_worker  # noqa: PLW0603 - the one place where a worker process keeps what it works on
     end_with_parent()
     keep_lean()
     _in_worker = (work, Repository.open(work.repository_url), counters.take_slot(), inherited)
 
 
-def _build_in_worker(unit: Unit | int, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:
+def _build_in_worker(unit: IngestUnit | int, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:
     assert _in_worker is not None
     work, repository, report, inherited = _in_worker
     return build_unit(work, inherited[unit] if isinstance(unit, int) else unit, repository, earlier, report)
 
 
 def _run_ray(
-    work: Work, units: Sequence[Unit], earlier: Earlier, workers: int, report: Report, on_result: OnResult
+    work: IngestWork, units: Sequence[IngestUnit], earlier: Earlier, workers: int, report: Report, on_result: OnResult
 ) -> None:
     try:
         import ray
@@ -235,7 +242,7 @@ def _collect_from_ray(
     ray: Any,
     build: Any,
     shared: Any,
-    waiting: Iterator[Unit],
+    waiting: Iterator[IngestUnit],
     under_way: list[Any],
     earlier: Earlier,
     workers: int,
@@ -263,11 +270,11 @@ def _collect_from_ray(
 
 
 def _build_on_ray(
-    work: Work, unit: Unit, earlier: Mapping[tuple[str, int], BuiltShard]
-) -> tuple[UnitResult, Progress]:
-    done: list[Progress] = []
+    work: IngestWork, unit: IngestUnit, earlier: Mapping[tuple[str, int], BuiltShard]
+) -> tuple[UnitResult, IngestProgress]:
+    done: list[IngestProgress] = []
     result = build_unit(work, unit, Repository.open(work.repository_url), earlier, done.append)
-    total = Progress(
+    total = IngestProgress(
         sum(each.num_samples for each in done),
         sum(each.size_bytes for each in done),
         sum(each.num_shards for each in done),

@@ -26,13 +26,13 @@ from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.images.header import Reencoding
-from datasvc.shards.ingestion.build import BuiltShard, Progress, Report, UnitResult, Work
+from datasvc.shards.ingestion.build import BuiltShard, IngestProgress, IngestWork, Report, UnitResult
 from datasvc.shards.ingestion.build_options import SHARD_BYTES, BuildOptions
 from datasvc.shards.ingestion.duplicates import Repeat, Repeats, drop_repeats
 from datasvc.shards.ingestion.executors import EngineName, run_units
 from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit
 from datasvc.shards.ingestion.lean_memory import lean_arrow
-from datasvc.shards.ingestion.plan import Unit, plan_units, relabelled
+from datasvc.shards.ingestion.plan import IngestUnit, plan_units, relabelled
 from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.common.files import FileReader
@@ -240,8 +240,8 @@ class _Plan:
 
     name: str
     repository: Repository
-    work: Work
-    units: Sequence[Unit]
+    work: IngestWork
+    units: Sequence[IngestUnit]
     journal: Journal
     attempt: str
     has_source_changed: bool
@@ -261,7 +261,7 @@ def _make_plan(
     units = plan_units(source, options)
     units = [relabelled(unit, labels) for unit in units] if labels else units
     slim = source.without_files() if isinstance(source, ListedSource) else source
-    work = Work(repository.url, plan, fingerprint, attempt, slim, schema, options, classes, labels)
+    work = IngestWork(repository.url, plan, fingerprint, attempt, slim, schema, options, classes, labels)
     has_changed = has_changed and not isinstance(source, PythonSamples)  # no two iterables are states of one
     return _Plan(name, repository, work, units, journal, attempt, has_changed)
 
@@ -292,7 +292,7 @@ def _build(
         if unit.number in results:
             shards = results[unit.number].shards
             num_samples = sum(shard.row.statistics.num_samples for shard in shards)
-            report(Progress(num_samples, unit.size_bytes, len(shards)))
+            report(IngestProgress(num_samples, unit.size_bytes, len(shards)))
 
     def take(result: UnitResult) -> None:
         results[result.number] = result
@@ -425,5 +425,5 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}")
 
 
-def _ignore(_: Progress) -> None:
+def _ignore(_: IngestProgress) -> None:
     """Nobody wants to know."""

@@ -21,7 +21,7 @@ from blake3 import blake3
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, KeyedPermutation, derive_keys
 from datasvc.shards.ingestion.build_options import BuildOptions
-from datasvc.shards.sources.common.source import ImageFile, ListedSource, Part, Source, StreamedSource
+from datasvc.shards.sources.common.source import ImageFile, ListedSource, Source, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
 PARTS_AT_ONCE: Final = 8
@@ -31,7 +31,7 @@ _SHARDS_PER_UNIT, _UNITS_PER_SPLIT = 4, 8
 
 
 @dataclass(frozen=True)
-class Unit:
+class IngestUnit:
     """What one worker does at a time.
 
     Attributes:
@@ -44,7 +44,7 @@ class Unit:
     number: int
     split: str
     files: tuple[ImageFile, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SourcePart, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -52,20 +52,20 @@ class Unit:
         return sum(file.size_bytes for file in self.files) + sum(part.size_bytes for part in self.parts)
 
 
-def plan_units(source: Source, options: BuildOptions) -> list[Unit]:
+def plan_units(source: Source, options: BuildOptions) -> list[IngestUnit]:
     """Return all units of work of an ingest, in the order of their numbers.
 
     Raises:
         ConfigError: samples are to be held out of a source that has a split of that name already.
     """
     shard_bytes, seed, keep_order = options.shard_bytes, options.seed, options.keep_order
-    planned: list[Unit] = []
+    planned: list[IngestUnit] = []
     if isinstance(source, ListedSource):
         splits = {split: files[: options.limit] for split, files in source.splits.items()}
         splits = hold_out(splits, options.val_fraction) if options.val_fraction else splits
         for split, files in splits.items():
             for shard in plan_shards(files, shard_bytes, seed, keep_order=keep_order):
-                planned.append(Unit(len(planned), split, files=tuple(shard)))
+                planned.append(IngestUnit(len(planned), split, files=tuple(shard)))
         return planned
     assert isinstance(source, StreamedSource)
     if options.val_fraction:
@@ -76,7 +76,7 @@ def plan_units(source: Source, options: BuildOptions) -> list[Unit]:
         for group in group_parts(
             parts, shard_bytes_per_unit, seed, keep_order=keep_order, together=options.limit is not None
         ):
-            planned.append(Unit(len(planned), split, parts=tuple(group)))
+            planned.append(IngestUnit(len(planned), split, parts=tuple(group)))
     return planned
 
 
@@ -96,8 +96,8 @@ def plan_shards(
 
 
 def group_parts(
-    parts: Sequence[Part], unit_bytes: int, seed: int, *, keep_order: bool, together: bool
-) -> list[list[Part]]:
+    parts: Sequence[SourcePart], unit_bytes: int, seed: int, *, keep_order: bool, together: bool
+) -> list[list[SourcePart]]:
     """Deal parts to units: permute them by the seed unless they keep their order, then cut.
 
     Args:
@@ -110,7 +110,7 @@ def group_parts(
     order = range(len(parts)) if keep_order or together else _permuted(len(parts), seed, _PARTS).tolist()
     # Few parts are spread over several units; of many, each unit reads as many as it has open at once.
     most = len(parts) if together else max(1, min(PARTS_AT_ONCE, -(-len(parts) // _UNITS_PER_SPLIT)))
-    groups: list[list[Part]] = []
+    groups: list[list[SourcePart]] = []
     size_bytes = 0
     for number in order:
         if not groups or (not together and size_bytes >= unit_bytes and len(groups[-1]) >= most):
@@ -144,7 +144,7 @@ def hold_out(splits: Mapping[str, list[ImageFile]], fraction: float) -> dict[str
     return {name: files for name, files in {**splits, **chosen}.items() if files}
 
 
-def relabelled(unit: Unit, labels: Sequence[int]) -> Unit:
+def relabelled(unit: IngestUnit, labels: Sequence[int]) -> IngestUnit:
     """Return a unit whose files carry the labels that `labels` has for theirs."""
     files = [file if file.label is None else file._replace(label=labels[file.label]) for file in unit.files]
     return replace(unit, files=tuple(files))

@@ -16,7 +16,7 @@ from datasvc.keyed_random import Integers
 from datasvc.shards.format.digests import DIGEST_BYTES, blob_views, digest_batch
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_image
 from datasvc.shards.images.header import ImageHeader, read_header, reencode
-from datasvc.shards.ingestion.build import Work
+from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.sources.common.source import BadSample
 
 _UNKNOWN_BYTES = 8
@@ -65,7 +65,7 @@ class CheckedBatch:
         return pa.array(samples, pa.binary(DIGEST_BYTES)), pa.array(payloads, pa.binary(DIGEST_BYTES))
 
 
-def check_batch(work: Work, batch: pa.RecordBatch, split: str, bad: list[BadSample]) -> CheckedBatch:
+def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[BadSample]) -> CheckedBatch:
     """Return the good samples of a source's batch with the columns of the shards; adds the others to `bad`.
 
     Images are checked, made smaller where that was asked, and measured; labels get their stored numbers.
@@ -139,7 +139,7 @@ def _offsets(column: pa.Array, width: Any) -> npt.NDArray[Any]:
 
 
 def _check_images(
-    work: Work, column: pa.Array, reasons: dict[int, str], *, nullable: bool
+    work: IngestWork, column: pa.Array, reasons: dict[int, str], *, nullable: bool
 ) -> tuple[list[ImageHeader | None], pa.Array]:
     """Return the headers and the images to store; says in `reasons` which are bad."""
     options = work.options
@@ -163,7 +163,7 @@ def _check_images(
     return headers, column
 
 
-def _relabel(work: Work, column: pa.Array, reasons: dict[int, str]) -> pa.Array:
+def _relabel(work: IngestWork, column: pa.Array, reasons: dict[int, str]) -> pa.Array:
     """Return the stored labels. Null and negative ones, as test sets have them, name no class and stay."""
     num_classes = len(work.source.classes)
     if not num_classes:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from datasvc import durable
 from datasvc.errors import BadSampleError, NotFoundError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.query.preview import Preview, thumbnail
 
 _MAX_SIDE = 192
@@ -43,7 +43,7 @@ def write_contact_sheet(path: Path, title: str, samples: Iterable[Preview]) -> i
         raise NotFoundError(f"cannot write {path}: there is no folder {path.parent}")
     figures = [_figure(sample) for sample in samples]
     page = "".join(_page(title, figures))
-    with translated("write", str(path)):
+    with map_exceptions("write", str(path)):
         durable.write_file(path, page.encode("utf-8", "backslashreplace"))
     return len(figures)
 

@@ -14,7 +14,7 @@ from datasvc.extras import how_to_install
 from datasvc.repository import Repository
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.query.scan import LiveSamples, probe
-from datasvc.shards.versions.dataset import Dataset, open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 
 if TYPE_CHECKING:
     import duckdb
@@ -100,7 +100,9 @@ def _only_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
     return statements[0]
 
 
-def _register(connection: duckdb.DuckDBPyConnection, dataset: Dataset, samples: Mapping[str, LiveSamples]) -> None:
+def _register(
+    connection: duckdb.DuckDBPyConnection, dataset: DatasetVersion, samples: Mapping[str, LiveSamples]
+) -> None:
     names = {name.lower() for name in dataset}
     _check_names(str(dataset.resolved), list(dataset))
     for split in dataset.values():
@@ -121,7 +123,7 @@ def _check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
     connection.unregister("probe")
 
 
-def _union(dataset: Dataset) -> str:
+def _union(dataset: DatasetVersion) -> str:
     columns = {name.lower() for split in dataset.values() for name in split.table.sample_schema.names}
     column = _quoted(SPLIT_COLUMN if SPLIT_COLUMN not in columns else f"{SPLIT_COLUMN}_name")
     return " UNION ALL BY NAME ".join(
@@ -130,7 +132,7 @@ def _union(dataset: Dataset) -> str:
     )
 
 
-def _class_table(dataset: Dataset) -> pa.Table:
+def _class_table(dataset: DatasetVersion) -> pa.Table:
     named = {(label, name) for split in dataset.values() for label, name in enumerate(split.classes)}
     labels, names = zip(*sorted(named), strict=True) if named else ((), ())
     return pa.table({"label": pa.array(labels, pa.int32()), "name": pa.array(names, pa.string())})

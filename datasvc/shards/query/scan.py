@@ -201,7 +201,7 @@ def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
     return batch.column(field.name).cast(field.type)
 
 
-class _Probe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
+class _ScannerProbe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
     """Has no sample, but one for whoever reads through `scanner`."""
 
     def scanner(self, **_options: Any) -> _Scanner:
@@ -210,7 +210,7 @@ class _Probe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
 def probe() -> arrow_dataset.Dataset:
     """Return a data set with one sample for readers that respect `LiveSamples.scanner`, and none for others."""
-    return _Probe(pa.table({KEY: pa.array([], pa.string())}))
+    return _ScannerProbe(pa.table({KEY: pa.array([], pa.string())}))
 
 
 def _filtered(batch: pa.RecordBatch, condition: arrow_dataset.Expression) -> list[pa.RecordBatch]:

@@ -1,7 +1,14 @@
 """What can be ingested: one file per format."""
 
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, ImageFile, ListedSource, Part, Source, StreamedSource
+from datasvc.shards.sources.common.source import (
+    BadSample,
+    ImageFile,
+    ListedSource,
+    Source,
+    SourcePart,
+    StreamedSource,
+)
 from datasvc.shards.sources.images.image_folder import ImageFolder
 
 __all__ = [
@@ -9,8 +16,8 @@ __all__ = [
     "ImageFile",
     "ImageFolder",
     "ListedSource",
-    "Part",
     "Source",
     "SourceOptions",
+    "SourcePart",
     "StreamedSource",
 ]

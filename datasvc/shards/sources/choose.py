@@ -11,7 +11,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url, resolve_url
 from datasvc.shards.images.header import EXTENSIONS as IMAGES
 from datasvc.shards.sources.common.files import COMPRESSIONS, expand_braces, is_marker
@@ -20,20 +20,20 @@ from datasvc.shards.sources.common.source import Source
 
 # Loaded where they are used: tokenizers and lmdb are nothing that an image folder needs.
 _CLASSES: Final = {
-    "image-folder": "image_folder.ImageFolder",
-    "manifest": "manifest.Manifest",
-    "imagenet": "imagenet.ImageNet",
-    "webdataset": "webdataset.WebDataset",
-    "parquet": "parquet.Parquet",
-    "arrow": "arrow_files.ArrowFiles",
-    "csv": "csv_files.CsvFiles",
-    "json-lines": "json_lines.JsonLines",
-    "huggingface": "huggingface.HuggingFace",
-    "lmdb": "lmdb_database.LmdbDatabase",
-    "tfrecord": "tfrecord.TfRecords",
-    "mds": "mds.MdsDataset",
-    "numpy": "numpy_files.NumpyFiles",
-    "tokens": "tokens.TokenFiles",
+    "image-folder": "images.image_folder.ImageFolder",
+    "manifest": "images.manifest.Manifest",
+    "imagenet": "images.imagenet.ImageNet",
+    "webdataset": "tar.webdataset.WebDatasetSource",
+    "parquet": "tabular.parquet.ParquetSource",
+    "arrow": "tabular.arrow_files.ArrowFiles",
+    "csv": "tabular.csv_files.CsvFiles",
+    "json-lines": "tabular.json_lines.JsonLines",
+    "huggingface": "tabular.huggingface.HuggingFace",
+    "lmdb": "records.lmdb_database.LmdbSource",
+    "tfrecord": "records.tfrecord.TfRecords",
+    "mds": "mds.mds.MdsDataset",
+    "numpy": "arrays.numpy_files.NumpyFiles",
+    "tokens": "text.tokens.TokenFiles",
 }
 FORMATS: Final = tuple(_CLASSES)
 _SAY_IT: Final = f"say it with --format: {', '.join(FORMATS)}"
@@ -90,7 +90,7 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
         kind = "tokens"
     if kind not in _CLASSES:
         raise ConfigError(f"format {kind!r} is unknown; expected one of {', '.join(FORMATS)}")
-    module, _, name = _CLASSES[kind].partition(".")
+    module, _, name = _CLASSES[kind].rpartition(".")
     found: Any = getattr(importlib.import_module(f"datasvc.shards.sources.{module}"), name)
     return cast("Source", found.list(url, options))
 
@@ -104,7 +104,7 @@ def choose_format(url: str, options: SourceOptions) -> str:
     if named is not None:
         return named
     file_system, root = resolve_url(first)
-    with translated("look at", redact_url(url)):
+    with map_exceptions("look at", redact_url(url)):
         if file_system.isfile(root):
             raise ConfigError(f"cannot tell the format of {redact_url(url)} from its name; {_SAY_IT}")
         found = _some_files(file_system, root)

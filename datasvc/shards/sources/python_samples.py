@@ -15,7 +15,7 @@ from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher, infer_columns
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource, printable
+from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource, printable
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT
 
 _LOOKED_AT: Final = 100
@@ -56,13 +56,13 @@ class PythonSamples(StreamedSource):
         self.schema = self._columns.schema
         self.classes: tuple[str, ...] = ()
         self.ignored: Counter[str] = Counter()
-        self.parts = [Part(options.split or DEFAULT_SPLIT, "python", 0)]
+        self.parts = [SourcePart(options.split or DEFAULT_SPLIT, "python", 0)]
 
     def fingerprint(self) -> Digest:
         """Return a digest that no other iterable has: what an iterable will yield cannot be known before."""
         return digest_of(secrets.token_bytes(32))
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples, the first time. Raises ConfigError for a sample that is no mapping."""
         names = set(self._raw.names)
         raw = SampleBatcher(self._raw, part.split)

@@ -24,7 +24,7 @@ _OPEN_SHARDS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class ShardRequest:
     """Samples of one shard that a reader needs next.
 
     Attributes:
@@ -47,7 +47,7 @@ class ShardStore(Protocol):
     def release_shard(self, info: ObjectInfo) -> None:
         """Say that the caller has no more use for a shard that it opened."""
 
-    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:
+    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
         """Return shards that are still to come, but whose wanted samples can be read already; {} when none.
 
         They are not to be released, and good for these samples only: the next call may give the whole.
@@ -82,7 +82,7 @@ class OriginShards:
     def release_shard(self, info: ObjectInfo) -> None:
         """Nothing to do: the mapping goes with the last reference."""
 
-    def open_early(self, wanted: Sequence[Wanted]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
+    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
         """Return {}: there is nothing to wait for."""
         return {}
 
@@ -197,7 +197,7 @@ class Split:
             return self._open[number]
 
 
-class Dataset(Mapping[str, Split]):
+class DatasetVersion(Mapping[str, Split]):
     """One version of a data set: a mapping from split names to splits.
 
     Args:
@@ -234,7 +234,7 @@ class Dataset(Mapping[str, Split]):
         return f"Dataset({self.resolved}, {dict(self._splits)})"
 
 
-def open_dataset(repository: Repository, ref: str) -> Dataset:
+def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
     """Return the version that `ref` means now.
 
     Raises:
@@ -242,9 +242,9 @@ def open_dataset(repository: Repository, ref: str) -> Dataset:
         CorruptDataError: its entry was changed.
     """
     resolved = repository.resolve("datasets", ref)
-    return Dataset(repository, resolved, repository.entry(resolved))
+    return DatasetVersion(repository, resolved, repository.entry(resolved))
 
 
-def choose_split(dataset: Dataset, split: str | None) -> list[Split]:
+def choose_split(dataset: DatasetVersion, split: str | None) -> list[Split]:
     """Return the named split, or all of them for None. Raises NotFoundError."""
     return [dataset[split]] if split is not None else list(dataset.values())

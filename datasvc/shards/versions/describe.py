@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from datasvc.shards.versions.dataset import Dataset, Split
+from datasvc.shards.versions.dataset import DatasetVersion, Split
 
 
-def describe_dataset(dataset: Dataset) -> dict[str, Any]:
+def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
     """Return the entry of a version as JSON values, with what the tables say of its splits.
 
     Raises:

@@ -19,7 +19,7 @@ from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import load_deletions
 from datasvc.shards.versions.key_join import match_keys
-from datasvc.shards.versions.keys import Places, SplitKeys
+from datasvc.shards.versions.keys import SampleRows, SplitKeys
 from datasvc.shards.versions.labels import combine_classes, plan_labels
 from datasvc.shards.versions.version_entry import read_tables
 
@@ -33,7 +33,7 @@ class Keys:
         only: when given, nothing but these samples.
     """
 
-    def __init__(self, side: SplitKeys, *, without: Places | None = None, only: Places | None = None) -> None:
+    def __init__(self, side: SplitKeys, *, without: SampleRows | None = None, only: SampleRows | None = None) -> None:
         self._side = side
         self._without = without.by_shard() if without is not None else {}
         self._only = only.by_shard() if only is not None else None

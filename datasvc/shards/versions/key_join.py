@@ -12,7 +12,7 @@ from datasvc.repository import Objects
 from datasvc.shards.format.digests import DIGEST_BYTES
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Flags
-from datasvc.shards.versions.keys import Places, ShardKeys, SplitKeys
+from datasvc.shards.versions.keys import SampleRows, ShardKeys, SplitKeys
 from datasvc.shards.versions.matching import ShardValues, Side, match_values
 
 
@@ -28,8 +28,8 @@ class CommonKeys:
     """
 
     keys: pa.Array
-    a: Places
-    b: Places
+    a: SampleRows
+    b: SampleRows
     equal: Flags
 
     def __len__(self) -> int:

@@ -113,7 +113,7 @@ class SplitKeys:
 
 
 @dataclass(frozen=True)
-class Places:
+class SampleRows:
     """Where samples of a split lie: shard and stored row of each, `int64[n]`."""
 
     shards: Integers
@@ -122,11 +122,11 @@ class Places:
     def __len__(self) -> int:
         return len(self.shards)
 
-    def __getitem__(self, chosen: Integers | Flags) -> Places:
-        return Places(self.shards[chosen], self.rows[chosen])
+    def __getitem__(self, chosen: Integers | Flags) -> SampleRows:
+        return SampleRows(self.shards[chosen], self.rows[chosen])
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Places]) -> Places:
+    def concatenate(cls, parts: Sequence[SampleRows]) -> SampleRows:
         """Return the places of all parts, of which there is one at least."""
         return cls(np.concatenate([each.shards for each in parts]), np.concatenate([each.rows for each in parts]))
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from datasvc.keyed_random import Integers
 from datasvc.shards.versions.deletions import Flags
-from datasvc.shards.versions.keys import Places, take_keys
+from datasvc.shards.versions.keys import SampleRows, take_keys
 
 
 class ShardValues(NamedTuple):
@@ -60,8 +60,8 @@ class Matches:
     """
 
     values: pa.Array
-    a: Places
-    b: Places
+    a: SampleRows
+    b: SampleRows
     attached_a: pa.Array
     attached_b: pa.Array
 
@@ -145,5 +145,5 @@ def _widened(values: pa.Array) -> pa.Array:
     return values.cast(pa.large_string()) if is_text else values
 
 
-def _places(batch: pa.RecordBatch) -> Places:
-    return Places(batch.column("shard").to_numpy(), batch.column("row").to_numpy())
+def _places(batch: pa.RecordBatch) -> SampleRows:
+    return SampleRows(batch.column("shard").to_numpy(), batch.column("row").to_numpy())

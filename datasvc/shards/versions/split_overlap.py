@@ -25,7 +25,7 @@ from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.versions.deletions import Flags, delete_samples, load_deletions
-from datasvc.shards.versions.keys import Places, SplitKeys, take_keys
+from datasvc.shards.versions.keys import SampleRows, SplitKeys, take_keys
 from datasvc.shards.versions.matching import ShardValues, Side, match_values
 
 OnSplitOverlap = Literal["fail", "drop", "keep"]
@@ -68,7 +68,7 @@ class SharedSamples:
 
     keys: pa.Array
     other_keys: pa.Array
-    places: Places
+    places: SampleRows
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -289,7 +289,7 @@ def _join(parts: Sequence[SharedSamples]) -> SharedSamples:
     joined = SharedSamples(
         pa.concat_arrays([each.keys for each in parts]),
         pa.concat_arrays([each.other_keys for each in parts]),
-        Places.concatenate([each.places for each in parts]),
+        SampleRows.concatenate([each.places for each in parts]),
     )
     return joined.take(np.lexsort((joined.places.rows, joined.places.shards)))
 
@@ -325,7 +325,7 @@ def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None)
 
 
 def _rows_by_shard(overlaps: Iterable[Overlap]) -> dict[int, Integers]:
-    places = Places.concatenate([overlap.samples.places for overlap in overlaps])
+    places = SampleRows.concatenate([overlap.samples.places for overlap in overlaps])
     return {shard: np.unique(rows) for shard, rows in places.by_shard().items()}
 
 

@@ -16,7 +16,7 @@ from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.salvage import marks_of, readable_marks, rows_not_among
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.versions.dataset import Split, open_dataset
@@ -38,7 +38,7 @@ Kind = Literal["missing", "truncated", "changed", "contradictory"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class DatasetProblem:
     """One object that is not what the version says.
 
     Attributes:
@@ -90,7 +90,7 @@ class VerifyReport:
     num_shards: int
     num_samples: int
     size_bytes: int
-    problems: tuple[Problem, ...]
+    problems: tuple[DatasetProblem, ...]
     overlaps: tuple[Overlap, ...] = ()
     num_unchecked: int = 0
     accepted: Mapping[str, int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def verify(
         UnavailableError: the store did not answer, which says nothing about the data.
     """
     dataset = open_dataset(repository, ref)
-    problems: list[Problem] = []
+    problems: list[DatasetProblem] = []
     readable = []
     for split in dataset.values():
         try:
@@ -130,7 +130,9 @@ def verify(
         except (NotFoundError, CorruptDataError) as error:
             samples = int(dataset.entry.content["splits"][split.name]["samples"])
             kind = _kind_of(error)
-            problems.append(Problem(kind, "shard table", split.name, split.digest, str(error), num_samples=samples))
+            problems.append(
+                DatasetProblem(kind, "shard table", split.name, split.digest, str(error), num_samples=samples)
+            )
     size_bytes = sum(table.size_bytes for _, table in readable)
     if begin is not None:
         begin(size_bytes)
@@ -168,10 +170,10 @@ class _SplitCheck:
         self._deep = deep
         self._deletions = Deletions.build({})
 
-    def run(self, report: Callable[[int], None] | None) -> list[Problem]:
+    def run(self, report: Callable[[int], None] | None) -> list[DatasetProblem]:
         problems = self._check_deletions()
 
-        def check(number: int) -> list[Problem]:
+        def check(number: int) -> list[DatasetProblem]:
             found = list(self._check_shard(number))
             if report is not None:
                 report(self._table.shard(number).size_bytes)
@@ -186,24 +188,24 @@ class _SplitCheck:
             pool.shutdown(cancel_futures=True)
         return problems
 
-    def _check_deletions(self) -> list[Problem]:
+    def _check_deletions(self) -> list[DatasetProblem]:
         try:
             self._deletions = self._split.deletions
         except (NotFoundError, CorruptDataError) as error:
             assert self._table.deletions is not None
             kind, samples = _kind_of(error), self._table.num_samples
             digest = self._table.deletions
-            return [Problem(kind, "deletions", self._split.name, digest, str(error), num_samples=samples)]
+            return [DatasetProblem(kind, "deletions", self._split.name, digest, str(error), num_samples=samples)]
         return []
 
-    def _check_shard(self, number: int) -> Iterator[Problem]:
+    def _check_shard(self, number: int) -> Iterator[DatasetProblem]:
         index: SampleIndex | None = None
         try:
             index = self._read_index(number)
         except (NotFoundError, CorruptDataError) as error:
             digest = self._table.index(number)
             assert digest is not None
-            yield Problem(_kind_of(error), "sample index", self._split.name, digest, str(error), number)
+            yield DatasetProblem(_kind_of(error), "sample index", self._split.name, digest, str(error), number)
         check = self._check_content if self._deep else self._check_size
         problem = check(number, self._table.shard(number), index)
         if problem is not None:
@@ -218,7 +220,7 @@ class _SplitCheck:
             raise CorruptDataError(f"it lists {index.num_samples} samples, the shard table {self._stored[number]}")
         return index
 
-    def _check_size(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> Problem | None:
+    def _check_size(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
         size_bytes = self._objects.size(shard.digest)
         if size_bytes is None:
             return self._problem("missing", number, f"nothing is at {self._objects.location(shard.digest)}", index)
@@ -227,7 +229,7 @@ class _SplitCheck:
             return self._problem(kind, number, f"{size_bytes} bytes, expected {shard.size_bytes}", index)
         return None
 
-    def _check_content(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> Problem | None:
+    def _check_content(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
         problem = self._check_size(number, shard, index)
         if problem is not None and problem.kind == "missing":
             return problem
@@ -244,7 +246,7 @@ class _SplitCheck:
             detail += ", though every sample in it is as it was"
         return self._problem(kind, number, detail, index, rows)
 
-    def _compare(self, number: int, content: pa.Buffer, index: SampleIndex | None) -> Problem | None:
+    def _compare(self, number: int, content: pa.Buffer, index: SampleIndex | None) -> DatasetProblem | None:
         """Compare the samples of an unchanged shard with the sample index and the shard table."""
         try:
             reader = pa.ipc.open_file(pa.BufferReader(content))
@@ -262,7 +264,7 @@ class _SplitCheck:
 
     def _problem(
         self, kind: Kind, number: int, detail: str, index: SampleIndex | None, rows: Integers | None = None
-    ) -> Problem:
+    ) -> DatasetProblem:
         """Describe a bad shard; `rows` of the stored samples are hit, all of them for None."""
         hit = np.zeros(self._stored[number], np.bool_)
         hit[slice(None) if rows is None else rows] = True
@@ -272,14 +274,14 @@ class _SplitCheck:
         keys = index.table.column("key").take(pa.array(first)).to_pylist() if index is not None else []
         digest = self._table.shard(number).digest
         count = int(np.count_nonzero(hit))
-        return Problem(kind, "shard", self._split.name, digest, detail, number, count, tuple(keys))
+        return DatasetProblem(kind, "shard", self._split.name, digest, detail, number, count, tuple(keys))
 
 
 def _read(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
     """Return whatever bytes lie under a shard's name: mapped where they are local."""
     path = objects.local_path(shard.digest)
     if path is not None:
-        with translated("read", str(path)), pa.memory_map(str(path)) as mapped:
+        with map_exceptions("read", str(path)), pa.memory_map(str(path)) as mapped:
             return mapped.read_buffer()
     sink = io.BytesIO()
     with suppress(CorruptDataError):  # the caller hashes what arrived

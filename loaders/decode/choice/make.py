@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from datasvc.loaders.decode.backend import Backend, DecodeConfig, Framework, ImageBackend
 from datasvc.loaders.decode.cpu import CpuBackend
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 
 if TYPE_CHECKING:
     from datasvc.loaders.decode.gpu.dali import Graph
 
 
 def make_backend(
-    config: DecodeConfig, backend: Backend, *, framework: Framework, stopwatch: Stopwatch
+    config: DecodeConfig, backend: Backend, *, framework: Framework, stopwatch: StepProfiler
 ) -> ImageBackend:
     """Return a backend.
 

@@ -30,8 +30,8 @@ from PIL import Image
 
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.decode.backend import Backend, DecodeConfig, ImageBackend
-from datasvc.loaders.profiling.step_profiler import Stopwatch
-from datasvc.orphans import Companion
+from datasvc.loaders.profiling.step_profiler import StepProfiler
+from datasvc.orphans import ChildProcess
 from datasvc.shards.images.header import is_plain_jpeg
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def try_backends(
         path.write_bytes(pickle.dumps(list(batches)))
         while left := [each for each in candidates if each not in trials.rates and each not in trials.refused]:
             try:
-                child = Companion(module, TrialJob(config, left, path), answers=True)
+                child = ChildProcess(module, TrialJob(config, left, path), answers=True)
             except OSError as error:
                 trials.refused |= dict.fromkeys(left, f"no process could be started to try it: {error}")
                 break
@@ -123,7 +123,7 @@ def try_backends(
     return trials
 
 
-def _hear(child: Companion, deadline_s: float) -> dict[str, Any]:
+def _hear(child: ChildProcess, deadline_s: float) -> dict[str, Any]:
     """Return a child's next answer; how it ended where there is none."""
     is_late = threading.Event()
 
@@ -268,7 +268,7 @@ def _to_levels(image: Any, config: DecodeConfig) -> Any:
 def _make(config: DecodeConfig, backend: Backend) -> ImageBackend:
     from datasvc.loaders.decode.choice.make import make_backend
 
-    return make_backend(config, backend, framework="torch", stopwatch=Stopwatch())
+    return make_backend(config, backend, framework="torch", stopwatch=StepProfiler())
 
 
 def _end_with_stdin() -> None:

@@ -23,7 +23,7 @@ from datasvc.loaders.decode.pixels import PixelFormat
 if TYPE_CHECKING:
     import torch
 
-    from datasvc.loaders.decode.gpu.device_stream import Done
+    from datasvc.loaders.decode.gpu.device_stream import StreamEvent
     from datasvc.shards.format.mapped_file import Bytes
 
     _Inputs = tuple[Sequence[Bytes], Windows]
@@ -102,7 +102,7 @@ class DaliPipeline:
             self._pipe = _build(config, graph)
         self._copies = None if config.device_id is None else _make_stream(config.device_id)
         self._fed: deque[_Inputs] = deque()
-        self._read: deque[tuple[Done, _Inputs]] = deque()  # taken, but the device may still work on them
+        self._read: deque[tuple[StreamEvent, _Inputs]] = deque()  # taken, but the device may still work on them
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
         """Start a run. The arrays must not change until its output is there; they are kept as long.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Levels = npt.NDArray[np.uint8]
 
 
-class Done(Protocol):
+class StreamEvent(Protocol):
     """A moment on a stream; that of torch is `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -42,10 +42,10 @@ class DeviceStream(Protocol):
     def copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Begin to copy an array, inside `active`; it must not change until a moment recorded afterwards is past."""
 
-    def record(self) -> Done:
+    def record(self) -> StreamEvent:
         """Return the moment when all that was queued so far is done."""
 
-    def hand_over(self, tensor: torch.Tensor, done: Done) -> None:
+    def hand_over(self, tensor: torch.Tensor, done: StreamEvent) -> None:
         """Let the caller's stream wait for `done`, and keep the tensor's memory until that stream is through."""
 
 
@@ -96,12 +96,12 @@ class CudaStream:
         """See `DeviceStream`."""
         return self._torch.from_numpy(array).to(self._device, non_blocking=True)
 
-    def record(self) -> Done:
+    def record(self) -> StreamEvent:
         """See `DeviceStream`."""
-        done: Done = self._stream.record_event()
+        done: StreamEvent = self._stream.record_event()
         return done
 
-    def hand_over(self, tensor: torch.Tensor, done: Done) -> None:
+    def hand_over(self, tensor: torch.Tensor, done: StreamEvent) -> None:
         """See `DeviceStream`."""
         # Of the thread that calls: where the batch is used.
         current: Any = self._torch.cuda.current_stream(self._device)

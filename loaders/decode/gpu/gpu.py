@@ -20,7 +20,7 @@ from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages,
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.gpu.dali import DaliPipeline, Graph, device_errors
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.shards.images.header import is_plain_jpeg
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _MAX_UNEXPLAINED: Final = 3
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SubBatch:
     """Some images of a batch, by their indices in it; they stay alive until the batch is taken."""
 
     indices: Sequence[int]
@@ -43,7 +43,7 @@ class _Part:
     read: Read | None
 
     @classmethod
-    def of(cls, indices: Sequence[int], images: Sequence[Bytes], windows: Windows, read: Read | None) -> _Part:
+    def of(cls, indices: Sequence[int], images: Sequence[Bytes], windows: Windows, read: Read | None) -> _SubBatch:
         if len(indices) == len(images):
             return cls(indices, images, windows, read)
         own = Windows(windows.starts[indices], windows.shapes[indices], windows.flips[indices])
@@ -59,8 +59,8 @@ class _Part:
 class _Batch:
     """A batch under way: what DALI decodes, what the CPU does, and its run there."""
 
-    by_dali: _Part
-    by_cpu: _Part
+    by_dali: _SubBatch
+    by_cpu: _SubBatch
     run: CpuRun | None
 
 
@@ -77,10 +77,12 @@ class GpuBackend:
         DeviceError: the GPU cannot be used.
     """
 
-    def __init__(self, config: DecodeConfig, graph: Graph = "window", *, stopwatch: Stopwatch | None = None) -> None:
+    def __init__(
+        self, config: DecodeConfig, graph: Graph = "window", *, stopwatch: StepProfiler | None = None
+    ) -> None:
         self._config, self._graph = config, graph
         self._name: Backend = "gpu-window" if graph == "window" else "gpu-whole"
-        self._stopwatch = stopwatch or Stopwatch()
+        self._stopwatch = stopwatch or StepProfiler()
         self._pipeline = DaliPipeline(config, graph)
         self._threads: CpuBackend | None = None  # made for the first image that is not for DALI
         self._under_way: deque[_Batch] = deque()
@@ -92,8 +94,8 @@ class GpuBackend:
         """See `ImageBackend`; `edit` is not for GPUs, and DALI has no use for `read`: it reads the mapping."""
         assert edit is None, "colours and transforms are planned for the CPU"
         plain = [is_plain_jpeg(image.data) for image in images]
-        by_dali = _Part.of([index for index, is_plain in enumerate(plain) if is_plain], images, windows, read)
-        by_cpu = _Part.of([index for index, is_plain in enumerate(plain) if not is_plain], images, windows, read)
+        by_dali = _SubBatch.of([index for index, is_plain in enumerate(plain) if is_plain], images, windows, read)
+        by_cpu = _SubBatch.of([index for index, is_plain in enumerate(plain) if not is_plain], images, windows, read)
         self._under_way.append(_Batch(by_dali, by_cpu, self._start_on_cpu(by_cpu)))
         self._feed(by_dali)
 
@@ -130,15 +132,15 @@ class GpuBackend:
         for batch in list(self._under_way)[1:]:
             self._feed(batch.by_dali)
 
-    def _feed(self, part: _Part) -> None:
+    def _feed(self, part: _SubBatch) -> None:
         if part.images:
             with device_errors(self._name):
                 self._pipeline.feed(part.images, part.windows)
 
-    def _start_on_cpu(self, part: _Part) -> CpuRun | None:
+    def _start_on_cpu(self, part: _SubBatch) -> CpuRun | None:
         return self._cpu().start(part.images, part.windows, read=part.read) if part.images else None
 
-    def _decode_after_failure(self, part: _Part, error: RuntimeError) -> DecodedImages:
+    def _decode_after_failure(self, part: _SubBatch, error: RuntimeError) -> DecodedImages:
         """Decode on the CPU what DALI failed on, in all threads; it says what is bad, and decodes the rest."""
         run = self._start_on_cpu(part)
         assert run is not None

@@ -18,9 +18,9 @@ from datasvc.loaders.augment.augment import ColourFactors, Windows
 from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Read
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.gpu.dali import device_errors
-from datasvc.loaders.decode.gpu.device_stream import CudaStream, DeviceStream, Done, Levels
+from datasvc.loaders.decode.gpu.device_stream import CudaStream, DeviceStream, Levels, StreamEvent
 from datasvc.loaders.decode.gpu.finish import DeviceFinish
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Uploaded:
     """A batch on its way to the device: it is there when `done` is past."""
 
     images: torch.Tensor
-    done: Done
+    done: StreamEvent
     decoded: DecodedImages
 
 
@@ -61,7 +61,7 @@ class PinnedRing:
     def __init__(self, allocate: Callable[[], Levels], *, keep: int) -> None:
         self._allocate, self._keep = allocate, keep
         self._free: list[Levels] = []
-        self._copying: deque[tuple[Done, Levels]] = deque()
+        self._copying: deque[tuple[StreamEvent, Levels]] = deque()
         self._num_slots = 0
 
     def take(self) -> Levels:
@@ -78,7 +78,7 @@ class PinnedRing:
         self._num_slots += 1
         return self._allocate()
 
-    def release(self, slot: Levels, done: Done) -> None:
+    def release(self, slot: Levels, done: StreamEvent) -> None:
         """Give a slot back: it is read until `done` is past."""
         self._copying.append((done, slot))
 
@@ -114,7 +114,7 @@ class UploadBackend:
         *,
         backend: Backend,
         device: str,
-        stopwatch: Stopwatch,
+        stopwatch: StepProfiler,
         stream: DeviceStream | None = None,
     ) -> None:
         self._stopwatch, self._name = stopwatch, backend

@@ -19,7 +19,7 @@ from datasvc.cache.catalogue.quotas import NO_QUOTA, Quota
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT
 from datasvc.cache.catalogue.recovery import open_catalogue
 from datasvc.errors import CacheFullError, ConfigError
-from datasvc.order import NEVER, Reuse
+from datasvc.order import NEVER, NextUse
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects.objects import digest_of
 from tests.examples import examples
@@ -35,8 +35,8 @@ objects = st.integers(0, len(INFOS) - 1)
 jobs = st.integers(0, 2)
 reuses = st.one_of(
     st.none(),
-    st.builds(lambda now, ahead: Reuse(now, now + ahead), st.integers(0, 100), st.integers(0, 1000)),
-    st.builds(lambda now: Reuse(now, NEVER), st.integers(0, 100)),
+    st.builds(lambda now, ahead: NextUse(now, now + ahead), st.integers(0, 100), st.integers(0, 1000)),
+    st.builds(lambda now: NextUse(now, NEVER), st.integers(0, 100)),
 )
 
 
@@ -166,7 +166,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.quotas = quotas
         self.catalogue.configure(lambda found: replace(found, quotas=quotas))
         for job, number, tenant, reuse in uses:
-            self.reserve(job=job, number=number, tenant=tenant, prefetch=reuse or Reuse(0, 1))
+            self.reserve(job=job, number=number, tenant=tenant, prefetch=reuse or NextUse(0, 1))
 
     @rule(blocks=st.integers(4, 24))
     def set_budget(self, blocks):

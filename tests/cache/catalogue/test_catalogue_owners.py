@@ -2,7 +2,7 @@
 
 import pytest
 
-from datasvc.order import NEVER, Reuse
+from datasvc.order import NEVER, NextUse
 from tests.cache.processes import are_there, hold_in_a_process, kill
 
 
@@ -17,7 +17,7 @@ def bring(cache, origin, owner, next_uses, now=0):
     repository, infos = origin
     for info, next_use in zip(infos, next_uses, strict=False):
         cache.acquire(info, repository)
-        cache.release(info.digest, Reuse(now, next_use), owner=owner)
+        cache.release(info.digest, NextUse(now, next_use), owner=owner)
 
 
 def record(cache, info):
@@ -29,7 +29,7 @@ def test_what_another_job_needs_soon_stays_when_one_that_needs_it_later_lets_go(
     train, validation = orders
     bring(cache, origin, train, [10, 900, 900, 900, 900])
     cache.acquire(infos[0], repository)
-    cache.release(infos[0].digest, Reuse(0, 100_000), owner=validation)
+    cache.release(infos[0].digest, NextUse(0, 100_000), owner=validation)
     cache.acquire(infos[5], repository)
     assert are_there(cache, infos[:1]) == [True]
     assert (record(cache, infos[0]).owner, record(cache, infos[0]).next_use) == (train, 10)
@@ -41,7 +41,7 @@ def test_uses_are_compared_as_what_each_job_still_reads(cache, origin, orders):
     train, validation = orders
     bring(cache, origin, train, [500])
     cache.acquire(infos[0], repository)
-    cache.release(infos[0].digest, Reuse(1_000, 1_010), owner=validation)
+    cache.release(infos[0].digest, NextUse(1_000, 1_010), owner=validation)
     assert record(cache, infos[0]).owner == validation
     cache.expect({infos[0].digest: 400}, 0, owner=train)
     assert record(cache, infos[0]).owner == validation
@@ -59,7 +59,7 @@ def test_an_order_may_take_back_what_it_said_itself(cache, origin, orders):
 def test_what_an_order_says_counts_more_than_what_its_process_did_not_know(cache, origin, orders):
     repository, infos = origin
     cache.acquire(infos[0], repository)  # the process has it now, with no use that is known
-    cache.release(infos[0].digest, Reuse(0, NEVER), owner=orders[0])
+    cache.release(infos[0].digest, NextUse(0, NEVER), owner=orders[0])
     assert (record(cache, infos[0]).owner, record(cache, infos[0]).next_use) == (orders[0], NEVER)
 
 
@@ -80,7 +80,7 @@ def test_what_a_dead_job_needed_soon_is_forgotten(cache, origin, orders):
     repository, infos = origin
     process = hold_in_a_process(cache, repository, infos[:1])
     other = next(job.lease_id for job in cache.status().jobs if job.lease_id.startswith(f"{process.pid}-"))
-    cache._opened.catalogue.release(infos[0].digest, other, Reuse(0, 1))
+    cache._opened.catalogue.release(infos[0].digest, other, NextUse(0, 1))
     cache.expect({infos[0].digest: 700}, 0, owner=orders[0])
     assert record(cache, infos[0]).owner == other
     kill(process)
@@ -103,7 +103,7 @@ def test_what_an_order_that_ended_left_goes_first_also_while_its_process_lives(c
     bring(cache, origin, train, [1, 2])
     for info in infos[2:5]:
         cache.acquire(info, repository)
-        cache.release(info.digest, Reuse(0, 1_000), owner=validation)
+        cache.release(info.digest, NextUse(0, 1_000), owner=validation)
     cache._opened.end_owner(train)
     assert train not in {job.lease_id for job in cache.status().jobs}
     for info in infos[5:7]:
@@ -116,9 +116,9 @@ def test_an_order_that_ended_stays_so_when_it_lets_go_late_or_nothing_is_left_of
     cache._opened.end_owner(orders[0])
     for info in infos[:6]:  # full: whoever left nothing is forgotten
         cache.acquire(info, repository)
-        cache.release(info.digest, Reuse(0, 10), owner=orders[1])
+        cache.release(info.digest, NextUse(0, 10), owner=orders[1])
     cache.acquire(infos[6], repository)
-    cache.release(infos[6].digest, Reuse(5, 10), owner=orders[0])
+    cache.release(infos[6].digest, NextUse(5, 10), owner=orders[0])
     assert orders[0] not in {job.lease_id for job in cache.status().jobs}
     bring(cache, origin, orders[1], [10])
     cache.acquire(infos[7], repository)
@@ -127,5 +127,5 @@ def test_an_order_that_ended_stays_so_when_it_lets_go_late_or_nothing_is_left_of
 
 def test_a_prefetch_is_its_orders_own(cache, origin, orders):
     repository, infos = origin
-    assert cache.prefetch(infos[0], repository, Reuse(3, 50), owner=orders[1]) == "origin"
+    assert cache.prefetch(infos[0], repository, NextUse(3, 50), owner=orders[1]) == "origin"
     assert (record(cache, infos[0]).owner, record(cache, infos[0]).next_use) == (orders[1], 50)

@@ -5,14 +5,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cache.catalogue.eviction import UNKNOWN, Candidate, by_distance, choose_victims, distance_bytes
+from datasvc.cache.catalogue.eviction import UNKNOWN, EvictionCandidate, by_distance, choose_victims, distance_bytes
 from datasvc.cache.catalogue.quotas import Account, Quota
 from datasvc.order import NEVER
 from datasvc.repository.objects.objects import digest_of
 
 digests = st.integers(0, 10**9).map(lambda number: digest_of(b"%d" % number))
 candidates = st.lists(
-    st.builds(Candidate, digests, st.integers(1, 100), st.sampled_from("ab"), st.integers(-100, 10_000)),
+    st.builds(EvictionCandidate, digests, st.integers(1, 100), st.sampled_from("ab"), st.integers(-100, 10_000)),
     unique_by=lambda each: each.digest,
     max_size=20,
 ).map(lambda found: sorted(found, key=lambda each: -each.distance_bytes))
@@ -66,7 +66,9 @@ def test_nobody_else_is_evicted_below_a_guarantee(found, size, of_a, of_b):
 @given(st.lists(st.lists(st.integers(0, 1000), max_size=10), max_size=5))
 def test_the_queues_of_jobs_merge_into_one_order(distances):
     queues = [
-        iter([Candidate(digest_of(b"%d" % job), 1, "a", distance) for distance in sorted(queue, reverse=True)])
+        iter(
+            [EvictionCandidate(digest_of(b"%d" % job), 1, "a", distance) for distance in sorted(queue, reverse=True)]
+        )
         for job, queue in enumerate(distances)
     ]
     merged = [each.distance_bytes for each in by_distance(queues)]
@@ -95,7 +97,7 @@ def test_shuffled_epochs_hit_with_the_share_of_the_data_that_fits():
             if digest in resident:
                 hits += epoch > 0
             elif len(resident) == 50:
-                waiting = [Candidate(each, 1, "a", UNKNOWN + released) for each, released in resident.items()]
+                waiting = [EvictionCandidate(each, 1, "a", UNKNOWN + released) for each, released in resident.items()]
                 waiting.sort(key=lambda each: -each.distance_bytes)
                 for victim in choose_victims(waiting, account_of(waiting, budget=50), "a", 1):
                     del resident[victim.digest]

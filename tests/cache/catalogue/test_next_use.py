@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache.catalogue.eviction import UNKNOWN
-from datasvc.cache.catalogue.next_use import Uses, bytes_per_position, favour_owned, next_uses, plan_uses
+from datasvc.cache.catalogue.next_use import Uses, bias_owned, bytes_per_position, next_uses, plan_uses
 from datasvc.order import NEVER, AccessOrder, OrderConfig
 
 shards = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5000)), min_size=1, max_size=15).filter(
@@ -82,7 +82,7 @@ def test_every_shard_of_an_order_is_needed_again_in_the_next_epoch():
 def test_a_node_among_peers_keeps_what_it_owns_longest():
     again = np.array([500, 100, NEVER, NEVER, 900])
     owned = np.array([True, False, True, False, True])
-    kept = favour_owned(again, owned)
+    kept = bias_owned(again, owned)
     assert np.argsort(kept).tolist() == [0, 4, 1, 2, 3]
     assert kept[[0, 4]].tolist() == [500, 900]
     assert 900 < kept[1] < UNKNOWN

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache.catalogue.records import (
-    Record,
+    ObjectRecord,
     footprint,
     order_key,
     order_value,
@@ -19,12 +19,12 @@ from datasvc.repository import Digest
 numbers = st.integers(0, 2**63)
 digests = st.binary(min_size=32, max_size=32).map(lambda raw: Digest(raw.hex()))
 names = st.text(st.characters(min_codepoint=45, max_codepoint=122), max_size=30)
-records = st.builds(Record, st.integers(0, 2), numbers, numbers, names, names)
+records = st.builds(ObjectRecord, st.integers(0, 2), numbers, numbers, names, names)
 
 
 @given(records)
 def test_a_record_survives(record):
-    assert Record.decode(record.encode()) == record
+    assert ObjectRecord.decode(record.encode()) == record
     assert parse_order_value(order_value(record)) == (record.used_bytes, record.tenant)
 
 
@@ -42,7 +42,7 @@ def test_keys_of_one_owner_sort_by_next_use(owner, one, other, digest, other_dig
 @given(st.binary(max_size=40))
 def test_what_is_no_record_is_a_value_error_and_nothing_else(content):
     with suppress(ValueError):
-        Record.decode(content)
+        ObjectRecord.decode(content)
 
 
 @pytest.mark.parametrize(("size", "used"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])

@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from datasvc.cache import Cache, Quota
-from datasvc.cache.catalogue.catalogue import GRANTED, Crowded
+from datasvc.cache.catalogue.catalogue import GRANTED, NoSpaceYet
 from datasvc.errors import CacheFullError
-from datasvc.order import NEVER, Reuse
+from datasvc.order import NEVER, NextUse
 from datasvc.repository import Digest
 from tests.cache.processes import are_there, hold_in_a_process, kill, start_python
 
@@ -63,7 +63,7 @@ def test_who_finds_no_room_waits_for_a_prefetch_on_its_way_and_takes_its_place(c
     for info in infos[:4]:
         cache.acquire(info, repository)
     gate, waiting = Gate(repository, infos[4], monkeypatch), when_waiting(cache, monkeypatch)
-    fetching, came = in_thread(lambda: cache.prefetch(infos[4], repository, Reuse(0, 10)))
+    fetching, came = in_thread(lambda: cache.prefetch(infos[4], repository, NextUse(0, 10)))
     assert gate.begun.wait(20)
     acquiring, got = in_thread(lambda: cache.acquire(infos[5], repository).outcome)
     assert waiting.wait(20), got
@@ -96,7 +96,7 @@ def test_who_fetches_itself_waits_for_no_room(cache, origin, monkeypatch):
     for info in infos[:3]:
         cache.acquire(info, repository)
     gate = Gate(repository, infos[3], monkeypatch)
-    fetching, _ = in_thread(lambda: cache.prefetch(infos[3], repository, Reuse(0, 10)))
+    fetching, _ = in_thread(lambda: cache.prefetch(infos[3], repository, NextUse(0, 10)))
     assert gate.begun.wait(20)
     catalogue, files = cache._opened.catalogue, cache._opened.files
     assert catalogue.reserve(infos[4], "1-me", "default") == GRANTED
@@ -105,7 +105,7 @@ def test_who_fetches_itself_waits_for_no_room(cache, origin, monkeypatch):
     catalogue.drop(infos[4].digest, "1-me")
     files.unlock(infos[4].digest)
     cache.acquire(infos[6], repository)
-    assert catalogue.reserve(infos[5], "1-me", "default") == Crowded(infos[3].digest)
+    assert catalogue.reserve(infos[5], "1-me", "default") == NoSpaceYet(infos[3].digest)
     gate.open.set()
     fetching.join()
 
@@ -114,7 +114,7 @@ def test_who_may_never_have_that_much_is_refused_at_once(cache, origin, monkeypa
     repository, infos = origin
     large = repository.objects.put(b"x" * 6 * BLOCK)
     gate = Gate(repository, infos[0], monkeypatch)
-    fetching, _ = in_thread(lambda: cache.prefetch(infos[0], repository, Reuse(0, 10)))
+    fetching, _ = in_thread(lambda: cache.prefetch(infos[0], repository, NextUse(0, 10)))
     assert gate.begun.wait(20)
     with pytest.raises(CacheFullError):
         cache.acquire(large, repository)
@@ -126,7 +126,7 @@ def test_who_may_never_have_that_much_is_refused_at_once(cache, origin, monkeypa
 SLOW_PREFETCH = """
 import sys
 from datasvc.cache import Cache
-from datasvc.order import Reuse
+from datasvc.order import NextUse
 from datasvc.repository import ObjectInfo, Repository
 repository = Repository.open(sys.argv[2])
 real = repository.objects.read_range
@@ -135,7 +135,7 @@ def read_range(*arguments):
     sys.stdin.readline()
     return real(*arguments)
 repository.objects.read_range = read_range
-Cache(sys.argv[1]).prefetch(ObjectInfo(sys.argv[3], 4096), repository, Reuse(0, 10))
+Cache(sys.argv[1]).prefetch(ObjectInfo(sys.argv[3], 4096), repository, NextUse(0, 10))
 """
 
 
@@ -159,12 +159,12 @@ def test_a_prefetch_that_may_evict_nothing_of_use_takes_what_nobody_will_need(ca
     process = hold_in_a_process(cache, repository, infos[:1])
     for info, next_use in zip(infos[1:5], [NEVER, 100_000, 100_000, None], strict=True):
         cache.acquire(info, repository)
-        cache.release(info.digest, None if next_use is None else Reuse(0, next_use))
+        cache.release(info.digest, None if next_use is None else NextUse(0, next_use))
     kill(process)
     for info in infos[5:7]:
-        assert cache.prefetch(info, repository, Reuse(0, 500), evict=False) == "origin"
+        assert cache.prefetch(info, repository, NextUse(0, 500), evict=False) == "origin"
     assert are_there(cache, infos[:5]) == [False, False, True, True, True]
-    assert cache.prefetch(infos[7], repository, Reuse(0, 1), evict=False) == "later"
+    assert cache.prefetch(infos[7], repository, NextUse(0, 1), evict=False) == "later"
 
 
 def test_only_what_would_help_is_seized(tmp_path, origin, monkeypatch):
@@ -189,7 +189,7 @@ def test_an_object_is_known_to_be_needed_soon_at_the_instant_it_is_let_go(cache,
     for number, info in enumerate(infos[:5]):
         cache.acquire(info, repository)
         if number:
-            cache.release(info.digest, Reuse(0, 1_000))
+            cache.release(info.digest, NextUse(0, 1_000))
     seen = []
     real = cache._opened.holds.release
     catalogue = cache._opened.catalogue
@@ -199,5 +199,5 @@ def test_an_object_is_known_to_be_needed_soon_at_the_instant_it_is_let_go(cache,
         return real(digest)
 
     monkeypatch.setattr(cache._opened.holds, "release", release)
-    cache.release(infos[0].digest, Reuse(0, 7))
+    cache.release(infos[0].digest, NextUse(0, 7))
     assert seen == [7]

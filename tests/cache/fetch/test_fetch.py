@@ -10,7 +10,7 @@ from datasvc.cache import Cache
 from datasvc.cache.catalogue.records import RESERVED, UNVERIFIED, footprint
 from datasvc.cache.sources.received_parts import PART_BYTES
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
-from datasvc.order import Reuse
+from datasvc.order import NextUse
 from tests.cache.processes import die_while_fetching, disk_bytes, object_path, run_python
 
 
@@ -244,12 +244,12 @@ def test_a_prefetch_is_not_held_and_evicts_nothing_that_is_needed_sooner(cache, 
     repository, infos = origin
     for number, info in enumerate(infos[:5]):
         cache.acquire(info, repository)
-        cache.release(info.digest, Reuse(0, 100 * (number + 1)))
-    assert cache.prefetch(infos[5], repository, Reuse(0, 600)) == "later"
-    assert cache.prefetch(infos[5], repository, Reuse(0, 450)) == "origin"
+        cache.release(info.digest, NextUse(0, 100 * (number + 1)))
+    assert cache.prefetch(infos[5], repository, NextUse(0, 600)) == "later"
+    assert cache.prefetch(infos[5], repository, NextUse(0, 450)) == "origin"
     assert not object_path(cache, infos[4]).exists()
     assert cache.status().held_bytes == 0
-    assert cache.prefetch(infos[5], repository, Reuse(0, 450)) == "resident"
+    assert cache.prefetch(infos[5], repository, NextUse(0, 450)) == "resident"
 
 
 def test_a_prefetch_does_not_wait_for_whoever_fetches_already(cache, origin, monkeypatch):
@@ -257,7 +257,7 @@ def test_a_prefetch_does_not_wait_for_whoever_fetches_already(cache, origin, mon
     real, answers = repository.objects.read_range, []
 
     def reading(*arguments):
-        answers.append(cache.prefetch(infos[0], repository, Reuse(0, 1)))
+        answers.append(cache.prefetch(infos[0], repository, NextUse(0, 1)))
         return real(*arguments)
 
     monkeypatch.setattr(repository.objects, "read_range", reading)

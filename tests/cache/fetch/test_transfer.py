@@ -16,7 +16,7 @@ from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
-from datasvc.cache.sources.received_parts import PART_BYTES, Parts
+from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Repository
 from datasvc.repository.objects.objects import digest_of
@@ -93,7 +93,7 @@ def fetch(incoming, sources, report=None, info=INFO):
     descriptor = os.open(incoming, os.O_CREAT | os.O_RDWR)
     try:
         os.truncate(descriptor, info.size_bytes)
-        with Parts(incoming.with_suffix(".parts"), info.size_bytes) as parts:
+        with ReceivedParts(incoming.with_suffix(".parts"), info.size_bytes) as parts:
             return transfer(info, descriptor, parts, sources, report)
     finally:
         os.close(descriptor)
@@ -188,7 +188,7 @@ def test_an_origin_that_is_wrong_twice_is_corrupt(incoming, requests, content):
 def test_wrong_bytes_are_not_continued_by_a_later_fetch(incoming, requests):
     with pytest.raises(CorruptDataError):
         fetch(incoming, [OriginSource(Origin(CONTENT[:-1] + b"x"), INFO.digest, requests)])
-    with Parts(incoming.with_suffix(".parts"), INFO.size_bytes) as parts:
+    with ReceivedParts(incoming.with_suffix(".parts"), INFO.size_bytes) as parts:
         assert parts.arrived == frozenset()
 
 
@@ -223,7 +223,7 @@ def test_a_file_that_is_complete_already_asks_nobody(incoming, requests):
 @pytest.mark.parametrize("complete", [True, False])
 def test_bytes_that_were_lost_behind_their_note_are_blamed_on_nobody(incoming, complete):
     incoming.write_bytes(CONTENT)
-    with Parts(incoming.with_suffix(".parts"), len(CONTENT)) as parts:
+    with ReceivedParts(incoming.with_suffix(".parts"), len(CONTENT)) as parts:
         for number in range(parts.num_parts if complete else 2):
             parts.add(number)
     with incoming.open("r+b") as file:
@@ -238,7 +238,7 @@ def test_bytes_that_were_lost_behind_their_note_are_blamed_on_nobody(incoming, c
 STALLING = """
 import os, sys, threading
 from pathlib import Path
-from datasvc.cache.sources.received_parts import PART_BYTES, Parts
+from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.repository import ObjectInfo, Repository
@@ -265,7 +265,8 @@ class Stalling:
 incoming, parts, url, digest, size = sys.argv[1:]
 info = ObjectInfo(digest, int(size))
 origin = OriginSource(Stalling(Repository.open(url).objects), digest, RequestPool(2))
-transfer(info, os.open(incoming, os.O_CREAT | os.O_RDWR), Parts(Path(parts), info.size_bytes), [origin], report)
+received = ReceivedParts(Path(parts), info.size_bytes)
+transfer(info, os.open(incoming, os.O_CREAT | os.O_RDWR), received, [origin], report)
 """
 
 

@@ -10,7 +10,7 @@ from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.forecast import forecast as forecast_module
 from datasvc.cache.forecast.forecast import forecast
 from datasvc.cache.forecast.replay import replay
-from datasvc.cache.forecast.workload import Rates, RunShape
+from datasvc.cache.forecast.workload import Rates, Workload
 from datasvc.cache.prefetch.window_budget import choose_ahead_bytes, window_bytes
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.order import OrderConfig
@@ -23,7 +23,7 @@ DATA = int(SIZES.sum())
 
 def run_shape(lanes=1, *, sticky=False, **options):
     order = OrderConfig(seed=3, shuffle="windowed", lanes=lanes, block=100, sticky=sticky)
-    return RunShape(order, **{"batch_size": 8, **options})
+    return Workload(order, **{"batch_size": 8, **options})
 
 
 def forecast_of(share, shape, rates=None):
@@ -40,7 +40,7 @@ def test_one_node_gets_the_share_that_fits_from_its_cache(share):
 
 
 def test_data_that_fits_is_read_once():
-    found = forecast_of(1.0, RunShape(OrderConfig(), batch_size=8))
+    found = forecast_of(1.0, Workload(OrderConfig(), batch_size=8))
     assert found.first_epoch.origin_bytes == found.window_bytes == DATA
     assert (found.later_epochs.hit_bytes, found.later_epochs.origin_bytes) == (DATA, 0)
 
@@ -108,7 +108,7 @@ def test_a_window_that_does_not_fit_is_refused_with_the_number():
     with pytest.raises(
         CacheFullError, match=f"this order needs {DATA} bytes of the cache at once, its budget is 100"
     ):
-        forecast(COUNTS, SIZES, 100, RunShape(OrderConfig(), batch_size=8), Rates())
+        forecast(COUNTS, SIZES, 100, Workload(OrderConfig(), batch_size=8), Rates())
 
 
 def test_it_needs_two_windows_of_what_is_under_way():
@@ -119,7 +119,7 @@ def test_it_needs_two_windows_of_what_is_under_way():
 
 
 def test_small_shards_take_whole_blocks_of_the_disk():
-    shape = RunShape(OrderConfig(), batch_size=8)
+    shape = Workload(OrderConfig(), batch_size=8)
     assert forecast(COUNTS, COUNTS, 240 * 4096, shape, Rates()).later_epochs.hit_bytes == COUNTS.sum()
     with pytest.raises(CacheFullError, match=f"needs {240 * 4096} bytes"):
         forecast(COUNTS, COUNTS, 240 * 4096 - 1, shape, Rates())
@@ -191,7 +191,7 @@ def test_a_window_of_few_shards_among_many_can_be_planned(monkeypatch):
 def test_any_order_whose_window_fits_can_be_planned(shards, lanes, block, sticky, nodes, extra):
     counts, sizes = (np.array(column) for column in zip(*shards, strict=True))
     order = OrderConfig(shuffle="windowed", lanes=lanes, block=block, sticky=sticky)
-    shape = RunShape(order, batch_size=4, nodes=nodes, has_peers=nodes > 1)
+    shape = Workload(order, batch_size=4, nodes=nodes, has_peers=nodes > 1)
     if not counts.any():
         with pytest.raises(ConfigError, match="no samples"):
             forecast(counts, sizes, 1, shape, Rates())
@@ -211,7 +211,7 @@ def test_any_order_whose_window_fits_can_be_planned(shards, lanes, block, sticky
 )
 def test_a_shape_out_of_range_is_refused(wrong):
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}; expected"):
-        RunShape(OrderConfig(), **{"batch_size": 1, **wrong})
+        Workload(OrderConfig(), **{"batch_size": 1, **wrong})
 
 
 @pytest.mark.parametrize("wrong", [{"samples_per_second": 0}, {"origin": -1}, {"peers": float("nan")}], ids=str)

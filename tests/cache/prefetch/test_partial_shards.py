@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.prefetch.partial_shards import EarlySamples
-from datasvc.cache.prefetch.prefetching_store import FollowedShards
+from datasvc.cache.prefetch.partial_shards import PartialShardReader
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.errors import UnavailableError
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import OrderConfig
 from datasvc.repository import Repository
-from datasvc.shards import Wanted, ingest, open_dataset
+from datasvc.shards import ShardRequest, ingest, open_dataset
 from tests.samples import write_folder
 
 
@@ -48,7 +48,7 @@ def ignore(_name, _number):
 
 
 def wanted(split, shard, rows):
-    return Wanted(split.table.shard(shard), split.table.index(shard), np.array(rows))
+    return ShardRequest(split.table.shard(shard), split.table.index(shard), np.array(rows))
 
 
 def blobs(shard, rows):
@@ -58,7 +58,7 @@ def blobs(shard, rows):
 def test_samples_of_several_shards_come_without_their_shards(split):
     objects = Counting(split.repository.objects)
     counted = Counter()
-    early = EarlySamples(objects, 1 << 40, count=lambda name, number: counted.update({name: number}))
+    early = PartialShardReader(objects, 1 << 40, count=lambda name, number: counted.update({name: number}))
     found = early.read([wanted(split, 0, [1, 0]), wanted(split, 2, [2])])
     for shard, rows in ((0, [1, 0]), (2, [2])):
         info = split.table.shard(shard)
@@ -72,9 +72,9 @@ def test_samples_of_several_shards_come_without_their_shards(split):
 def test_no_more_is_read_than_the_share_of_the_rank(split):
     objects = Counting(split.repository.objects)
     split_bytes = 50 * split.table.size_bytes  # two per cent of it are this split
-    assert EarlySamples(objects, split_bytes, count=ignore).read([wanted(split, 0, [0])])
+    assert PartialShardReader(objects, split_bytes, count=ignore).read([wanted(split, 0, [0])])
     read = objects.num_bytes
-    early = EarlySamples(objects, split_bytes, num_ranks=split.table.size_bytes // read, count=ignore)
+    early = PartialShardReader(objects, split_bytes, num_ranks=split.table.size_bytes // read, count=ignore)
     assert early.read([wanted(split, 0, [0])])
     assert early.read([wanted(split, 1, [0])]) == {}
     assert objects.num_bytes == 2 * read
@@ -84,15 +84,15 @@ def test_no_more_is_read_than_the_share_of_the_rank(split):
 def test_what_cannot_be_read_or_is_wrong_is_left_to_the_whole_shard(split, fault):
     objects = Counting(split.repository.objects)
     setattr(objects, fault, True)
-    early = EarlySamples(objects, 1 << 40, count=ignore)
+    early = PartialShardReader(objects, 1 << 40, count=ignore)
     assert early.read([wanted(split, 0, [0])]) == {}
     setattr(objects, fault, False)
     assert early.read([wanted(split, 0, [0])]) == {}  # and nothing is tried again
 
 
 def test_a_shard_without_an_index_is_waited_for(split):
-    early = EarlySamples(split.repository.objects, 1 << 40, count=ignore)
-    assert early.read([Wanted(split.table.shard(0), None, np.array([0]))]) == {}
+    early = PartialShardReader(split.repository.objects, 1 << 40, count=ignore)
+    assert early.read([ShardRequest(split.table.shard(0), None, np.array([0]))]) == {}
 
 
 @pytest.mark.parametrize("config", [OrderConfig(seed=1), OrderConfig(seed=1, shuffle="windowed", lanes=2, block=8)])
@@ -107,7 +107,7 @@ def test_a_cold_start_serves_the_same_batches_as_the_origin(tmp_path, split, con
         batches.close()
 
     with Cache(tmp_path / "cache", budget="10MB") as cache:
-        shards = FollowedShards(cache, split, config)
+        shards = PrefetchingShardStore(cache, split, config)
         assert list(served(shards)) == list(served(split.origin))
         shards.close()
         assert cache.counters()["misses"] <= split.table.num_shards

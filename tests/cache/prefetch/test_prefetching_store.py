@@ -15,14 +15,14 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.prefetch.prefetching_store import FollowedShards
-from datasvc.cache.prefetch.stager import Ahead, StagerJob
-from datasvc.cache.prefetch.timeline import Timeline
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
+from datasvc.cache.prefetch.stager import JobPrefetcher, StagerJob
+from datasvc.cache.prefetch.timeline import UseTimeline
 from datasvc.errors import CorruptDataError
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import AccessOrder, OrderConfig
 from datasvc.repository import Objects
-from datasvc.shards import Wanted, ingest, open_dataset
+from datasvc.shards import ShardRequest, ingest, open_dataset
 from tests.samples import write_folder
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +74,7 @@ def use_until(cache, split, timeline, start, stop, owner):
 
 def needed_first(split, epoch, position, count):
     first = []
-    for piece in Timeline(split.table, CONFIG).pieces(epoch, position):
+    for piece in UseTimeline(split.table, CONFIG).pieces(epoch, position):
         first += [piece.shard] if piece.shard not in first else []
     return set(first[:count])
 
@@ -82,7 +82,7 @@ def needed_first(split, epoch, position, count):
 def test_what_is_needed_first_is_fetched_first_and_pushed_out_by_nothing_that_is_needed_later(tmp_path, split):
     room = 8 * int(footprint(split.table.bytes_per_shard).max())
     with Cache(tmp_path / "cache", budget=room) as cache:
-        ahead = Ahead(cache, job(cache, split))
+        ahead = JobPrefetcher(cache, job(cache, split))
         ahead.begin()
         fetch_all(ahead)
         there = resident(cache, split)
@@ -95,9 +95,9 @@ def test_the_stager_goes_on_with_the_job_and_across_the_end_of_the_epoch(tmp_pat
     room = 8 * int(footprint(split.table.bytes_per_shard).max())
     with Cache(tmp_path / "cache", budget=room) as cache:
         running = job(cache, split)
-        ahead = Ahead(cache, running)
+        ahead = JobPrefetcher(cache, running)
         ahead.begin()
-        timeline, before = Timeline(split.table, CONFIG), (0, 0)
+        timeline, before = UseTimeline(split.table, CONFIG), (0, 0)
         for epoch, position in [(0, 0), (0, 50), (0, 110), (1, 0), (1, 60), (3, 10), (0, 20)]:
             use_until(cache, split, timeline, before, (epoch, position), running.owner)
             before = epoch, position
@@ -114,7 +114,7 @@ def test_what_is_there_already_stays_for_its_next_use(tmp_path, split):
         info = split.table.shard(soon)
         cache.acquire(info, split.repository)
         cache.release(info.digest)  # as `datasvc stage` leaves it: nobody knows when it is needed
-        ahead = Ahead(cache, job(cache, split))
+        ahead = JobPrefetcher(cache, job(cache, split))
         ahead.begin()
         fetch_all(ahead)
         assert soon in resident(cache, split)
@@ -124,7 +124,7 @@ def test_what_is_there_already_stays_for_its_next_use(tmp_path, split):
 def test_a_job_served_through_a_small_cache_gets_every_sample_and_never_more_than_the_budget(tmp_path, split):
     budget = used_bytes(split) // 2
     with Cache(tmp_path / "cache", budget=budget) as cache:
-        shards = FollowedShards(cache, split, CONFIG)
+        shards = PrefetchingShardStore(cache, split, CONFIG)
         batches = SampleBatches(
             split, shards, CONFIG, batch_size=6, rank=0, world_size=1, tail="short", blob="image", columns=()
         )
@@ -148,7 +148,7 @@ def test_a_job_served_through_a_small_cache_gets_every_sample_and_never_more_tha
 
 def test_data_that_fits_is_fetched_once_whoever_of_job_and_stager_is_faster(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
-        shards = FollowedShards(cache, split, CONFIG)
+        shards = PrefetchingShardStore(cache, split, CONFIG)
         for epoch in (0, 1):
             for number, info in enumerate(split.table.shards()):
                 shards.advance(epoch, number)
@@ -166,14 +166,14 @@ def test_what_a_batch_lacks_is_fetched_side_by_side_where_the_stager_is_late(tmp
         return real(*arguments)
 
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
-        shards = FollowedShards(cache, split, CONFIG)
+        shards = PrefetchingShardStore(cache, split, CONFIG)
         shards.open_shard(split.table.shard(0))
         shards._stager._program.process.kill()
         shards._stager._program.process.wait()
         there = resident(cache, split)
         missing = [info for number, info in enumerate(split.table.shards()) if number not in there][:3]
         monkeypatch.setattr(Objects, "read_range", read_range)
-        assert shards.open_early([Wanted(info, None, np.array([0])) for info in missing]) == {}
+        assert shards.open_early([ShardRequest(info, None, np.array([0])) for info in missing]) == {}
         for info in missing:
             shards.open_shard(info)
         shards.close()
@@ -183,7 +183,7 @@ def test_what_a_batch_lacks_is_fetched_side_by_side_where_the_stager_is_late(tmp
 def test_data_that_is_all_here_needs_no_stager(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
         cache.stage([split])
-        shards = FollowedShards(cache, split, CONFIG)
+        shards = PrefetchingShardStore(cache, split, CONFIG)
         for info in split.table.shards():
             shards.open_shard(info)
             shards.release_shard(info)
@@ -193,7 +193,7 @@ def test_data_that_is_all_here_needs_no_stager(tmp_path, split):
 ORPHANED = """
 import os, sys, time
 from datasvc.cache import Cache
-from datasvc.cache.prefetch.prefetching_store import FollowedShards
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.order import OrderConfig
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
@@ -201,7 +201,7 @@ from datasvc.shards import open_dataset
 def main():
     split = open_dataset(Repository.open(sys.argv[1]), "pets@1")["train"]
     cache = Cache(sys.argv[2], budget="1GB")
-    shards = FollowedShards(cache, split, OrderConfig(seed=5, shuffle="windowed", lanes=2, block=8))
+    shards = PrefetchingShardStore(cache, split, OrderConfig(seed=5, shuffle="windowed", lanes=2, block=8))
     shards.open_shard(split.table.shard(0))
     print(shards._stager._program.process.pid, flush=True)
     sys.stdin.read()
@@ -230,7 +230,7 @@ def test_a_stager_ends_with_its_job_however_that_ends(tmp_path, split, program):
 
 def test_a_shard_that_cannot_be_fetched_holds_up_no_other_and_is_not_asked_for_again_and_again(tmp_path, split):
     counted = Counter()
-    bad = Timeline(split.table, CONFIG).pieces(0, 0)[6].shard
+    bad = UseTimeline(split.table, CONFIG).pieces(0, 0)[6].shard
 
     class Failing(Cache):
         def prefetch(self, info, *words, **options):
@@ -240,7 +240,7 @@ def test_a_shard_that_cannot_be_fetched_holds_up_no_other_and_is_not_asked_for_a
             return super().prefetch(info, *words, **options)
 
     with Failing(tmp_path / "cache", budget=used_bytes(split)) as cache:
-        ahead = Ahead(cache, job(cache, split))
+        ahead = JobPrefetcher(cache, job(cache, split))
         ahead.begin()
         for position in range(10):
             ahead.advance(0, position)
@@ -252,9 +252,9 @@ def test_a_shard_that_cannot_be_fetched_holds_up_no_other_and_is_not_asked_for_a
 
 def test_shards_are_used_again_after_a_close(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
-        shards = FollowedShards(cache, split, CONFIG)
+        shards = PrefetchingShardStore(cache, split, CONFIG)
         for info in split.table.shards()[:4]:
-            wanted = Wanted(info, None, np.array([0]))
+            wanted = ShardRequest(info, None, np.array([0]))
             shards.open_early([wanted])
             shards.open_shard(info)
             shards.close()
@@ -263,18 +263,18 @@ def test_shards_are_used_again_after_a_close(tmp_path, split):
 
 def test_two_ranks_of_one_order_agree_on_when_a_shard_is_needed_again(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
-        ranks = [Ahead(cache, replace(job(cache, split), lanes=[lane])) for lane in (0, 1)]
+        ranks = [JobPrefetcher(cache, replace(job(cache, split), lanes=[lane])) for lane in (0, 1)]
         for ahead in ranks:
             ahead.begin()
             fetch_all(ahead)
-        wanted = Timeline(split.table, CONFIG).next_uses(0, 0)
+        wanted = UseTimeline(split.table, CONFIG).next_uses(0, 0)
         for number, info in enumerate(split.table.shards()):
             assert cache._open().catalogue.record(info.digest).next_use == wanted[number]
 
 
 def test_a_job_whose_stager_died_goes_on(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
-        shards = FollowedShards(cache, split, CONFIG)
+        shards = PrefetchingShardStore(cache, split, CONFIG)
         infos = split.table.shards()
         shards.open_shard(infos[0])
         shards._stager._program.process.kill()

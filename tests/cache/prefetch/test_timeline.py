@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache.catalogue.next_use import bytes_per_position
-from datasvc.cache.prefetch.timeline import Timeline
+from datasvc.cache.prefetch.timeline import UseTimeline
 from datasvc.order import AccessOrder, OrderConfig
 
 
@@ -39,7 +39,7 @@ def shards_by_position(table, config, epoch):
 @given(TABLES, CONFIGS, st.integers(0, 3), st.data())
 def test_a_shard_is_never_needed_before_its_time_comes_nor_after_its_piece_ended(table, config, epoch, data):
     position = data.draw(st.integers(0, int(table.samples_per_shard.sum())))
-    timeline = Timeline(table, config)
+    timeline = UseTimeline(table, config)
     now = timeline.clock(epoch, position)
     pieces = timeline.pieces(epoch, position)
     assert [piece.first for piece in pieces] == sorted(piece.first for piece in pieces)
@@ -54,7 +54,7 @@ def test_a_shard_is_never_needed_before_its_time_comes_nor_after_its_piece_ended
 def test_the_next_use_comes_no_later_than_the_first_sample_that_needs_it(table, config, epoch, data):
     num_samples = int(table.samples_per_shard.sum())
     position = data.draw(st.integers(0, num_samples))
-    timeline = Timeline(table, config)
+    timeline = UseTimeline(table, config)
     next_uses = timeline.next_uses(epoch, position)
     served = np.concatenate([shards_by_position(table, config, each) for each in (epoch, epoch + 1)])
     for shard in range(len(table.samples_per_shard)):
@@ -66,7 +66,7 @@ def test_the_next_use_comes_no_later_than_the_first_sample_that_needs_it(table, 
 
 def test_a_shard_let_go_of_is_needed_again_in_the_next_epoch():
     table, config = Table([4] * 6, [4096] * 6), OrderConfig(seed=3, shuffle="windowed", lanes=1, block=4)
-    timeline = Timeline(table, config)
+    timeline = UseTimeline(table, config)
     last = int(shards_by_position(table, config, 0)[3])
     again = int(np.flatnonzero(shards_by_position(table, config, 1) == last)[0])
     assert timeline.reuse(last, 0, 4).next_use == timeline.clock(1, again)
@@ -74,7 +74,7 @@ def test_a_shard_let_go_of_is_needed_again_in_the_next_epoch():
 
 def test_a_rank_fetches_for_its_own_lanes_and_knows_when_any_lane_needs_a_shard_again():
     table, config = Table([8] * 8, [4096] * 8), OrderConfig(seed=1, shuffle="windowed", lanes=2, block=8, sticky=True)
-    whole, halves = Timeline(table, config), [Timeline(table, config, [lane]) for lane in (0, 1)]
+    whole, halves = UseTimeline(table, config), [UseTimeline(table, config, [lane]) for lane in (0, 1)]
     shards = [{piece.shard for piece in half.pieces(0, 0)} for half in halves]
     assert shards[0].isdisjoint(shards[1])
     assert shards[0] | shards[1] == {piece.shard for piece in whole.pieces(0, 0)} == set(range(8))
@@ -87,6 +87,6 @@ def test_a_rank_fetches_for_its_own_lanes_and_knows_when_any_lane_needs_a_shard_
 @pytest.mark.parametrize("epoch", [0, 2])
 def test_the_clock_goes_on_with_each_sample_and_never_back(epoch):
     table = Table([3, 5], [3000, 5000])
-    timeline = Timeline(table, OrderConfig(shuffle=None))
+    timeline = UseTimeline(table, OrderConfig(shuffle=None))
     assert timeline.clock(epoch, 8) == timeline.clock(epoch + 1, 0) == (epoch + 1) * 8 * 1000
     assert bytes_per_position(table.samples_per_shard, table.bytes_per_shard) == 1000

@@ -10,7 +10,7 @@ from datasvc.cache.sources.received_parts import PART_BYTES
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 
 CONTENT = bytes(range(251)) * (10 * PART_BYTES // 251)
 INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
@@ -108,10 +108,10 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
 
 
 def test_the_requests_are_shared_among_the_objects_that_are_on_their_way(requests):
-    with requests.sharing(Interrupt()):
+    with requests.sharing(CancellationToken()):
         with requests.turn() as share:
             assert share == 16
-        with requests.sharing(Interrupt()), requests.sharing(Interrupt()), requests.turn() as share:
+        with requests.sharing(CancellationToken()), requests.sharing(CancellationToken()), requests.turn() as share:
             assert share == 5
         with requests.turn() as share:
             assert share == 16

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cache.sources.received_parts import PART_BYTES, Parts
+from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
 
 SIZE = 9 * PART_BYTES + 1
 
@@ -17,31 +17,31 @@ def path(tmp_path):
 
 
 def test_what_was_noted_is_there_after_a_restart(path):
-    with Parts(path, SIZE) as parts:
+    with ReceivedParts(path, SIZE) as parts:
         assert (parts.num_parts, parts.arrived) == (10, frozenset())
         for number in (3, 0, 9):
             parts.add(number)
-    with Parts(path, SIZE) as parts:
+    with ReceivedParts(path, SIZE) as parts:
         assert parts.arrived == {0, 3, 9}
         parts.clear()
         parts.add(1)
-    with Parts(path, SIZE) as parts:
+    with ReceivedParts(path, SIZE) as parts:
         assert parts.arrived == {1}
 
 
 def test_the_note_of_an_object_of_another_size_is_dropped(path):
-    with Parts(path, SIZE) as parts:
+    with ReceivedParts(path, SIZE) as parts:
         parts.add(0)
-    with Parts(path, SIZE + 1) as parts:
+    with ReceivedParts(path, SIZE + 1) as parts:
         assert parts.arrived == frozenset()
-    with Parts(path, SIZE) as parts:
+    with ReceivedParts(path, SIZE) as parts:
         assert parts.arrived == frozenset()
 
 
 @given(st.data())
 def test_a_damaged_note_is_dropped_whole(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("parts") / "x.parts"
-    with Parts(path, SIZE) as parts:
+    with ReceivedParts(path, SIZE) as parts:
         for number in range(4):
             parts.add(number)
     content = bytearray(path.read_bytes())
@@ -53,19 +53,19 @@ def test_a_damaged_note_is_dropped_whole(tmp_path_factory, data):
     else:
         content += bytes(data.draw(st.integers(1, 40)))
     path.write_bytes(content)
-    with Parts(path, SIZE) as parts:
+    with ReceivedParts(path, SIZE) as parts:
         assert parts.arrived == frozenset()
         parts.add(5)
-    with Parts(path, SIZE) as parts:
+    with ReceivedParts(path, SIZE) as parts:
         assert parts.arrived == {5}
 
 
 def test_an_object_without_bytes_has_no_parts(path):
-    with Parts(path, 0) as parts:
+    with ReceivedParts(path, 0) as parts:
         assert parts.num_parts == 0
 
 
 def test_closing_leaves_no_descriptor_open(path):
     before = len(os.listdir("/proc/self/fd"))
-    Parts(path, SIZE).close()
+    ReceivedParts(path, SIZE).close()
     assert len(os.listdir("/proc/self/fd")) == before

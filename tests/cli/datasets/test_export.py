@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from datasvc.cli.datasets.export import Format
+from datasvc.cli.datasets.export import DatasetFormat
 from datasvc.shards.export import FORMATS
 from tests.cli.command import run
 from tests.shards.export.contents import write_photos
@@ -22,7 +22,7 @@ def test_it_has_help_with_an_example_and_offers_every_format(repository):
     assert done.returncode == 0
     assert "Example: datasvc export pets@3" in done.stdout
     assert "--json" in done.stdout
-    assert [each.value for each in Format] == list(FORMATS)
+    assert [each.value for each in DatasetFormat] == list(FORMATS)
 
 
 def test_it_says_what_it_wrote(repository, tmp_path):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import datasvc
 from datasvc.errors import DatasvcError, UnavailableError
-from datasvc.models.dcp import Writer
+from datasvc.models.dcp import DcpWriter
 from datasvc.models.saving import distributed_save, save_policy
 from datasvc.repository.objects.batch import ObjectBatch
 from datasvc.repository.objects.objects import Objects
@@ -201,7 +201,7 @@ def apart(repo, rank):
     errors = [caught(lambda: own.model("m"))]
     try:
         dcp.save(
-            {"w": DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (RANKS,)))}, storage_writer=Writer(url)
+            {"w": DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (RANKS,)))}, storage_writer=DcpWriter(url)
         )
     except CheckpointException as error:
         errors.append([str(each) for each, _ in error.failures.values()])

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.models.dcp import Reader, Writer
+from datasvc.models.dcp import DcpReader, DcpWriter
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES
 
@@ -71,24 +71,24 @@ def check_every_layout_is_restored_in_every_other():
     held = [(line, "rows"), (line, "columns"), (square, "both"), (square, "mixed"), (line, "replicas")]
     for number, (mesh, layout) in enumerate(held, 1):
         state = {"model": distributed(WHOLE, mesh(), layout), "values": VALUES}
-        metadata = dcp.save(state, storage_writer=Writer(URL, name="layouts", step=number))
+        metadata = dcp.save(state, storage_writer=DcpWriter(URL, name="layouts", step=number))
         assert metadata.storage_meta.checkpoint_id == f"{URL}#layouts@{number}", "every rank is told the version"
     for number, (mesh, layout) in enumerate([*held[1:], held[0]], 1):
         found = {"model": distributed(zeros(), mesh(), layout), "values": None}
         found["values"] = dict.fromkeys(VALUES)
         found["values"]["schedule"] = dict.fromkeys(VALUES["schedule"])
-        dcp.load(found, storage_reader=Reader(URL, ref=f"layouts@{number}"))
+        dcp.load(found, storage_reader=DcpReader(URL, ref=f"layouts@{number}"))
         assert_whole(found["model"], WHOLE)
         assert found["values"] == VALUES
 
 
 def check_a_rank_reads_its_own_part_alone():
     large = {"large": WHOLE["large"]}
-    writer = Writer(URL, name="parts", codec="none")
+    writer = DcpWriter(URL, name="parts", codec="none")
     dcp.save(distributed(large, line(), "rows"), storage_writer=writer)
     source = CountingSource()
     found = distributed({"large": torch.zeros_like(large["large"])}, line(), "rows")
-    dcp.load(found, storage_reader=Reader(URL, name="parts", cache=source.opened))
+    dcp.load(found, storage_reader=DcpReader(URL, name="parts", cache=source.opened))
     assert_whole(found, large)
     assert source.num_bytes == large["large"].nbytes // 4, source.num_bytes
 
@@ -132,7 +132,7 @@ def check_a_model_under_fsdp_and_its_optimizer_are_restored_under_other_parallel
     net, optimizer = trained(line())
     weights, moments = get_state_dict(net, optimizer)
     expected = wholes({"model": weights, "optimizer": moments})
-    dcp.save({"model": weights, "optimizer": moments}, storage_writer=Writer(URL, name="fsdp", step=2))
+    dcp.save({"model": weights, "optimizer": moments}, storage_writer=DcpWriter(URL, name="fsdp", step=2))
     both = model()
     parallelize_module(both, square()["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(both, mesh=square()["data"])
@@ -141,18 +141,18 @@ def check_a_model_under_fsdp_and_its_optimizer_are_restored_under_other_parallel
     for other in (both, hybrid, model()):
         fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
         state = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
-        dcp.load(state, storage_reader=Reader(URL, name="fsdp"))
+        dcp.load(state, storage_reader=DcpReader(URL, name="fsdp"))
         set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         found = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
         assert_same(wholes(found), expected)
         # And back: what it holds now is saved as this parallelism has it.
-        dcp.save(found, storage_writer=Writer(URL, name="fsdp", step=3))
+        dcp.save(found, storage_writer=DcpWriter(URL, name="fsdp", step=3))
 
 
 def check_an_asynchronous_save_has_a_group_of_its_own():
     group = dist.new_group(backend="gloo")
     state = distributed(WHOLE, line(), "rows")
-    future = dcp.async_save(state, storage_writer=Writer(URL, name="later"), process_group=group)
+    future = dcp.async_save(state, storage_writer=DcpWriter(URL, name="later"), process_group=group)
     for tensor in state.values():
         tensor.to_local().zero_()
     # Collectives of the training go on meanwhile.
@@ -160,7 +160,7 @@ def check_an_asynchronous_save_has_a_group_of_its_own():
         dist.all_reduce(torch.ones(3))
     future.result()
     found = distributed(zeros(), square(), "both")
-    dcp.load(found, storage_reader=Reader(URL, name="later"))
+    dcp.load(found, storage_reader=DcpReader(URL, name="later"))
     assert_whole(found, WHOLE)
 
 
@@ -173,9 +173,9 @@ class FailsOnOneRank(DefaultSavePlanner):
 
 def check_one_ranks_failure_is_an_error_on_every_rank_and_nothing_is_visible():
     before = versions("layouts")
-    too_long = Writer(URL, name="layouts", config={"notes": "x" * MAX_ENTRY_BYTES})
+    too_long = DcpWriter(URL, name="layouts", config={"notes": "x" * MAX_ENTRY_BYTES})
     for writer, planner, rank, kind in (
-        (Writer(URL, name="layouts"), FailsOnOneRank(), 2, UnavailableError),
+        (DcpWriter(URL, name="layouts"), FailsOnOneRank(), 2, UnavailableError),
         (too_long, None, 0, ConfigError),  # seen when the coordinator commits
     ):
         caught = None
@@ -194,12 +194,12 @@ def check_jobs_that_save_to_one_name_at_once_both_land():
     mine = dist.get_rank() // 2
     state = distributed({"w": torch.full((6, 2), float(mine))}, DeviceMesh.from_group(pairs[mine], "cpu"), "rows")
     for _ in range(2):
-        dcp.save(state, storage_writer=Writer(URL, name="race"), process_group=pairs[mine])
+        dcp.save(state, storage_writer=DcpWriter(URL, name="race"), process_group=pairs[mine])
     assert versions("race") == [1, 2, 3, 4]
     sums = []
     for number in (1, 2, 3, 4):
         found = {"w": torch.empty(6, 2)}
-        dcp.load(found, storage_reader=Reader(URL, ref=f"race@{number}"))
+        dcp.load(found, storage_reader=DcpReader(URL, ref=f"race@{number}"))
         sums.append(found["w"].sum().item())
     assert sorted(sums) == [0, 0, 12, 12]
 
@@ -207,7 +207,7 @@ def check_jobs_that_save_to_one_name_at_once_both_land():
 def check_parts_that_would_not_be_joined_are_refused():
     caught = None
     try:
-        dcp.save({"w": torch.ones(2)}, storage_writer=Writer(URL, name="apart"), use_collectives=False)
+        dcp.save({"w": torch.ones(2)}, storage_writer=DcpWriter(URL, name="apart"), use_collectives=False)
     except Exception as error:
         caught = error
     assert "would make a version of each rank's part" in str(caught), caught
@@ -217,7 +217,7 @@ def check_a_sharded_tensor_that_planners_do_not_see_is_refused_by_name():
     hidden = {"pair": (distributed({"w": torch.ones(4)}, line(), "rows")["w"], 1)}
     caught = None
     try:
-        dcp.save(hidden, storage_writer=Writer(URL, name="hidden"))
+        dcp.save(hidden, storage_writer=DcpWriter(URL, name="hidden"))
     except CheckpointException as error:
         caught = error
     assert "'pair.0' is a sharded tensor inside a tuple" in str(caught), caught
@@ -233,7 +233,9 @@ class DiesOnOneRank(DefaultSavePlanner):
 def lose_a_rank():
     caught = None
     try:
-        dcp.save(distributed(WHOLE, line(), "rows"), storage_writer=Writer(URL, name="lost"), planner=DiesOnOneRank())
+        dcp.save(
+            distributed(WHOLE, line(), "rows"), storage_writer=DcpWriter(URL, name="lost"), planner=DiesOnOneRank()
+        )
     except BaseException as error:
         caught = error
     os._exit(0 if caught is not None else 1)
@@ -243,7 +245,7 @@ def restore():
     for layout in ("rows", "columns", "replicas"):
         for number in (1, 3):
             found = {"model": distributed(zeros(), line(), layout)}
-            dcp.load(found, storage_reader=Reader(URL, ref=f"layouts@{number}"))
+            dcp.load(found, storage_reader=DcpReader(URL, ref=f"layouts@{number}"))
             assert_whole(found["model"], WHOLE)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.ledger.audit import audit
-from datasvc.ledger.file import RECORD_BYTES, Kind, Record, read_ledger
+from datasvc.ledger.file import RECORD_BYTES, LedgerRecord, RecordKind, read_ledger
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.order import OrderConfig
 from datasvc.repository import Repository
@@ -295,7 +295,7 @@ def test_a_sample_that_was_served_twice_is_named(numbers, tmp_path):
     for loader in ranks_of(numbers, tmp_path, 2, 4):
         list(loader)
     (path,) = tmp_path.glob("*-rank1-of-2-*")
-    twice = Record(Kind.SERVED, 0, next(iter(read_ledger(path))).records[0].comb.clip(8, 16), 4)
+    twice = LedgerRecord(RecordKind.SERVED, 0, next(iter(read_ledger(path))).records[0].comb.clip(8, 16), 4)
     rewrite(path, lambda records: [*records, twice])
     found = audit_of(tmp_path)
     (epoch,) = found.epochs

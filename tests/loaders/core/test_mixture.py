@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.prefetch.timeline import Timeline
+from datasvc.cache.prefetch.timeline import UseTimeline
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.keyed_random import KeyedPermutation, derive_keys
 from datasvc.loaders import ImageLoader
@@ -406,7 +406,7 @@ def test_the_clocks_by_which_a_cache_compares_the_splits_go_side_by_side(splits,
     steps = clock_steps(mixture)
     for split, weight, step, cursor in zip(mixture.splits, weights, steps, own, strict=True):
         if weight:
-            clock = Timeline(split.table, OrderConfig(), step_bytes=step).clock(*cursor)
+            clock = UseTimeline(split.table, OrderConfig(), step_bytes=step).clock(*cursor)
             # Off by the sample that it may be off its share, and half a byte of rounding for each.
             assert abs(clock - 30 * number * mean) <= step * (1 + 0.5 * 30 * number * weight / sum(weights) / step)
         else:

@@ -18,12 +18,12 @@ if __name__ == "__main__":
     if BEHAVIOUR == "segfault at windows":
         from datasvc.loaders.decode.choice import trial
         from datasvc.loaders.decode.choice.make import make_backend
-        from datasvc.loaders.profiling.step_profiler import Stopwatch
+        from datasvc.loaders.profiling.step_profiler import StepProfiler
 
         def make(config, backend):
             if backend == "gpu-window":
                 os.kill(os.getpid(), signal.SIGSEGV)
-            return make_backend(config, backend, framework="torch", stopwatch=Stopwatch())
+            return make_backend(config, backend, framework="torch", stopwatch=StepProfiler())
 
         trial._make = make
         trial.main()

@@ -6,7 +6,7 @@ from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.decode.backend import DecodeConfig
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.pixels import PixelFormat
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from tests.samples import jpeg
 
 SIZE = 24
@@ -19,7 +19,7 @@ def config(batch_size=8, num_threads=2, prefetch=2, output="float32", layout="NC
 
 
 def on_cpu(backend="cpu", framework="torch", **settings):
-    return CpuBackend(config(**settings), backend=backend, framework=framework, stopwatch=Stopwatch())
+    return CpuBackend(config(**settings), backend=backend, framework=framework, stopwatch=StepProfiler())
 
 
 def photos(number, seed=0, width=90, height=70):

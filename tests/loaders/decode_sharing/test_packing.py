@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from datasvc.loaders.decode_sharing.mapped_batch import BorrowedMemory
-from datasvc.loaders.decode_sharing.memory import Memory, write_batch
+from datasvc.loaders.decode_sharing.memory import SharedBuffer, write_batch
 from datasvc.loaders.decode_sharing.packing import pack, unpack
 
 
@@ -141,7 +141,7 @@ def test_a_larger_batch_gets_new_memory_and_a_smaller_one_the_old():
 
 
 def test_nobody_who_gets_the_memory_can_change_or_shrink_it():
-    memory = Memory(4096)
+    memory = SharedBuffer(4096)
     copy = os.dup(memory.descriptor)
     with pytest.raises(PermissionError):
         mmap.mmap(copy, 4096)

@@ -22,15 +22,15 @@ from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.loaders.core.split_reader import Cursor
-from datasvc.loaders.decode_sharing import Share, consumer
+from datasvc.loaders.decode_sharing import DecodeGroup, consumer
 from datasvc.loaders.decode_sharing.job import ServerJob, start_server
-from datasvc.loaders.decode_sharing.loader_spec import Recipe
-from datasvc.loaders.decode_sharing.memory import Memory
+from datasvc.loaders.decode_sharing.loader_spec import LoaderSpec
+from datasvc.loaders.decode_sharing.memory import SharedBuffer
 from datasvc.loaders.decode_sharing.messages import receive, send
 from datasvc.loaders.decode_sharing.rendezvous import address_of, connect_or_listen
 from datasvc.loaders.decode_sharing.server import Consumer
-from datasvc.loaders.decode_sharing.server import Server as ServerInside
-from datasvc.loaders.decode_sharing.step_index import Path as RunPath
+from datasvc.loaders.decode_sharing.server import DecodeServer as ServerInside
+from datasvc.loaders.decode_sharing.step_index import StepIndex as RunPath
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.shards import ingest, open_dataset
 from tests.loaders.shared.job import OPTIONS, describe, endless
@@ -202,7 +202,7 @@ def test_a_killed_server_costs_no_batch_and_is_started_again(digits, alone, name
 
 
 def test_a_server_killed_between_a_promise_and_its_batch_is_missed_by_nobody(digits, alone, name):
-    with make(digits["val"], Share(name, lag=30)) as loader:
+    with make(digits["val"], DecodeGroup(name, lag=30)) as loader:
         assert take(loader, 1) == alone[:1]
         batches = loader.sharing._batches
         far = Cursor(0, 8 * 30)
@@ -238,7 +238,7 @@ def test_a_killed_job_even_the_one_that_started_the_server_disturbs_nobody(digit
 
 def test_a_stopped_job_blocks_nobody_is_told_and_gets_its_own_batches(digits, alone, name):
     share = {"name": name, "lag": 2, "patience": 0}
-    with Job(digits["val"], share) as slow, make(digits["val"], Share(**share)) as fast:
+    with Job(digits["val"], share) as slow, make(digits["val"], DecodeGroup(**share)) as fast:
         # One, so that the first batch is still kept when the other asks for it, however late that is.
         found = slow.do("take", 1)
         slow.process.send_signal(signal.SIGSTOP)
@@ -284,7 +284,7 @@ def test_the_wait_for_the_process_that_decodes_is_a_wait_and_no_work_of_the_job(
 
 
 def test_who_starts_late_is_waited_for_and_shares_from_then_on(digits, alone, name):
-    share = Share(name, lag=2, patience=50)
+    share = DecodeGroup(name, lag=2, patience=50)
     with make(digits["val"], share) as first:
         early = endless(first)
         found = [describe(next(early)) for _ in range(20)]
@@ -299,16 +299,16 @@ def test_who_starts_late_is_waited_for_and_shares_from_then_on(digits, alone, na
 
 
 def test_who_is_too_far_behind_is_warned_or_gets_an_error_as_asked(digits, alone, name):
-    with make(digits["val"], Share(name, lag=2, patience=0)) as first:
+    with make(digits["val"], DecodeGroup(name, lag=2, patience=0)) as first:
         stream = endless(first)
         for _ in range(20):
             next(stream)
-        with make(digits["val"], Share(name, lag=2, patience=0, when_behind="raise")) as second:
+        with make(digits["val"], DecodeGroup(name, lag=2, patience=0, when_behind="raise")) as second:
             with pytest.raises(LagError, match=r"2\d batches behind the fastest"):
                 take(second, 1)
             second.load_state_dict(first.state_dict())
             assert take(second, 1) == [describe(next(stream))] == alone[20:21]
-        with make(digits["val"], Share(name, lag=2, patience=0)) as third:
+        with make(digits["val"], DecodeGroup(name, lag=2, patience=0)) as third:
             with pytest.warns(RuntimeWarning, match="batches behind the fastest; this job decodes alone"):
                 assert take(third, 3) == alone[:3]
             assert (third.sharing.counts.alone, third.sharing.counts.behind) == (3, 1)
@@ -318,7 +318,7 @@ def test_who_is_too_far_behind_is_warned_or_gets_an_error_as_asked(digits, alone
 
 @pytest.mark.slow
 def test_a_job_that_is_left_alone_elsewhere_takes_the_server_with_it(digits, alone, name):
-    share = Share(name, lag=2, patience=0)
+    share = DecodeGroup(name, lag=2, patience=0)
     with make(digits["val"], share) as first, make(digits["val"], share) as second:
         take(first, 20)
         with warnings.catch_warnings():
@@ -455,7 +455,7 @@ def test_a_sample_that_does_not_decode_is_named_to_whoever_meets_it(repository, 
 
 @pytest.mark.slow
 def test_a_server_that_does_not_answer_is_given_up(digits, alone, name):
-    with make(digits["val"], Share(name, silent_s=0.2)) as loader:
+    with make(digits["val"], DecodeGroup(name, silent_s=0.2)) as loader:
         batches = endless(loader)
         while not loader.sharing.counts.shared:  # a slow start, too, may look like silence
             loader.close()
@@ -494,8 +494,8 @@ def test_a_forked_child_keeps_no_server_alive_and_breaks_nothing(digits, alone, 
 
 @pytest.mark.slow
 def test_a_server_whose_starter_is_gone_before_it_is_up_ends_by_itself(digits, name):
-    recipe = Recipe(ImageLoader, digits["val"], None, OPTIONS)
-    job = ServerJob.plan(Share(name), recipe=recipe, path=RunPath(360, 8, "drop"), fingerprint={})
+    recipe = LoaderSpec(ImageLoader, digits["val"], None, OPTIONS)
+    job = ServerJob.plan(DecodeGroup(name), recipe=recipe, path=RunPath(360, 8, "drop"), fingerprint={})
     connection, listener = connect_or_listen(address_of(name, DataRanks()), 30)
     with connection, listener:
         server = Server(start_server(job, listener))
@@ -562,7 +562,7 @@ def no_more_files():
 
 @pytest.mark.parametrize("has_arrived", [False, True])
 def test_who_can_open_no_more_files_decodes_alone(digits, alone, name, has_arrived):
-    with make(digits["val"], Share(name, lag=30)) as loader:
+    with make(digits["val"], DecodeGroup(name, lag=30)) as loader:
         assert take(loader, 1) == alone[:1]
         batches = loader.sharing._batches
         far = Cursor(0, 8 * 20)
@@ -652,12 +652,12 @@ def test_messages_that_make_no_sense_end_whoever_sent_them_alone(digits, alone, 
 
 
 def test_a_loan_to_a_consumer_that_has_just_gone_is_none(digits, name):
-    recipe = Recipe(ImageLoader, digits["val"], None, OPTIONS)
-    job = ServerJob.plan(Share(name), recipe=recipe, path=RunPath(360, 8, "drop"), fingerprint={})
+    recipe = LoaderSpec(ImageLoader, digits["val"], None, OPTIONS)
+    job = ServerJob.plan(DecodeGroup(name), recipe=recipe, path=RunPath(360, 8, "drop"), fingerprint={})
     connection, listener = connect_or_listen(address_of(name, DataRanks()), 30)
     with connection, listener:
         server = ServerInside(job, listener)
-        slot = server._slots.add(Cursor(0, 0), Memory(64), [])
+        slot = server._slots.add(Cursor(0, 0), SharedBuffer(64), [])
         server._lend(Consumer(connection), slot)
         assert not slot.holders.total()
         server._slots.drop(slot)
@@ -688,7 +688,7 @@ def test_what_cannot_be_sent_to_another_process_is_refused(digits, name):
 )
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        Share(**settings)
+        DecodeGroup(**settings)
 
 
 def test_a_share_needs_the_cpu(digits):

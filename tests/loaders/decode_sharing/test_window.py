@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.loaders.core.split_reader import Cursor
-from datasvc.loaders.decode_sharing.step_index import Path
+from datasvc.loaders.decode_sharing.step_index import StepIndex
 from datasvc.loaders.decode_sharing.window import AHEAD, Window
 
 
@@ -171,7 +171,7 @@ def test_the_fastest_is_never_refused_nor_held_up_where_nobody_is_waited_for(tur
             return  # everybody else was idle: steps are counted anew
 
 
-PATHS = st.builds(Path, st.integers(10, 40), st.integers(1, 10), st.sampled_from(["drop", "short", "pad"]))
+PATHS = st.builds(StepIndex, st.integers(10, 40), st.integers(1, 10), st.sampled_from(["drop", "short", "pad"]))
 
 
 @given(PATHS, st.integers(0, 9), st.integers(0, 30))
@@ -184,7 +184,7 @@ def test_steps_between_two_places_are_those_that_a_run_takes(path, start, count)
 
 
 def test_a_place_that_a_run_never_comes_to_has_no_distance():
-    path = Path(100, 10, "drop")
+    path = StepIndex(100, 10, "drop")
     assert path.steps_between(Cursor(0, 3), Cursor(0, 20)) is None
     assert path.steps_between(Cursor(0, 3), Cursor(1, 3)) is None
     assert path.steps_between(Cursor(0, 3), Cursor(1, 0)) == 9

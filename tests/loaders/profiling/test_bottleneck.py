@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from datasvc.loaders.profiling.bottleneck import Means, judge
+from datasvc.loaders.profiling.bottleneck import Resources, diagnose
 from datasvc.loaders.profiling.step_times import Stage, Totals
 
-CPU = Means(unit="images", decoder="cpu", num_threads=4, num_processors=16, has_cache=True)
+CPU = Resources(unit="images", decoder="cpu", num_threads=4, num_processors=16, has_cache=True)
 
 
 def totals(*, consumer_s, steps=100, batch=64, waiting_s=None, bound=0, beside_s=None, threads=4, **blocked_s):
@@ -28,7 +28,7 @@ def totals(*, consumer_s, steps=100, batch=64, waiting_s=None, bound=0, beside_s
 
 def test_a_run_that_waits_for_decode_is_told_the_rates_and_how_many_threads_are_missing():
     # 6,400 images: the consumer takes 10 s for them, the decoder 15.
-    verdict = judge(totals(consumer_s=10, decode=5, waiting_s=5, bound=100), CPU)
+    verdict = diagnose(totals(consumer_s=10, decode=5, waiting_s=5, bound=100), CPU)
     assert verdict.stage is Stage.DECODE
     assert verdict.starved_share == pytest.approx(1 / 3)
     assert str(verdict) == (
@@ -39,7 +39,7 @@ def test_a_run_that_waits_for_decode_is_told_the_rates_and_how_many_threads_are_
 @pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.START])
 def test_the_stage_that_blocks_longest_is_named_with_advice(stage):
     others = {each.value: 0.5 for each in Stage if each is not stage}
-    verdict = judge(totals(consumer_s=10, **others, **{stage.value: 6}), CPU)
+    verdict = diagnose(totals(consumer_s=10, **others, **{stage.value: 6}), CPU)
     assert verdict.stage is stage
     assert str(verdict).startswith(f"starved by {stage}: ")
     assert len(verdict.advice) > 20
@@ -48,12 +48,12 @@ def test_the_stage_that_blocks_longest_is_named_with_advice(stage):
 def test_threads_beside_that_most_steps_wait_for_are_the_limit_whatever_is_done_meanwhile():
     """With decode at 100 ms a batch, copying for 70 ms and no wait for decode but the rest: copying hides in it."""
     times = {"consumer_s": 1, "transfer": 7, "decode": 2, "waiting_s": 2}
-    assert judge(totals(**times, bound=95), CPU).stage is Stage.DECODE
-    assert judge(totals(**times, bound=10), CPU).stage is Stage.TRANSFER
+    assert diagnose(totals(**times, bound=95), CPU).stage is Stage.DECODE
+    assert diagnose(totals(**times, bound=10), CPU).stage is Stage.TRANSFER
 
 
 def test_a_consumer_that_hardly_waits_is_the_limit():
-    verdict = judge(totals(consumer_s=10, decode=0.1, read=0.1), CPU)
+    verdict = diagnose(totals(consumer_s=10, decode=0.1, read=0.1), CPU)
     assert (verdict.stage, verdict.headroom, verdict.advice) == (None, None, "")
     assert str(verdict) == (
         "not starved: the consumer is the limit; it takes 627 images/s and waits 2.0% of the time"
@@ -62,27 +62,27 @@ def test_a_consumer_that_hardly_waits_is_the_limit():
 
 def test_headroom_is_what_the_slower_of_decoding_threads_and_calls_leaves():
     # Four threads were busy for 20 s in all: 5 s each, in the 10 s of the consumer.
-    assert judge(totals(consumer_s=10, read=0.2, beside_s=20), CPU).headroom == pytest.approx(1.0)
-    assert judge(totals(consumer_s=10, read=0.4, beside_s=0.8), CPU).headroom == pytest.approx(24.0)
+    assert diagnose(totals(consumer_s=10, read=0.2, beside_s=20), CPU).headroom == pytest.approx(1.0)
+    assert diagnose(totals(consumer_s=10, read=0.4, beside_s=0.8), CPU).headroom == pytest.approx(24.0)
     assert "not starved: the consumer is the limit, 100% headroom;" in str(
-        judge(totals(consumer_s=10, read=0.2, beside_s=20), CPU)
+        diagnose(totals(consumer_s=10, read=0.2, beside_s=20), CPU)
     )
 
 
 def test_making_the_decoder_is_not_held_against_a_run():
-    verdict = judge(totals(consumer_s=10, start=100, read=0.1), CPU)
+    verdict = diagnose(totals(consumer_s=10, start=100, read=0.1), CPU)
     assert verdict.stage is None
     assert verdict.asked == pytest.approx(640)
 
 
 def test_a_consumer_that_takes_no_time_asks_for_any_number():
-    verdict = judge(totals(consumer_s=0, decode=10, waiting_s=10, bound=100), CPU)
+    verdict = diagnose(totals(consumer_s=0, decode=10, waiting_s=10, bound=100), CPU)
     assert (verdict.asked, verdict.starved_share) == (None, 1)
     assert str(verdict).startswith("starved by decode: 640 images/s offered, any number asked; 12 more decode")
 
 
 def test_nothing_served_is_no_verdict():
-    assert str(judge(Totals(), CPU)) == "nothing was served yet"
+    assert str(diagnose(Totals(), CPU)) == "nothing was served yet"
 
 
 STARVED = totals(consumer_s=10, decode=5, waiting_s=5, bound=100)
@@ -105,4 +105,4 @@ STARVED = totals(consumer_s=10, decode=5, waiting_s=5, bound=100)
     ],
 )
 def test_advice_fits_what_there_is(times, change, advice):
-    assert advice in judge(times, dataclasses.replace(CPU, **change)).advice
+    assert advice in diagnose(times, dataclasses.replace(CPU, **change)).advice

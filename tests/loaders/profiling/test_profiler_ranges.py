@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from datasvc.loaders import ImageLoader
 from datasvc.loaders.profiling import profiler_ranges
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.trainer.env import environment
 
@@ -47,7 +47,7 @@ def test_opening_a_shard_is_one_range_whatever_becomes_of_it(digits):
 
 
 def test_nothing_is_recorded_and_nothing_is_left_open_without_a_profiler():
-    stopwatch = Stopwatch()
+    stopwatch = StepProfiler()
     with stopwatch.step(), stopwatch.stage(Stage.READ):
         assert profiler_ranges.open_range(Stage.READ) is None
 
@@ -70,7 +70,7 @@ def test_under_an_nvtx_tool_ranges_nest_and_close_though_the_work_fails(monkeypa
     monkeypatch.setattr(profiler_ranges, "_IS_UNDER_NVTX_TOOL", True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
-    stopwatch = Stopwatch()
+    stopwatch = StepProfiler()
     with pytest.raises(ValueError, match="bad"), stopwatch.step(), stopwatch.stage(Stage.READ):
         raise ValueError("bad")
     with stopwatch.waiting(Stage.DECODE):

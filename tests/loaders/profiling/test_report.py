@@ -16,7 +16,7 @@ from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.gpu.upload import UploadBackend
 from datasvc.loaders.images import image_loader
 from datasvc.loaders.images.image_decoder import ImageDecoder
-from datasvc.loaders.profiling.step_times import Span, Stage
+from datasvc.loaders.profiling.step_times import Stage, TimeSpan
 from datasvc.loaders.profiling.trace import trace_events
 from datasvc.shards import ingest, open_dataset
 from tests.loaders.decode.recorded_stream import RecordedStream
@@ -318,8 +318,8 @@ def test_the_trace_opens_and_its_events_nest(make, clock, delays, tmp_path):
 
 
 def test_events_are_microseconds_the_outer_before_the_inner():
-    inner = Span("read", 7, "MainThread", 1500, 500, 3)
-    outer = Span("wait", 7, "MainThread", 1500, 2500, 3)
+    inner = TimeSpan("read", 7, "MainThread", 1500, 500, 3)
+    outer = TimeSpan("wait", 7, "MainThread", 1500, 2500, 3)
     assert [(event["name"], event.get("ts"), event.get("dur")) for event in trace_events([inner, outer], 1, "p")] == [
         ("process_name", None, None),
         ("thread_name", None, None),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 
 
@@ -31,7 +31,7 @@ def clock():
 
 @pytest.fixture
 def stopwatch(clock):
-    return Stopwatch(clock)
+    return StepProfiler(clock)
 
 
 def step(stopwatch, clock, *, consumer=0, samples=1, **stages):
@@ -77,7 +77,7 @@ programs = st.recursive(
 @given(st.lists(programs, min_size=1, max_size=5), st.integers(0, 9))
 def test_the_stages_of_all_steps_sum_up_to_what_the_calls_took(steps, rest):
     clock = Clock()
-    stopwatch = Stopwatch(clock)
+    stopwatch = StepProfiler(clock)
 
     def run(program):
         for stage, milliseconds, inner in program:

@@ -11,7 +11,7 @@ import sys
 import warnings
 
 from datasvc.loaders import ImageLoader
-from datasvc.loaders.decode_sharing import Share
+from datasvc.loaders.decode_sharing import DecodeGroup
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 
@@ -35,7 +35,7 @@ def main(**more):
     """Take commands until they end; `more` are arguments of the loader that are not JSON."""
     warnings.simplefilter("ignore")
     options = json.loads(sys.argv[2])
-    share = Share(**options.pop("share"))
+    share = DecodeGroup(**options.pop("share"))
     split = open_dataset(Repository.open(sys.argv[1]), "digits@1")[options.pop("split", "val")]
     loader = ImageLoader(split, share=share, **{**OPTIONS, **options, **more})
     batches = endless(loader)

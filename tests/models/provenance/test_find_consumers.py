@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.loaders.core.mixture import Mixture
-from datasvc.models import CodeRevision, DataUse, Reading, Span, save, saw
+from datasvc.models import CodeRevision, ConsumptionTracker, DataUse, ReadSpan, find_consumers, save
 from datasvc.models.provenance.segments import history_of
 from datasvc.models.transfer import transfer
 from datasvc.order import OrderConfig
@@ -34,7 +34,7 @@ ORDERS = [OrderConfig(seed=7), OrderConfig(seed=8), WINDOWED, OrderConfig(shuffl
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Splits of a repository that trainings of a module share, with a deletion, and mixtures of them."""
-    splits = make_splits(tmp_path_factory.mktemp("saw"))
+    splits = make_splits(tmp_path_factory.mktemp("find_consumers"))
     big = splits["big"]
     objects = big.repository.objects
     table = delete_samples(objects, big.table, {0: np.array([1, 4]), 3: np.array([0, 1])})
@@ -61,7 +61,7 @@ def own_of(found):
 
 
 def check(repository, truth, keys):
-    found = saw(repository, sorted({name.partition("@")[0] for name in truth.own}), keys=keys)
+    found = find_consumers(repository, sorted({name.partition("@")[0] for name in truth.own}), keys=keys)
     assert found.gaps == {}
     assert own_of(found) == {name: own for name, own in truth.own.items() if own}
     for each in found.versions:
@@ -147,7 +147,7 @@ def test_entries_of_earlier_releases_are_read_by_what_their_states_say(data):
         use = {"dataset": "big@1", "split": "train", "state": run.loaders[0].state_dict()}
         commit(repository, "old", run.step, [use], parent="old@1" if name == "old@2" else None)
     commit(repository, "old", run.step, [{**use, "state": {**use["state"], "epoch": 1}}], parent="old@2")
-    found = saw(repository, ["old"], keys=keys_of(data))
+    found = find_consumers(repository, ["old"], keys=keys_of(data))
     own = {}
     for each in found.all_sightings():
         assert each.step is None
@@ -165,11 +165,11 @@ def test_entries_of_earlier_releases_are_read_by_what_their_states_say(data):
 def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data):
     repository, split = data["big"].repository, data["big"]
     loader = Numbers(split, 4, tail="drop", prefetch=0)
-    reading = Reading(loader)
+    reading = ConsumptionTracker(loader)
     next(iter(loader))
     use = reading.use().to_dict()
     foreign = {**use, "state": {**use["state"], "version": "ab" * 32}}
-    far = {**use, "spans": [Span((0, 0), (0, 99), 0, 4, "drop").to_dict()]}
+    far = {**use, "spans": [ReadSpan((0, 0), (0, 99), 0, 4, "drop").to_dict()]}
     cases = {
         "silent": ([], {}, "does not say which data"),
         "elsewhere": ([foreign], {}, "shard table abababababab..., which this repository does not have"),
@@ -181,16 +181,16 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
         "circle": ([use], {"parent": "circle@1"}, "which continues it"),
         "copied": ([use], {"origin": {"parents": ["base@4"]}}, "continues base@4 of another repository, and says"),
         "odd": ([], {"data": "data"}, "does not say which data"),
-        "cut": ([Span((0, 0), (0, 4), 7, 4, "drop")], {}, "began at step 7, at which no version"),
+        "cut": ([ReadSpan((0, 0), (0, 4), 7, 4, "drop")], {}, "began at step 7, at which no version"),
         "torn": ([use], {"history": "all"}, "history of versions that are not here makes no sense"),
         "worn": ([use], {"history": [3, None, {"gap": 1}, {"run": [1]}]}, "history of versions that are not here"),
         "unnamed": ([{**use, "run": ["a"]}], {}, "does not say which data was used"),
     }  # fmt: skip
     for name, (uses, fields, message) in cases.items():
-        said = [{**use, "spans": [each.to_dict()]} if isinstance(each, Span) else each for each in uses]
+        said = [{**use, "spans": [each.to_dict()]} if isinstance(each, ReadSpan) else each for each in uses]
         commit(repository, name, 1, said, **fields)
         commit(repository, name, 1, [], parent=f"{name}@1")
-        found = saw(repository, [name], keys=["100"])
+        found = find_consumers(repository, [name], keys=["100"])
         assert message in " ".join(found.gaps[f"{name}@1"]), name
         assert [each.is_complete for each in found.versions] == [False, False], name
         assert f"{name}@2" not in found.gaps
@@ -203,17 +203,17 @@ def test_data_that_weights_were_evaluated_on_was_not_consumed(data):
     list(loader)
     use = DataUse("big@1", "train", loader.state_dict(), purpose="evaluation")
     commit(repository, "judged", 0, [use])
-    (version,) = saw(repository, ["judged"], keys=keys_of(data)).versions
+    (version,) = find_consumers(repository, ["judged"], keys=keys_of(data)).versions
     assert (version.num_samples, version.is_complete) == (0, True)
 
 
 def test_steps_of_several_batches_are_not_told_wrong(data):
     repository = data["big"].repository
     loader = Numbers(data["big"], 2, tail="drop", prefetch=0)
-    reading, batches = Reading(loader), iter(loader)
+    reading, batches = ConsumptionTracker(loader), iter(loader)
     served = [next(batches)[1] for _ in range(6)]
     commit(repository, "accumulated", 3, [reading.use()])  # two batches a step
-    found = saw(repository, ["accumulated"], keys=keys_of(data))
+    found = find_consumers(repository, ["accumulated"], keys=keys_of(data))
     assert sorted(int(each.key) for each in found.all_sightings()) == sorted(chain.from_iterable(served))
     assert {each.step for each in found.all_sightings()} == {None}
 
@@ -230,17 +230,17 @@ def test_what_a_living_process_consumed_goes_with_its_weights(data):
         taken.reading.load_state_dict({"run": "a", "spans": []})
     taken.version, taken.step, taken.served = run.version, run.step, Counter(run.served)
     taken._open(Batches(3, 2), where)
-    taken.reading = Reading(taken.loaders[0], step=run.step)
+    taken.reading = ConsumptionTracker(taken.loaders[0], step=run.step)
     taken.train(1), taken.save()
-    assert "began at step 21" in saw(repository, ["elastic"], keys=["1"]).gaps["elastic@2"][0]
+    assert "began at step 21" in find_consumers(repository, ["elastic"], keys=["1"]).gaps["elastic@2"][0]
     taken = Run(repository, truth, "elastic", data["big"])
     taken.version, taken.step, taken.served = "elastic@1", run.step, Counter(run.served)
     taken._open(Batches(3, 2), where)
-    taken.reading = Reading(taken.loaders[0], step=run.step)
+    taken.reading = ConsumptionTracker(taken.loaders[0], step=run.step)
     taken.reading.load_state_dict(state)
     taken.train(1), taken.save()
     truth.own.pop("elastic@2")
-    found = saw(repository, ["elastic@1", "elastic@3"], keys=keys_of(data))
+    found = find_consumers(repository, ["elastic@1", "elastic@3"], keys=keys_of(data))
     assert found.gaps == {}
     assert own_of(found) == truth.own
 
@@ -249,7 +249,7 @@ def test_a_loader_that_was_put_back_needs_a_new_reading(data):
     loader = Numbers(data["big"], 2, tail="drop", prefetch=0)
     batches, before = iter(loader), loader.state_dict()
     next(batches)
-    reading = Reading(loader)
+    reading = ConsumptionTracker(loader)
     loader.load_state_dict(before)
     with pytest.raises(ConfigError, match="put back; make a new Reading"):
         reading.use()
@@ -274,7 +274,7 @@ def pets(repository):
 
 def test_samples_that_a_version_deleted_are_found_where_they_were_consumed_before(pets):
     repository, truth = pets
-    found = saw(repository, deleted_in="pets@2")
+    found = find_consumers(repository, deleted_in="pets@2")
     assert found.keys == ["3", "5", "5"]  # of train, and of val
     assert found.missing.tolist() == [2]  # nobody was trained on val
     expected = {name: {key for key, *_ in truth.seen_by(name)} & {"3", "5"} for name in truth.own}
@@ -282,12 +282,12 @@ def test_samples_that_a_version_deleted_are_found_where_they_were_consumed_befor
         name: len(keys) if name.startswith("cnn1") else 0 for name, keys in expected.items()
     }
     assert {each.data for each in found.all_sightings()} == {"pets@1/train"}
-    assert saw(repository, deleted_in="pets@2", split="val").keys == ["5"]
-    assert saw(repository, ["cnn1@1"], keys=["3"], data="pets@2").missing.tolist() == [0]
+    assert find_consumers(repository, deleted_in="pets@2", split="val").keys == ["5"]
+    assert find_consumers(repository, ["cnn1@1"], keys=["3"], data="pets@2").missing.tolist() == [0]
     with pytest.raises(NotFoundError, match="first version of pets: it deleted nothing"):
-        saw(repository, deleted_in="pets@1")
+        find_consumers(repository, deleted_in="pets@1")
     with pytest.raises(ConfigError, match="by keys, or by the version"):
-        saw(repository)
+        find_consumers(repository)
 
 
 def test_a_version_that_went_elsewhere_without_its_ancestors_takes_along_what_they_consumed(pets, tmp_path):
@@ -305,7 +305,7 @@ def test_a_version_that_went_elsewhere_without_its_ancestors_takes_along_what_th
     commit(other, "received", entry["step"], entry["data"], parent="tuned@1", history=history)
     commit(other, "received", entry["step"], [], parent="received@1")
     keys = list(map(str, range(9)))
-    here, there = saw(repository, ["tuned@2"], keys=keys), saw(other, ["received"], keys=keys)
+    here, there = find_consumers(repository, ["tuned@2"], keys=keys), find_consumers(other, ["received"], keys=keys)
     assert there.gaps == {}
     assert "cnn1@1 elsewhere" not in {
         each.version for each in there.all_sightings()
@@ -321,14 +321,14 @@ def test_a_version_that_went_elsewhere_without_its_ancestors_takes_along_what_th
 def test_a_version_that_is_pushed_alone_answers_as_at_home(pets, tmp_path):
     repository, _ = pets
     loader = Numbers(open_dataset(repository, "pets@1")["train"], 2, tail="pad", prefetch=0)
-    batches, reading, parent = iter(loader), Reading(loader), None
+    batches, reading, parent = iter(loader), ConsumptionTracker(loader), None
     for step in (1, 2, 3):
         next(batches)
         parent = str(save(repository, "real", {}, step=step, data=[reading.use()], parent=parent, code=UNKNOWN))
     other = Repository.create(str(tmp_path / "other"))
     transfer(repository, other, ["real@3"], with_data=True)
     keys = list(map(str, range(9)))
-    here, there = saw(repository, ["real@3"], keys=keys), saw(other, keys=keys)
+    here, there = find_consumers(repository, ["real@3"], keys=keys), find_consumers(other, keys=keys)
     assert (there.gaps, there.versions[0].num_samples, here.versions[0].num_samples) == ({}, 6, 6)
     told = [[each._replace(version="") for each in found.all_sightings()] for found in (here, there)]
     assert Counter(told[0]) == Counter(told[1])
@@ -338,10 +338,10 @@ def test_of_steps_without_recorded_samples_not_all_is_known(pets):
     repository, _ = pets
     loader = Numbers(open_dataset(repository, "pets@1")["train"], 2, prefetch=0)
     next(iter(loader))
-    for step, parent, use in ((0, None, []), (1, "plain@1", [Reading(loader).use()]), (4, "plain@2", [])):
+    for step, parent, use in ((0, None, []), (1, "plain@1", [ConsumptionTracker(loader).use()]), (4, "plain@2", [])):
         save(repository, "plain", {}, step=step, data=use, parent=parent, code=UNKNOWN)
     save(repository, "plain", {}, step=4, parent="plain@3", code=UNKNOWN)
-    found = saw(repository, ["plain"], keys=["0"])
+    found = find_consumers(repository, ["plain"], keys=["0"])
     assert found.gaps == {"plain@3": ("it does not say which data its steps consumed",)}
     assert [each.is_complete for each in found.versions] == [True, True, False, False]
 
@@ -350,4 +350,4 @@ def test_a_loader_that_does_not_tell_what_it_served_is_refused_by_its_name():
     with pytest.raises(
         ConfigError, match="a list does not tell which samples it has served: save versions without data="
     ):
-        Reading([1, 2])
+        ConsumptionTracker([1, 2])

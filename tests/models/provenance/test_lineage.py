@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from datasvc.models import CodeRevision, DataUse, Reading, describe_environment, read_lineage, save
+from datasvc.models import CodeRevision, ConsumptionTracker, DataUse, describe_environment, read_lineage, save
 from datasvc.models.versions import environment
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.versions.delete import delete
@@ -21,7 +21,7 @@ def test_lineage_leads_to_shards_and_sources_through_versions_and_what_data_was_
     merge(repository, ["pets@2", "more@1"], "all", on_common="first")
     split = open_dataset(repository, "all@1")["train"]
     loader = Numbers(split, 4, tail="drop", prefetch=0, blob="image")
-    reading, code = Reading(loader), CodeRevision("abc", dirty=False)
+    reading, code = ConsumptionTracker(loader), CodeRevision("abc", dirty=False)
     versions = []
     for step in (0, 0):
         versions.append(

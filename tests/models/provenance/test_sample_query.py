@@ -3,7 +3,7 @@
 import pytest
 
 from datasvc.loaders.core.mixture import Mixture
-from datasvc.models import CodeRevision, Reading, save, saw
+from datasvc.models import CodeRevision, ConsumptionTracker, find_consumers, save
 from datasvc.models.transfer import transfer
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
@@ -24,7 +24,7 @@ def write(repository, name, numbers):
 def train(repository, model, samples, *, parent=None, step=1):
     """Save a version whose run read one epoch."""
     loader = Numbers(samples, 1, tail="pad", prefetch=0)
-    reading = Reading(loader)
+    reading = ConsumptionTracker(loader)
     for _ in loader:
         pass
     return str(save(repository, model, {}, step=step, data=[reading.use()], parent=parent, code=UNKNOWN))
@@ -52,10 +52,10 @@ def test_deleted_samples_count_in_merged_sets_that_share_their_shards_and_in_no_
     merge(pets, ["pets@2", "fish@1"], "aquarium")
     for model, version in (("zoo", "zoo@1"), ("aquarium", "aquarium@1"), ("after", "pets@2")):
         train(pets, model, split(pets, version))
-    found = saw(pets, deleted_in="pets@2")
+    found = find_consumers(pets, deleted_in="pets@2")
     assert saw_all(found) == [("after@1", 0, True), ("aquarium@1", 0, True), ("zoo@1", 2, True)]
     # Asked for, keys count where nothing is shared, too.
-    assert saw_all(saw(pets, deleted_in="pets@2", data="aquarium")) == [
+    assert saw_all(find_consumers(pets, deleted_in="pets@2", data="aquarium")) == [
         ("after@1", 0, True),
         ("aquarium@1", 1, True),
         ("zoo@1", 2, True),
@@ -82,10 +82,13 @@ def test_versions_that_have_other_numbers_elsewhere_are_told_by_their_shard_tabl
     delete(other, "theirs@2", keys=["3", "4"])
     assert deleted == "theirs@1"
     # At home pets@1 is before the deletion; there it came last.
-    assert saw_all(saw(other, deleted_in="theirs@3")) == [("cnn@1", 2, True), ("cnn@2", 2, True)]
-    assert {each.data for each in saw(other, keys=["3"]).all_sightings()} == {"pets@1/train", "theirs@2/train"}
-    assert saw_all(saw(other, keys=["3"], data="pets@1")) == [("cnn@1", 0, True), ("cnn@2", 0, True)]
-    assert saw_all(saw(other, ["cnn@1"], keys=["3"], data="theirs@2")) == [("cnn@1", 1, True)]
+    assert saw_all(find_consumers(other, deleted_in="theirs@3")) == [("cnn@1", 2, True), ("cnn@2", 2, True)]
+    assert {each.data for each in find_consumers(other, keys=["3"]).all_sightings()} == {
+        "pets@1/train",
+        "theirs@2/train",
+    }
+    assert saw_all(find_consumers(other, keys=["3"], data="pets@1")) == [("cnn@1", 0, True), ("cnn@2", 0, True)]
+    assert saw_all(find_consumers(other, ["cnn@1"], keys=["3"], data="theirs@2")) == [("cnn@1", 1, True)]
 
 
 def test_a_table_of_that_name_that_nobody_knows_is_no_answer(pets, tmp_path):
@@ -100,7 +103,7 @@ def test_a_table_of_that_name_that_nobody_knows_is_no_answer(pets, tmp_path):
         else:
             use["state"] = {**use["state"], "version": "ab" * 32}
         commit(pets, model, 1, [{**use, "dataset": "pets@7"}])
-    found = saw(pets, deleted_in="pets@2")
+    found = find_consumers(pets, deleted_in="pets@2")
     assert saw_all(found) == [("lost@1", 0, False), ("strange@1", 0, False)]
     assert "whether it has what pets@2 deleted is not known" in found.gaps["strange@1"][0]
     assert "which this repository does not have" in found.gaps["lost@1"][0]
@@ -112,6 +115,6 @@ def test_data_that_were_left_behind_are_a_gap_and_no_failure(pets, tmp_path):
     transfer(pets, other, ["cnn"])
     write(other, "birds", range(3, 5))
     train(other, "bird", split(other, "birds@1"))
-    found = saw(other, keys=["3"])
+    found = find_consumers(other, keys=["3"])
     assert saw_all(found) == [("bird@1", 1, True), ("cnn@1", 0, False)]
     assert found.gaps["cnn@1"] == ("of pets@2/train, which it read, 1 shards are not here",)

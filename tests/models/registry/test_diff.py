@@ -9,7 +9,7 @@ from datasvc.models.registry.diff import compare_values, diff
 from datasvc.models.registry.removal import remove
 from datasvc.models.tensors.tensor_table import join_pieces
 from datasvc.models.tensors.write import TensorPiece, store_pieces
-from datasvc.models.versions.commit import About, StoredState, commit
+from datasvc.models.versions.commit import StoredState, VersionMetadata, commit
 
 
 def save_state(repository, state, **about):
@@ -106,7 +106,9 @@ def test_tensors_that_are_cut_into_other_pieces_are_compared_by_their_elements(r
     halves = [TensorPiece("w", (0, 0), whole[:2]), TensorPiece("w", (2, 0), whole[2:] + 1)]
     stored = store_pieces(repository.objects, halves)
     record = join_pieces("w", "float32", (4, 2), [piece for _, piece in stored.pieces])
-    second = str(commit(repository, "m", StoredState([record], {"w": {"$tensor": "w"}}, new_bytes=0), About(step=1)))
+    second = str(
+        commit(repository, "m", StoredState([record], {"w": {"$tensor": "w"}}, new_bytes=0), VersionMetadata(step=1))
+    )
     change = changes(repository, first, second)["w"]
     assert (change.norm, change.num_changed) == (2.0, 4)
 

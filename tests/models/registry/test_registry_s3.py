@@ -9,7 +9,16 @@ import pytest
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.gc import GRACE_S, gc
-from datasvc.models import CodeRevision, Reading, describe_model, list_models, model_log, read_lineage, save, saw
+from datasvc.models import (
+    CodeRevision,
+    ConsumptionTracker,
+    describe_model,
+    find_consumers,
+    list_models,
+    model_log,
+    read_lineage,
+    save,
+)
 from datasvc.models.registry.diff import diff
 from datasvc.models.registry.removal import remove, retain
 from datasvc.models.registry.retention import RetentionPolicy
@@ -146,10 +155,10 @@ def test_who_saw_a_sample_and_what_a_version_came_from_is_told(remote):
     ingest(remote, samples, "numbers", shard_bytes=100)
     split = open_dataset(remote, "numbers@1")["train"]
     loader = Numbers(split, 4, tail="drop", prefetch=0)
-    reading, batches = Reading(loader), iter(loader)
+    reading, batches = ConsumptionTracker(loader), iter(loader)
     _, served = next(batches)
     save(remote, "net", state_of(0), step=1, data=[reading.use()], code=NO_CODE, environment={})
-    told = saw(remote, keys=[str(number) for number in range(20)])
+    told = find_consumers(remote, keys=[str(number) for number in range(20)])
     (version,) = told.versions
     assert (version.name, version.num_samples, version.is_complete) == ("net@1", 4, True)
     assert {(int(each.key), each.epoch, each.step) for each in told.all_sightings()} == {(n, 0, 1) for n in served}

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from datasvc.models import describe_model, restore, save
-from datasvc.models.dcp import Writer
+from datasvc.models.dcp import DcpWriter
 from datasvc.models.registry.repair import repair
 from datasvc.models.registry.verify import every_version, verify
 from datasvc.models.tensors.tensor_table import encode_table
@@ -125,7 +125,7 @@ def test_a_version_that_is_removed_meanwhile_is_no_problem(twice):
 
 
 def test_a_sharding_and_the_code_of_a_version_are_read_too(twice):
-    dcp.save({"w": torch.ones(4, 2), "step": 1}, storage_writer=Writer(twice.url, name="s"))
+    dcp.save({"w": torch.ones(4, 2), "step": 1}, storage_writer=DcpWriter(twice.url, name="s"))
     version = Resolved("models", "s", 1)
     entry = describe_model(twice, "s").entry
     whole = {role: twice.objects.read(digest) for role, digest in named(entry).items()}

@@ -6,9 +6,9 @@ import torch
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import (
+    CheckpointManager,
     CodeRevision,
     DataUse,
-    Model,
     describe_code,
     describe_model,
     list_models,
@@ -279,7 +279,7 @@ def test_parents_are_what_they_meant_when_the_save_began_and_are_there(repositor
         with pytest.raises(NotFoundError, match=r"no version 9|no tag 'bets'"):
             save(repository, "mean", {}, step=2, **wrong)
         assert repository.living("models", "mean") == [1]
-    with Model(repository, "mean") as model, pytest.raises(NotFoundError, match="no version 9"):
+    with CheckpointManager(repository, "mean") as model, pytest.raises(NotFoundError, match="no version 9"):
         model.save({}, step=3, parent="m@9")
 
 

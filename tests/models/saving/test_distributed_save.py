@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.models.saving.distributed_save import save_together
-from datasvc.models.saving.flat_state import Content
-from datasvc.models.saving.rank_channel import Alone
+from datasvc.models.saving.distributed_save import save_distributed
+from datasvc.models.saving.flat_state import FlatState
+from datasvc.models.saving.rank_channel import SingleRank
 
 
-class OtherRank(Alone):
+class OtherRank(SingleRank):
     """A second rank that has reached the save of `step`; keeps what it is told."""
 
     size = 2
@@ -26,8 +26,10 @@ def save(channel, repository, tensor, step):
     def commit(_):
         raise AssertionError
 
-    content = Content({}, {"w": tensor}, None, {})
-    save_together(channel, repository.objects, lambda: content, commit, step=step, base=tuple, held={}, codec="delta")
+    content = FlatState({}, {"w": tensor}, None, {})
+    save_distributed(
+        channel, repository.objects, lambda: content, commit, step=step, base=tuple, held={}, codec="delta"
+    )
 
 
 def test_ranks_that_fell_out_of_step_do_not_mix_two_states(repository):

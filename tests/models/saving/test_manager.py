@@ -12,7 +12,7 @@ import torch
 import datasvc
 from datasvc.errors import BusyError, ConfigError, NotFoundError, UnavailableError
 from datasvc.models import DataUse, describe_model, model_log, restore
-from datasvc.models.saving.manager import Model
+from datasvc.models.saving.manager import CheckpointManager
 from datasvc.models.saving.queue import SaveHandle
 from datasvc.models.saving.staging_buffer import HostCopies
 from datasvc.models.tensors import codec
@@ -369,7 +369,7 @@ def test_settings_that_mean_nothing_are_refused_and_leave_no_handler(repo):
         with pytest.raises(ConfigError):
             repo.model("m", **settings)
     with pytest.raises(ConfigError):
-        Model(repo.repository, "no/name")
+        CheckpointManager(repo.repository, "no/name")
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.models.saving.partition import SMALL_BYTES, plan_shares
+from datasvc.models.saving.partition import SMALL_BYTES, partition_writes
 from datasvc.models.tensors.chunks import is_tiling
 
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
@@ -17,8 +17,8 @@ TENSORS = st.dictionaries(
 @given(tensors=TENSORS, num_ranks=st.integers(1, 5), data=st.data())
 def test_every_element_is_dealt_once_and_large_ones_evenly(tensors, num_ranks, data):
     of_first = data.draw(st.sets(st.sampled_from(sorted(tensors)))) if tensors else set()
-    shares = plan_shares(tensors, num_ranks, of_first=of_first)
-    assert shares == plan_shares(dict(reversed(tensors.items())), num_ranks, of_first=of_first)
+    shares = partition_writes(tensors, num_ranks, of_first=of_first)
+    assert shares == partition_writes(dict(reversed(tensors.items())), num_ranks, of_first=of_first)
     for name, (_, shape) in tensors.items():
         assert is_tiling(shape, [share.box for share in shares if share.name == name])
         assert name not in of_first or all(share.rank == 0 for share in shares if share.name == name)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from datasvc.models.saving.save_policy import Cadence, Pace, SaveCost, parse_pace
+from datasvc.models.saving.save_policy import Cadence, SaveCost, SavePolicy, parse_pace
 
 
 class Run:
@@ -39,17 +39,17 @@ class Run:
 
 
 def test_steps_save_at_their_multiples_wherever_the_run_begins():
-    run = Run(Pace(every_steps=4))
+    run = Run(SavePolicy(every_steps=4))
     run.step = 5
     assert run.go(12).saves == [8, 12, 16]
 
 
 def test_a_duration_saves_so_long_after_the_last_save():
-    assert Run(Pace(every_s=10.0), step_s=3.0, stall_s=0.0).go(14).saves == [4, 8, 12]
+    assert Run(SavePolicy(every_s=10.0), step_s=3.0, stall_s=0.0).go(14).saves == [4, 8, 12]
 
 
 def test_a_pace_that_says_nothing_never_saves():
-    assert Run(Pace()).go(100).saves == []
+    assert Run(SavePolicy()).go(100).saves == []
 
 
 @given(
@@ -64,7 +64,7 @@ def test_saves_take_no_more_than_their_share_of_the_time_but_for_the_last_one(
     step_s, stall_s, slowed, writing, device, share
 ):
     run = Run(
-        Pace(max_stall=share),
+        SavePolicy(max_stall=share),
         step_s=step_s,
         stall_s=stall_s,
         slowed_s=slowed * step_s,
@@ -82,25 +82,25 @@ def test_saves_take_no_more_than_their_share_of_the_time_but_for_the_last_one(
 
 
 def test_what_saves_may_take_is_used_and_a_stall_spaces_them_out():
-    run = Run(Pace(max_stall=0.03), stall_s=0.3).go(5000)
+    run = Run(SavePolicy(max_stall=0.03), stall_s=0.3).go(5000)
     assert run.lost_s == pytest.approx(0.03 * run.now_s, rel=0.15)
     assert {b - a for a, b in zip(run.saves, run.saves[1:], strict=False)} <= {10, 11}
 
 
 def test_steps_that_writing_slows_down_count_as_a_stall_does():
-    quiet = Run(Pace(max_stall=0.1), stall_s=0.1, writing=10).go(1000)
-    slowed = Run(Pace(max_stall=0.1), stall_s=0.1, writing=10, slowed_s=0.5).go(1000)
+    quiet = Run(SavePolicy(max_stall=0.1), stall_s=0.1, writing=10).go(1000)
+    slowed = Run(SavePolicy(max_stall=0.1), stall_s=0.1, writing=10, slowed_s=0.5).go(1000)
     assert len(slowed.saves) < len(quiet.saves) / 2
 
 
 def test_a_share_holds_back_what_steps_would_save():
-    run = Run(Pace(every_steps=10, max_stall=0.01), stall_s=1.0).go(400)
+    run = Run(SavePolicy(every_steps=10, max_stall=0.01), stall_s=1.0).go(400)
     assert all(step % 10 == 0 for step in run.saves)
     assert len(run.saves) <= 5
 
 
 def test_a_long_break_is_no_step_that_was_slowed_down():
-    run = Run(Pace(max_stall=0.03), stall_s=0.03, writing=3).go(12)
+    run = Run(SavePolicy(max_stall=0.03), stall_s=0.03, writing=3).go(12)
     run.now_s += 1000  # an evaluation, beside which the save is still being written
     before = run.cadence.debt_s
     run.left = 2
@@ -110,14 +110,14 @@ def test_a_long_break_is_no_step_that_was_slowed_down():
 
 def test_short_steps_that_writing_slows_down_many_times_over_count_too():
     """Steps of 2 ms, each of which waits half a second for the writing."""
-    run = Run(Pace(max_stall=0.03), step_s=0.002, stall_s=0.001, writing=3, slowed_s=0.5).go(100_000)
+    run = Run(SavePolicy(max_stall=0.03), step_s=0.002, stall_s=0.001, writing=3, slowed_s=0.5).go(100_000)
     last_save_s = 3 * 0.5 + 0.001
     assert run.lost_s - last_save_s == pytest.approx(0.03 * run.now_s, rel=0.05)
 
 
 def test_steps_that_are_quicker_beside_the_writing_do_not_pay_for_its_stall():
     """The machine was busy with something else while it was measured how long a step takes, and no more."""
-    run = Run(Pace(max_stall=0.03), step_s=10.0, stall_s=1.0, writing=2)
+    run = Run(SavePolicy(max_stall=0.03), step_s=10.0, stall_s=1.0, writing=2)
     while not run.saves:
         run.go(1)
     run.step_s = 1.0
@@ -126,12 +126,12 @@ def test_steps_that_are_quicker_beside_the_writing_do_not_pay_for_its_stall():
 
 
 def test_a_save_waits_until_it_is_known_again_how_long_a_step_takes():
-    run = Run(Pace(max_stall=0.5), stall_s=0.1, writing=4).go(100)
+    run = Run(SavePolicy(max_stall=0.5), stall_s=0.1, writing=4).go(100)
     assert run.saves == [8, 20, 32, 44, 56, 68, 80, 92]
 
 
 def test_what_saving_cost_is_told_since_any_moment():
-    run = Run(Pace(every_steps=10), stall_s=0.5, writing=2, slowed_s=0.25).go(15)
+    run = Run(SavePolicy(every_steps=10), stall_s=0.5, writing=2, slowed_s=0.25).go(15)
     before = run.cadence.cost
     assert (before.stall_s, before.slowed_s, before.training_s) == pytest.approx((0.5, 0.5, 16.0))
     run.go(10)
@@ -142,12 +142,16 @@ def test_what_saving_cost_is_told_since_any_moment():
 
 
 def test_a_device_that_copies_does_not_put_off_a_save_by_time():
-    assert Run(Pace(every_s=10.0), step_s=3.0, stall_s=0.0, writing=1, device_s=0.001).go(14).saves == [4, 8, 12]
+    assert Run(SavePolicy(every_s=10.0), step_s=3.0, stall_s=0.0, writing=1, device_s=0.001).go(14).saves == [
+        4,
+        8,
+        12,
+    ]
 
 
 def just_saved(stall_s=0.0):
     """Return a run of steps of 1 s that has saved this moment, for the first time."""
-    run = Run(Pace(max_stall=0.03), stall_s=stall_s)
+    run = Run(SavePolicy(max_stall=0.03), stall_s=stall_s)
     while not run.saves:
         run.go(1)
     return run
@@ -214,12 +218,12 @@ def looks(run, num_steps):
 
 
 def test_several_ranks_come_to_look_about_once_a_second_and_at_every_multiple():
-    run = Run(Pace(every_steps=1000), step_s=1 / 64)
+    run = Run(SavePolicy(every_steps=1000), step_s=1 / 64)
     assert looks(run, 1200) == [1, 3, 7, 15, 31, *range(63, 1000, 64), 1000, 1064, 1128, 1192]
 
 
 def test_a_step_that_took_long_makes_several_ranks_look_more_often_at_once():
-    run = Run(Pace(every_s=1e9), step_s=0.01)
+    run = Run(SavePolicy(every_s=1e9), step_s=0.01)
     looks(run, 1000)
     run.step_s = 0.5
     (first, *others) = looks(run, 110)
@@ -230,12 +234,12 @@ def test_a_step_that_took_long_makes_several_ranks_look_more_often_at_once():
 @pytest.mark.parametrize(
     ("every", "max_stall", "pace"),
     [
-        (1000, None, Pace(every_steps=1000)),
-        ("10min", "3%", Pace(every_s=600.0, max_stall=0.03)),
-        ("1.5 h", 0.2, Pace(every_s=5400.0, max_stall=0.2)),
-        (None, None, Pace()),
-        ("1000 steps", None, Pace(every_steps=1000)),
-        ("1 step", "3%", Pace(every_steps=1, max_stall=0.03)),
+        (1000, None, SavePolicy(every_steps=1000)),
+        ("10min", "3%", SavePolicy(every_s=600.0, max_stall=0.03)),
+        ("1.5 h", 0.2, SavePolicy(every_s=5400.0, max_stall=0.2)),
+        (None, None, SavePolicy()),
+        ("1000 steps", None, SavePolicy(every_steps=1000)),
+        ("1 step", "3%", SavePolicy(every_steps=1, max_stall=0.03)),
     ],
 )
 def test_a_pace_is_read_as_people_write_it(every, max_stall, pace):

@@ -11,7 +11,7 @@ import torch
 
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.gc import GRACE_S, gc
-from datasvc.models import Model
+from datasvc.models import CheckpointManager
 from datasvc.models.saving import shared_store
 from datasvc.models.saving.shared_store import check_same_store, leave_marker, sees
 from datasvc.repository import Repository
@@ -118,7 +118,7 @@ def test_a_model_that_several_ranks_open_is_refused_before_anything_is_saved(tmp
 
     def open_model(node):
         with pytest.raises(ConfigError, match=r"^rank 1 \(of 2\) does not store"):
-            Model(node, "cnn")
+            CheckpointManager(node, "cnn")
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(open_model, nodes))

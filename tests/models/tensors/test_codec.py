@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.tensors.codec import Decoder, Decoders, encode, estimate_shares, is_worthwhile, word_bytes
+from datasvc.models.tensors.codec import ChainDecoder, Decoders, encode, estimate_shares, is_worthwhile, word_bytes
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from tests.examples import examples
 
@@ -50,7 +50,7 @@ def chains(draw):
 
 def decoded(links, size):
     out = np.full(size, 0xA5, np.uint8)
-    Decoder().decode(links, out)
+    ChainDecoder().decode(links, out)
     return out
 
 
@@ -133,7 +133,7 @@ def test_what_is_no_planes_of_that_size_is_damage_and_never_more_memory(stored):
     tracemalloc.start()
     try:
         with pytest.raises(CorruptDataError):
-            Decoder().decode([("planes", stored)], out)
+            ChainDecoder().decode([("planes", stored)], out)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -141,7 +141,7 @@ def test_what_is_no_planes_of_that_size_is_damage_and_never_more_memory(stored):
 
 def test_raw_bytes_of_another_size_are_damage():
     with pytest.raises(CorruptDataError, match="10 bytes where 12"):
-        Decoder().decode([("raw", bytes(10))], np.zeros(12, np.uint8))
+        ChainDecoder().decode([("raw", bytes(10))], np.zeros(12, np.uint8))
 
 
 @given(st.data())
@@ -158,7 +158,7 @@ def test_damaged_planes_raise_or_give_other_bytes_and_nothing_else(data):
 
 
 def test_a_decoder_gives_the_same_whatever_it_decoded_before():
-    decoder = Decoder()
+    decoder = ChainDecoder()
     for count in (200_000, 1000, 300_000):
         before, after = trained(count, count)
         out = np.empty(after.size, np.uint8)

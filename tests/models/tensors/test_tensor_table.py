@@ -13,8 +13,8 @@ from datasvc.models.tensors.tensor_table import (
     ALONE,
     DIFFERENCES,
     ITEM_BYTES,
-    Link,
-    Piece,
+    ChainLink,
+    Chunk,
     TensorRecord,
     check_tiling,
     decode_table,
@@ -35,7 +35,7 @@ def chains(draw, size):
         encoding = draw(st.sampled_from(DIFFERENCES if number else ALONE))
         length = size if encoding == "raw" else draw(st.integers(1, size))
         offset = draw(st.integers(0, 100))
-        links.append(Link(draw(digests), offset + length + draw(st.integers(0, 9)), offset, length, encoding))
+        links.append(ChainLink(draw(digests), offset + length + draw(st.integers(0, 9)), offset, length, encoding))
     return tuple(links)
 
 
@@ -52,7 +52,7 @@ def tables(draw):
             count = item_bytes
             for each in size:
                 count *= each
-            pieces.append(Piece(start, size, draw(digests), draw(chains(count))))
+            pieces.append(Chunk(start, size, draw(digests), draw(chains(count))))
         found.append(TensorRecord(name, dtype, shape, tuple(pieces)))
     return tuple(found)
 
@@ -68,19 +68,19 @@ def test_a_table_comes_back_and_equal_records_give_equal_bytes(table):
 def test_pieces_travel_as_json(table):
     for record in table:
         for piece in record.pieces:
-            assert Piece.from_json(json.loads(json.dumps(piece.to_json()))) == piece
+            assert Chunk.from_json(json.loads(json.dumps(piece.to_json()))) == piece
 
 
 @pytest.mark.parametrize("value", [None, [], {}, {"start": [0], "shape": [1], "digest": "../../x", "chain": []}])
 def test_other_json_is_no_piece(value):
     with pytest.raises(CorruptDataError, match=r"no piece|not a digest"):
-        Piece.from_json(value)
+        Chunk.from_json(value)
 
 
-RAW = Link(Digest("01" * 32), 24, 0, 24, "raw")
+RAW = ChainLink(Digest("01" * 32), 24, 0, 24, "raw")
 PLANES = dataclasses.replace(RAW, length=20, encoding="planes")
 DIFFERENCE = dataclasses.replace(PLANES, encoding="difference")
-PIECE = Piece((0, 0), (2, 3), Digest("02" * 32), (RAW,))
+PIECE = Chunk((0, 0), (2, 3), Digest("02" * 32), (RAW,))
 RECORD = TensorRecord("model.w", "float32", (2, 3), (PIECE,))
 
 
@@ -100,7 +100,7 @@ HOSTILE = {
     "no piece": dataclasses.replace(RECORD, pieces=()),
     "overlapping pieces": dataclasses.replace(RECORD, pieces=(PIECE, PIECE)),
     "overlapping pieces that add up": TensorRecord(
-        "t", "uint8", (48,), tuple(Piece((start,), (24,), Digest("02" * 32), (RAW,)) for start in (0, 12))
+        "t", "uint8", (48,), tuple(Chunk((start,), (24,), Digest("02" * 32), (RAW,)) for start in (0, 12))
     ),
     "piece outside": with_chain(RAW, start=(1, 0)),
     "piece of another rank": with_chain(RAW, start=(0,), shape=(6,)),
@@ -115,7 +115,7 @@ HOSTILE = {
     "offset outside": with_chain(link(offset=1)),
     "negative offset": with_chain(link(offset=-1)),
     "bomb": TensorRecord(
-        "t", "uint8", (1 << 30,), (Piece((0,), (1 << 30,), Digest("02" * 32), (link(length=20, encoding="planes"),)),)
+        "t", "uint8", (1 << 30,), (Chunk((0,), (1 << 30,), Digest("02" * 32), (link(length=20, encoding="planes"),)),)
     ),
 }
 
@@ -191,7 +191,7 @@ def test_a_damaged_table_raises_one_of_our_errors_or_is_a_table(data):
 
 def test_ranks_join_their_pieces_in_any_order_and_a_missing_one_is_said():
     left, right = (
-        Piece((0, start), (2, size), Digest("02" * 32), (link(length=8 * size, object_bytes=8 * size),))
+        Chunk((0, start), (2, size), Digest("02" * 32), (link(length=8 * size, object_bytes=8 * size),))
         for start, size in ((0, 1), (1, 2))
     )
     joined = join_pieces("w", "float32", (2, 3), [right, left])

@@ -15,7 +15,7 @@ from datasvc.models.tensors.codec import estimate_shares
 from datasvc.models.tensors.dedup_index import find_chain, pointer_path
 from datasvc.models.tensors.dtypes import bytes_of
 from datasvc.models.tensors.read import load_piece, load_tensors, load_window
-from datasvc.models.tensors.tensor_table import ITEM_BYTES, Link, Piece, TensorRecord, join_pieces
+from datasvc.models.tensors.tensor_table import ITEM_BYTES, ChainLink, Chunk, TensorRecord, join_pieces
 from datasvc.models.tensors.write import TensorPiece, store_pieces, store_tensors
 from datasvc.repository import Objects, Repository, Storage
 from datasvc.repository.logs.log import decode_entry, encode_entry
@@ -411,7 +411,7 @@ def test_what_is_damaged_in_one_copy_is_read_from_another(objects, chained, tmp_
 
 def test_a_table_that_names_other_bytes_is_corrupt_and_the_tensor_named(objects):
     info = objects.put(b"\0" * 8)
-    piece = Piece((0,), (2,), objects.put(b"\1" * 8).digest, (Link(info.digest, 8, 0, 8, "raw"),))
+    piece = Chunk((0,), (2,), objects.put(b"\1" * 8).digest, (ChainLink(info.digest, 8, 0, 8, "raw"),))
     with pytest.raises(CorruptDataError, match=r"tensor 't' is corrupt: .*not what its table says"):
         load_tensors(objects, [TensorRecord("t", "float32", (2,), (piece,))])
 
@@ -419,7 +419,7 @@ def test_a_table_that_names_other_bytes_is_corrupt_and_the_tensor_named(objects)
 def test_a_tensor_that_claims_more_than_is_stored_is_refused_before_memory_is_taken(objects):
     info = objects.put(b"\0" * 8)
     size = 1 << 45
-    piece = Piece((0,), (size,), info.digest, (Link(info.digest, size, 0, size, "raw"),))
+    piece = Chunk((0,), (size,), info.digest, (ChainLink(info.digest, size, 0, size, "raw"),))
     with pytest.raises(CorruptDataError, match="tensor 't' is corrupt"):
         load_tensors(objects, [TensorRecord("t", "uint8", (size,), (piece,))])
     with pytest.raises(CorruptDataError, match="tensor 't' is corrupt"):

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from datasvc.models import CodeRevision, Model, describe_code, describe_model
+from datasvc.models import CheckpointManager, CodeRevision, describe_code, describe_model
 from datasvc.models.versions import code_revision as code_module
 from datasvc.models.versions.code_revision import keep_code, without_credentials
 
@@ -49,7 +49,7 @@ def test_what_differs_from_the_revision_is_kept_as_a_patch_that_makes_it_again(r
 def test_a_run_says_which_code_lay_there_when_it_opened_its_model(repository, tmp_path, monkeypatch):
     checkout = make_checkout(tmp_path / "a", {"train.py": b"1\n"})
     monkeypatch.chdir(checkout)
-    with Model(repository, "cnn") as model:
+    with CheckpointManager(repository, "cnn") as model:
         (checkout / "train.py").write_bytes(b"2\n")
         model.save({}, step=1, wait=True)
     code = describe_model(repository, "cnn").entry["code"]

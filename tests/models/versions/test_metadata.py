@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError
-from datasvc.models import DataUse, Model, restore, save
-from datasvc.models.dcp import Writer
+from datasvc.models import CheckpointManager, DataUse, restore, save
+from datasvc.models.dcp import DcpWriter
 from datasvc.models.registry.registry import describe_model
-from datasvc.models.versions.metadata import About
+from datasvc.models.versions.metadata import VersionMetadata
 
 STATE = {"w": torch.ones(3)}
 NAN = float("nan")
@@ -44,9 +44,9 @@ def test_what_cannot_be_said_is_refused_by_its_name_before_anything_is_stored(re
     with pytest.raises(ConfigError, match=message):
         save(repository, "m", STATE, **given)
     with pytest.raises(ConfigError, match=message):
-        Writer(repository.url, **given)
+        DcpWriter(repository.url, **given)
     if "environment" not in about:
-        with Model(repository, "m") as model, pytest.raises(ConfigError, match=message):
+        with CheckpointManager(repository, "m") as model, pytest.raises(ConfigError, match=message):
             model.save(STATE, **given)
     assert repository.names("models") == []
 
@@ -55,7 +55,7 @@ def test_a_config_that_holds_itself_is_refused():
     config = {}
     config["again"] = config
     with pytest.raises(ConfigError, match=r"config.again.again.* is nested deeper than 100 levels"):
-        About(1, config=config)
+        VersionMetadata(1, config=config)
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(repository):
@@ -64,16 +64,16 @@ def test_numbers_of_numpy_and_torch_are_numbers(repository):
         "metrics": {"a": np.float32(0.5), "b": torch.tensor(2), "c": NAN},
         "config": {"lr": np.float64(0.1), "sizes": (np.int32(1), 2), 7: np.bool_(True)},
     }
-    with Model(repository, "m") as model:
+    with CheckpointManager(repository, "m") as model:
         versions = [save(repository, "m", STATE, **about), model.save(STATE, **about).result()]
     for version in versions:
         entry = describe_model(repository, str(version)).entry
         assert entry["step"] == 3
         assert entry["metrics"] == {"a": 0.5, "b": 2.0, "c": "nan"}
         assert entry["config"] == {"lr": 0.1, "sizes": [1, 2], "7": True}
-    assert type(About(torch.tensor(3)).step) is int
-    assert math.isnan(About(1, metrics={"a": NAN}).metrics["a"])
-    assert About(1, data=iter([DataUse("d@1", "train", {})])).data == (DataUse("d@1", "train", {}),)
+    assert type(VersionMetadata(torch.tensor(3)).step) is int
+    assert math.isnan(VersionMetadata(1, metrics={"a": NAN}).metrics["a"])
+    assert VersionMetadata(1, data=iter([DataUse("d@1", "train", {})])).data == (DataUse("d@1", "train", {}),)
 
 
 def test_dicts_come_back_in_their_order_and_what_a_save_returned_can_be_restored(repository):
@@ -85,7 +85,7 @@ def test_dicts_come_back_in_their_order_and_what_a_save_returned_can_be_restored
 
 
 def test_a_model_that_is_closed_saves_no_more(repository):
-    model = Model(repository, "m")
+    model = CheckpointManager(repository, "m")
     model.save(STATE, step=1)
     model.close()
     with pytest.raises(ConfigError, match="model 'm' is closed; open it again"):

@@ -10,7 +10,7 @@ from datasvc.errors import NotFoundError, UnavailableError
 from datasvc.node.transfers.origins import CappedStorage, Origins
 from datasvc.node.transfers.token_bucket import TokenBucket
 from datasvc.repository import Repository
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 
 
 @pytest.fixture
@@ -66,12 +66,12 @@ def test_what_streams_waits_for_its_turn_piece_by_piece(urls):
     info, pieces = objects.put(bytes(90)), bytearray()
     closing = threading.Event()
     storage = CappedStorage(urls[0], bucket, closing)
-    storage.stream_range(objects.path(info.digest), 0, 90, pieces.extend, Interrupt())
+    storage.stream_range(objects.path(info.digest), 0, 90, pieces.extend, CancellationToken())
     assert pieces == bytes(90)
     assert bucket.reserve(0) == 0
     closing.set()
     with pytest.raises(UnavailableError, match="stopping"):
-        storage.stream_range(objects.path(info.digest), 0, 90, pieces.extend, Interrupt())
+        storage.stream_range(objects.path(info.digest), 0, 90, pieces.extend, CancellationToken())
     assert pieces == bytes(90)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Objects, Storage
 from datasvc.repository.objects.objects import digest_of, parse_digest
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 from tests.cluster.store import FileStore
 
 
@@ -167,7 +167,7 @@ def test_an_answer_cut_short_while_the_object_is_whole_is_unavailable_and_not_co
 def stream(objects, digest, offset, length, interrupt=None):
     """Return what a stream of a range hands on."""
     pieces = bytearray()
-    objects.stream_range(digest, offset, length, pieces.extend, interrupt or Interrupt())
+    objects.stream_range(digest, offset, length, pieces.extend, interrupt or CancellationToken())
     return pieces
 
 
@@ -192,7 +192,7 @@ def test_a_stream_of_a_missing_object_is_not_found(objects):
 
 
 def test_a_stream_that_was_interrupted_is_unavailable(objects):
-    info, interrupt = objects.put(b"0123456789"), Interrupt()
+    info, interrupt = objects.put(b"0123456789"), CancellationToken()
     interrupt.set()
     with pytest.raises(UnavailableError, match="nobody waits"):
         stream(objects, info.digest, 0, 10, interrupt)

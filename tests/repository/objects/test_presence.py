@@ -8,7 +8,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datasvc.errors import NotFoundError
-from datasvc.models import Model, restore, save
+from datasvc.models import CheckpointManager, restore, save
 from datasvc.models.transfer import transfer
 from datasvc.repository import Digest, Objects, Repository, Storage
 from datasvc.repository.objects.objects import digest_of
@@ -136,7 +136,7 @@ def test_a_sharded_save_whose_object_vanished_is_an_error_and_no_version(reposit
 def test_a_run_whose_version_before_lost_an_object_saves_in_full_after_one_failure(monkeypatch):
     """A remote version before is not looked at while its pieces are named again, only at the commit."""
     repository = Repository.create("memory://lost-base")
-    with Model(repository, "cnn", failures="log") as model:
+    with CheckpointManager(repository, "cnn", failures="log") as model:
         model.save(weights(), step=1, wait=True)
         remove(repository, max(objects_of(repository), key=repository.objects.size))
         with pytest.raises(NotFoundError, match="is not committed"):

@@ -2,11 +2,11 @@
 
 import threading
 
-from datasvc.repository.store.cancellation import Interrupt
+from datasvc.repository.store.cancellation import CancellationToken
 
 
 def test_who_is_under_way_is_cut_and_who_has_ended_is_not():
-    interrupt, cuts = Interrupt(), []
+    interrupt, cuts = CancellationToken(), []
     with interrupt.cutting(lambda: cuts.append("over")):
         pass
     with interrupt.cutting(lambda: cuts.append("one")), interrupt.cutting(lambda: cuts.append("two")):
@@ -17,14 +17,14 @@ def test_who_is_under_way_is_cut_and_who_has_ended_is_not():
 
 
 def test_who_begins_afterwards_is_cut_at_once():
-    interrupt, cuts = Interrupt(), []
+    interrupt, cuts = CancellationToken(), []
     interrupt.set()
     with interrupt.cutting(lambda: cuts.append("late")):
         assert cuts == ["late"]
 
 
 def test_a_wait_ends_with_it():
-    interrupt, answers = Interrupt(), []
+    interrupt, answers = CancellationToken(), []
     assert interrupt.wait(0) is False
     thread = threading.Thread(target=lambda: answers.append(interrupt.wait(60)))
     thread.start()

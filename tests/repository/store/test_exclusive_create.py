@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datasvc.errors import ConfigError, ConflictError
-from datasvc.models import Model, restore, save
+from datasvc.models import CheckpointManager, restore, save
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store.exclusive_create import creates_exclusively, inherits_exclusive_create
 
@@ -128,7 +128,7 @@ def test_a_repository_on_such_a_store_is_read_and_nothing_of_a_write_is_stored(p
     assert torch.equal(restore(repository, "cnn").state["w"], torch.ones(3))
     for write in (
         lambda: save(repository, "cnn", {"w": torch.zeros(70_000)}, step=2),
-        lambda: Model(repository, "cnn"),
+        lambda: CheckpointManager(repository, "cnn"),
         lambda: repository.tag("models", "cnn@1", "prod"),
         lambda: repository.objects.put(b"new"),
         repository.objects.begin,

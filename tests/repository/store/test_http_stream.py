@@ -17,17 +17,17 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
-from datasvc.repository.store.cancellation import Interrupt
-from datasvc.repository.store.http_connections import Patience, _tls
+from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.http_connections import Timeouts, _tls
 from datasvc.repository.store.http_stream import _BUFFER_BYTES, HttpStream, UnsuitedError
-from datasvc.repository.store.ranges import Ranges
+from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.retries import ATTEMPTS
 from tests.examples import examples
 from tests.repository.faulty_server import FaultyServer
 
 CONTENT = os.urandom(1 << 16) * 40 + b"tail"
 SIZE = len(CONTENT)
-HASTY = Patience(connect_s=600, silence_s=0.3, min_bytes_s=10_000, window_s=0.3)
+HASTY = Timeouts(connect_s=600, silence_s=0.3, min_bytes_s=10_000, window_s=0.3)
 # Those that a server may commit now and then, and does no harm by.
 PASSING = [500, 503, 416, "refuse", "hang up", "stall", "silent", "trickle", "short", "long", "shifted", "garbage"]
 STRANGE = ["redirect", "chunked", "no length", "gzip"]
@@ -50,7 +50,7 @@ def read(stream, server, offset=0, length=SIZE, interrupt=None, path="/file"):
     """Return what comes, in order."""
     pieces = bytearray()
     url = f"{server.url}{path}"
-    stream.read(url, offset, length, pieces.extend, location=url, interrupt=interrupt or Interrupt())
+    stream.read(url, offset, length, pieces.extend, location=url, interrupt=interrupt or CancellationToken())
     return pieces
 
 
@@ -170,20 +170,22 @@ def test_an_answer_of_another_kind_is_left_to_the_client_that_knows_it(fault):
     with FaultyServer(CONTENT, fault) as server:
         with pytest.raises(UnsuitedError):
             read(stream_of(), server)
-        ranges, pieces = Ranges(fsspec.filesystem("http")), bytearray()
+        ranges, pieces = RangeReader(fsspec.filesystem("http")), bytearray()
         assert ranges.can_stream
         for offset in (0, SIZE // 2):
             length = SIZE // 2
-            ranges.stream(f"{server.url}/file", offset, length, pieces.extend, location="it", interrupt=Interrupt())
+            ranges.stream(
+                f"{server.url}/file", offset, length, pieces.extend, location="it", interrupt=CancellationToken()
+            )
         assert pieces == CONTENT[: 2 * (SIZE // 2)]
         assert not ranges.can_stream
 
 
 def test_a_server_that_begins_to_redirect_half_way_hands_nothing_on_twice():
     with FaultyServer(CONTENT, "redirect", faults=["hang up"]) as server:
-        ranges, pieces = Ranges(fsspec.filesystem("http")), bytearray()
+        ranges, pieces = RangeReader(fsspec.filesystem("http")), bytearray()
         with pytest.raises(UnavailableError, match="changes its way of answering"):
-            ranges.stream(f"{server.url}/file", 0, SIZE, pieces.extend, location="it", interrupt=Interrupt())
+            ranges.stream(f"{server.url}/file", 0, SIZE, pieces.extend, location="it", interrupt=CancellationToken())
         assert pieces == CONTENT[: SIZE // 2]
 
 
@@ -193,7 +195,7 @@ def test_a_server_that_begins_to_redirect_half_way_hands_nothing_on_twice():
 def test_a_client_with_settings_of_its_own_is_left_alone(settings):
     file_system = fsspec.filesystem("http", skip_instance_cache=True, **settings)
     assert (HttpStream.of(file_system) is None) == (settings != {"encoded": True})
-    assert Ranges(file_system).can_stream == (settings == {"encoded": True})
+    assert RangeReader(file_system).can_stream == (settings == {"encoded": True})
 
 
 def test_other_stores_are_left_alone():
@@ -208,7 +210,7 @@ def test_user_and_password_of_a_url_are_sent_as_fsspec_sends_them():
         file_system = fsspec.filesystem("http", skip_instance_cache=True)
         assert file_system.cat_file(url) == CONTENT
         pieces = bytearray()
-        HttpStream(file_system).read(url, 0, SIZE, pieces.extend, location="it", interrupt=Interrupt())
+        HttpStream(file_system).read(url, 0, SIZE, pieces.extend, location="it", interrupt=CancellationToken())
         assert pieces == CONTENT
         assert server.authorizations[0] is not None
         assert len(set(server.authorizations)) == 1
@@ -250,8 +252,8 @@ def test_over_https_a_server_that_is_trusted_is_read_and_no_other(certificate, n
 @pytest.mark.parametrize("fault", [None, "stall", "silent", 503])
 def test_an_interrupt_ends_what_is_under_way(fault, monkeypatch):
     monkeypatch.setattr("datasvc.repository.store.retries._FIRST_PAUSE_S", 600)
-    patient = HttpStream(fsspec.filesystem("http", skip_instance_cache=True), Patience(silence_s=600))
-    interrupt, begun, errors = Interrupt(), threading.Event(), []
+    patient = HttpStream(fsspec.filesystem("http", skip_instance_cache=True), Timeouts(silence_s=600))
+    interrupt, begun, errors = CancellationToken(), threading.Event(), []
     length = _BUFFER_BYTES + 1000 if fault is None else SIZE  # the rest has arrived when the first piece is taken
 
     def take(_view):
@@ -281,7 +283,7 @@ def test_an_interrupt_ends_a_stream_over_https(certificate, new_trust, monkeypat
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
-    interrupt, patient = Interrupt(), HttpStream(fsspec.filesystem("http"), Patience(silence_s=600))
+    interrupt, patient = CancellationToken(), HttpStream(fsspec.filesystem("http"), Timeouts(silence_s=600))
     with FaultyServer(CONTENT, "stall", tls=context) as server, ThreadPoolExecutor(1) as pool:
         half, arrived = threading.Event(), bytearray()
 
@@ -304,7 +306,7 @@ def test_what_takes_the_bytes_may_fail_and_its_error_passes_through(error):
 
     with FaultyServer(CONTENT) as server:
         with pytest.raises(type(error), match=r"No space left|stopping"):
-            stream_of().read(f"{server.url}/file", 0, SIZE, full, location="it", interrupt=Interrupt())
+            stream_of().read(f"{server.url}/file", 0, SIZE, full, location="it", interrupt=CancellationToken())
         assert len(server.ranges) == 1
 
 
@@ -317,7 +319,7 @@ def test_the_memory_of_a_long_range_is_that_of_one_buffer():
             SIZE,
             lambda view: seen.add((id(view.obj), len(view))),
             location="it",
-            interrupt=Interrupt(),
+            interrupt=CancellationToken(),
         )
     assert len({buffer for buffer, _ in seen}) == 1
     assert max(length for _, length in seen) < SIZE
@@ -325,7 +327,7 @@ def test_the_memory_of_a_long_range_is_that_of_one_buffer():
 
 def test_an_interrupt_ends_the_wait_for_a_connection():
     """A server whose queue is full does not answer those who come next."""
-    interrupt, patient = Interrupt(), HttpStream(fsspec.filesystem("http"), Patience(connect_s=600))
+    interrupt, patient = CancellationToken(), HttpStream(fsspec.filesystem("http"), Timeouts(connect_s=600))
     with socket.socket() as server, ThreadPoolExecutor(1) as pool, ExitStack() as callers:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -342,7 +344,7 @@ def test_an_interrupt_ends_the_wait_for_a_connection():
 
 def test_an_interrupt_ends_a_handshake():
     """A server that accepts the connection and then says nothing."""
-    interrupt, patient = Interrupt(), HttpStream(fsspec.filesystem("http"), Patience(connect_s=600))
+    interrupt, patient = CancellationToken(), HttpStream(fsspec.filesystem("http"), Timeouts(connect_s=600))
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         url = f"https://127.0.0.1:{server.getsockname()[1]}/file"
         reading = pool.submit(patient.read, url, 0, SIZE, bytearray().extend, location="it", interrupt=interrupt)

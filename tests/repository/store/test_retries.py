@@ -5,7 +5,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Repository, Storage
-from datasvc.repository.store.retries import ATTEMPTS, ask
+from datasvc.repository.store.retries import ATTEMPTS, with_retries
 from tests.cluster.store import FileStore
 from tools.bench.origin import CUT, FLIP, REFUSE, UNAVAILABLE, Fault, Origin
 
@@ -68,7 +68,7 @@ def test_stores_that_ask_again_by_themselves_are_called_once():
         raise OSError("gone")
 
     with pytest.raises(UnavailableError, match="cannot look at here: gone"):
-        ask(MemoryFileSystem(), "look at", "here", question)
+        with_retries(MemoryFileSystem(), "look at", "here", question)
     assert len(calls) == 1
 
 

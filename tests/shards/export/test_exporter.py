@@ -188,7 +188,7 @@ def test_a_killed_tidying_up_is_finished(repository, tmp_path, monkeypatch):
 
     dataset = write_photos(repository)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("datasvc.shards.export.progress.Progress.tidy", interrupted)
+        patch.setattr("datasvc.shards.export.progress.ExportRecords.tidy", interrupted)
         exported(dataset, tmp_path / "out", "folder")
     for path in (tmp_path / "out" / ".datasvc-export").iterdir():
         if path.suffix != ".json":

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from datasvc.shards.format.ipc_writer import RecordedFile, describe_batch
-from datasvc.shards.format.layout import Span
+from datasvc.shards.format.layout import ByteRange
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.format.writer import ShardWriter
 
@@ -127,5 +127,5 @@ def test_a_batch_that_is_a_slice_of_larger_arrays_is_what_the_layout_says():
 def test_a_description_needs_no_blobs():
     pieces = [b"head", pa.py_buffer(np.arange(3, dtype=np.uint8)), b"tail"]
     described = describe_batch(pieces, 100, [None], 3)
-    assert (described.message, described.num_samples) == (Span(100, 11), 3)
+    assert (described.message, described.num_samples) == (ByteRange(100, 11), 3)
     assert described.digest == xxh3_128_digest(b"head\0\1\2tail")

@@ -18,7 +18,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.shards import Shard, ShardWriter, ingest, open_dataset
 from datasvc.shards.format.digests import digest_batch
-from datasvc.shards.format.layout import ShardLayout, Span
+from datasvc.shards.format.layout import ByteRange, ShardLayout
 from datasvc.shards.format.partial_reader import PartialShard, open_partial
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import image_schema, shard_schema
@@ -325,8 +325,8 @@ def change(index, **changes):
     ("changes", "message"),
     [
         ({"frame": b"no frame" * 10}, "record batch 0 of shard part: its sample index holds no sound frame"),
-        ({"message": Span(1 << 40, 100)}, "record batches beyond its"),
-        ({"blobs": (Span(0, 1_000_000_000),)}, "no sound frame"),
+        ({"message": ByteRange(1 << 40, 100)}, "record batches beyond its"),
+        ({"blobs": (ByteRange(0, 1_000_000_000),)}, "no sound frame"),
         ({"num_samples": 9}, "no sound frame: it has 10 samples; expected 9"),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.shards.format.arrow_object import encode_table
-from datasvc.shards.format.layout import BatchLayout, ShardLayout, Span
+from datasvc.shards.format.layout import BatchLayout, ByteRange, ShardLayout
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import image_schema
 from datasvc.shards.versions.deletions import Deletions
@@ -46,7 +46,7 @@ def test_an_index_of_a_later_format_is_refused(monkeypatch):
 
 
 counts = st.integers(0, 1 << 40)
-spans = st.builds(Span, counts, counts)
+spans = st.builds(ByteRange, counts, counts)
 messages = st.builds(BatchLayout, spans, st.integers(0, 9), digest=digest) | st.builds(
     BatchLayout, spans, st.integers(0, 9), frame=st.binary(max_size=100), blobs=st.lists(spans, max_size=3).map(tuple)
 )
@@ -73,7 +73,7 @@ def test_the_record_batches_of_a_shard_come_back_with_its_index(layout):
 
 
 def test_an_index_of_other_samples_than_its_record_batches_have_is_corrupt():
-    layout = ShardLayout(image_schema(labelled=True), (BatchLayout(Span(0, 10), 3, digest=b"d" * 16),))
+    layout = ShardLayout(image_schema(labelled=True), (BatchLayout(ByteRange(0, 10), 3, digest=b"d" * 16),))
     raw = SampleIndex.build(["a"], [b"s" * 16], [b"p" * 16], layout).encode()
     with pytest.raises(CorruptDataError, match="test lists 1 samples, its batches 3"):
         SampleIndex.decode(raw, "test")
@@ -81,7 +81,7 @@ def test_an_index_of_other_samples_than_its_record_batches_have_is_corrupt():
 
 @pytest.mark.parametrize("both", [{}, {"digest": b"d" * 16, "frame": b"f"}])
 def test_a_record_batch_that_has_neither_or_both_of_digest_and_frame_is_corrupt(both):
-    layout = ShardLayout(image_schema(labelled=True), (BatchLayout(Span(0, 10), 1, **both),))
+    layout = ShardLayout(image_schema(labelled=True), (BatchLayout(ByteRange(0, 10), 1, **both),))
     with pytest.raises(CorruptDataError, match="needs either a digest or a frame"):
         SampleIndex.decode(build(layout).encode(), "test")
 

@@ -13,7 +13,7 @@ from datasvc.shards.ingestion.plan import (
     permute_in_shard,
     plan_shards,
 )
-from datasvc.shards.sources import ImageFile, Part
+from datasvc.shards.sources import ImageFile, SourcePart
 
 sizes = st.lists(st.integers(0, 100), min_size=1, max_size=60)
 seeds = st.integers(0, 2**64 - 1)
@@ -24,7 +24,7 @@ def listed(sizes):
 
 
 def parts(sizes):
-    return [Part("train", str(number), size) for number, size in enumerate(sizes)]
+    return [SourcePart("train", str(number), size) for number, size in enumerate(sizes)]
 
 
 @given(sizes, st.integers(1, 300), seeds, st.booleans())

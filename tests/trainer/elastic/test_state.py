@@ -21,8 +21,8 @@ from datasvc.trainer.elastic import (
     get_handler_registry,
     set_handler_registry,
 )
-from datasvc.trainer.env.environment import Place
-from datasvc.trainer.rendezvous.messages import Seat
+from datasvc.trainer.env.environment import RankPlacement
+from datasvc.trainer.rendezvous.messages import RankAssignment
 
 
 @pytest.fixture(autouse=True)
@@ -306,7 +306,9 @@ class Meetings:
     @property
     def seat(self):
         self.num_rounds += 1
-        return Seat(1, Place(), needs_sync=True, notice=0, num_deaths=self.num_rounds if self.deaths else 0)
+        return RankAssignment(
+            1, RankPlacement(), needs_sync=True, notice=0, num_deaths=self.num_rounds if self.deaths else 0
+        )
 
     def notifying(self, _):
         return contextlib.nullcontext()

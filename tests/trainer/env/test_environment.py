@@ -5,7 +5,7 @@ import pytest
 
 from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.env.environment import (
-    Place,
+    RankPlacement,
     choose_gloo_interface,
     configure_logging,
     place_variables,
@@ -20,7 +20,7 @@ def launched(rank, size, local_rank, local_size):
 
 
 def test_without_a_launcher_the_process_is_a_world_of_one():
-    assert read_place({}) == Place(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+    assert read_place({}) == RankPlacement(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
 
 
 def test_the_place_among_nodes_follows_from_the_place_in_the_job():
@@ -29,7 +29,7 @@ def test_the_place_among_nodes_follows_from_the_place_in_the_job():
 
 
 def test_a_place_is_read_as_it_was_written():
-    place = Place(rank=5, size=9, local_rank=1, local_size=4, cross_rank=1, cross_size=3)
+    place = RankPlacement(rank=5, size=9, local_rank=1, local_size=4, cross_rank=1, cross_size=3)
     assert read_place(place_variables(place)) == place
 
 

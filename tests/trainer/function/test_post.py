@@ -6,15 +6,15 @@ import threading
 
 import pytest
 
-from datasvc.trainer.function.pickling import Answer
-from datasvc.trainer.function.post import Post, ask, tell
+from datasvc.trainer.function.pickling import CallResult
+from datasvc.trainer.function.post import CallServer, ask, tell
 
 KEY = b"k" * 32
 
 
 @pytest.fixture
 def post():
-    post = Post(b"the call", key=KEY, for_other_hosts=False)
+    post = CallServer(b"the call", key=KEY, for_other_hosts=False)
     with post.open():
         yield post
 
@@ -23,10 +23,10 @@ def test_ranks_get_the_call_and_their_answers_are_kept(post):
     address = ("127.0.0.1", post.port)
     assert ask(address, KEY) == b"the call"
     large = bytes(range(256)) * (1 << 14)
-    tell(address, KEY, Answer(0, large))
-    tell(address, KEY, Answer(2, None, "Traceback"))
-    tell(address, KEY, Answer(1, b"error", "Traceback"))
-    assert post.results == [Answer(0, large)]
+    tell(address, KEY, CallResult(0, large))
+    tell(address, KEY, CallResult(2, None, "Traceback"))
+    tell(address, KEY, CallResult(1, b"error", "Traceback"))
+    assert post.results == [CallResult(0, large)]
     assert [answer.rank for answer in post.errors] == [2, 1]
 
 
@@ -34,7 +34,7 @@ def test_a_stranger_gets_nothing_and_can_say_nothing(post):
     with pytest.raises(multiprocessing.AuthenticationError):
         ask(("127.0.0.1", post.port), b"wrong")
     with pytest.raises((multiprocessing.AuthenticationError, OSError, EOFError)):
-        tell(("127.0.0.1", post.port), b"wrong", Answer(0, b"evil"))
+        tell(("127.0.0.1", post.port), b"wrong", CallResult(0, b"evil"))
     assert post.results == []
 
 
@@ -54,7 +54,7 @@ def test_many_ranks_ask_at_once(post):
 
 
 def test_the_port_is_closed_after_use():
-    post = Post(b"", key=KEY, for_other_hosts=False)
+    post = CallServer(b"", key=KEY, for_other_hosts=False)
     with post.open():
         pass
     with pytest.raises(ConnectionRefusedError):

@@ -9,7 +9,7 @@ from torch import nn
 import datasvc.trainer as hvd
 from datasvc.trainer.gradients.compression import Compressor
 from datasvc.trainer.gradients.compression_with_memory import RESIDUAL
-from datasvc.trainer.gradients.gradient_bucket import DenseBucket, Reduction, view_like
+from datasvc.trainer.gradients.gradient_bucket import DenseBucket, GradientReduction, view_like
 from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
 from datasvc.trainer.gradients.top_k import take_largest
 from tests.examples import examples
@@ -24,7 +24,7 @@ def world():
 
 def reducer_of(model, passes_per_step=1, **options):
     parameters = dict(enumerate(model.parameters()))
-    options.setdefault("reduction", Reduction())
+    options.setdefault("reduction", GradientReduction())
     exchange = Exchange(**options)
     names = {i: f"p{i}" for i in parameters}
     return GradientReducer(
@@ -146,7 +146,7 @@ def test_a_sparse_gradient_can_travel_as_a_dense_one_and_is_sparse_again_afterwa
 
 def test_a_bucket_without_one_of_its_parameters_keeps_what_it_has_taken():
     parameters = {i: nn.Parameter(torch.zeros(2)) for i in range(3)}
-    bucket = DenseBucket("b", parameters, Reduction())
+    bucket = DenseBucket("b", parameters, GradientReduction())
     for i, parameter in parameters.items():
         parameter.grad = torch.full((2,), float(i))
     bucket.add(0)
@@ -157,9 +157,9 @@ def test_a_bucket_without_one_of_its_parameters_keeps_what_it_has_taken():
 
 
 def test_an_average_multiplies_before_unless_it_is_told_to_split():
-    assert Reduction().factors() == (1.0, 1.0)
-    assert Reduction(predivide_factor=4.0).factors() == (0.25, 4.0)
-    assert Reduction(op=hvd.Sum).factors() == (1.0, 1.0)
+    assert GradientReduction().factors() == (1.0, 1.0)
+    assert GradientReduction(predivide_factor=4.0).factors() == (0.25, 4.0)
+    assert GradientReduction(op=hvd.Sum).factors() == (1.0, 1.0)
 
 
 shapes = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
@@ -176,7 +176,7 @@ class Parameters(nn.Module):
     shapes,
     st.integers(0, 2**31),
     st.booleans(),
-    st.sampled_from([Reduction(op=hvd.Sum), Reduction(), Reduction(predivide_factor=4.0)]),
+    st.sampled_from([GradientReduction(op=hvd.Sum), GradientReduction(), GradientReduction(predivide_factor=4.0)]),
 )
 def test_what_was_sent_is_all_gradients_but_for_the_residual(shapes, seed, is_top_k, reduction):
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import build_schedule
 from datasvc.trainer.recipes.tasks.classification import Classification
-from datasvc.trainer.recipes.tasks.task import Examples, Place
+from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 from datasvc.trainer.recipes.update import update
 
 CONFIG = TrainConfig(data="d", repo="r", name="m", size=32, scale=(0.8, 1.0), flip=0.0)
@@ -121,7 +121,7 @@ def test_remark_4_one_shuffle_of_all_the_data_is_dealt_over_the_ranks_each_epoch
     task = Classification(CONFIG, split)
 
     def batches(rank, world_size, batch_size):
-        place = Place(rank, world_size, torch.device("cpu"), num_threads=1)
+        place = DataPlacement(rank, world_size, torch.device("cpu"), num_threads=1)
         loader = task.open_loader(split, training=True, batch_size=batch_size, cache=None, place=place)
         with loader:
             return [[(batch.positions, batch.labels.numpy()) for batch in loader] for _ in range(2)]

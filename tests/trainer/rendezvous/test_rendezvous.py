@@ -10,7 +10,7 @@ import threading
 import pytest
 from torch.distributed import TCPStore
 
-from datasvc.trainer.env.environment import Place
+from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous import rendezvous as rendezvous_module
 from datasvc.trainer.rendezvous.messages import (
@@ -18,8 +18,8 @@ from datasvc.trainer.rendezvous.messages import (
     Ask,
     Leave,
     Notice,
+    RankAssignment,
     ScriptError,
-    Seat,
     answer_key,
     broken_key,
     decode_word,
@@ -31,7 +31,7 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous, report_uncaught_er
 from datasvc.trainer.rendezvous.round_store import RoundStore
 
 WORKER = "localhost:0:3"
-SEAT = Seat(2, Place(1, 2, 0, 1, 1, 2), needs_sync=True, notice=4)
+SEAT = RankAssignment(2, RankPlacement(1, 2, 0, 1, 1, 2), needs_sync=True, notice=4)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_state_that_waits_when_it_is_told_does_not_keep_the_worker_from_the_ne
             self.may_go.wait(20)
 
     state = Waiting()
-    store.set(answer_key(WORKER, 2), encode(Seat(3, SEAT.place, needs_sync=True, notice=5)))
+    store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.place, needs_sync=True, notice=5)))
     joining = threading.Thread(target=seated.join_round, daemon=True)
     with seated.notifying(state):
         store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
@@ -160,7 +160,7 @@ def test_a_state_that_comes_late_or_was_reset_is_told_of_what_came_before(store,
         assert late.told.get_nowait() == (5, 1)
         seated.repeat_notice()
         assert late.told.get_nowait() == (5, 1)
-        store.set(answer_key(WORKER, 2), encode(Seat(3, SEAT.place, needs_sync=True, notice=5)))
+        store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.place, needs_sync=True, notice=5)))
         seated.join_round()
         seated.repeat_notice()
         assert late.told.empty()

@@ -7,9 +7,17 @@ import pytest
 from torch.distributed import TCPStore
 
 from datasvc.trainer.env.engine_settings import EngineSettings
-from datasvc.trainer.env.environment import Place
+from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.errors import HorovodInternalError
-from datasvc.trainer.rendezvous.messages import WORDS_QUEUE, Ask, ScriptError, Seat, answer_key, decode_word, encode
+from datasvc.trainer.rendezvous.messages import (
+    WORDS_QUEUE,
+    Ask,
+    RankAssignment,
+    ScriptError,
+    answer_key,
+    decode_word,
+    encode,
+)
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 from datasvc.trainer.rendezvous.round import join_round
 
@@ -24,7 +32,7 @@ def test_a_worker_that_can_never_connect_gives_up_after_some_rounds_and_says_why
             "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=fd
         )
     for number in range(1, 6):
-        seat = Seat(number, Place(0, 2, 0, 2, 0, 1), needs_sync=True, notice=0)
+        seat = RankAssignment(number, RankPlacement(0, 2, 0, 2, 0, 1), needs_sync=True, notice=0)
         store.set(answer_key(WORKER, number), encode(seat))
     with pytest.raises(HorovodInternalError, match=r"5 rounds.*no-such-card"):
         join_round(Rendezvous(WORKER, store.clone()), EngineSettings())

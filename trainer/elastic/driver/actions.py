@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from datasvc.trainer.env.environment import Place
-from datasvc.trainer.rendezvous.messages import Notice, Seat
+from datasvc.trainer.env.environment import RankPlacement
+from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class Start:
 
     worker: str
     host: str
-    place: Place
+    place: RankPlacement
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Dismiss:
+class StopWorker:
     """Answer a worker's ask: there is no place for it."""
 
     worker: str
@@ -37,7 +37,7 @@ class Seated:
 
     worker: str
     number: int
-    seat: Seat
+    seat: RankAssignment
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,4 @@ class Finish:
     others: tuple[str, ...] = ()
 
 
-Action = Start | Stop | Dismiss | Seated | Break | Announce | Say | Finish
+Action = Start | Stop | StopWorker | Seated | Break | Announce | Say | Finish

@@ -15,12 +15,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from datasvc.trainer.elastic.driver.actions import Action, Announce, Break, Dismiss, Finish, Say, Seated, Start, Stop
+from datasvc.trainer.elastic.driver.actions import (
+    Action,
+    Announce,
+    Break,
+    Finish,
+    Say,
+    Seated,
+    Start,
+    Stop,
+    StopWorker,
+)
 from datasvc.trainer.elastic.driver.discovery import Discovery
 from datasvc.trainer.elastic.driver.limits import plan_limits, read_discovery_interval_s
-from datasvc.trainer.elastic.driver.membership import Membership
+from datasvc.trainer.elastic.driver.membership import JobMembership
 from datasvc.trainer.elastic.driver.worker_start import plan_worker_start
-from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, Job, JobFailure
+from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankProcess
 from datasvc.trainer.launch.ranks.remote_shell import is_local
@@ -67,7 +77,7 @@ class ElasticFailure:
         return "\n".join([text, *others, *(f"  [{self.worker}] {line}" for line in self.last_lines)])
 
 
-def run_elastic_job(job: Job, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
+def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
     """Runs a job whose ranks may come and go, to its end. A signal to the launcher ends it.
 
     Returns:
@@ -84,7 +94,7 @@ def run_elastic_job(job: Job, options: ElasticOptions, environ: Mapping[str, str
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=not is_here))
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
-        membership = Membership(limits, now_s=time.monotonic())
+        membership = JobMembership(limits, now_s=time.monotonic())
         driver = _Driver(job, environ, membership, group, listener, is_here=is_here)
         stack.enter_context(_ending_on_signals(driver))
         if options.discovery_script is None:
@@ -104,9 +114,9 @@ def run_elastic_job(job: Job, options: ElasticOptions, environ: Mapping[str, str
 class _Driver:
     def __init__(
         self,
-        job: Job,
+        job: LaunchJob,
         environ: Mapping[str, str],
-        membership: Membership,
+        membership: JobMembership,
         group: RankGroup,
         listener: socket.socket,
         *,
@@ -177,7 +187,7 @@ class _Driver:
             case Seated(worker, number, seat):
                 self._ranks[worker] = seat.place.rank
                 self._set(answer_key(worker, number), encode(seat))
-            case Dismiss(worker, number, reason):
+            case StopWorker(worker, number, reason):
                 self._set(answer_key(worker, number), encode(Leave(reason)))
             case Break(round_number, reason):
                 self._set(broken_key(round_number), reason)

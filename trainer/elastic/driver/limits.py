@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from datasvc.trainer.launch.ranks.job import ElasticOptions, Job
+from datasvc.trainer.launch.ranks.job import ElasticOptions, LaunchJob
 
 # Horovod's name, and the one that was ours alone.
 _TIMEOUT_VARIABLES = ("HOROVOD_ELASTIC_TIMEOUT", "HVD_ELASTIC_TIMEOUT")
@@ -53,7 +53,7 @@ class Limits:
             raise ValueError(f"the reset limit must not be negative, but is {self.reset_limit}")
 
 
-def plan_limits(job: Job, options: ElasticOptions, environ: Mapping[str, str]) -> Limits:
+def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> Limits:
     """The limits of a job.
 
     Raises:

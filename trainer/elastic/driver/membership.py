@@ -10,20 +10,30 @@ Invariants:
 import math
 from collections.abc import Sequence
 
-from datasvc.trainer.elastic.driver.actions import Action, Announce, Break, Dismiss, Finish, Say, Seated, Start, Stop
+from datasvc.trainer.elastic.driver.actions import (
+    Action,
+    Announce,
+    Break,
+    Finish,
+    Say,
+    Seated,
+    Start,
+    Stop,
+    StopWorker,
+)
 from datasvc.trainer.elastic.driver.blacklist import Blacklist
 from datasvc.trainer.elastic.driver.deaths import Death, Deaths
 from datasvc.trainer.elastic.driver.limits import Limits
 from datasvc.trainer.elastic.driver.rank_assignment import plan_places
 from datasvc.trainer.elastic.driver.workers import NOTE_TIME_S, Deadline, Phase, Worker, Workers
 from datasvc.trainer.launch.ranks.job import Host
-from datasvc.trainer.rendezvous.messages import Ask, Notice, ScriptError, Seat
+from datasvc.trainer.rendezvous.messages import Ask, Notice, RankAssignment, ScriptError
 
 RESET_LIMIT_STATUS = 3
 _REMOVED, _ADDED = 1, 2
 
 
-class Membership:
+class JobMembership:
     """The state of a job. Each method takes an event and returns what to do, in order.
 
     Nothing is to be done after a ``Finish``; events are then ignored.
@@ -333,10 +343,10 @@ class Membership:
         cause = self._deaths.choose_cause()
         return Finish(1, reason) if cause is None else self._deaths.finish(cause, f"; {reason}" if reason else "")
 
-    def _dismiss(self, worker: Worker, now_s: float) -> Dismiss:
+    def _dismiss(self, worker: Worker, now_s: float) -> StopWorker:
         assert worker.ask is not None
         worker.enter(Phase.LEAVING, now_s)
-        return Dismiss(worker.name, worker.ask.number, f"its slot on {worker.host} is gone")
+        return StopWorker(worker.name, worker.ask.number, f"its slot on {worker.host} is gone")
 
     def _begin_round(self, chosen: Sequence[Worker], now_s: float) -> list[Action]:
         self._round += 1
@@ -351,7 +361,7 @@ class Membership:
             worker = self._workers.by_name[name]
             worker.old_rank = place.rank
             worker.enter(Phase.MEMBER, now_s)
-            seat = Seat(self._round, place, needs_sync, self._notice.number, self._deaths.num_all)
+            seat = RankAssignment(self._round, place, needs_sync, self._notice.number, self._deaths.num_all)
             actions.append(Seated(name, asks[name].number, seat))
         self._deaths.since_round.clear()
         self._noticed, self._short_since_s, self._said = set(), None, None

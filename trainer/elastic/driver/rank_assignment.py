@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from datasvc.trainer.env.environment import Place
+from datasvc.trainer.env.environment import RankPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class RankCandidate:
     """A worker that asks for a place.
 
     Args:
@@ -28,7 +28,7 @@ class Candidate:
     seniority: int
 
 
-def plan_places(candidates: Sequence[Candidate]) -> dict[str, Place]:
+def plan_places(candidates: Sequence[RankCandidate]) -> dict[str, RankPlacement]:
     """Gives every candidate a rank, in rank order.
 
     Rank 0 is what the others copy from, so the newest state comes first: nothing that any rank has seen
@@ -46,7 +46,7 @@ def plan_places(candidates: Sequence[Candidate]) -> dict[str, Place]:
         local_rank = neighbours[candidate.slot]
         # Only nodes that have such a local rank are counted, as in Horovod.
         peers = [host for host, slots in slots_on.items() if len(slots) > local_rank]
-        places[candidate.worker] = Place(
+        places[candidate.worker] = RankPlacement(
             rank, len(ordered), local_rank, len(neighbours), peers.index(candidate.host), len(peers)
         )
     return places
@@ -58,6 +58,6 @@ def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:
     return {slot: slot if slot < len(slots) else free.pop(0) for slot in sorted(slots)}
 
 
-def _precedence(candidate: Candidate) -> tuple[int, float, int]:
+def _precedence(candidate: RankCandidate) -> tuple[int, float, int]:
     old_rank = math.inf if candidate.old_rank is None else candidate.old_rank
     return -candidate.serial, old_rank, candidate.seniority

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from datasvc.trainer.elastic.driver.actions import Start
-from datasvc.trainer.launch.ranks.job import Job
+from datasvc.trainer.launch.ranks.job import LaunchJob
 from datasvc.trainer.launch.ranks.placement import plan_environment, plan_threads
 from datasvc.trainer.launch.ranks.rank_process import RankStart
 from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
@@ -16,7 +16,7 @@ _NOT_INHERITED = frozenset({"GROUP_RANK", "GROUP_WORLD_SIZE"})
 
 def plan_worker_start(
     start: Start,
-    job: Job,
+    job: LaunchJob,
     environ: Mapping[str, str],
     listener: socket.socket,
     *,

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from datasvc.trainer.elastic.driver.rank_assignment import Candidate
+from datasvc.trainer.elastic.driver.rank_assignment import RankCandidate
 from datasvc.trainer.rendezvous.messages import Ask
 
 _LEAVE_TIME_S = 30.0
@@ -71,9 +71,9 @@ class Worker:
         """The greater, the sooner it is let go: newcomers first, then high ranks."""
         return math.inf if self.old_rank is None else self.old_rank, self.seniority
 
-    def candidate(self) -> Candidate:
+    def candidate(self) -> RankCandidate:
         """What counts for its place in the next round."""
-        return Candidate(
+        return RankCandidate(
             worker=self.name,
             host=self.host,
             slot=self.slot,

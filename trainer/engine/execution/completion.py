@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from datasvc.trainer.engine.execution.transport import Work
+from datasvc.trainer.engine.execution.transport import CollectiveWork
 
 
 class _Pending(NamedTuple):
-    work: Work
-    after: Callable[[Work], None]
+    work: CollectiveWork
+    after: Callable[[CollectiveWork], None]
 
 
 class Completions:
@@ -34,7 +34,7 @@ class Completions:
         self._thread = threading.Thread(target=self._run, name="trainer-completions", daemon=True)
         self._thread.start()
 
-    def add(self, work: Work, after: Callable[[Work], None], *, is_short: bool) -> None:
+    def add(self, work: CollectiveWork, after: Callable[[CollectiveWork], None], *, is_short: bool) -> None:
         """Lets ``after``, which waits for the work, run later, in turn.
 
         Args:
@@ -76,7 +76,7 @@ class Completions:
                 self._pending.popleft()
                 self._changed.notify_all()
 
-    def _complete(self, work: Work, after: Callable[[Work], None]) -> bool:
+    def _complete(self, work: CollectiveWork, after: Callable[[CollectiveWork], None]) -> bool:
         try:
             after(work)
         except Exception as error:  # noqa: BLE001 - the top of a thread; the engine tells whoever waits

@@ -16,7 +16,7 @@ from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.execution.wire import named_dtype
 from datasvc.trainer.engine.negotiation.negotiation import Ready
-from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
 
 
 class Executor:
@@ -68,11 +68,11 @@ class Executor:
         Raises:
             RuntimeError: the group is broken; what was not reported as finished never will be.
         """
-        allreduces = [each for each in operations if each[0].request.kind is Kind.ALLREDUCE]
+        allreduces = [each for each in operations if each[0].request.kind is CollectiveKind.ALLREDUCE]
         self._reductions.allreduce([(ready, mine or self._stand_in(ready)) for ready, mine in allreduces])
         timeline = self._timeline
         for ready, mine in operations:
-            if ready.request.kind is not Kind.ALLREDUCE and mine is not None:
+            if ready.request.kind is not CollectiveKind.ALLREDUCE and mine is not None:
                 timeline.begin([ready.key], ready.request.kind.value.upper())
                 with profiled(ready.request.kind.value):
                     self._run(ready, mine)
@@ -80,20 +80,20 @@ class Executor:
 
     def _run(self, ready: Ready, mine: Submission) -> None:
         match ready.request.kind:
-            case Kind.ALLGATHER:
+            case CollectiveKind.ALLGATHER:
                 self._movements.allgather(ready, mine)
-            case Kind.BROADCAST:
+            case CollectiveKind.BROADCAST:
                 self._movements.broadcast(ready, mine)
-            case Kind.ALLTOALL:
+            case CollectiveKind.ALLTOALL:
                 self._movements.alltoall(ready, mine)
-            case Kind.REDUCESCATTER:
+            case CollectiveKind.REDUCESCATTER:
                 self._reductions.reducescatter(ready, mine)
-            case Kind.ADD_PROCESS_SET:
+            case CollectiveKind.ADD_PROCESS_SET:
                 assert ready.value is not None
                 assert ready.request.ranks is not None
                 self._transport.add_process_set(ready.value, ready.request.ranks)
                 self._finish(mine, ready.value)
-            case Kind.REMOVE_PROCESS_SET:
+            case CollectiveKind.REMOVE_PROCESS_SET:
                 assert ready.value is not None
                 self._transport.remove_process_set(ready.value)
                 self._finish(mine, ready.value)

@@ -13,7 +13,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class FusionSlot:
     """Where tensor ``member`` of request number ``operation`` lies in its buffer, in elements."""
 
     operation: int
@@ -27,7 +27,7 @@ class Buffer:
     """Tensors that are reduced by one collective. Slots are adjacent and in order."""
 
     dtype: str
-    slots: tuple[Slot, ...]
+    slots: tuple[FusionSlot, ...]
 
     @property
     def num_elements(self) -> int:
@@ -80,9 +80,9 @@ def _fusion_key(request: Request, operation: int, dtype: str) -> tuple[object, .
 class _OpenBuffer:
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
-        self.slots: list[Slot] = []
+        self.slots: list[FusionSlot] = []
         self.num_elements = 0
 
     def add(self, operation: int, member: int, length: int) -> None:
-        self.slots.append(Slot(operation, member, self.num_elements, length))
+        self.slots.append(FusionSlot(operation, member, self.num_elements, length))
         self.num_elements += length

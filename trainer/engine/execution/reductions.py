@@ -15,7 +15,7 @@ from datasvc.trainer.engine.execution.rows import split_rows
 from datasvc.trainer.engine.execution.scaling import scale_
 from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.timeline import Timeline
-from datasvc.trainer.engine.execution.transport import Done, Transport, Work
+from datasvc.trainer.engine.execution.transport import CollectiveWork, CompletedWork, Transport
 from datasvc.trainer.engine.execution.wire import can_travel, copied, wire_dtype
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
@@ -84,7 +84,7 @@ class Reductions:
             with profiled("reduce"):
                 work = self._reduce(buffer, request, flat)
 
-        def complete(work: Work) -> None:
+        def complete(work: CollectiveWork) -> None:
             with self._streams.working_on(outputs[0].device, (), ()):
                 with profiled("wait"):
                     work.wait()
@@ -121,13 +121,13 @@ class Reductions:
             if not mine.is_prescaled:
                 scale_(flat[slot.offset : slot.offset + slot.length], factor=mine.request.prescale_factor)
 
-    def _reduce(self, buffer: Buffer, request: Request, flat: Tensor) -> Work:
+    def _reduce(self, buffer: Buffer, request: Request, flat: Tensor) -> CollectiveWork:
         assert request.reduce_op is not None
         if request.reduce_op is ReduceOp.ADASUM:
             self._reduce_by_adasum(buffer, flat)
-            return Done()
+            return CompletedWork()
         if not flat.numel():
-            return Done()
+            return CompletedWork()
         return self._transport.begin_allreduce(flat, request.reduce_op, request.process_set)
 
     def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:

@@ -35,7 +35,7 @@ _REDUCE_OPS = {
 }
 
 
-class Work(Protocol):
+class CollectiveWork(Protocol):
     """A collective under way."""
 
     def wait(self) -> object:
@@ -65,7 +65,7 @@ class Transport(Protocol):
     def remove_process_set(self, process_set: int) -> None:
         """Forgets a set. All ranks call this."""
 
-    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> Work:
+    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:
         """Begins to reduce in place; AVERAGE only sums."""
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
@@ -89,7 +89,7 @@ class Transport(Protocol):
         """Lets go of the network. Ranks that still wait for this one get an error."""
 
 
-class Round(NamedTuple):
+class ExchangeStep(NamedTuple):
     """A step of an exchange: one rank's first parts go to another, and those of a third come behind what it holds.
 
     Attributes:
@@ -105,7 +105,7 @@ class Round(NamedTuple):
     num_parts: int
 
 
-def plan_exchange(rank: int, size: int) -> list[Round]:
+def plan_exchange(rank: int, size: int) -> list[ExchangeStep]:
     """Plans how every rank gets one part of each: it starts with its own, and ends with those of the ranks behind it.
 
     What a rank holds doubles in each round: Bruck et al., "Efficient algorithms for all-to-all communications in
@@ -114,12 +114,12 @@ def plan_exchange(rank: int, size: int) -> list[Round]:
     rounds, held = [], 1
     while held < size:
         num_parts = min(held, size - held)
-        rounds.append(Round((rank - held) % size, (rank + held) % size, held, num_parts))
+        rounds.append(ExchangeStep((rank - held) % size, (rank + held) % size, held, num_parts))
         held += num_parts
     return rounds
 
 
-class Done:
+class CompletedWork:
     """Work that is over."""
 
     def wait(self) -> None:
@@ -148,9 +148,9 @@ class LoopbackTransport:
     def remove_process_set(self, process_set: int) -> None:
         """Does nothing."""
 
-    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> Work:  # noqa: ARG002 - as Transport
+    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:  # noqa: ARG002 - as Transport
         """Leaves the tensor as it is."""
-        return Done()
+        return CompletedWork()
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:  # noqa: ARG002 - as Transport
         """Copies the tensor."""
@@ -258,9 +258,11 @@ class GroupTransport:
         if group is not None:
             dist.destroy_process_group(group)
 
-    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> Work:
+    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:
         """See ``Transport``."""
-        work: Work = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self._groups[process_set], async_op=True)
+        work: CollectiveWork = dist.all_reduce(
+            tensor, op=_REDUCE_OPS[op], group=self._groups[process_set], async_op=True
+        )
         return work
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:

@@ -5,7 +5,7 @@ Pure, so that every rank comes to the same verdict in the same words.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from datasvc.trainer.engine.negotiation.requests import Kind, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 
 _Look = Callable[[Request], object]
 
@@ -28,18 +28,18 @@ _ROWS: tuple[tuple[str, _Look], ...] = (
     ("shape after the first dimension", lambda request: _one_or_all([shape[1:] for shape in request.shapes])),
     _GROUPING,
 )
-_BY_KIND: Mapping[Kind, tuple[tuple[str, _Look], ...]] = {
-    Kind.ALLREDUCE: _REDUCTION,
-    Kind.REDUCESCATTER: _REDUCTION,
-    Kind.BROADCAST: (
+_BY_KIND: Mapping[CollectiveKind, tuple[tuple[str, _Look], ...]] = {
+    CollectiveKind.ALLREDUCE: _REDUCTION,
+    CollectiveKind.REDUCESCATTER: _REDUCTION,
+    CollectiveKind.BROADCAST: (
         ("root rank", lambda request: request.root_rank),
         ("shape", lambda request: _one_or_all(request.shapes)),
     ),
-    Kind.ALLGATHER: _ROWS,
-    Kind.ALLTOALL: _ROWS,
-    Kind.BARRIER: (),
-    Kind.ADD_PROCESS_SET: (("ranks", lambda request: request.ranks),),
-    Kind.REMOVE_PROCESS_SET: (("ranks", lambda request: request.ranks),),
+    CollectiveKind.ALLGATHER: _ROWS,
+    CollectiveKind.ALLTOALL: _ROWS,
+    CollectiveKind.BARRIER: (),
+    CollectiveKind.ADD_PROCESS_SET: (("ranks", lambda request: request.ranks),),
+    CollectiveKind.REMOVE_PROCESS_SET: (("ranks", lambda request: request.ranks),),
 }
 
 
@@ -57,7 +57,7 @@ def find_disagreement(requests: Mapping[int, Request]) -> str | None:
     for what, look in _BY_KIND[first.kind]:
         if any(look(request) != look(first) for request in requests.values()):
             return _describe(requests, what, look)
-    if first.kind is Kind.ALLGATHER and () in first.shapes:
+    if first.kind is CollectiveKind.ALLGATHER and () in first.shapes:
         return f"{first.key.describe()}: a tensor without dimensions cannot be gathered; use tensor.reshape(1)"
     return None
 

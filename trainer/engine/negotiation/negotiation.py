@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from datasvc.trainer.engine.negotiation.agreement import find_disagreement, name_ranks
-from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, Key, Kind, Request
+from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, Request
 
 # A rank that has joined takes part in these without knowing their tensors: by zeros, or by nothing at all.
-JOIN: Final = Key(GLOBAL_SET, Kind.JOIN.value)
-_WITH_JOINED: Final = (Kind.ALLREDUCE, Kind.BARRIER)
+JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
+_WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
 # That change nothing here.
 _WITHOUT_EFFECT: Final = (
-    Kind.ALLREDUCE,
-    Kind.ALLGATHER,
-    Kind.BROADCAST,
-    Kind.ALLTOALL,
-    Kind.REDUCESCATTER,
-    Kind.BARRIER,
+    CollectiveKind.ALLREDUCE,
+    CollectiveKind.ALLGATHER,
+    CollectiveKind.BROADCAST,
+    CollectiveKind.ALLTOALL,
+    CollectiveKind.REDUCESCATTER,
+    CollectiveKind.BARRIER,
 )
 
 
@@ -100,7 +100,9 @@ class Negotiation:
         outcomes: list[Outcome] = []
         for rank, requests in enumerate(submitted):
             for request in requests:
-                outcomes += self._join(rank, request) if request.kind is Kind.JOIN else self._add(rank, request)
+                outcomes += (
+                    self._join(rank, request) if request.kind is CollectiveKind.JOIN else self._add(rank, request)
+                )
         return outcomes
 
     def waiting(self, rank: int) -> tuple[bool, bool]:
@@ -171,18 +173,22 @@ class Negotiation:
                 f"and barrier can run, not {request.kind.value}"
             )
         disagreement = find_disagreement(requests)
-        if disagreement is None and request.kind is Kind.ADD_PROCESS_SET and request.ranks in self._sets.values():
+        if (
+            disagreement is None
+            and request.kind is CollectiveKind.ADD_PROCESS_SET
+            and request.ranks in self._sets.values()
+        ):
             return f"there is a process set of the ranks {request.ranks} already"
         return disagreement
 
     def _accept(self, ready: Ready) -> list[Outcome]:
         request = ready.request
-        if request.kind is Kind.ADD_PROCESS_SET:
+        if request.kind is CollectiveKind.ADD_PROCESS_SET:
             assert request.ranks is not None
             number, self._next_set = self._next_set, self._next_set + 1
             self._sets[number] = request.ranks
             return [Ready(ready.requests, ready.members, value=number)]
-        if request.kind is Kind.REMOVE_PROCESS_SET:
+        if request.kind is CollectiveKind.REMOVE_PROCESS_SET:
             return self._remove_set(ready)
         return [ready]
 

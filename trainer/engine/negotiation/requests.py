@@ -8,7 +8,7 @@ GLOBAL_SET: Final = 0
 """The process set of all ranks."""
 
 
-class Kind(Enum):
+class CollectiveKind(Enum):
     """Which collective."""
 
     ALLREDUCE = "allreduce"
@@ -55,7 +55,7 @@ class Request:
     """
 
     name: str
-    kind: Kind
+    kind: CollectiveKind
     process_set: int = GLOBAL_SET
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -101,7 +101,7 @@ def request_from_fields(fields: list[Any]) -> Request:
     prescale, postscale, is_grouped, splits, ranks, layout = rest
     return Request(
         name=name,
-        kind=Kind(kind),
+        kind=CollectiveKind(kind),
         process_set=process_set,
         dtypes=tuple(dtypes),
         shapes=tuple(tuple(shape) for shape in shapes),

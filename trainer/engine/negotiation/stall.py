@@ -11,7 +11,7 @@ from datasvc.trainer.engine.negotiation.requests import Key
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StallDecision:
     """What to say now.
 
     Attributes:
@@ -42,7 +42,7 @@ class StallWatch:
         self._waiting_since.pop(key, None)
         self._quiet_since.pop(key, None)
 
-    def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> Verdict:
+    def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> StallDecision:
         """What is due now; the same operation again only after another ``warning_s``.
 
         Args:
@@ -59,7 +59,7 @@ class StallWatch:
                 warnings.append(_describe(key, ranks, waited_s))
             if self._shutdown_s and waited_s >= self._shutdown_s and not complaint:
                 complaint = f"{_describe(key, ranks, waited_s)}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job"
-        return Verdict(tuple(warnings), complaint)
+        return StallDecision(tuple(warnings), complaint)
 
 
 def _describe(key: Key, ranks: tuple[int, ...], waited_s: float) -> str:

@@ -35,7 +35,7 @@ class RemoteSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class LaunchJob:
     """What to run.
 
     Args:

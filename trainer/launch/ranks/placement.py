@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from datasvc.trainer.env.environment import Place, place_variables
+from datasvc.trainer.env.environment import RankPlacement, place_variables
 from datasvc.trainer.launch.ranks.job import Host
 from datasvc.trainer.launch.ranks.store import AGENT_STORE, LOOPBACK
 
@@ -14,7 +14,7 @@ class RankPlace:
     """A rank's host, and its place in the job."""
 
     host: str
-    place: Place
+    place: RankPlacement
 
 
 def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
@@ -43,12 +43,12 @@ def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
         for local_rank in range(counts[index]):
             cross_rank = sum(count > local_rank for count in counts[:index])
             cross_size = sum(count > local_rank for count in counts)
-            place = Place(len(places), num_ranks, local_rank, counts[index], cross_rank, cross_size)
+            place = RankPlacement(len(places), num_ranks, local_rank, counts[index], cross_rank, cross_size)
             places.append(RankPlace(host.name, place))
     return places
 
 
-def plan_environment(place: Place, host: str, port: int) -> dict[str, str]:
+def plan_environment(place: RankPlacement, host: str, port: int) -> dict[str, str]:
     """What the launcher tells a rank: its place, and where the ranks meet."""
     return {
         **place_variables(place),

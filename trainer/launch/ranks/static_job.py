@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from datasvc.trainer.launch.ranks.job import Host, Job, RankFailure
+from datasvc.trainer.launch.ranks.job import Host, LaunchJob, RankFailure
 from datasvc.trainer.launch.ranks.placement import RankPlace, place_ranks, plan_environment, plan_threads
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
@@ -29,7 +29,7 @@ _LOSS = "HorovodInternalError"
 _CAUSE_WAIT_S = 2.0
 
 
-def run_static_job(job: Job, environ: Mapping[str, str]) -> RankFailure | None:
+def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> RankFailure | None:
     """Runs all ranks to their end. SIGINT and SIGTERM are passed on to them meanwhile.
 
     Must be called from the main thread, whose signal handlers it borrows; elsewhere signals are not passed on.
@@ -61,7 +61,7 @@ def run_static_job(job: Job, environ: Mapping[str, str]) -> RankFailure | None:
 
 
 def _plan_start(
-    job: Job, place: RankPlace, environ: Mapping[str, str], port: int, addresses: tuple[str, ...]
+    job: LaunchJob, place: RankPlace, environ: Mapping[str, str], port: int, addresses: tuple[str, ...]
 ) -> RankStart:
     is_local_rank = is_local(place.host, environ)
     given = {**environ, **job.variables}
@@ -94,7 +94,7 @@ def _plan_start(
 class _Wait:
     """Waits for the ranks: for the end of all, the failure of one, or one that does not come."""
 
-    def __init__(self, job: Job, places: list[RankPlace], group: RankGroup, store: "TCPStore") -> None:
+    def __init__(self, job: LaunchJob, places: list[RankPlace], group: RankGroup, store: "TCPStore") -> None:
         self._job = job
         self._places = places
         self._group = group

@@ -57,7 +57,7 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(num_classes, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         # Tied, there is no second module: a checkpoint and a broadcast hold the weights once.
         self.head = None if tie_weights else nn.Linear(width, num_classes, bias=False)
@@ -113,13 +113,13 @@ class GPT(nn.Module):
         # Every branch adds to the residual stream: the more there are, the less each begins with.
         branches = 2 * len(self.blocks)
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             for end in (block.attention.out, block.mlp[2]):
                 assert isinstance(end, nn.Linear)
                 nn.init.normal_(end.weight, std=_DEVIATION / math.sqrt(branches))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then an MLP: each normalises its input and adds to the residual stream."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
-from datasvc.loaders.profiling.step_times import Span
+from datasvc.loaders.profiling.step_times import TimeSpan
 from datasvc.loaders.profiling.trace import write_trace
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.profiling.measure.layers import Layers, measure_layers
@@ -26,7 +26,7 @@ from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled
 from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
 from datasvc.trainer.recipes.profiling.predict.cluster_options import add_cluster_options, parse_clusters
 from datasvc.trainer.recipes.profiling.predict.predict import predict
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 from datasvc.trainer.recipes.reporting.epoch_trace import trace_path
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.options import parse_options
@@ -65,14 +65,14 @@ def main(arguments: Sequence[str]) -> None:
         write_trace(path, spans, process_name=f"{profile.config.model}, rank {rank}")
 
 
-def _trace(layers: Layers, parts: Sequence[Span]) -> list[Span]:
+def _trace(layers: Layers, parts: Sequence[TimeSpan]) -> list[TimeSpan]:
     """Return a step's parts, and below it the layers of another step, with hooks."""
     origin_ns = next(span.start_ns for span in parts if span.name == "forward")
     rows = {False: (2, "layers, forward, with hooks"), True: (3, "layers, backward, with hooks")}
     return [
         *parts,
         *(
-            Span(
+            TimeSpan(
                 layer.name,
                 *rows[layer.is_backward],
                 origin_ns + round(layer.start_s * 1e9),
@@ -86,8 +86,8 @@ def _trace(layers: Layers, parts: Sequence[Span]) -> list[Span]:
 
 def _measure(
     config: TrainConfig, chosen: argparse.Namespace, clusters: Sequence[Cluster]
-) -> tuple[Profile, list[Span]]:
-    modes = tuple(Mode) if chosen.check else ()
+) -> tuple[Profile, list[TimeSpan]]:
+    modes = tuple(StepMode) if chosen.check else ()
     with open_profiled_run(config) as run, _bar(2 + chosen.rounds * (1 + len(modes))) as advance:
         bench = Bench(run)
         batch = bench.first_batch()

@@ -10,7 +10,7 @@ from datasvc.trainer.recipes.reporting.progress_line import ProgressLine
 _CLEAR: Final = "\r\x1b[K"
 
 
-class Events(Protocol):
+class EventSink(Protocol):
     """Where events go."""
 
     def report(self, event: str, **facts: Any) -> None:
@@ -45,7 +45,7 @@ class TerminalEvents:
         self._stream.flush()
 
 
-def choose_events(stream: TextIO) -> Events:
+def choose_events(stream: TextIO) -> EventSink:
     """Return what suits the stream: a live line on a terminal, JSON lines elsewhere."""
     return TerminalEvents(stream) if stream.isatty() else JsonEvents(stream)
 

@@ -20,7 +20,7 @@ from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import MAX_CLASSES
 from datasvc.trainer.recipes.models import build_model, combine_losses
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.tasks.task import Examples, Place
+from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 
 _TOP = 5
 
@@ -45,7 +45,7 @@ class Classification:
         self._num_classes = count_classes(split)
 
     def open_loader(
-        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: Place
+        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
     ) -> Loader[Any]:
         """Return this rank's loader of a split."""
         config = self._config

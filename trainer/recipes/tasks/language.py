@@ -18,7 +18,7 @@ from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.classification import choose_order
-from datasvc.trainer.recipes.tasks.task import Examples, Place
+from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 
 _NO_TARGET: Final = -100  # what loader and cross entropy agree on
 _LARGEST_EXPONENT: Final = 700.0
@@ -48,7 +48,7 @@ class LanguageModelling:
         self._vocabulary = config.vocabulary
 
     def open_loader(
-        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: Place
+        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
     ) -> Loader[Any]:
         """Return this rank's loader of a split."""
         return TokenLoader(

@@ -39,7 +39,7 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPlacement:
     """Which part of the data is this process's, and where it goes.
 
     Attributes:
@@ -63,7 +63,7 @@ class Task(Protocol):
     targets_vary: ClassVar[bool]  # whether ranks may have different numbers of targets in a step
 
     def open_loader(
-        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: Place
+        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
     ) -> Loader[Any]:
         """Return this rank's loader of a split."""
 

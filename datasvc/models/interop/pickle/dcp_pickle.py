@@ -66,7 +66,7 @@ class Properties(Standin):
     """torch's TensorProperties; the dtype is the first of `values`."""
 
 
-class Index(Standin):
+class StoredMetadataIndex(Standin):
     """torch's MetadataIndex: fqn, offset. Hashable by identity, as it is a key there."""
 
 
@@ -99,7 +99,7 @@ _CLASSES: Final[Mapping[tuple[str, str], Any]] = {
     (_METADATA, "BytesStorageMetadata"): ValueMetadata,
     (_METADATA, "ChunkStorageMetadata"): ChunkMetadata,
     (_METADATA, "TensorProperties"): Properties,
-    (_METADATA, "MetadataIndex"): Index,
+    (_METADATA, "MetadataIndex"): StoredMetadataIndex,
     (_METADATA, "StorageMeta"): Ignored,
     (_METADATA, "_MEM_FORMAT_ENCODING"): Ignored,
     (_FILESYSTEM, "_StorageInfo"): StorageInfo,

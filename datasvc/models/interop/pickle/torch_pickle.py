@@ -21,7 +21,7 @@ _LEGACY_PICKLES: Final = 5
 _LEGACY_STATE: Final = 3
 
 
-class _Storage:
+class _TensorStorage:
     """The memory of a tensor."""
 
     def __init__(self, num: int) -> None:
@@ -126,7 +126,7 @@ class _TorchUnpickler(PlainUnpickler):
         self._claimed[key] = max(num, self._claimed.get(key, 0))
         if num > self._file_bytes:
             raise CorruptDataError(f"{self.location}: its tensors take more bytes than the file has")
-        return _Storage(num)
+        return _TensorStorage(num)
 
     def read(self) -> Any:
         found = super().read()
@@ -159,7 +159,7 @@ class _TorchUnpickler(PlainUnpickler):
         return _PLAIN
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_more: Any) -> _Plain:
-        if not isinstance(storage, _Storage) or type(size) is not tuple or type(stride) is not tuple:
+        if not isinstance(storage, _TensorStorage) or type(size) is not tuple or type(stride) is not tuple:
             raise TypeError("a tensor is damaged")
         self.count_copies(len(size))
         if not all(type(each) is int and each >= 0 for each in (offset, *size, *stride)) or len(size) != len(stride):
@@ -198,7 +198,7 @@ def _rebuild_from_type(rebuild: Any, _type: Any, arguments: Any, _state: Any) ->
         not callable(rebuild)
         or type(arguments) is not tuple
         or not arguments
-        or not isinstance(arguments[0], _Storage)
+        or not isinstance(arguments[0], _TensorStorage)
     ):
         raise TypeError("a tensor is damaged")
     return rebuild(*arguments)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.length_framing import skip
 
@@ -136,7 +136,7 @@ def check_member(reader: FileReader, array: NpyArray) -> None:
 
 @contextmanager
 def _archive(reader: FileReader, path: str, name: str) -> Iterator[zipfile.ZipFile]:
-    with translated("read", reader.location(path)):
+    with map_exceptions("read", reader.location(path)):
         try:
             with reader.file_system.open(path, "rb") as opened, zipfile.ZipFile(opened) as archive:
                 yield archive

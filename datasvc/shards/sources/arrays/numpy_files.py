@@ -22,14 +22,14 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.repository.objects.objects import Digest
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.sources.arrays.npy import NpyArray, check_member, open_array, read_npy_header, read_npz_headers
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.length_framing import read_up_to
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import SPLIT_NAMES, split_of
 from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
 
@@ -77,7 +77,7 @@ class NumpyFiles(StreamedSource):
 
     url: str
     schema: pa.Schema
-    parts: list[Part]
+    parts: list[SourcePart]
     columns: tuple[str, ...]
     key: str | None
     classes: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class NumpyFiles(StreamedSource):
         """Return a digest of the listing and of which array holds the keys."""
         return self._digest([self.key, [asdict(part) for part in self.parts]])
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of a range; see `StreamedSource.read`."""
         reader = FileReader(self.url)
         arrays = {name: _array(values) for name, values in part.where["arrays"].items()}
@@ -136,7 +136,7 @@ class NumpyFiles(StreamedSource):
         try:
             for array in arrays.values():
                 check_member(reader, array)
-            with ExitStack() as stack, translated("read", part.name):
+            with ExitStack() as stack, map_exceptions("read", part.name):
                 streams = {
                     name: stack.enter_context(open_array(reader, array, start, stop))
                     for name, array in arrays.items()
@@ -150,7 +150,7 @@ class NumpyFiles(StreamedSource):
             yield BadSample(part.split, f"{part.where['file']}#{first}", reason)
 
     def _batches(
-        self, part: Part, first: int, values: dict[str, npt.NDArray[Any]]
+        self, part: SourcePart, first: int, values: dict[str, npt.NDArray[Any]]
     ) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield a batch; where a value does not convert, the smaller ones around it."""
         num_samples = len(next(iter(values.values())))
@@ -221,7 +221,7 @@ def _column_name(name: str) -> str:
     return "_".join(kept) or _UNNAMED
 
 
-def _parts(table: _Table) -> Iterator[Part]:
+def _parts(table: _Table) -> Iterator[SourcePart]:
     sample_bytes = sum(array.sample_bytes for array in table.arrays.values())
     is_archive = any(array.member is not None for array in table.arrays.values())
     step = table.num_samples if is_archive else max(1, _PART_BYTES // sample_bytes)
@@ -230,7 +230,7 @@ def _parts(table: _Table) -> Iterator[Part]:
         count = min(step, table.num_samples - start)
         where = {"arrays": arrays, "start": start, "file": table.name}
         name = f"{table.split}/{table.name}@{start}"
-        yield Part(table.split, name, count * sample_bytes, count, table.stamp, where)
+        yield SourcePart(table.split, name, count * sample_bytes, count, table.stamp, where)
 
 
 def _array(listed: dict[str, Any]) -> NpyArray:

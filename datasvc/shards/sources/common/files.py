@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.repository import MARKER
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url, resolve_url
 from datasvc.shards.sources.common.local_files import check_inside, find_local
 
@@ -105,7 +105,7 @@ class FileReader:
 
     def read(self, path: str) -> bytes:
         """Return the whole file. Raises NotFoundError, UnavailableError."""
-        with translated("read", self.location(path)):
+        with map_exceptions("read", self.location(path)):
             if not self.is_local:
                 return bytes(self.file_system.cat_file(path))
             with open(path, "rb", buffering=0) as opened:
@@ -113,7 +113,7 @@ class FileReader:
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`, fewer at the end. Raises NotFoundError, UnavailableError."""
-        with translated("read", self.location(path)):
+        with map_exceptions("read", self.location(path)):
             return bytes(self.file_system.cat_file(path, start=offset, end=offset + length))
 
     def open(self, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
@@ -132,7 +132,7 @@ class FileReader:
         """
         compression = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
         raw: Any
-        with translated("open", self.location(path)):
+        with map_exceptions("open", self.location(path)):
             if self.is_local:
                 raw = open(path, "rb")  # noqa: SIM115 - the caller closes it
                 raw.seek(start)
@@ -140,7 +140,7 @@ class FileReader:
                     raw = io.BufferedReader(_Limited(raw, stop - start), 1 << 17)
             else:
                 size_bytes = int(self.file_system.info(path)["size"]) if stop is None else stop
-                raw = io.BufferedReader(_Ahead(self, path, start, size_bytes), 1 << 17)
+                raw = io.BufferedReader(_ReadAheadFile(self, path, start, size_bytes), 1 << 17)
         return decompressed(raw, compression) if compression else cast("BinaryIO", raw)
 
     def location(self, path: str) -> str:
@@ -201,7 +201,7 @@ class _Unzstd(io.RawIOBase):
         super().close()
 
 
-class _Ahead(io.RawIOBase):
+class _ReadAheadFile(io.RawIOBase):
     """A remote file read from `start` to `stop` by ranged requests that run ahead of the reader."""
 
     def __init__(self, reader: FileReader, path: str, start: int, stop: int) -> None:
@@ -263,7 +263,7 @@ class _Limited(io.RawIOBase):
 
 def _list_one(url: str) -> list[SourceFile]:
     file_system, root = resolve_url(url)
-    with translated("list", redact_url(url)):
+    with map_exceptions("list", redact_url(url)):
         if file_system.isfile(root):  # first: a question mark may begin the query of a web address
             base, found = root.rpartition("/")[0], {root: file_system.info(root)}
         elif any(sign in root for sign in "*?["):
@@ -322,7 +322,7 @@ def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
         ConfigError, UnavailableError: as `list_files`.
     """
     file_system, root = resolve_url(url)
-    with translated("list", redact_url(url)):
+    with map_exceptions("list", redact_url(url)):
         if not file_system.isdir(root):
             raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
         return {file.name: file for file in find_files(file_system, root)}, root

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader
 
 _BLOCK_BYTES: Final = 1 << 20
@@ -24,7 +24,7 @@ def open_seekable(reader: FileReader, path: str) -> Iterator[pa.NativeFile]:
         NotFoundError, UnavailableError: also by reading from it.
     """
     location = reader.location(path)
-    with translated("open", location):
+    with map_exceptions("open", location):
         if reader.is_local:
             opened = pa.OSFile(path)
         else:
@@ -53,7 +53,7 @@ class _Translated(io.RawIOBase):
         return True
 
     def read(self, size: int = -1) -> bytes:
-        with translated("read", self._location):
+        with map_exceptions("read", self._location):
             return bytes(self._file.read(size))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -35,7 +35,7 @@ class BadSample:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A piece of a source, read from its start to its end by one worker: a tar, a row group, a range of a file.
 
     Attributes:
@@ -148,7 +148,7 @@ class StreamedSource(Source):
         parts: in the source's own order.
     """
 
-    parts: list[Part]
+    parts: list[SourcePart]
 
     @property
     def size_bytes(self) -> int:
@@ -160,7 +160,7 @@ class StreamedSource(Source):
         return self._digest([asdict(part) for part in self.parts])
 
     @abstractmethod
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one part in its order; the same ones each time.
 
         Yields:

@@ -25,7 +25,7 @@ from datasvc.shards.sources.common.column_types import is_binary, is_text
 from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import COMPRESSIONS, FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import split_of
 
 EMPTY: Final = "(empty)"
@@ -69,11 +69,11 @@ class TableSource(StreamedSource):
     url: str
     schema: pa.Schema
     classes: tuple[str, ...]
-    parts: list[Part]
+    parts: list[SourcePart]
     columns: ColumnMap
     ignored: Counter[str]
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one part; see `StreamedSource.read`."""
         for raw in self.read_raw(part):
             if isinstance(raw, BadSample):
@@ -82,11 +82,11 @@ class TableSource(StreamedSource):
                 yield from to_samples(self.columns, raw, part)
 
     @abstractmethod
-    def read_raw(self, part: Part) -> Iterator[RawBatch | BadSample]:
+    def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns. Raises as `StreamedSource.read`."""
 
 
-def to_samples(columns: ColumnMap, raw: RawBatch, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+def to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
     """Yield raw samples as batches within a source's bounds, and those that do not convert as `BadSample`s.
 
     Raises:

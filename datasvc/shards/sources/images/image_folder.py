@@ -117,7 +117,7 @@ def _check_splits(folders: Iterable[str], url: str) -> None:
         )
 
 
-class _Place(NamedTuple):
+class _FolderRole(NamedTuple):
     """What the files of a folder are.
 
     Attributes:
@@ -131,17 +131,17 @@ class _Place(NamedTuple):
     key_start: int
 
 
-def _place(folder: str, only: str | None) -> _Place:
+def _place(folder: str, only: str | None) -> _FolderRole:
     """Return what the files in a folder below the source are; `only`: the split of all."""
     top, _, below = folder.partition("/")
     if only is None and top.lower() in SPLIT_NAMES:
         split, start = top, len(top) + 1
     else:
         split, start, below = DEFAULT_SPLIT if only is None else only, 0, folder
-    return _Place(split.lower(), below.partition("/")[0] or None, start)
+    return _FolderRole(split.lower(), below.partition("/")[0] or None, start)
 
 
-def _classes(places: Mapping[str, _Place], folders: Mapping[str, list[SourceFile]], url: str) -> tuple[str, ...]:
+def _classes(places: Mapping[str, _FolderRole], folders: Mapping[str, list[SourceFile]], url: str) -> tuple[str, ...]:
     names = {place.class_name for place in places.values()}
     if None in names and len(names) > 1:
         flat = min(

@@ -18,14 +18,14 @@ import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.images.header import EXTENSIONS
 from datasvc.shards.sources.common.columns import SampleBatcher
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.images.imagenet_labels import SYNSET, labels_of, read_ground_truth, read_synsets
 from datasvc.shards.sources.tar.tar import LARGEST_MEMBER_BYTES, TarMember, TarReader, open_tar
 
@@ -48,7 +48,7 @@ class ImageNet(StreamedSource):
     kind: ClassVar[str] = "imagenet"
 
     url: str
-    parts: list[Part]
+    parts: list[SourcePart]
     classes: tuple[str, ...]
     val_labels: tuple[int, ...] = ()
     ignored: Counter[str] = field(default_factory=Counter)
@@ -66,7 +66,7 @@ class ImageNet(StreamedSource):
         options = options or SourceOptions()
         reader = FileReader(url)
         folder, tars = _find_tars(url, reader)
-        parts: list[Part] = []
+        parts: list[SourcePart] = []
         classes: tuple[str, ...] = ()
         val_labels: tuple[int, ...] = ()
         ignored: Counter[str] = Counter()
@@ -92,7 +92,7 @@ class ImageNet(StreamedSource):
         label = pa.field(LABEL, pa.int32(), nullable=False)
         return pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), label])
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the images of a class tar, or of the validation tar; see `StreamedSource.read`.
 
         Raises:
@@ -138,7 +138,7 @@ class ImageNet(StreamedSource):
         return self.val_labels[int(match[1]) - 1]
 
 
-class _Ranges(io.RawIOBase):
+class _RangedFile(io.RawIOBase):
     """A file of which each read is one small ranged request, for walking headers."""
 
     def __init__(self, reader: FileReader, file: SourceFile) -> None:
@@ -166,7 +166,7 @@ class _Ranges(io.RawIOBase):
 
 def _find_tars(url: str, reader: FileReader) -> tuple[str, list[SourceFile]]:
     """Return the folder of the tars and those that are there, training first."""
-    with translated("look at", redact_url(url)):
+    with map_exceptions("look at", redact_url(url)):
         is_folder = reader.file_system.isdir(reader.root)
     if not is_folder:
         return reader.root.rpartition("/")[0], list_files(url)
@@ -212,20 +212,20 @@ def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> d
 
 
 def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
-    return TarReader(cast("BinaryIO", _Ranges(reader, tar)), reader.location(tar.path))
+    return TarReader(cast("BinaryIO", _RangedFile(reader, tar)), reader.location(tar.path))
 
 
-def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> Part:
+def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> SourcePart:
     where = {"path": tar.path, "offset": member.offset, "length": member.size_bytes, "label": label}
-    return Part(split, f"{tar.name}/{member.name}", member.size_bytes, stamp=tar.stamp, where=where)
+    return SourcePart(split, f"{tar.name}/{member.name}", member.size_bytes, stamp=tar.stamp, where=where)
 
 
-def _val_part(tar: SourceFile, split: str, labels: Sequence[int]) -> Part:
+def _val_part(tar: SourceFile, split: str, labels: Sequence[int]) -> SourcePart:
     stamp = f"{tar.stamp} {digest_of(repr(labels).encode())}"
-    return Part(split, tar.name, tar.size_bytes, len(labels), stamp, {"path": tar.path})
+    return SourcePart(split, tar.name, tar.size_bytes, len(labels), stamp, {"path": tar.path})
 
 
-def _open_part(reader: FileReader, part: Part) -> BinaryIO:
+def _open_part(reader: FileReader, part: SourcePart) -> BinaryIO:
     if "offset" not in part.where:
         return open_tar(reader, part.where["path"])
     start = part.where["offset"]

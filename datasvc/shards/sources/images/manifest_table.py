@@ -21,7 +21,7 @@ from datasvc.shards.sources.tabular.csv_files import CsvFiles
 from datasvc.shards.sources.tabular.json_lines import EXTENSIONS as JSON_EXTENSIONS
 from datasvc.shards.sources.tabular.json_lines import JsonLines
 from datasvc.shards.sources.tabular.parquet import EXTENSIONS as PARQUET_EXTENSIONS
-from datasvc.shards.sources.tabular.parquet import Parquet
+from datasvc.shards.sources.tabular.parquet import ParquetSource
 
 FILE_COLUMNS: Final = ("file", "path", "filename", "file_name", "image")
 LABEL_COLUMNS: Final = ("label", "class")
@@ -176,7 +176,7 @@ def _read_columns(url: str, location: str, key: str | None) -> pa.Table:
     elif extension in JSON_EXTENSIONS:
         source = JsonLines.list(url)
     elif extension in PARQUET_EXTENSIONS:
-        source = Parquet.list(url)
+        source = ParquetSource.list(url)
     else:
         raise ConfigError(f"{location} is no manifest by its name; expected .csv, .tsv, .jsonl or .parquet")
     batches = []

@@ -17,7 +17,7 @@ from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.common.tensors import SHAPE
 from datasvc.shards.sources.mds.encodings import MdsColumn
@@ -44,7 +44,7 @@ class MdsDataset(StreamedSource):
 
     url: str
     schema: pa.Schema
-    parts: list[Part]
+    parts: list[SourcePart]
     columns: tuple[MdsColumn, ...]
     names: dict[str, str]
     key: str | None
@@ -86,7 +86,7 @@ class MdsDataset(StreamedSource):
         columns = [[asdict(column) for column in self.columns], self.names, self.key]
         return self._digest([[asdict(part) for part in self.parts], columns])
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one shard; see `StreamedSource.read`."""
         reader = FileReader(self.url)
         problem = check_hashes(reader, part)
@@ -128,7 +128,7 @@ def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> 
     return shards
 
 
-def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], split: str | None, url: str) -> Part:
+def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], split: str | None, url: str) -> SourcePart:
     chosen = next((each for each in (shard.raw, shard.compressed) if each and folder + each.name in files), None)
     if chosen is None:
         raise NotFoundError(
@@ -142,10 +142,10 @@ def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], split: str
     file = files[folder + chosen.name]
     where = {"path": file.path, "raw_bytes": shard.raw.size_bytes, **asdict(chosen)}
     name = folder + shard.raw.name
-    return Part((split or split_of(name)).lower(), name, file.size_bytes, shard.num_samples, file.stamp, where)
+    return SourcePart((split or split_of(name)).lower(), name, file.size_bytes, shard.num_samples, file.stamp, where)
 
 
-def _first_sample(reader: FileReader, parts: list[Part], columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
+def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
     for column in columns:
         column.fields({column.name: np.empty(0)})  # refuses pickles before anything is read
     problem: Exception | str = "all shards are empty"

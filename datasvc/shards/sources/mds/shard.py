@@ -18,10 +18,10 @@ import numpy.typing as npt
 import zstandard
 
 from datasvc.errors import BadSampleError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader, decompressed
 from datasvc.shards.sources.common.length_framing import read_up_to, skip
-from datasvc.shards.sources.common.source import Part
+from datasvc.shards.sources.common.source import SourcePart
 from datasvc.shards.sources.common.tensors import MAX_SAMPLE_BYTES
 from datasvc.shards.sources.mds.encodings import MdsColumn
 
@@ -50,7 +50,7 @@ def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, A
     return decoded
 
 
-def check_hashes(reader: FileReader, part: Part) -> str:
+def check_hashes(reader: FileReader, part: SourcePart) -> str:
     """Return what differs from the index's hashes, "" where nothing does."""
     expected = {name: value for name, value in part.where["hashes"].items() if name in hashlib.algorithms_available}
     hashes = {name: hashlib.new(name) for name in expected if not name.startswith("shake")}
@@ -67,22 +67,22 @@ def check_hashes(reader: FileReader, part: Part) -> str:
     return ""
 
 
-def read_samples(reader: FileReader, part: Part) -> Iterator[tuple[str, bytes | BadSampleError]]:
+def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]]:
     """Yield name and content of each sample of a shard, or what is wrong with it."""
     path, num_samples, row = part.where["path"], part.num_samples or 0, 0
-    with translated("read", reader.location(path)), _open(reader, path, part.where["compression"]) as stream:
+    with map_exceptions("read", reader.location(path)), _open(reader, path, part.where["compression"]) as stream:
         try:
             offsets = _read_offsets(stream, num_samples, part.where["raw_bytes"])
             for row, size_bytes in enumerate(np.diff(offsets).tolist()):
                 yield f"{part.name}#{row}", _read_sample(stream, size_bytes)
             row = num_samples
             _check_end(stream, part.where["raw_bytes"])
-        except (_LostError, EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        except (_UnreadableRestError, EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
             message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
             yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
 
 
-class _LostError(Exception):
+class _UnreadableRestError(Exception):
     """The rest of a shard cannot be read."""
 
 
@@ -91,25 +91,25 @@ def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDA
     head = read_up_to(stream, 4)
     found = int.from_bytes(head, "little")
     if len(head) < 4 or found != num_samples:
-        raise _LostError(f"it says that it has {found} samples, the index {num_samples}")
+        raise _UnreadableRestError(f"it says that it has {found} samples, the index {num_samples}")
     table = read_up_to(stream, 4 * (num_samples + 1))
     if len(table) < 4 * (num_samples + 1):
-        raise _LostError("it is cut off in its header")
+        raise _UnreadableRestError("it is cut off in its header")
     offsets = np.frombuffer(table, "<u4").astype(np.int64)
     header_bytes = 4 + len(table)
     if offsets[0] < header_bytes or np.any(np.diff(offsets) < 0) or offsets[-1] != raw_bytes:
-        raise _LostError(
+        raise _UnreadableRestError(
             f"its samples lie between {offsets[0]} and {offsets[-1]}; expected from {header_bytes} or later, in "
             f"order, to {raw_bytes} as the index says"
         )
     if skip(stream, int(offsets[0]) - header_bytes) < offsets[0] - header_bytes:
-        raise _LostError("it is cut off in its header")
+        raise _UnreadableRestError("it is cut off in its header")
     return offsets
 
 
 def _check_end(stream: BinaryIO, raw_bytes: int) -> None:
     if stream.read(1):
-        raise _LostError(f"it goes on behind the {raw_bytes} bytes that the index says")
+        raise _UnreadableRestError(f"it goes on behind the {raw_bytes} bytes that the index says")
 
 
 def _read_sample(stream: BinaryIO, size_bytes: int) -> bytes | BadSampleError:
@@ -118,7 +118,7 @@ def _read_sample(stream: BinaryIO, size_bytes: int) -> bytes | BadSampleError:
         return BadSampleError(f"it has {size_bytes} bytes; expected at most {MAX_SAMPLE_BYTES}")
     content = read_up_to(stream, size_bytes)
     if len(content) < size_bytes:
-        raise _LostError("it is cut off")
+        raise _UnreadableRestError("it is cut off")
     return content
 
 

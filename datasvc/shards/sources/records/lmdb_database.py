@@ -18,14 +18,14 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.sources.common.columns import SampleBatcher, looks_like_image
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.local_files import check_inside
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BATCH_SAMPLES, BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.common.tensors import tensor_field
 from datasvc.shards.sources.records.caffe import datum_image, datum_values, is_datum, parse_datum
@@ -55,7 +55,7 @@ class _Database:
 
 
 @dataclass(frozen=True)
-class LmdbDatabase(StreamedSource):
+class LmdbSource(StreamedSource):
     """One database, or a folder of some: `ilsvrc12_train_lmdb`, `ilsvrc12_val_lmdb`.
 
     Attributes:
@@ -68,12 +68,12 @@ class LmdbDatabase(StreamedSource):
 
     url: str
     schema: pa.Schema
-    parts: list[Part]
+    parts: list[SourcePart]
     classes: tuple[str, ...] = ()
     ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> LmdbDatabase:
+    def list(cls, url: str, options: SourceOptions | None = None) -> LmdbSource:
         """List the source, by one pass over its keys.
 
         Raises:
@@ -93,7 +93,7 @@ class LmdbDatabase(StreamedSource):
         splits = {each.name: (options.split or split_of(each.name)).lower() for each in databases}
         in_split = Counter(splits.values())
         schema: pa.Schema | None = None
-        parts: list[Part] = []
+        parts: list[SourcePart] = []
         for each in databases:
             found, listed = _list_parts(each, splits[each.name], prefixed=in_split[splits[each.name]] > 1)
             if schema is not None and found is not None and not found.equals(schema, check_metadata=True):
@@ -107,7 +107,7 @@ class LmdbDatabase(StreamedSource):
             raise NotFoundError(f"cannot ingest {redact_url(url)}: the database is empty")
         return cls(url, schema, parts)
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of a range of keys; see `StreamedSource.read`."""
         batcher = SampleBatcher(self.schema, part.split)
         start, left, is_read = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
@@ -127,7 +127,7 @@ class LmdbDatabase(StreamedSource):
         yield from batcher.flush()
 
     def _add(
-        self, batcher: SampleBatcher, part: Part, key: bytes, value: bytes
+        self, batcher: SampleBatcher, part: SourcePart, key: bytes, value: bytes
     ) -> Iterator[pa.RecordBatch | BadSample]:
         name = part.where["prefix"] + key.hex()
         try:
@@ -155,7 +155,7 @@ class LmdbDatabase(StreamedSource):
 
 
 def _find(root: str) -> list[_Database]:
-    with translated("open", root):
+    with map_exceptions("open", root):
         if os.path.isfile(os.path.join(root, DATA_FILE)):
             return [_Database(os.path.basename(root), os.path.join(root, DATA_FILE))]
         if not os.path.isdir(root):
@@ -176,7 +176,7 @@ def _find(root: str) -> list[_Database]:
     return databases
 
 
-def _list_parts(database: _Database, split: str, *, prefixed: bool) -> tuple[pa.Schema | None, list[Part]]:
+def _list_parts(database: _Database, split: str, *, prefixed: bool) -> tuple[pa.Schema | None, list[SourcePart]]:
     """Return what a database holds (None: nothing) and its parts, by one pass over its keys."""
     with open_lmdb(database.path) as env, env.begin(buffers=True) as txn:
         if env.open_db(None, txn=txn).flags(txn)["dupsort"]:  # type: ignore[call-arg]  # its stub forgets it
@@ -197,7 +197,7 @@ def _list_parts(database: _Database, split: str, *, prefixed: bool) -> tuple[pa.
     for number, start in enumerate(starts):
         count = min(per_part, num_samples - number * per_part)
         name = f"{database.name}#{number}"
-        parts.append(Part(split, name, count * sample_bytes, count, stamp, {**where, "start": start.hex()}))
+        parts.append(SourcePart(split, name, count * sample_bytes, count, stamp, {**where, "start": start.hex()}))
     return _schema_of([value for _, value in first]), parts
 
 

@@ -16,7 +16,7 @@ from typing import Final
 import lmdb
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.source import BATCH_BYTES
 
 _MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
@@ -51,7 +51,7 @@ def open_lmdb(path: str) -> Iterator[lmdb.Environment]:
         ConfigError: it is no LMDB, or this process has it open elsewhere.
         CorruptDataError: it is cut off or damaged.
     """
-    with translated("open", path), open(path, "rb") as opened:
+    with map_exceptions("open", path), open(path, "rb") as opened:
         head = opened.read(64)
     if not any(head[offset : offset + 4] == _MAGIC for offset in _MAGIC_OFFSETS):
         raise ConfigError(f"{path} is no LMDB: it starts with {head[:24]!r}; expected a data file of a database")

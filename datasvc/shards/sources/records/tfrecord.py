@@ -22,14 +22,14 @@ import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.repository.objects.objects import Digest
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import SampleBatcher
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.length_framing import read_up_to, skip
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.common.tensors import MAX_SAMPLE_BYTES
 from datasvc.shards.sources.records.tf_example import (
@@ -68,7 +68,7 @@ class TfRecords(StreamedSource):
 
     url: str
     schema: pa.Schema
-    parts: list[Part]
+    parts: list[SourcePart]
     features: dict[str, FeatureColumn]
     classes: tuple[str, ...] = ()
     ignored: Counter[str] = field(default_factory=Counter)
@@ -97,7 +97,7 @@ class TfRecords(StreamedSource):
         """Return a digest of the listing and of what the features become."""
         return self._digest([[asdict(part) for part in self.parts], sorted(map(str, self.features.items()))])
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one file; see `StreamedSource.read`."""
         batcher = SampleBatcher(self.schema, part.split)
         for name, message in _read_messages(FileReader(self.url), part):
@@ -135,11 +135,11 @@ def masked_crc(content: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
 
 
-def _part(file: SourceFile, split: str) -> Part:
-    return Part(split, file.name, file.size_bytes, None, file.stamp, {"path": file.path})
+def _part(file: SourceFile, split: str) -> SourcePart:
+    return SourcePart(split, file.name, file.size_bytes, None, file.stamp, {"path": file.path})
 
 
-def _first_examples(reader: FileReader, parts: list[Part], url: str) -> list[dict[str, Feature]]:
+def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> list[dict[str, Feature]]:
     """Return the first samples of each split, from the first of its files that has some."""
     examples: list[dict[str, Feature]] = []
     problem = "they are empty"
@@ -157,7 +157,7 @@ def _first_examples(reader: FileReader, parts: list[Part], url: str) -> list[dic
     return examples
 
 
-def _parse_first(reader: FileReader, part: Part) -> tuple[list[dict[str, Feature]], str]:
+def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, Feature]], str]:
     """Return the first samples of a file, and what is wrong with others among them."""
     examples, problem, size_bytes = [], "", 0
     messages = _read_messages(reader, part)
@@ -177,10 +177,10 @@ def _parse_first(reader: FileReader, part: Part) -> tuple[list[dict[str, Feature
     return examples, problem
 
 
-def _read_messages(reader: FileReader, part: Part) -> Generator[tuple[str, bytes | BadSampleError], None, None]:
+def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str, bytes | BadSampleError], None, None]:
     """Yield name and content of each message of a file, or what is wrong with it."""
     path = part.where["path"]
-    with translated("read", reader.location(path)), _open(reader, path) as stream:
+    with map_exceptions("read", reader.location(path)), _open(reader, path) as stream:
         row = 0
         while True:
             name = f"{part.name}#{row}"
@@ -190,33 +190,33 @@ def _read_messages(reader: FileReader, part: Part) -> Generator[tuple[str, bytes
                     return
                 length = _check_header(header)
                 yield name, _read_message(stream, length)
-            except (_LostError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            except (_FramingLostError, EOFError, zlib.error, gzip.BadGzipFile) as error:
                 yield name, BadSampleError(f"the rest of the file cannot be read: {error}")
                 return
             row += 1
 
 
-class _LostError(Exception):
+class _FramingLostError(Exception):
     """Where the next message starts is not known any more."""
 
 
 def _check_header(header: bytes) -> int:
     if len(header) < _HEADER.size:
-        raise _LostError("it is cut off")
+        raise _FramingLostError("it is cut off")
     length, crc = _HEADER.unpack(header)
     if masked_crc(header[:8]) != crc:
-        raise _LostError("the checksum of a length does not match")
+        raise _FramingLostError("the checksum of a length does not match")
     return int(length)
 
 
 def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
     if length > MAX_SAMPLE_BYTES:
         if skip(stream, length + _CRC.size) < length + _CRC.size:
-            raise _LostError(f"it is cut off in a message of {length} bytes")
+            raise _FramingLostError(f"it is cut off in a message of {length} bytes")
         return BadSampleError(f"it has {length} bytes; expected at most {MAX_SAMPLE_BYTES}")
     content = read_up_to(stream, length + _CRC.size)
     if len(content) < length + _CRC.size:
-        raise _LostError(f"it is cut off in a message of {length} bytes")
+        raise _FramingLostError(f"it is cut off in a message of {length} bytes")
     message = content[:length]
     if masked_crc(message) != _CRC.unpack(content[length:])[0]:
         return BadSampleError("its checksum does not match")

@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.column_types import checked_names, join_schemas
 from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.seekable import open_seekable
-from datasvc.shards.sources.common.source import BadSample, Part
+from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
     RawBatch,
     TableSource,
@@ -79,7 +79,7 @@ class ArrowFiles(TableSource):
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
         parts = [
-            Part(
+            SourcePart(
                 table_split(file, options),
                 file.name,
                 file.size_bytes,
@@ -94,12 +94,12 @@ class ArrowFiles(TableSource):
         columns = ColumnMap(raw, first, key=options.key, images=image_columns(features, raw), label=label)
         return cls(url, columns.schema, classes, parts, columns, ignored)
 
-    def read_raw(self, part: Part) -> Iterator[RawBatch | BadSample]:
+    def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
         return read_arrow(FileReader(self.url), part)
 
 
-def read_arrow(reader: FileReader, part: Part) -> Iterator[RawBatch | BadSample]:
+def read_arrow(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadSample]:
     """Yield the raw samples of an Arrow file.
 
     Raises:
@@ -122,7 +122,7 @@ def read_arrow(reader: FileReader, part: Part) -> Iterator[RawBatch | BadSample]
         yield BadSample(part.split, f"{name}#{row}", f"the file cannot be read from row {row} on: {reason_of(error)}")
 
 
-def _first_samples(reader: FileReader, parts: Sequence[Part]) -> pa.RecordBatch | None:
+def _first_samples(reader: FileReader, parts: Sequence[SourcePart]) -> pa.RecordBatch | None:
     """Return some first samples; None where no part has any."""
     unreadable = None
     for part in parts:
@@ -159,7 +159,7 @@ def _opened(reader: FileReader, path: str) -> Iterator[tuple[Iterator[pa.RecordB
 def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[], None]]]:
     """Open a file or stream; yields pyarrow's reader, and what gives back the pages read so far."""
     if reader.is_local:
-        with translated("open", path), open(path, "rb") as file:
+        with map_exceptions("open", path), open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 raise pa.ArrowInvalid("it is empty")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -17,7 +17,7 @@ from datasvc.shards.sources.common.column_types import check_unique
 from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, Part
+from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
     UNREADABLE,
     RawBatch,
@@ -85,7 +85,7 @@ class CsvFiles(TableSource):
         parts = [_part(file, header, table_split(file, options)) for file, header in filled]
         return cls(url, columns.schema, (), parts, columns, ignored, raw)
 
-    def read_raw(self, part: Part) -> Iterator[RawBatch | BadSample]:
+    def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
         reader, where, row = FileReader(self.url), part.where, 0
         try:
@@ -96,7 +96,7 @@ class CsvFiles(TableSource):
             reason = f"the file cannot be read from line {row + 2} on: {reason_of(error)}"
             yield BadSample(part.split, f"{where['name']}#{row}", reason)
 
-    def _parse(self, part: Part, rows: CsvRows) -> Iterator[RawBatch | BadSample]:
+    def _parse(self, part: SourcePart, rows: CsvRows) -> Iterator[RawBatch | BadSample]:
         name, reasons = part.where["name"], dict(rows.bad)
         batch = rows.batch.rename_columns(_column_names(part.where["header"]))
         columns = []
@@ -116,9 +116,9 @@ class CsvFiles(TableSource):
             yield RawBatch(batch.filter(pa.array(good)), numbered_keys(name, rows.numbers[good]))
 
 
-def _part(file: SourceFile, header: Sequence[str], split: str) -> Part:
+def _part(file: SourceFile, header: Sequence[str], split: str) -> SourcePart:
     where = {"path": file.path, "name": file.name, "delimiter": _delimiter(file), "header": [*header]}
-    return Part(split, file.name, file.size_bytes, stamp=file.stamp, where=where)
+    return SourcePart(split, file.name, file.size_bytes, stamp=file.stamp, where=where)
 
 
 def _delimiter(file: SourceFile) -> str:

@@ -19,12 +19,12 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, Part
+from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.common.tables import RawBatch, TableSource
 from datasvc.shards.sources.tabular.arrow_files import ArrowFiles, read_arrow
 from datasvc.shards.sources.tabular.features import features_in
-from datasvc.shards.sources.tabular.parquet import EXTENSIONS, Parquet, read_parquet
+from datasvc.shards.sources.tabular.parquet import EXTENSIONS, ParquetSource, read_parquet
 
 _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 _DESCRIPTIONS: Final = frozenset({_DICT, _STATE, _INFO, "dataset_infos.json"})
@@ -71,12 +71,12 @@ class HuggingFace(TableSource):
         table: TableSource = (
             ArrowFiles.of_files(url, listed, ignored, options, features)
             if saved
-            else Parquet.of_files(url, listed, ignored, options, features)
+            else ParquetSource.of_files(url, listed, ignored, options, features)
         )
         parts = [replace(part, split=data[part.where["name"]][0]) for part in table.parts]
         return cls(url, table.schema, table.classes, parts, table.columns, table.ignored)
 
-    def read_raw(self, part: Part) -> Iterator[RawBatch | BadSample]:
+    def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
         read = read_parquet if _ROW_GROUPS in part.where else read_arrow
         return read(FileReader(self.url), part)

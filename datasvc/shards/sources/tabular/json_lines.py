@@ -20,7 +20,7 @@ from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.line_blocks import LINE_BYTES, LineBlock, read_line_blocks
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, Part
+from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
     UNREADABLE,
     RawBatch,
@@ -76,7 +76,7 @@ class JsonLines(TableSource):
         parts = [part for file in files for part in _plan_parts(file, table_split(file, options))]
         return cls(url, columns.schema, (), parts, columns, ignored, raw)
 
-    def read_raw(self, part: Part) -> Iterator[RawBatch | BadSample]:
+    def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
         reader, where = FileReader(self.url), part.where
         place = None
@@ -91,7 +91,7 @@ class JsonLines(TableSource):
                 part.split, f"{where['name']}#{number}", f"the file cannot be read to its end: {reason_of(error)}"
             )
 
-    def _parse_block(self, part: Part, block: LineBlock) -> Iterator[RawBatch | BadSample]:
+    def _parse_block(self, part: SourcePart, block: LineBlock) -> Iterator[RawBatch | BadSample]:
         name = part.where["name"]
         if block.content is None:
             key = f"{name}#{_number(part, block)}"
@@ -108,7 +108,7 @@ class JsonLines(TableSource):
         else:
             yield from self._parse_lines(part, [lines[index] for index in filled], numbers)
 
-    def _parse_lines(self, part: Part, lines: Sequence[bytes], numbers: Any) -> Iterator[RawBatch | BadSample]:
+    def _parse_lines(self, part: SourcePart, lines: Sequence[bytes], numbers: Any) -> Iterator[RawBatch | BadSample]:
         """Find the lines that do not parse by halving."""
         name = part.where["name"]
         batch = parse_json(b"\n".join(lines), self.raw, num_lines=len(lines))
@@ -134,7 +134,7 @@ class JsonLines(TableSource):
         return f"does not fit the columns of the first lines: {found}"
 
 
-def _plan_parts(file: SourceFile, split: str) -> list[Part]:
+def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
     compressed = is_compressed(file)
     length = file.size_bytes if compressed else RANGE_BYTES
     parts = []
@@ -149,15 +149,15 @@ def _plan_parts(file: SourceFile, split: str) -> list[Part]:
         }
         size_bytes = min(length, file.size_bytes - start)
         name = file.name if size_bytes == file.size_bytes else f"{file.name}#{start}"
-        parts.append(Part(split, name, size_bytes, stamp=file.stamp, where=where))
+        parts.append(SourcePart(split, name, size_bytes, stamp=file.stamp, where=where))
     return parts
 
 
-def _number(part: Part, block: LineBlock) -> int:
+def _number(part: SourcePart, block: LineBlock) -> int:
     return block.line if part.where["lines"] else block.offset
 
 
-def _numbers(part: Part, block: LineBlock, lines: Sequence[bytes]) -> Any:
+def _numbers(part: SourcePart, block: LineBlock, lines: Sequence[bytes]) -> Any:
     """Return where each line is, for its key: line number or offset, `int64[lines]`."""
     if part.where["lines"]:
         return block.line + np.arange(len(lines))

@@ -16,7 +16,7 @@ from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.seekable import open_seekable
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, Part
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
     EMPTY,
     RawBatch,
@@ -39,7 +39,7 @@ _PROBED_SAMPLES: Final = 32
 
 
 @dataclass(frozen=True)
-class Parquet(TableSource):
+class ParquetSource(TableSource):
     """Listed Parquet files. A sample's key is `FILE#ROW` where no column holds keys.
 
     Attributes:
@@ -51,7 +51,7 @@ class Parquet(TableSource):
     partitions: Partitions = field(default_factory=lambda: Partitions([]))
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> Parquet:
+    def list(cls, url: str, options: SourceOptions | None = None) -> ParquetSource:
         """List the source: every file's footer is read.
 
         Raises:
@@ -71,7 +71,7 @@ class Parquet(TableSource):
         ignored: Counter[str],
         options: SourceOptions,
         features: Mapping[str, Any] | None = None,
-    ) -> Parquet:
+    ) -> ParquetSource:
         """Return a source of listed files; `features`: what Hugging Face says of them, if known. Raises as `list`."""
         reader = FileReader(url)
         footers = look_at(reader, files, lambda file: read_footer(reader, file))
@@ -93,7 +93,7 @@ class Parquet(TableSource):
         left_out = ignored + Counter({EMPTY: len(files) - len(filled)})
         return cls(url, columns.schema, classes or partitions.classes, parts, columns, left_out, partitions)
 
-    def read_raw(self, part: Part) -> Iterator[RawBatch | BadSample]:
+    def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
         for raw in read_parquet(FileReader(self.url), part):
             if isinstance(raw, BadSample):
@@ -151,7 +151,7 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
         ) from error
 
 
-def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[Part]:
+def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]:
     """Cut a file between row groups into parts; small row groups are joined up to `PART_BYTES`."""
     runs: list[list[int]] = []
     room = 0
@@ -171,12 +171,12 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[Part]:
         size_bytes = file.size_bytes * decoded_bytes // max(1, total_bytes)
         name = file.name if len(runs) == 1 else f"{file.name}#{row}"
         if num_samples:
-            parts.append(Part(split, name, size_bytes, num_samples, file.stamp, where))
+            parts.append(SourcePart(split, name, size_bytes, num_samples, file.stamp, where))
         row += num_samples
     return parts
 
 
-def read_parquet(reader: FileReader, part: Part) -> Iterator[RawBatch | BadSample]:
+def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadSample]:
     """Yield the raw samples of a part that `plan_parts` made.
 
     Raises:
@@ -198,7 +198,7 @@ def read_parquet(reader: FileReader, part: Part) -> Iterator[RawBatch | BadSampl
         yield BadSample(part.split, f"{name}#{row}", reason)
 
 
-def _batches(reader: FileReader, part: Part) -> Iterator[pa.RecordBatch]:
+def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
     groups = list(range(*part.where["row_groups"]))
     with open_seekable(reader, part.where["path"]) as opened:
         metadata = pq.read_metadata(opened)

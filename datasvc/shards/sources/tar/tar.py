@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final, TypeVar, cast
 import zstandard
 
 from datasvc.errors import CorruptDataError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader, decompressed
 from datasvc.shards.sources.tar import tar_header
 from datasvc.shards.sources.tar.tar_header import BLOCK_BYTES, padded
@@ -186,7 +186,7 @@ class TarReader:
         except _DECOMPRESSION_ERRORS as error:
             raise self._broken(self._position, f"cannot be decompressed: {error}") from error
         except OSError:
-            with translated("read", self._location):
+            with map_exceptions("read", self._location):
                 raise
 
     def _parsed(self, parse: Callable[[bytes], _T], content: bytes) -> _T:
@@ -208,7 +208,7 @@ def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None 
         NotFoundError, UnavailableError: see `FileReader.open`.
     """
     stream = reader.open(path, start=start, stop=stop)
-    with translated("read", reader.location(path)):
+    with map_exceptions("read", reader.location(path)):
         try:
             first = cast("Any", stream).peek(4)[:4]
         except _DECOMPRESSION_ERRORS:

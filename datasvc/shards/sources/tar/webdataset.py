@@ -25,7 +25,7 @@ from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import SampleBatcher
 from datasvc.shards.sources.common.files import FileReader, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.tar.tar import LARGEST_MEMBER_BYTES, TarMember, TarReader, open_tar
 from datasvc.shards.sources.tar.webdataset_fields import KEY_FIELD, choose_columns, field_value
@@ -36,7 +36,7 @@ _META: Final = re.compile(r"__[^/]*__(/|$)")
 
 
 @dataclass(frozen=True)
-class WebDataset(StreamedSource):
+class WebDatasetSource(StreamedSource):
     """Listed tars, each of which is a part.
 
     Attributes:
@@ -51,14 +51,14 @@ class WebDataset(StreamedSource):
     kind: ClassVar[str] = "webdataset"
 
     url: str
-    parts: list[Part]
+    parts: list[SourcePart]
     schema: pa.Schema
     columns: dict[str, str]
     classes: tuple[str, ...] = ()
     ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> WebDataset:
+    def list(cls, url: str, options: SourceOptions | None = None) -> WebDatasetSource:
         """List the tars and read the first samples of each split, which decide the columns.
 
         Raises:
@@ -77,7 +77,7 @@ class WebDataset(StreamedSource):
             )
         ignored = Counter(file.extension or "(none)" for file in files if file.extension not in _TAR_EXTENSIONS)
         parts = [
-            Part(
+            SourcePart(
                 options.split or split_of(file.name),
                 file.name,
                 file.size_bytes,
@@ -95,7 +95,7 @@ class WebDataset(StreamedSource):
         columns, schema = choose_columns(first)
         return cls(url, parts, schema, columns, (), ignored)
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one tar; see `StreamedSource.read`."""
         reader = FileReader(self.url)
         batcher = SampleBatcher(self.schema, part.split)
@@ -212,7 +212,7 @@ def _problem(group: Group, member: TarMember, name: str) -> str | None:
     return None
 
 
-def _first_fields(reader: FileReader, parts: Sequence[Part]) -> list[list[str]]:
+def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[str]]:
     """Return the fields of some first samples of a split's parts. Raises NotFoundError, CorruptDataError."""
     samples: list[list[str]] = []
     size_bytes, broken = 0, None

@@ -16,7 +16,7 @@ from typing import Final
 import zstandard
 
 from datasvc.errors import BadSampleError, ConfigError
-from datasvc.repository.store.retries import translated
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import COMPRESSIONS, FileReader, SourceFile
 from datasvc.shards.sources.common.length_framing import read_up_to
 from datasvc.shards.sources.common.line_blocks import LINE_BYTES, read_line_blocks
@@ -28,7 +28,7 @@ _Failure = (EOFError, gzip.BadGzipFile, zstandard.ZstdError)
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentRange:
     """A file, or the lines of it that start in a range.
 
     Attributes:
@@ -57,12 +57,12 @@ class Document:
     text: str
 
 
-def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list[Piece], int, str]]:
+def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list[DocumentRange], int, str]]:
     """Cut and group files into parts of about `part_bytes`: pieces, bytes and stamp of each.
 
     Files of lines that are not compressed are cut; others are too short, or cannot be.
     """
-    groups: list[list[Piece]] = []
+    groups: list[list[DocumentRange]] = []
     sizes: list[int] = []
     stamps: list[list[str]] = []
     for file in files:
@@ -74,15 +74,15 @@ def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list
                 groups.append([])
                 sizes.append(0)
                 stamps.append([])
-            groups[-1].append(Piece(file.name, file.path, start, stop if stop < file.size_bytes else None))
+            groups[-1].append(DocumentRange(file.name, file.path, start, stop if stop < file.size_bytes else None))
             sizes[-1] += stop - start
             stamps[-1].append(f"{file.size_bytes} {file.stamp}")
     return list(zip(groups, sizes, map("\n".join, stamps), strict=True))
 
 
-def check_column(reader: FileReader, piece: Piece, column: str) -> None:
+def check_column(reader: FileReader, piece: DocumentRange, column: str) -> None:
     """Raise ConfigError where the first line of a piece has other columns than `column`; other faults are later's."""
-    with translated("read", reader.location(piece.path)):
+    with map_exceptions("read", reader.location(piece.path)):
         _, line = next(_read_lines(reader, piece), ("", b""))
     try:
         values = json.loads(line) if isinstance(line, bytes) else None
@@ -92,7 +92,9 @@ def check_column(reader: FileReader, piece: Piece, column: str) -> None:
         raise ConfigError(f"{piece.name} has no column {column!r} to take texts from; found {sorted(values)}")
 
 
-def read_documents(reader: FileReader, piece: Piece, column: str) -> Iterator[Document | tuple[str, BadSampleError]]:
+def read_documents(
+    reader: FileReader, piece: DocumentRange, column: str
+) -> Iterator[Document | tuple[str, BadSampleError]]:
     """Yield the documents of a piece in order, and name and fault of what is none.
 
     Args:
@@ -104,7 +106,7 @@ def read_documents(reader: FileReader, piece: Piece, column: str) -> Iterator[Do
         NotFoundError, UnavailableError: see `storage.translated`.
     """
     is_text = os.path.splitext(piece.name.lower().removesuffix(".gz").removesuffix(".zst"))[1] == TEXT
-    with translated("read", reader.location(piece.path)):
+    with map_exceptions("read", reader.location(piece.path)):
         if is_text:
             yield _read_text(reader, piece)
             return
@@ -117,7 +119,7 @@ def read_documents(reader: FileReader, piece: Piece, column: str) -> Iterator[Do
                 yield name, error
 
 
-def _read_text(reader: FileReader, piece: Piece) -> Document | tuple[str, BadSampleError]:
+def _read_text(reader: FileReader, piece: DocumentRange) -> Document | tuple[str, BadSampleError]:
     try:
         with reader.open(piece.path) as stream:
             content = read_up_to(stream, MAX_DOCUMENT_BYTES + 1)
@@ -130,7 +132,7 @@ def _read_text(reader: FileReader, piece: Piece) -> Document | tuple[str, BadSam
         return piece.name, BadSampleError(f"is not UTF-8: {error}")
 
 
-def _read_lines(reader: FileReader, piece: Piece) -> Iterator[tuple[str, bytes | BadSampleError]]:
+def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str, bytes | BadSampleError]]:
     """Yield name and content of the lines that start in a piece; blank ones are left out."""
     offset = piece.start
     with reader.open(piece.path, start=max(piece.start - 1, 0)) as stream:

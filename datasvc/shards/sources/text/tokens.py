@@ -25,13 +25,13 @@ from datasvc.repository.store.storage import redact_url, resolve_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, Part, StreamedSource
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.text.documents import (
     LINES,
     TEXT,
     Document,
-    Piece,
+    DocumentRange,
     check_column,
     plan_pieces,
     read_documents,
@@ -71,7 +71,7 @@ class TokenFiles(StreamedSource):
 
     url: str
     schema: pa.Schema
-    parts: list[Part]
+    parts: list[SourcePart]
     tokenizer_url: str
     tokenizer_digest: Digest
     block_tokens: int
@@ -102,7 +102,7 @@ class TokenFiles(StreamedSource):
             raise NotFoundError(f"cannot ingest {redact_url(url)}: no text in its {len(listed)} files (.txt, .jsonl)")
         first_lines = next((file for file in files if file.extension in LINES), None)
         if first_lines is not None:
-            check_column(FileReader(url), Piece(first_lines.name, first_lines.path), options.text)
+            check_column(FileReader(url), DocumentRange(first_lines.name, first_lines.path), options.text)
         ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
@@ -116,7 +116,7 @@ class TokenFiles(StreamedSource):
         parts = [asdict(part) for part in self.parts]
         return self._digest([self.tokenizer_digest, self.block_tokens, self.text, parts])
 
-    def read(self, part: Part) -> Iterator[pa.RecordBatch | BadSample]:
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the blocks of a part; see `StreamedSource.read`. A `BadSample` is a document that is left out."""
         reader = FileReader(self.url)
         tokenizer = _tokenizer(self.tokenizer_url, self.tokenizer_digest)
@@ -143,13 +143,13 @@ class TokenFiles(StreamedSource):
             yield self._batch(part, number, last)
 
     def _encoded(
-        self, tokenizer: Tokenizer, end: int | None, reader: FileReader, part: Part
+        self, tokenizer: Tokenizer, end: int | None, reader: FileReader, part: SourcePart
     ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
         """Yield the tokens of each document, with the one that ends it."""
         documents: list[Document] = []
         size = 0
         for piece in part.where["pieces"]:
-            for found in read_documents(reader, Piece(**piece), self.text):
+            for found in read_documents(reader, DocumentRange(**piece), self.text):
                 if isinstance(found, tuple):
                     yield BadSample(part.split, found[0], str(found[1]))
                     continue
@@ -160,7 +160,7 @@ class TokenFiles(StreamedSource):
                     documents, size = [], 0
         yield from _encode(tokenizer, end, documents, part.split)
 
-    def _batch(self, part: Part, number: int, blocks: Blocks) -> pa.RecordBatch:
+    def _batch(self, part: SourcePart, number: int, blocks: Blocks) -> pa.RecordBatch:
         keys = [f"{part.name}#{number + index}" for index in range(len(blocks.lengths))]
         columns = [
             pa.array(keys, pa.string()),
@@ -203,10 +203,10 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
     return next((added[name] for name in _ENDS_OF_TEXT if name in added), None)
 
 
-def _part(split: str, pieces: list[Piece], size_bytes: int, stamp: str) -> Part:
+def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) -> SourcePart:
     first = pieces[0]
     name = f"{first.name}@{first.start}" if first.start else first.name
-    return Part(split, name, size_bytes, None, stamp, {"pieces": [asdict(piece) for piece in pieces]})
+    return SourcePart(split, name, size_bytes, None, stamp, {"pieces": [asdict(piece) for piece in pieces]})
 
 
 def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:

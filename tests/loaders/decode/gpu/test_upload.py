@@ -16,7 +16,7 @@ from datasvc.loaders.decode.gpu.device_stream import CudaStream, current_gpu, pl
 from datasvc.loaders.decode.gpu.gpu import GpuBackend
 from datasvc.loaders.decode.gpu.gpu_colours import ColourBackend
 from datasvc.loaders.decode.gpu.upload import PinnedRing, UploadBackend
-from datasvc.loaders.profiling.step_profiler import Stopwatch
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from tests.loaders.decode.recorded_stream import RecordedStream
 from tests.loaders.decode.test_backends import broken, config, decode, on_cpu, photos, windows
 
@@ -24,7 +24,7 @@ JITTER = AugmentConfig(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
 
 
 def upload(stream, **settings):
-    return UploadBackend(config(**settings), backend="cpu", device="cpu", stopwatch=Stopwatch(), stream=stream)
+    return UploadBackend(config(**settings), backend="cpu", device="cpu", stopwatch=StepProfiler(), stream=stream)
 
 
 def wait_until_decoded(backend):

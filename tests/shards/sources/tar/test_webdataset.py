@@ -19,7 +19,7 @@ from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
 from datasvc.shards.sources.tar import webdataset as module
-from datasvc.shards.sources.tar.webdataset import WebDataset, split_name
+from datasvc.shards.sources.tar.webdataset import WebDatasetSource, split_name
 from datasvc.shards.sources.tar.webdataset_fields import choose_columns
 from tests.samples import jpeg
 
@@ -55,7 +55,7 @@ def read(source):
 
 
 def read_tar(tmp_path, files, **options):
-    return read(WebDataset.list(put(tmp_path / "0.tar", tar_of(files, **options))))
+    return read(WebDatasetSource.list(put(tmp_path / "0.tar", tar_of(files, **options))))
 
 
 def pets(*numbers):
@@ -71,7 +71,7 @@ def pet_samples(*numbers):
 
 
 def test_images_and_classes_become_image_and_label(tmp_path):
-    source = WebDataset.list(put(tmp_path / "0.tar", tar_of(pets(1, 2, 3))))
+    source = WebDatasetSource.list(put(tmp_path / "0.tar", tar_of(pets(1, 2, 3))))
     assert source.schema.names == ["key", "image", "label"]
     assert is_image(source.schema.field("image"))
     assert [source.schema.field(name).nullable for name in source.schema.names] == [False, False, True]
@@ -90,36 +90,36 @@ def test_tars_are_found_by_folder_pattern_and_braces_anywhere(root, suffix, pack
     for number in range(3):
         put(f"{root}/pets-{number:06d}{suffix}", pack(tar_of(pets(2 * number, 2 * number + 1))))
     put(f"{root}/readme.md", b"hello")
-    source = WebDataset.list(root + pattern.format(suffix=suffix))
+    source = WebDatasetSource.list(root + pattern.format(suffix=suffix))
     assert [part.name for part in source.parts] == [f"pets-{number:06d}{suffix}" for number in range(3)]
     assert dict(source.ignored) == ({} if pattern else {".md": 1})
     assert read(source) == (pet_samples(*range(6)), [])
 
 
 def test_a_source_travels_to_workers_and_reads_the_same_there(tmp_path):
-    source = WebDataset.list(put(tmp_path / "0.tar", tar_of(pets(1, 2))))
+    source = WebDatasetSource.list(put(tmp_path / "0.tar", tar_of(pets(1, 2))))
     assert read(pickle.loads(pickle.dumps(source))) == read(source) == (pet_samples(1, 2), [])
 
 
 def test_the_fingerprint_changes_with_a_tar_and_not_by_listing_again(tmp_path):
     url = put(tmp_path / "0.tar", tar_of(pets(1)))
-    before = WebDataset.list(url).fingerprint()
-    assert WebDataset.list(url).fingerprint() == before
+    before = WebDatasetSource.list(url).fingerprint()
+    assert WebDatasetSource.list(url).fingerprint() == before
     put(url, tar_of(pets(1, 2)))
-    assert WebDataset.list(url).fingerprint() != before
+    assert WebDatasetSource.list(url).fingerprint() != before
 
 
 def test_splits_come_from_names_or_from_the_user(tmp_path):
     for name in ("train/a.tar", "val/a.tar", "pets-test-0.tar"):
         put(tmp_path / name, tar_of(pets(1)))
-    source = WebDataset.list(str(tmp_path))
+    source = WebDatasetSource.list(str(tmp_path))
     assert {part.name: part.split for part in source.parts} == {
         "train/a.tar": "train",
         "val/a.tar": "val",
         "pets-test-0.tar": "test",
     }
-    assert {part.split for part in WebDataset.list(str(tmp_path), SourceOptions(split="all")).parts} == {"all"}
-    braces = WebDataset.list(f"{tmp_path}/{{train,val}}/a.tar")
+    assert {part.split for part in WebDatasetSource.list(str(tmp_path), SourceOptions(split="all")).parts} == {"all"}
+    braces = WebDatasetSource.list(f"{tmp_path}/{{train,val}}/a.tar")
     assert [(part.name, part.split) for part in braces.parts] == [("train/a.tar", "train"), ("val/a.tar", "val")]
 
 
@@ -134,7 +134,7 @@ def test_every_kind_of_field_gets_its_column(tmp_path):
         ("x/1.json", meta.encode()),
         ("x/1.npy", b"\0\1"),
     ]
-    source = WebDataset.list(put(tmp_path / "0.tar", tar_of(files)))
+    source = WebDatasetSource.list(put(tmp_path / "0.tar", tar_of(files)))
     assert read(source)[0] == [
         {
             "key": "x/1",
@@ -180,9 +180,9 @@ def test_one_image_may_have_another_type_in_each_sample_but_not_two(tmp_path):
     files = [("1.jpg", b"j"), ("2.png", b"p"), *[("3.webp", b"w"), ("3.jpg", b"j")], ("4.tiff", b"t")]
     put(tmp_path / "0.tar", tar_of(files[:2]))
     put(tmp_path / "1.tar", tar_of(files))
-    source = WebDataset.list(str(tmp_path / "0.tar"))
-    (part,) = WebDataset.list(str(tmp_path / "1.tar")).parts
-    samples, bad = read(WebDataset(str(tmp_path), [part], source.schema, source.columns))
+    source = WebDatasetSource.list(str(tmp_path / "0.tar"))
+    (part,) = WebDatasetSource.list(str(tmp_path / "1.tar")).parts
+    samples, bad = read(WebDatasetSource(str(tmp_path), [part], source.schema, source.columns))
     assert [(sample["key"], sample["image"]) for sample in samples] == [("1", b"j"), ("2", b"p"), ("4", b"t")]
     assert [found.key for found in bad] == ["3"]
     assert "'jpg', 'webp'" in bad[0].reason
@@ -267,14 +267,14 @@ def test_columns_are_decided_by_several_parts_of_every_split(tmp_path):
     put(tmp_path / "train-0.tar", tar_of([("1.txt", b"1")]))
     put(tmp_path / "train-1.tar", tar_of([("2.txt", b"2"), ("2.a", b"a")]))
     put(tmp_path / "val-0.tar", tar_of([("3.b", b"b")]))
-    assert WebDataset.list(str(tmp_path)).schema.names == ["key", "txt", "a", "b"]
+    assert WebDatasetSource.list(str(tmp_path)).schema.names == ["key", "txt", "a", "b"]
 
 
 def test_a_truncated_tar_gives_what_is_whole_and_one_bad_sample_that_says_where(tmp_path):
     whole = tar_of(pets(1, 2, 3))
     put(tmp_path / "0.tar", tar_of(pets(0)))
     put(tmp_path / "1.tar", whole[: whole.index(b"0003.jpg") + 512 + 100])
-    samples, bad = read(WebDataset.list(str(tmp_path)))
+    samples, bad = read(WebDatasetSource.list(str(tmp_path)))
     assert samples == pet_samples(0, 1, 2)
     (only,) = bad
     assert only.key == "1.tar"
@@ -285,7 +285,7 @@ def test_a_truncated_tar_gives_what_is_whole_and_one_bad_sample_that_says_where(
 def test_the_sample_before_a_cut_is_not_taken_for_whole(tmp_path):
     whole = tar_of(pets(1, 2))
     put(tmp_path / "0.tar", whole[: whole.index(b"0002.cls")])
-    samples, bad = read(WebDataset.list(str(tmp_path)))
+    samples, bad = read(WebDatasetSource.list(str(tmp_path)))
     assert samples == pet_samples(1)
     assert "'0002' may be incomplete" in bad[0].reason
 
@@ -293,9 +293,9 @@ def test_the_sample_before_a_cut_is_not_taken_for_whole(tmp_path):
 def test_a_tar_that_shows_nothing_is_an_error_only_where_no_other_does(tmp_path):
     put(tmp_path / "0.tar", b"no tar")
     with pytest.raises(CorruptDataError, match=r"0\.tar is no tar"):
-        WebDataset.list(str(tmp_path))
+        WebDatasetSource.list(str(tmp_path))
     put(tmp_path / "1.tar", tar_of(pets(1)))
-    samples, bad = read(WebDataset.list(str(tmp_path)))
+    samples, bad = read(WebDatasetSource.list(str(tmp_path)))
     assert samples == pet_samples(1)
     assert [found.key for found in bad] == ["0.tar"]
 
@@ -303,7 +303,7 @@ def test_a_tar_that_shows_nothing_is_an_error_only_where_no_other_does(tmp_path)
 def test_an_empty_tar_is_an_empty_part(tmp_path):
     put(tmp_path / "0.tar", tar_of([]))
     put(tmp_path / "1.tar", tar_of(pets(1)))
-    assert read(WebDataset.list(str(tmp_path))) == (pet_samples(1), [])
+    assert read(WebDatasetSource.list(str(tmp_path))) == (pet_samples(1), [])
 
 
 @pytest.mark.parametrize(
@@ -317,13 +317,13 @@ def test_an_empty_tar_is_an_empty_part(tmp_path):
 def test_a_source_without_samples_is_not_found(name, content, says, tmp_path):
     put(tmp_path / name, content)
     with pytest.raises(NotFoundError, match=says):
-        WebDataset.list(str(tmp_path))
+        WebDatasetSource.list(str(tmp_path))
 
 
 def test_a_missing_tar_of_a_brace_pattern_is_not_found(tmp_path):
     put(tmp_path / "0.tar", tar_of(pets(1)))
     with pytest.raises(NotFoundError):
-        WebDataset.list(f"{tmp_path}/{{0..1}}.tar")
+        WebDatasetSource.list(f"{tmp_path}/{{0..1}}.tar")
 
 
 def test_a_sample_larger_than_the_limit_is_bad_and_never_held(tmp_path, monkeypatch):
@@ -338,7 +338,7 @@ def test_a_sample_larger_than_the_limit_is_bad_and_never_held(tmp_path, monkeypa
 def test_batches_hold_at_most_a_mebibyte_or_one_sample(tmp_path):
     sizes = [300_000] * 7 + [3 * BATCH_BYTES, 1, BATCH_BYTES, 1, *[10] * (2 * BATCH_SAMPLES)]
     url = put(tmp_path / "0.tar", tar_of([(f"{number}.x", bytes(size)) for number, size in enumerate(sizes)]))
-    source = WebDataset.list(url)
+    source = WebDatasetSource.list(url)
     batches = list(source.read(source.parts[0]))
     assert sum(batch.num_rows for batch in batches) == len(sizes)
     for batch in batches:
@@ -383,7 +383,7 @@ def test_what_the_real_librarys_writer_writes_comes_back_equal(tmp_path_factory,
             writer.write(
                 {name: v.encode() if isinstance(v, str) and name[0] != "_" else v for name, v in sample.items()}
             )
-    source = WebDataset.list(str(path))
+    source = WebDatasetSource.list(str(path))
     samples, bad = read(source)
     assert bad == []
     back = {column: name for name, column in source.columns.items() if any(name in sample for sample in written)}
@@ -417,7 +417,7 @@ def test_the_real_library_groups_a_tar_as_we_do(tmp_path):
     ]
     ours = [
         {name: value for name, value in sample.items() if value is not None}
-        for sample in read(WebDataset.list(url))[0]
+        for sample in read(WebDatasetSource.list(url))[0]
     ]
     assert [{"key": sample.pop("__key__"), **sample} for sample in theirs] == ours
 

@@ -16,7 +16,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.sources import BadSample, SourceOptions
 from datasvc.shards.sources.common.files import FileReader, list_files
-from datasvc.shards.sources.text.documents import Document, Piece, plan_pieces, read_documents
+from datasvc.shards.sources.text.documents import Document, DocumentRange, plan_pieces, read_documents
 from datasvc.shards.sources.text.token_blocks import BlockPacker
 from datasvc.shards.sources.text.tokens import TOKENIZER, TokenFiles, end_of_text
 from tests.shards.sources import reading
@@ -340,7 +340,7 @@ def test_a_piece_with_a_start_has_no_line_that_began_before_it(tmp_path):
     reader = FileReader(str(tmp_path / "a.jsonl"))
     path = str(tmp_path / "a.jsonl")
     names = [
-        [each.text for each in read_documents(reader, Piece("a.jsonl", path, start), "text")]
+        [each.text for each in read_documents(reader, DocumentRange("a.jsonl", path, start), "text")]
         for start in (0, 1, line, line + 1)
     ]
     assert names == [["one", "two"], ["two"], ["two"], []]

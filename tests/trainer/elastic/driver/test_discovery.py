@@ -9,7 +9,7 @@ import pytest
 
 from datasvc.trainer.elastic.driver.discovery import Discovery, DiscoveryError, run_discovery
 from datasvc.trainer.elastic.driver.limits import plan_limits, read_discovery_interval_s
-from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, Job
+from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, LaunchJob
 
 
 def discover(script, **options):
@@ -69,7 +69,7 @@ def test_changes_are_reported_once_and_so_are_failures(tmp_path):
 
 
 def test_times_come_from_the_command_line_or_else_from_the_environment():
-    job, options = Job(command=["x"], num_ranks=2), ElasticOptions(min_num_ranks=1)
+    job, options = LaunchJob(command=["x"], num_ranks=2), ElasticOptions(min_num_ranks=1)
     assert plan_limits(job, options, {}).elastic_timeout_s == 600.0
     assert plan_limits(job, options, {"HVD_ELASTIC_TIMEOUT": "7"}).elastic_timeout_s == 7.0
     both = {"HVD_ELASTIC_TIMEOUT": "7", "HOROVOD_ELASTIC_TIMEOUT": "8"}
@@ -77,7 +77,7 @@ def test_times_come_from_the_command_line_or_else_from_the_environment():
     assert plan_limits(job, ElasticOptions(elastic_timeout_s=9.0), both).elastic_timeout_s == 9.0
     with pytest.raises(ValueError, match="HOROVOD_ELASTIC_TIMEOUT must be a number of seconds above 0, not 'soon'"):
         plan_limits(job, options, {"HOROVOD_ELASTIC_TIMEOUT": "soon"})
-    assert plan_limits(Job(command=["x"], num_ranks=2, start_timeout_s=4.0), options, {}).start_timeout_s == 4.0
+    assert plan_limits(LaunchJob(command=["x"], num_ranks=2, start_timeout_s=4.0), options, {}).start_timeout_s == 4.0
     assert read_discovery_interval_s({}) == 1.0
     assert read_discovery_interval_s({"HVD_DISCOVERY_INTERVAL": "0.5"}) == 0.5
     for value in ("soon", "0", "-1", "inf"):
@@ -88,7 +88,7 @@ def test_times_come_from_the_command_line_or_else_from_the_environment():
 def test_the_limit_for_a_rank_that_hangs_is_not_the_timeout_of_its_collectives():
     options = ElasticOptions(min_num_ranks=1)
     for seconds in ("3", "7200"):
-        job = Job(command=["x"], num_ranks=2, variables={"HOROVOD_GLOO_TIMEOUT_SECONDS": seconds})
+        job = LaunchJob(command=["x"], num_ranks=2, variables={"HOROVOD_GLOO_TIMEOUT_SECONDS": seconds})
         assert plan_limits(job, options, {}).hang_timeout_s == 600.0
     assert plan_limits(job, options, {"HVD_ELASTIC_HANG_TIMEOUT": "3"}).hang_timeout_s == 3.0
     with pytest.raises(ValueError, match="HVD_ELASTIC_HANG_TIMEOUT must be a number of seconds above 0, not '0'"):

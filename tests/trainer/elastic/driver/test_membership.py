@@ -2,10 +2,10 @@
 
 import pytest
 
-from datasvc.trainer.elastic.driver.actions import Announce, Break, Dismiss, Finish, Say, Seated, Start, Stop
+from datasvc.trainer.elastic.driver.actions import Announce, Break, Finish, Say, Seated, Start, Stop, StopWorker
 from datasvc.trainer.elastic.driver.limits import Limits, plan_limits
-from datasvc.trainer.elastic.driver.membership import Membership
-from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, Job
+from datasvc.trainer.elastic.driver.membership import JobMembership
+from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, LaunchJob
 from datasvc.trainer.rendezvous.messages import Ask, ScriptError
 
 TIMEOUT_S = 100.0
@@ -17,7 +17,7 @@ class World:
     def __init__(self, **limits):
         self.limits = Limits(**{"elastic_timeout_s": TIMEOUT_S, **limits})
         self.now_s = 0.0
-        self.membership = Membership(self.limits, now_s=0.0)
+        self.membership = JobMembership(self.limits, now_s=0.0)
         self.started, self.seats, self.said, self.num_asks, self.predicted = [], {}, [], {}, {}
         self.last, self.finish = [], None
 
@@ -157,7 +157,7 @@ def test_the_workers_of_a_host_that_goes_leave_at_the_next_commit_and_no_sync_is
     (announced,) = world.hosts(a=1)
     assert announced.notice.result == 1
     world.ask("a:0:0", "b:0:1", serial=3, wants_sync=False)
-    assert [(d.worker, d.number) for d in world.kinds(Dismiss)] == [("b:0:1", 2)]
+    assert [(d.worker, d.number) for d in world.kinds(StopWorker)] == [("b:0:1", 2)]
     assert world.ranks() == ["a:0:0"]
     assert not world.seats["a:0:0"].needs_sync
     world.end("b:0:1", 0)
@@ -475,7 +475,7 @@ def test_a_member_that_does_not_ask_while_the_others_do_is_ended_and_left_out():
 
 
 def test_a_member_that_is_busy_for_longer_than_a_collective_may_take_stays():
-    job = Job(command=["x"], num_ranks=2, variables={"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"})
+    job = LaunchJob(command=["x"], num_ranks=2, variables={"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"})
     limits = plan_limits(job, ElasticOptions(min_num_ranks=1), {})
     world = running(3, {"a": 1, "b": 1, "c": 1}, hang_timeout_s=limits.hang_timeout_s)
     world.end("c:0:2")
@@ -590,7 +590,7 @@ def test_nothing_is_said_of_a_rank_that_was_told_to_leave_nor_of_one_whose_train
     world = running(3, {"a": 1, "b": 1, "c": 1}, min_num_ranks=1, hosts_can_change=True)
     world.hosts(b=1, c=1)
     world.ask("a:0:0", "b:0:1", "c:0:2", serial=1)
-    assert world.kinds(Dismiss)
+    assert world.kinds(StopWorker)
     world.end("a:0:0", 0, is_training=True)
     world.end("b:0:1", 0)
     world.end("c:0:2", 0)

@@ -5,9 +5,9 @@ import math
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule  # noqa: F401
 
-from datasvc.trainer.elastic.driver.actions import Dismiss, Finish, Say, Seated, Start, Stop
+from datasvc.trainer.elastic.driver.actions import Finish, Say, Seated, Start, Stop, StopWorker
 from datasvc.trainer.elastic.driver.limits import Limits
-from datasvc.trainer.elastic.driver.membership import Membership
+from datasvc.trainer.elastic.driver.membership import JobMembership
 from datasvc.trainer.launch.ranks.job import Host
 from datasvc.trainer.rendezvous.messages import Ask, ScriptError
 from tests.examples import examples
@@ -49,7 +49,7 @@ class MembershipLaws(RuleBasedStateMachine):
             hosts_can_change=True,
         )
         self.now_s = 0.0
-        self.membership = Membership(self.limits, now_s=0.0)
+        self.membership = JobMembership(self.limits, now_s=0.0)
         self.alive = {}
         self.slots = {}
         self.barred_until_s = {}
@@ -73,7 +73,7 @@ class MembershipLaws(RuleBasedStateMachine):
                     assert place.local_rank == process.slot, "another process may have that GPU"
                 case Stop(worker):
                     self.alive[worker].is_told_to_end = True
-                case Dismiss(worker, number, _):
+                case StopWorker(worker, number, _):
                     process = self.alive[worker]
                     assert process.is_asking
                     assert number == process.num_asks

@@ -4,8 +4,8 @@ import pytest
 
 from datasvc.trainer.elastic.driver.actions import Start
 from datasvc.trainer.elastic.driver.worker_start import plan_worker_start
-from datasvc.trainer.env.environment import Place
-from datasvc.trainer.launch.ranks.job import Job, RemoteSettings
+from datasvc.trainer.env.environment import RankPlacement
+from datasvc.trainer.launch.ranks.job import LaunchJob, RemoteSettings
 from datasvc.trainer.launch.ranks.remote_guard import find_interface
 from datasvc.trainer.launch.ranks.store import list_addresses, open_listener
 
@@ -18,8 +18,8 @@ def plan():
     with open_listener(1, for_other_hosts=True) as listener:
 
         def plan(host, *, environ=ENVIRON, other_hosts=(), **settings):
-            job = Job(command=["true"], num_ranks=1, remote=RemoteSettings(**settings))
-            start = Start(f"{host}:0:4", host, Place(1, 3, 0, 2, 1, 2))
+            job = LaunchJob(command=["true"], num_ranks=1, remote=RemoteSettings(**settings))
+            start = Start(f"{host}:0:4", host, RankPlacement(1, 3, 0, 2, 1, 2))
             return plan_worker_start(start, job, environ, listener, num_neighbours=2, other_hosts=other_hosts)
 
         yield plan

@@ -7,7 +7,7 @@ import torch
 
 from datasvc.trainer.engine.execution.buffers import FusionBuffers
 from datasvc.trainer.engine.execution.completion import Completions
-from datasvc.trainer.engine.execution.transport import Done
+from datasvc.trainer.engine.execution.transport import CompletedWork
 
 
 class Gate:
@@ -30,10 +30,10 @@ def test_what_began_first_is_completed_first_and_short_ones_wait_their_turn():
 
         return after
 
-    completions.add(Done(), complete("alone"), is_short=True)
+    completions.add(CompletedWork(), complete("alone"), is_short=True)
     assert order == ["alone"], "nothing is before it: it is done at once"
     completions.add(gate, complete("long"), is_short=False)
-    completions.add(Done(), complete("short"), is_short=True)
+    completions.add(CompletedWork(), complete("short"), is_short=True)
     assert order == ["alone"]
     gate.opened.set()
     completions.drain()
@@ -55,7 +55,7 @@ def test_an_error_is_told_once_and_what_came_after_is_dropped():
         raise RuntimeError("Connection closed by peer")
 
     completions.add(gate, fail, is_short=False)
-    completions.add(Done(), lambda _: errors.append("ran"), is_short=False)
+    completions.add(CompletedWork(), lambda _: errors.append("ran"), is_short=False)
     gate.opened.set()
     assert told.wait(30.0)
     completions.drain()

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.trainer.engine.execution.fusion import plan_fusion
-from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
 
 ELEMENT_BYTES = {"float32": 4, "int8": 1}
 
@@ -10,7 +10,7 @@ ELEMENT_BYTES = {"float32": 4, "int8": 1}
 def request(*lengths, dtype="float32", is_grouped=False, reduce_op=ReduceOp.SUM, prescale_factor=1.0):
     return Request(
         name="x",
-        kind=Kind.ALLREDUCE,
+        kind=CollectiveKind.ALLREDUCE,
         dtypes=(dtype,) * len(lengths),
         shapes=tuple((length,) for length in lengths),
         reduce_op=reduce_op,

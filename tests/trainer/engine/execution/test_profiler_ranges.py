@@ -9,14 +9,14 @@ from datasvc.trainer.engine.execution import profiler_ranges
 from datasvc.trainer.engine.execution.handles import Handle, Submission
 from datasvc.trainer.engine.execution.profiler_ranges import profiled
 from datasvc.trainer.engine.execution.transport import LoopbackTransport
-from datasvc.trainer.engine.negotiation.requests import Kind, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 from datasvc.trainer.env.engine_settings import EngineSettings
 from tests.trainer.test_engine import submission
 
 
 def broadcast():
     tensor = torch.ones(3)
-    request = Request(name="b", kind=Kind.BROADCAST, dtypes=("float32",), shapes=((3,),), root_rank=0)
+    request = Request(name="b", kind=CollectiveKind.BROADCAST, dtypes=("float32",), shapes=((3,),), root_rank=0)
     return Submission(request=request, inputs=(tensor,), outputs=(tensor,), result=tensor, handle=Handle("b"))
 
 

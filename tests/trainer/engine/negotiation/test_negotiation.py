@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from datasvc.trainer.engine.negotiation.messages import CycleMessage, decode_message, encode_message
 from datasvc.trainer.engine.negotiation.negotiation import Negotiation, Ready, Refused
 from datasvc.trainer.engine.negotiation.request_cache import RequestCache
-from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, Key, Kind, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, ReduceOp, Request
 
 
 def allreduce(name="x", **changes):
     request = Request(
         name=name,
-        kind=Kind.ALLREDUCE,
+        kind=CollectiveKind.ALLREDUCE,
         dtypes=("float32",),
         shapes=((3,),),
         reduce_op=ReduceOp.SUM,
@@ -28,11 +28,11 @@ def key(name, process_set=GLOBAL_SET):
 
 
 def broadcast(root_rank):
-    return Request(name="x", kind=Kind.BROADCAST, dtypes=("float32",), shapes=((3,),), root_rank=root_rank)
+    return Request(name="x", kind=CollectiveKind.BROADCAST, dtypes=("float32",), shapes=((3,),), root_rank=root_rank)
 
 
 def allgather(*shape):
-    return Request(name="x", kind=Kind.ALLGATHER, dtypes=("float32",), shapes=(shape,))
+    return Request(name="x", kind=CollectiveKind.ALLGATHER, dtypes=("float32",), shapes=(shape,))
 
 
 class SimulatedRank:
@@ -143,18 +143,18 @@ def test_gathered_tensors_may_have_different_numbers_of_rows():
 
 
 def alltoall(*shape, splits=(1, 1, 1)):
-    return Request(name="x", kind=Kind.ALLTOALL, dtypes=("float32",), shapes=(shape,), splits=splits)
+    return Request(name="x", kind=CollectiveKind.ALLTOALL, dtypes=("float32",), shapes=(shape,), splits=splits)
 
 
 def add_set(*ranks):
-    return Request(name="add", kind=Kind.ADD_PROCESS_SET, ranks=ranks)
+    return Request(name="add", kind=CollectiveKind.ADD_PROCESS_SET, ranks=ranks)
 
 
 def remove_set(*ranks):
-    return Request(name="remove", kind=Kind.REMOVE_PROCESS_SET, ranks=ranks)
+    return Request(name="remove", kind=CollectiveKind.REMOVE_PROCESS_SET, ranks=ranks)
 
 
-JOIN = Request(name="join", kind=Kind.JOIN)
+JOIN = Request(name="join", kind=CollectiveKind.JOIN)
 
 
 def test_dealt_rows_may_differ_in_number_only():
@@ -270,7 +270,7 @@ def test_a_rank_knows_whether_it_waits_and_whether_it_is_waited_for():
     negotiation.advance([[], [allreduce("y")]])
     assert [negotiation.waiting(rank) for rank in (0, 1)] == [(True, True)] * 2
     negotiation.advance([[allreduce("y")], [allreduce("x")]])
-    negotiation.advance([[], [Request(name="join", kind=Kind.JOIN)]])
+    negotiation.advance([[], [Request(name="join", kind=CollectiveKind.JOIN)]])
     assert [negotiation.waiting(rank) for rank in (0, 1)] == [(False, False), (True, False)]
 
 

@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 
 from datasvc.trainer.engine.negotiation.messages import CycleMessage, Tuning, decode_message, encode_message
 from datasvc.trainer.engine.negotiation.request_cache import RequestCache
-from datasvc.trainer.engine.negotiation.requests import Kind, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
 
 shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 factors = st.floats(allow_nan=False)
 requests = st.builds(
     Request,
     name=st.text(max_size=20),
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(CollectiveKind),
     dtypes=st.lists(st.sampled_from(["float32", "int8"]), max_size=3).map(tuple),
     shapes=st.lists(shapes, max_size=3).map(tuple),
     device_type=st.sampled_from(["cpu", "cuda"]),
@@ -44,12 +44,12 @@ def test_a_rank_with_nothing_to_say_sends_no_bytes():
 
 
 def test_infinite_factors_survive_the_encoding():
-    message = CycleMessage((Request(name="x", kind=Kind.ALLREDUCE, prescale_factor=math.inf),))
+    message = CycleMessage((Request(name="x", kind=CollectiveKind.ALLREDUCE, prescale_factor=math.inf),))
     assert decode_message(encode_message(message)) == message
 
 
 def named(name, shape=(1,)):
-    return Request(name=name, kind=Kind.ALLREDUCE, dtypes=("float32",), shapes=(shape,))
+    return Request(name=name, kind=CollectiveKind.ALLREDUCE, dtypes=("float32",), shapes=(shape,))
 
 
 def test_a_remembered_request_has_a_number_until_the_name_means_something_else():

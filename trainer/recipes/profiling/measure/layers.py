@@ -13,7 +13,7 @@ from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.profiling.measure.clocks import choose_clock
 from datasvc.trainer.recipes.profiling.measure.layer_times import LayerSpan, LayerTimer, LayerTimes, gradient_bytes
 from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
-from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS, WALL, StepTimer
+from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS, WALL, StepPartTimer
 from datasvc.trainer.recipes.profiling.predict.costs import LayerCost
 
 _WARM_UP_STEPS: Final = 2
@@ -71,7 +71,7 @@ def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
 
 def _plain_step(run: ProfiledRun, batch: Any) -> npt.NDArray[np.float64]:
     """Return the seconds forwards and backwards of a step without hooks."""
-    timer = StepTimer(run.device)
+    timer = StepPartTimer(run.device)
     run.step(batch, timer.mark)
     forward = PARTS.index("forward")
     return timer.table[forward : forward + 2, WALL]

@@ -14,15 +14,15 @@ import numpy.typing as npt
 import torch
 
 import datasvc.trainer as hvd
-from datasvc.loaders.profiling.step_times import Span, Stage, Totals
+from datasvc.loaders.profiling.step_times import Stage, TimeSpan, Totals
 from datasvc.trainer.recipes.profiling.measure.contention import measure_contention
 from datasvc.trainer.recipes.profiling.measure.layer_times import synchronize
-from datasvc.trainer.recipes.profiling.measure.messages import Traffic, plan_messages
-from datasvc.trainer.recipes.profiling.measure.profile import Round
+from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic, plan_messages
+from datasvc.trainer.recipes.profiling.measure.profile import MeasuredRound
 from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
-from datasvc.trainer.recipes.profiling.measure.timed_step import BESIDE, OWN, PARTS, WALL, StepTimer
+from datasvc.trainer.recipes.profiling.measure.timed_step import BESIDE, OWN, PARTS, WALL, StepPartTimer
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 
 _IO, _TRANSFER, _TARGETS, _FORWARD, _BACKWARD, _REDUCE, _UPDATE = range(len(PARTS))
 _FETCHING: Final = (Stage.ORIGIN, Stage.PEER)
@@ -40,13 +40,13 @@ class Bench:
         self._run = run
         # What was prefetched while nobody asked must be gone before the clock starts.
         self._warm_up_steps = run.config.prefetch + 1
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
 
     def first_batch(self) -> Any:
         """Return a batch, which is valid until steps are run."""
         return next(self._run.loaders)
 
-    def measure_round(self, traffic: Traffic, num_steps: int) -> Round:
+    def measure_round(self, traffic: StepTraffic, num_steps: int) -> MeasuredRound:
         """Return what the parts of a step cost: means over a serial run's steps, and over the ranks.
 
         Args:
@@ -86,13 +86,13 @@ class Bench:
             targets_s=targets_s,
             samples=run.batches.batch_size,
         )
-        return Round(costs, ahead_over_io=ahead_s / io_s)
+        return MeasuredRound(costs, ahead_over_io=ahead_s / io_s)
 
-    def run(self, mode: Mode, num_steps: int) -> float:
+    def run(self, mode: StepMode, num_steps: int) -> float:
         """Return the seconds per step of a run in one of the modes, nothing timed inside; mean over the ranks."""
         run = self._run
-        run.loaders.turn_to(ahead=mode is not Mode.SERIAL)
-        run.sends_beside(beside=mode is Mode.OVERLAPPED)
+        run.loaders.turn_to(ahead=mode is not StepMode.SERIAL)
+        run.sends_beside(beside=mode is StepMode.OVERLAPPED)
         self._warm_up()
         began = time.perf_counter()
         for number in range(1, num_steps + 1):
@@ -118,14 +118,14 @@ class Bench:
         return ahead_s, _caller_s(loaders.current.report().totals) / num_steps
 
     def _run_serial(self, num_steps: int) -> npt.NDArray[np.float64]:
-        """Return the table of each step, see `StepTimer`."""
+        """Return the table of each step, see `StepPartTimer`."""
         run = self._run
         run.loaders.turn_to(ahead=False)
         run.sends_beside(beside=False)
         self._warm_up()
         tables = []
         for _ in range(num_steps):
-            timer = StepTimer(run.device)
+            timer = StepPartTimer(run.device)
             batch = next(run.loaders)
             timer.mark("io")
             run.step(batch, timer.mark)

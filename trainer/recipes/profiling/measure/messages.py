@@ -41,7 +41,7 @@ class TimedBucket:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """What the ranks of this job send in a step.
 
     Attributes:
@@ -53,7 +53,7 @@ class Traffic:
     message_s: float
 
 
-def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> Traffic:
+def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> StepTraffic:
     """Return what a step sends, and when, with the model as it is trained: compiled, if it is.
 
     Args:
@@ -64,7 +64,7 @@ def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> Traffic:
     timer = LayerTimer(run.model, choose_clock(run.device), sees_layers=False)
     passes = [time_pass(run, batch, timer) for _ in range(_WARM_UP_PASSES + num_passes)]
     trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return Traffic(
+    return StepTraffic(
         buckets=tuple(measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]), repeats=_REPEATS)),
         message_s=measure_all_reduce(1, trained[0], repeats=_REPEATS),
     )

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from datasvc.trainer.recipes.profiling.measure.layers import Layers
-from datasvc.trainer.recipes.profiling.measure.messages import Traffic
+from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic
 from datasvc.trainer.recipes.profiling.predict.costs import Message, StepCosts
 from datasvc.trainer.recipes.profiling.predict.limit import judge
 from datasvc.trainer.recipes.profiling.predict.predict import Prediction
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode, exposed_reduce_s, step_time
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, exposed_reduce_s, step_time
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
 _NOISE: Final = 1.1
 
 
 @dataclass(frozen=True)
-class Round:
+class MeasuredRound:
     """Costs, and what the modes took right after they were measured.
 
     Attributes:
@@ -31,15 +31,15 @@ class Round:
 
     costs: StepCosts
     ahead_over_io: float = 1.0
-    measured_s: Mapping[Mode, float] = field(default_factory=dict)
+    measured_s: Mapping[StepMode, float] = field(default_factory=dict)
 
-    def ratio(self, mode: Mode) -> float:
+    def ratio(self, mode: StepMode) -> float:
         """Return predicted by measured."""
         return step_time(self.costs, mode) / self.measured_s[mode]
 
     def to_dict(self) -> dict[str, Any]:
         """Return costs and seconds per step as JSON values."""
-        predicted_s = {mode: step_time(self.costs, mode) for mode in Mode}
+        predicted_s = {mode: step_time(self.costs, mode) for mode in StepMode}
         return {"costs": self.costs.to_dict(), "predicted_s": predicted_s, "measured_s": dict(self.measured_s)}
 
 
@@ -60,9 +60,9 @@ class Profile:
     world_size: int
     config: TrainConfig
     unit: str
-    rounds: Sequence[Round]
+    rounds: Sequence[MeasuredRound]
     layers: Layers
-    traffic: Traffic
+    traffic: StepTraffic
     predictions: Sequence[Prediction] = ()
 
     @property
@@ -95,7 +95,7 @@ class Profile:
                 "measured_s": statistics.median(each.measured_s[mode] for each in self.rounds),
                 "predicted_over_measured": statistics.median(each.ratio(mode) for each in self.rounds),
             }
-            for mode in Mode
+            for mode in StepMode
             if mode in self.rounds[0].measured_s
         }
         verdict = judge(costs)
@@ -107,7 +107,7 @@ class Profile:
             "message_s": self.traffic.message_s,
             "hooks_overhead": self.layers.overhead,
             "layers": [dataclasses.asdict(layer) for layer in self.layers.costs],
-            "step_s": {mode: step_time(costs, mode) for mode in Mode},
+            "step_s": {mode: step_time(costs, mode) for mode in StepMode},
             "measured": checked,
             "verdict": {"bound": verdict.bound, "inequality": verdict.inequality, "advice": verdict.advice},
             "rounds": [each.to_dict() for each in self.rounds],
@@ -181,7 +181,7 @@ class Profile:
     def _modes(self) -> list[str]:
         costs = self.costs
         lines = [f"{'mode':<14}{'predicted ms':>14}{self.unit + '/s':>12}{'measured ms':>14}{'ratio':>18}"]
-        for mode in Mode:
+        for mode in StepMode:
             predicted_s = step_time(costs, mode)
             line = f"{mode:<14}{predicted_s * 1e3:>14.2f}{costs.samples * self.world_size / predicted_s:>12,.0f}"
             if mode in self.rounds[0].measured_s:
@@ -201,7 +201,7 @@ class Profile:
             lines += [
                 f"{prediction.world_size:>6}  {mode:<14}{prediction.step_s[mode] * 1e3:>10.2f}"
                 f"{prediction.samples_per_s[mode]:>14,.0f}{prediction.efficiency[mode]:>12.1%}"
-                for mode in Mode
+                for mode in StepMode
             ]
         return lines
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from datasvc.loaders.profiling.step_times import Span
+from datasvc.loaders.profiling.step_times import TimeSpan
 from datasvc.trainer.recipes.profiling.measure.layer_times import synchronize
 
 PARTS: Final = ("io", "transfer", "targets", "forward", "backward", "all-reduce", "update")
@@ -17,7 +17,7 @@ WALL, OWN, BESIDE = range(3)
 _THREAD: Final = 1
 
 
-class StepTimer:
+class StepPartTimer:
     """Takes the time at the end of each part, when the device is done with it; begins with the first part.
 
     Args:
@@ -27,7 +27,7 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._table = np.zeros((len(PARTS), 3))
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         self._last = self._now()
 
     @property
@@ -47,7 +47,7 @@ class StepTimer:
         passed_s, own_s, all_s = now - self._last
         worked_s = worked_until_s - self._last[1]
         self._table[PARTS.index(part)] += (passed_s, worked_s, max(0.0, all_s - own_s))
-        self.spans.append(Span(part, _THREAD, "step", round(self._last[0] * 1e9), round(passed_s * 1e9), 1))
+        self.spans.append(TimeSpan(part, _THREAD, "step", round(self._last[0] * 1e9), round(passed_s * 1e9), 1))
         self._last = now
 
     @staticmethod

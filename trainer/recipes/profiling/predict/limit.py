@@ -8,7 +8,12 @@ from enum import StrEnum
 from typing import Final
 
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode, contention_s, exposed_reduce_s, training_side_s
+from datasvc.trainer.recipes.profiling.predict.step_time import (
+    StepMode,
+    contention_s,
+    exposed_reduce_s,
+    training_side_s,
+)
 
 _NOT_FREE: Final = 0.2
 
@@ -23,7 +28,7 @@ class Bound(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepLimit:
     """What limits a run whose loader works ahead and whose all-reduces run beside the backward pass.
 
     Attributes:
@@ -40,7 +45,7 @@ class Verdict:
         return f"{self.bound}-bound: {self.inequality}; {self.advice}"
 
 
-def judge(costs: StepCosts) -> Verdict:
+def judge(costs: StepCosts) -> StepLimit:
     """Return what limits training.
 
     The data do if t_a is more than all that the training thread does: t_i + t_h2d + t_f + t_b + t_l + t_u + t_n +
@@ -48,7 +53,7 @@ def judge(costs: StepCosts) -> Verdict:
     t_b + t_l + t_u: the links are busy for longer than the device, however well the two overlap. The processors do if
     t_k is more than a fifth of a step: then what is hidden is not free. Otherwise computation does.
     """
-    side_s, beside_s = training_side_s(costs, Mode.OVERLAPPED), contention_s(costs, Mode.OVERLAPPED)
+    side_s, beside_s = training_side_s(costs, StepMode.OVERLAPPED), contention_s(costs, StepMode.OVERLAPPED)
     device_s = costs.caller_s + costs.transfer_s + costs.compute_s + costs.launch_s + costs.update_s
     device = _sum(
         {
@@ -65,14 +70,14 @@ def judge(costs: StepCosts) -> Verdict:
     ahead, reduce, side = (_sum({"t_a": costs.ahead_s}), _sum({"t_c": costs.reduce_s}), f"{side_s * 1e3:.2f} ms")
     if costs.ahead_s > side_s:
         advice = "a training run with --profile says which stage of the loader it is"
-        return Verdict(Bound.DATA, f"{ahead} > {device} + {rest} = {side}", advice)
+        return StepLimit(Bound.DATA, f"{ahead} > {device} + {rest} = {side}", advice)
     if costs.reduce_s > device_s:
         advice = "larger batches, compression, or faster links"
-        return Verdict(Bound.COMMUNICATION, f"{reduce} > {device} = {device_s * 1e3:.2f} ms; {ahead}", advice)
+        return StepLimit(Bound.COMMUNICATION, f"{reduce} > {device} = {device_s * 1e3:.2f} ms; {ahead}", advice)
     if beside_s > _NOT_FREE * side_s:
         inequality = f"t_k {beside_s * 1e3:.2f} > {_NOT_FREE:.0%} of {device} + {rest} = {side}; {ahead}"
-        return Verdict(Bound.PROCESSORS, inequality, "more processors, or decoding on the GPU")
-    return Verdict(
+        return StepLimit(Bound.PROCESSORS, inequality, "more processors, or decoding on the GPU")
+    return StepLimit(
         Bound.COMPUTE, f"{device} + {rest} = {side} >= {ahead}, {reduce}", "mixed precision, or more ranks"
     )
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster, all_reduce_s
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode, step_time
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, step_time
 
 _TARGETS_BYTES: Final = 8  # an int64
 
@@ -27,15 +27,15 @@ class Prediction:
 
     cluster: Cluster
     world_size: int
-    step_s: dict[Mode, float]
-    samples_per_s: dict[Mode, float]
-    efficiency: dict[Mode, float]
+    step_s: dict[StepMode, float]
+    samples_per_s: dict[StepMode, float]
+    efficiency: dict[StepMode, float]
 
 
 def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
     """Return what steps take if each rank has the batch, the processors and the loader that it has here."""
     there, alone = costs_on(costs, cluster), costs_alone(costs)
-    step_s = {mode: step_time(there, mode) for mode in Mode}
+    step_s = {mode: step_time(there, mode) for mode in StepMode}
     return Prediction(
         cluster=cluster,
         world_size=cluster.world_size,

@@ -28,7 +28,7 @@ from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
 from datasvc.trainer.recipes.profiling.predict.input_system import UNLIMITED, InputSystem
 from datasvc.trainer.recipes.profiling.predict.predict import costs_on
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode, contention_s
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, contention_s
 
 Times = npt.NDArray[np.float64]
 
@@ -51,7 +51,7 @@ class Training:
     costs: StepCosts
     cluster: Cluster | None
     world_size: int = 1
-    mode: Mode = Mode.OVERLAPPED
+    mode: StepMode = StepMode.OVERLAPPED
     jitter: float = 0.0
     prefetch: int = 2
     samples_from: InputSystem = UNLIMITED
@@ -80,7 +80,7 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
     costs = training.costs if training.cluster is None else costs_on(training.costs, training.cluster)
     num_ranks = training.world_size if training.cluster is None else training.cluster.world_size
     fetch_s = 0.0 if training.cluster is None else _fetch_s(training, training.cluster)
-    is_serial = training.mode is Mode.SERIAL
+    is_serial = training.mode is StepMode.SERIAL
     before_s = costs.transfer_s + costs.launch_s + contention_s(costs, training.mode)
     before_s += max(costs.io_s, fetch_s) if is_serial else costs.caller_s
     ahead_s = 0.0 if is_serial else max(costs.ahead_s, fetch_s)
@@ -121,10 +121,10 @@ def _fetch_s(training: Training, cluster: Cluster) -> float:
     return training.samples_from.fetch_s(cluster, is_first_epoch=training.is_first_epoch)
 
 
-def _messages(costs: StepCosts, mode: Mode) -> tuple[Times, Times]:
+def _messages(costs: StepCosts, mode: StepMode) -> tuple[Times, Times]:
     """Return when each message is ready, from the beginning of the forward pass, and how long it takes, in order."""
     messages = sorted(costs.messages, key=lambda message: message.ready_s)
-    ready_s = [message.ready_s if mode is Mode.OVERLAPPED else costs.compute_s for message in messages]
+    ready_s = [message.ready_s if mode is StepMode.OVERLAPPED else costs.compute_s for message in messages]
     return np.array(ready_s), np.array([message.reduce_s for message in messages])
 
 

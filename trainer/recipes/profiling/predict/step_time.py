@@ -43,7 +43,7 @@ from enum import StrEnum
 from datasvc.trainer.recipes.profiling.predict.costs import Message, StepCosts
 
 
-class Mode(StrEnum):
+class StepMode(StrEnum):
     """How the parts of a step are arranged."""
 
     SERIAL = "serial"
@@ -51,28 +51,28 @@ class Mode(StrEnum):
     OVERLAPPED = "overlapped"
 
 
-def step_time(costs: StepCosts, mode: Mode) -> float:
+def step_time(costs: StepCosts, mode: StepMode) -> float:
     """Return the seconds of a step in the long run; see the module for the equations."""
-    if mode is Mode.SERIAL:
+    if mode is StepMode.SERIAL:
         return costs.io_s + _passes_s(costs) + costs.reduce_s
     return max(costs.ahead_s, training_side_s(costs, mode))
 
 
-def training_side_s(costs: StepCosts, mode: Mode) -> float:
+def training_side_s(costs: StepCosts, mode: StepMode) -> float:
     """Return what a step takes where batches are always ready: the right side of the maximum, not of serial steps."""
-    assert mode is not Mode.SERIAL
-    reduce_s = costs.reduce_s if mode is Mode.PREFETCHED else exposed_reduce_s(costs)
+    assert mode is not StepMode.SERIAL
+    reduce_s = costs.reduce_s if mode is StepMode.PREFETCHED else exposed_reduce_s(costs)
     return costs.caller_s + _passes_s(costs) + reduce_s + contention_s(costs, mode)
 
 
-def contention_s(costs: StepCosts, mode: Mode) -> float:
+def contention_s(costs: StepCosts, mode: StepMode) -> float:
     """Return what the training thread loses in a step to work beside it."""
     match mode:
-        case Mode.SERIAL:
+        case StepMode.SERIAL:
             beside_s = 0.0
-        case Mode.PREFETCHED:
+        case StepMode.PREFETCHED:
             beside_s = costs.io_beside_s
-        case Mode.OVERLAPPED:
+        case StepMode.OVERLAPPED:
             reduce_s = costs.reduce_s
             hidden = 1 - exposed_reduce_s(costs) / reduce_s if reduce_s else 0.0
             beside_s = costs.io_beside_s + costs.reduce_beside_s * hidden

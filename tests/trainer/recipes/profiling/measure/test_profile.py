@@ -8,8 +8,8 @@ import pytest
 from datasvc.loaders.profiling.step_times import Stage, Totals
 from datasvc.trainer.recipes.profiling.measure.layers import Layers
 from datasvc.trainer.recipes.profiling.measure.measure import _caller_s
-from datasvc.trainer.recipes.profiling.measure.messages import Traffic
-from datasvc.trainer.recipes.profiling.measure.profile import Profile, Round
+from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic
+from datasvc.trainer.recipes.profiling.measure.profile import MeasuredRound, Profile
 from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
 from datasvc.trainer.recipes.profiling.predict.links import Link
 from datasvc.trainer.recipes.profiling.predict.predict import predict
@@ -22,8 +22,8 @@ PREDICTIONS = (predict(EXAMPLE, CLUSTER),)
 
 
 def make_profile(world_size=2, config=CONFIG, ahead_over_io=(1.0,), predictions=PREDICTIONS):
-    rounds = [Round(EXAMPLE, each) for each in ahead_over_io]
-    return Profile(world_size, config, "images", rounds, Layers((), 0.0, ()), Traffic((), 0.001), predictions)
+    rounds = [MeasuredRound(EXAMPLE, each) for each in ahead_over_io]
+    return Profile(world_size, config, "images", rounds, Layers((), 0.0, ()), StepTraffic((), 0.001), predictions)
 
 
 def test_a_profile_knows_what_was_run_and_what_it_predicts_for():

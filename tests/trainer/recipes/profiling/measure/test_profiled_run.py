@@ -13,7 +13,7 @@ from datasvc.trainer.recipes.profiling.measure.measure import Bench
 from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
 from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled_run
 from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from tests.trainer.recipes.test_train import VOCABULARY, write_tokens
 
@@ -108,4 +108,4 @@ def test_a_round_leaves_out_of_the_caller_s_work_what_it_waited_for(opened):
         costs = bench.measure_round(traffic, 2).costs
         assert costs.caller_s <= costs.io_s
         assert costs.io_s > 0
-        assert bench.run(Mode.OVERLAPPED, 2) > 0
+        assert bench.run(StepMode.OVERLAPPED, 2) > 0

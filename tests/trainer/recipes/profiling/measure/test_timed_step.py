@@ -6,7 +6,7 @@ import torch
 
 from datasvc.trainer.recipes.profiling.measure import timed_step
 from datasvc.trainer.recipes.profiling.measure.measure import _host_share, _split_reduce
-from datasvc.trainer.recipes.profiling.measure.timed_step import BESIDE, OWN, PARTS, WALL, StepTimer
+from datasvc.trainer.recipes.profiling.measure.timed_step import BESIDE, OWN, PARTS, WALL, StepPartTimer
 
 WAIT_S = 0.02
 REDUCE = PARTS.index("all-reduce")
@@ -25,7 +25,7 @@ def spinning_device(monkeypatch):
 
 
 def test_waiting_for_the_device_is_nobody_s_work(spinning_device):
-    timer = StepTimer(torch.device("cpu"))
+    timer = StepPartTimer(torch.device("cpu"))
     timer.mark("forward")
     timer.mark("all-reduce")
     forward, reduce = (timer.table[PARTS.index(part)] for part in ("forward", "all-reduce"))
@@ -37,7 +37,7 @@ def test_waiting_for_the_device_is_nobody_s_work(spinning_device):
 def test_all_reduces_of_gpus_are_not_taken_for_launching_them(spinning_device):
     tables = []
     for _rank in range(2):
-        timer = StepTimer(torch.device("cpu"))
+        timer = StepPartTimer(torch.device("cpu"))
         timer.mark("all-reduce")
         tables.append(timer.table)
     launch_s, reduce_s, _ = _split_reduce(np.stack(tables)[:, None], on_cpu=False)

@@ -11,13 +11,13 @@ from datasvc.trainer.recipes.profiling.predict.input_system import InputSystem
 from datasvc.trainer.recipes.profiling.predict.links import Link
 from datasvc.trainer.recipes.profiling.predict.predict import costs_on
 from datasvc.trainer.recipes.profiling.predict.simulate import Training, jitter_of, simulate
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode, step_time
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, step_time
 from tests.trainer.recipes.profiling.steps import EXAMPLE, step_costs
 
 NETWORK = Link(1e9, 1e-4)
 
 
-@given(step_costs(), st.sampled_from(Mode), st.integers(1, 64), st.integers(1, 4))
+@given(step_costs(), st.sampled_from(StepMode), st.integers(1, 64), st.integers(1, 4))
 def test_without_jitter_every_step_takes_what_the_closed_form_says(costs, mode, nodes, prefetch):
     costs = dataclasses.replace(costs, skew_s=0.0)
     cluster = Cluster(nodes, NETWORK, ranks_per_node=2)
@@ -25,7 +25,7 @@ def test_without_jitter_every_step_takes_what_the_closed_form_says(costs, mode, 
     assert steps_s == pytest.approx([step_time(costs_on(costs, cluster), mode)] * 5, abs=1e-9)
 
 
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("mode", StepMode)
 def test_two_ranks_with_the_jitter_of_a_profile_take_what_was_profiled(mode):
     profiled = dataclasses.replace(EXAMPLE, skew_s=1.0)
     jitter = jitter_of(profiled, 2)
@@ -36,7 +36,7 @@ def test_two_ranks_with_the_jitter_of_a_profile_take_what_was_profiled(mode):
 def test_jitter_leaves_the_mean_of_one_rank_s_steps():
     alone = dataclasses.replace(EXAMPLE, messages=())
     steps_s = simulate(Training(alone, None, jitter=0.5), steps=5000, seed=2)
-    assert steps_s.mean() == pytest.approx(step_time(alone, Mode.OVERLAPPED), rel=0.02)
+    assert steps_s.mean() == pytest.approx(step_time(alone, StepMode.OVERLAPPED), rel=0.02)
 
 
 def test_equal_seeds_give_equal_steps():
@@ -51,7 +51,7 @@ def test_stragglers_cost_more_the_more_ranks_there_are():
         for ranks in (1, 2, 16, 4096)
     ]
     assert means_s == sorted(means_s)
-    assert means_s[0] == pytest.approx(step_time(EXAMPLE, Mode.OVERLAPPED), rel=0.02)
+    assert means_s[0] == pytest.approx(step_time(EXAMPLE, StepMode.OVERLAPPED), rel=0.02)
 
 
 def test_an_origin_that_all_nodes_share_limits_them_until_their_caches_hold_the_data():
@@ -62,7 +62,7 @@ def test_an_origin_that_all_nodes_share_limits_them_until_their_caches_hold_the_
     cached = dataclasses.replace(from_origin, cache_bytes=10**9)
     freed = dataclasses.replace(training, samples_from=cached)
     assert simulate(freed, steps=5).mean() == pytest.approx(
-        step_time(costs_on(EXAMPLE, Cluster(64, NETWORK)), Mode.OVERLAPPED)
+        step_time(costs_on(EXAMPLE, Cluster(64, NETWORK)), StepMode.OVERLAPPED)
     )
     first = dataclasses.replace(freed, is_first_epoch=True)
     assert simulate(first, steps=5) == pytest.approx([64.0] * 5)

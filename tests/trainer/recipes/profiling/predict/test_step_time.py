@@ -12,10 +12,10 @@ from datasvc.trainer.recipes.profiling.predict.costs import Message, StepCosts
 from datasvc.trainer.recipes.profiling.predict.limit import Bound, judge
 from datasvc.trainer.recipes.profiling.predict.links import Link
 from datasvc.trainer.recipes.profiling.predict.predict import costs_on, predict
-from datasvc.trainer.recipes.profiling.predict.step_time import Mode, exposed_reduce_s, last_reduced_s, step_time
+from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, exposed_reduce_s, last_reduced_s, step_time
 from tests.trainer.recipes.profiling.steps import EXAMPLE, step_costs
 
-SERIAL, PREFETCHED, OVERLAPPED = Mode
+SERIAL, PREFETCHED, OVERLAPPED = StepMode
 
 
 def test_serial_steps_take_the_sum_of_their_parts():
@@ -28,7 +28,7 @@ def test_a_loader_that_works_ahead_costs_its_part_in_the_training_thread_or_all_
     assert step_time(slow, PREFETCHED) == step_time(slow, OVERLAPPED) == 30.0
 
 
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("mode", StepMode)
 def test_adding_up_targets_is_hidden_by_nothing_and_takes_as_long_as_the_links_there_do(mode):
     counting = dataclasses.replace(EXAMPLE, targets_s=0.25)
     assert step_time(counting, mode) == step_time(EXAMPLE, mode) + 0.25
@@ -50,7 +50,7 @@ def test_work_beside_is_not_free_where_the_processors_are_busy():
 
 @given(step_costs(contention=st.just(0.0)))
 def test_where_processors_are_free_no_arrangement_is_slower_than_a_plainer_one(costs):
-    serial_s, prefetched_s, overlapped_s = (step_time(costs, mode) for mode in Mode)
+    serial_s, prefetched_s, overlapped_s = (step_time(costs, mode) for mode in StepMode)
     assert overlapped_s <= prefetched_s <= serial_s
 
 
@@ -84,7 +84,7 @@ def test_what_is_not_hidden_is_a_part_of_the_all_reduces(costs):
     assert exposed_reduce_s(rounded) == 0.1
 
 
-@given(step_costs(), st.sampled_from(Mode), st.integers(2, 5000), st.floats(1e6, 1e12), st.floats(1, 100))
+@given(step_costs(), st.sampled_from(StepMode), st.integers(2, 5000), st.floats(1e6, 1e12), st.floats(1, 100))
 def test_a_faster_network_never_makes_steps_slower(costs, mode, nodes, bytes_per_s, factor):
     costs = dataclasses.replace(costs, contention=0.0)
 
@@ -94,7 +94,7 @@ def test_a_faster_network_never_makes_steps_slower(costs, mode, nodes, bytes_per
     assert step_at(bytes_per_s * factor) <= step_at(bytes_per_s) * (1 + 1e-12)
 
 
-@given(step_costs(), st.sampled_from(Mode))
+@given(step_costs(), st.sampled_from(StepMode))
 def test_one_rank_has_no_communication_and_waits_for_nobody(costs, mode):
     alone = predict(costs, Cluster(1, Link(1.0, 1.0)))
     assert alone.efficiency[mode] == 1.0

@@ -1,4 +1,4 @@
-"""`datasvc models saw | lineage` as a user runs them."""
+"""`datasvc models trained-on | lineage` as a user runs them."""
 
 import pytest
 
@@ -27,10 +27,10 @@ def test_who_saw_a_deleted_sample_is_said_with_epoch_and_step(trained):
     ((key, data, epoch, position, step), version), = [
         (event, name) for name, own in truth.own.items() for event in own if event[0] == "4" and event[2] == 0
     ]  # fmt: skip
-    done = datasvc("models", "saw", "cnn", "--deleted-in", "pets@2", repo=repository.url)
+    done = datasvc("models", "trained-on", "cnn", "--deleted-in", "pets@2", repo=repository.url)
     assert done.returncode == 0, done.stderr
     assert f"{version}: epoch {epoch}, step {step}, position {position} of {data}" in done.stdout
-    found = said(datasvc("models", "saw", "--sample", "4", "--sample", "x", "--json", repo=repository.url))
+    found = said(datasvc("models", "trained-on", "--sample", "4", "--sample", "x", "--json", repo=repository.url))
     assert found["missing"] == ["x"]
     assert {
         "key": key, "data": data, "version": version, "epoch": epoch, "position": position, "step": step,
@@ -38,7 +38,7 @@ def test_who_saw_a_deleted_sample_is_said_with_epoch_and_step(trained):
     } in found["consumed"]  # fmt: skip
     numbers = [each["samples"] for each in found["versions"]]
     assert numbers == [int(name >= version) for name in ("cnn@1", "cnn@2", "cnn@3")]
-    refused = datasvc("models", "saw", "cnn", repo=repository.url)
+    refused = datasvc("models", "trained-on", "cnn", repo=repository.url)
     assert (refused.returncode, "say which samples" in refused.stderr) == (2, True)
 
 

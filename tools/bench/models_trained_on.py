@@ -5,7 +5,7 @@ versions of ten runs over it, each of 90 epochs with its own seed, resumed at an
 the first is fine-tuned from a version of the run before. Each repeat asks for every time that each sample was
 consumed, in a fresh process; imports are given apart. Memory is its peak resident set.
 
-    python tools/bench/models_saw.py [--repeats 5] [--keys 10000] [--runs 10] [--versions 100] [--json]
+    python tools/bench/models_trained_on.py [--repeats 5] [--keys 10000] [--runs 10] [--versions 100] [--json]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from report import ROOT, Report, make_parser
 
-from datasvc.models import DataUse, Span
+from datasvc.models import DataUse, ReadSpan
 from datasvc.order import OrderConfig, OrderState, count_steps
 from datasvc.repository import ObjectInfo, Repository
 from datasvc.repository.objects.objects import digest_of
@@ -37,11 +37,11 @@ GLOBAL_BATCHES = (256, 1024, 768, 512)
 ASK = r"""
 import json, re, sys, time
 started = time.perf_counter()
-from datasvc.models import saw
+from datasvc.models import find_consumers
 from datasvc.repository import Repository
 imported = time.perf_counter()
 keys = open(sys.argv[2]).read().split()
-found = saw(Repository.open(sys.argv[1]), keys=keys)
+found = find_consumers(Repository.open(sys.argv[1]), keys=keys)
 answered = time.perf_counter()
 sightings = sum(len(chunk.served.keys) for chunk in found.chunks)
 assert not found.gaps and found.versions[-1].num_samples == len(keys)
@@ -96,7 +96,7 @@ def write_run(repository: Repository, table: str, run: int, num_versions: int) -
             ended += count_steps(start[1] if each == start[0] else 0, SAMPLES, batch, "drop")
         ended += (stop[1] - first) // batch
         state = OrderState(table, *stop, config).to_dict()
-        span = Span(start, stop, step, batch, "drop")
+        span = ReadSpan(start, stop, step, batch, "drop")
         use = DataUse("photos@1", "train", state, run=f"{run}-{number}", spans=[span])
         entry = {"step": ended, "data": [use.to_dict()], "parent": parent, "message": "", "config": {}, "metrics": {}}
         parent = f"run{run}@{log.append(lambda _head, entry=entry: entry).number}"
