@@ -26,11 +26,11 @@ from datasvc.shards.format.shard_table import ShardTable
 
 GRACE_S: Final = 7 * 24 * 3600
 # Twice the age at which a writer makes a remote object young: what it did not have to is still safe for a day.
-LEAST_GRACE_S: Final = 48 * 3600
+MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _DELETES_AT_ONCE = 8
-_MOST_CLOCK_DIFFERENCE_S: Final = 3600
+_MAX_CLOCK_DIFFERENCE_S: Final = 3600
 
 
 @dataclass
@@ -110,10 +110,10 @@ def gc(
             was removed.
         UnavailableError: the store did not answer; what was removed until then was garbage.
     """
-    if grace_s < 0 or (grace_s < LEAST_GRACE_S and not no_writers):
+    if grace_s < 0 or (grace_s < MIN_GRACE_S and not no_writers):
         raise ConfigError(
             f"a grace of {grace_s:.0f} s could remove what a running writer is about to name; take at least "
-            f"{LEAST_GRACE_S // 3600} h, or say that nobody writes: --no-writers"
+            f"{MIN_GRACE_S // 3600} h, or say that nobody writes: --no-writers"
         )
     clock_warning = None
     if now_s is None:
@@ -157,7 +157,7 @@ def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
             f"ages are by the clock of this machine, for the clock of the store cannot be read ({error}): where this "
             "one is wrong, so is the list; `gc --yes` needs the store's"
         )
-    if abs(store_s - own_s) > _MOST_CLOCK_DIFFERENCE_S:
+    if abs(store_s - own_s) > _MAX_CLOCK_DIFFERENCE_S:
         store, own = (datetime.fromtimestamp(each, UTC).isoformat(timespec="seconds") for each in (store_s, own_s))
         raise ConfigError(
             f"the clock of this machine shows {own}, that of {storage.location('')} {store}. One of them is wrong, "

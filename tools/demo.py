@@ -30,7 +30,7 @@ EPOCHS = 12
 BATCH_SIZE = 32  # of a rank
 CHECKPOINT_EVERY = 30  # steps; an epoch has 22, so checkpoints fall inside epochs
 KILL_AT_STEP = 100
-LEAST_ACCURACY = 0.97
+MIN_ACCURACY = 0.97
 MARKER = ".made-by-the-datasvc-demo"
 
 console = Console(highlight=False)
@@ -215,8 +215,8 @@ def main() -> None:
     console.print(table, soft_wrap=True)
     if not same_bits:
         sys.exit("the resumed run ended with other weights than the undisturbed one")
-    if accuracy < LEAST_ACCURACY:
-        sys.exit(f"held-out accuracy is {accuracy:.2%}, below {LEAST_ACCURACY:.0%}")
+    if accuracy < MIN_ACCURACY:
+        sys.exit(f"held-out accuracy is {accuracy:.2%}, below {MIN_ACCURACY:.0%}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ WRITERS: Final[Mapping[str, Callable[[Path, Contents], None]]] = {
     "text": arrays.write_texts,
     "text-lines": arrays.write_text_lines,
 }
-LEAST_IMAGES: Final = 60
+MIN_IMAGES: Final = 60
 
 
 def write_sources(folder: Path, num_images: int, seed: int) -> None:
@@ -56,11 +56,11 @@ def main() -> None:
     """Parse the command line and write the examples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--images", type=int, default=100, help=f"digits, at least {LEAST_IMAGES} (default: 100)")
+    parser.add_argument("--images", type=int, default=100, help=f"digits, at least {MIN_IMAGES} (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.images < LEAST_IMAGES:
-        sys.exit(f"--images is {arguments.images}; expected at least {LEAST_IMAGES}: a digit of each kind is needed")
+    if arguments.images < MIN_IMAGES:
+        sys.exit(f"--images is {arguments.images}; expected at least {MIN_IMAGES}: a digit of each kind is needed")
     if arguments.folder.exists() and any(arguments.folder.iterdir()):
         sys.exit(f"{arguments.folder} is not empty; name a new folder")
     write_sources(arguments.folder, arguments.images, arguments.seed)

@@ -13,8 +13,8 @@ from datasvc.cache.process_handle import CacheFolder
 from datasvc.errors import CacheFullError
 from datasvc.repository import Digest, ObjectInfo, Repository
 
-_LEAST_THREADS = 8
-_MOST_THREADS = 64
+_MIN_THREADS = 8
+_MAX_THREADS = 64
 _BYTES_AT_ONCE = 512 << 20
 
 
@@ -104,7 +104,7 @@ def stage_objects(
 def _choose_threads(num_objects: int, needed_bytes: int) -> int:
     """Return how many objects to fetch at once: of small ones more, to keep all requests busy."""
     mean_bytes = max(1, needed_bytes // max(1, num_objects))
-    return min(max(_LEAST_THREADS, _BYTES_AT_ONCE // mean_bytes), _MOST_THREADS)
+    return min(max(_MIN_THREADS, _BYTES_AT_ONCE // mean_bytes), _MAX_THREADS)
 
 
 def _summary(came: list[tuple[Outcome, int]], num_wanted: int) -> StageReport:

@@ -35,7 +35,7 @@ SUFFIX: Final = ".ledger"
 RECORD_BYTES: Final = 64
 
 _MAGIC = b"datasvc-ledger"
-_LONGEST_HEADER = 1 << 20
+_MAX_HEADER = 1 << 20
 _RECORD = struct.Struct("<IIqqqqqqq")
 _NAME = re.compile(r"(\d+)-rank\d+-of-\d+-[0-9a-f]+\.ledger")
 _LARGEST = 1 << 62
@@ -219,7 +219,7 @@ def read_ledger(path: Path) -> Iterator[LedgerFile | CorruptDataError]:
 
 def read_header(path: Path) -> Header:
     """Return the header of one file. Raises CorruptDataError, ConfigError, UnavailableError."""
-    return _parse_header(path, _read_bytes(path, _LONGEST_HEADER))[0]
+    return _parse_header(path, _read_bytes(path, _MAX_HEADER))[0]
 
 
 def _number_of(path: Path) -> int:
@@ -239,7 +239,7 @@ def _read_bytes(path: Path, length: int = -1) -> bytes:
 
 def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
     """Return the header and its length."""
-    line = content[: content.find(b"\n", 0, _LONGEST_HEADER) + 1]
+    line = content[: content.find(b"\n", 0, _MAX_HEADER) + 1]
     magic, _, rest = line.partition(b" ")
     number, _, rest = rest.partition(b" ")
     checksum, _, body = rest.partition(b" ")

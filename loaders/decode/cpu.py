@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 # Images that a thread takes at once: few, so that threads finish a batch together.
-_MOST_AT_ONCE = 8
+_MAX_AT_ONCE = 8
 _SHARES_OF_A_THREAD = 4
 # Besides those under way, the caller has one batch and asks for the next.
 _WITH_THE_CALLER = 2
@@ -147,7 +147,7 @@ class CpuBackend:
             read,
             array[:count],
         )
-        step = max(1, min(_MOST_AT_ONCE, count // (_SHARES_OF_A_THREAD * self._config.num_threads)))
+        step = max(1, min(_MAX_AT_ONCE, count // (_SHARES_OF_A_THREAD * self._config.num_threads)))
         parts = [
             self._pool.submit(self._decode, work, range(start, min(start + step, count)))
             for start in range(0, count, step)

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from datasvc.errors import ConfigError
 from datasvc.loaders.decode_sharing.window import AHEAD
 
-LONGEST_NAME_BYTES: Final = 50
+MAX_NAME_BYTES: Final = 50
 SHARE_FORMAT: Final = 1
 """Of what the processes of a share say and lend to each other."""
 
@@ -38,8 +38,8 @@ class DecodeGroup:
     silent_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.name.encode()) <= LONGEST_NAME_BYTES:
-            raise ConfigError(f"a share's name has 1 to {LONGEST_NAME_BYTES} bytes; got {self.name!r}")
+        if not 0 < len(self.name.encode()) <= MAX_NAME_BYTES:
+            raise ConfigError(f"a share's name has 1 to {MAX_NAME_BYTES} bytes; got {self.name!r}")
         if self.lag < 1:
             raise ConfigError(f"lag is {self.lag}; expected at least 1 batch")
         if self.patience < 0:

@@ -35,7 +35,7 @@ _KEEP: Final = 4
 
 
 @dataclass(frozen=True)
-class _ShardLayout:
+class _TokenShard:
     """What is asked of a shard for every batch.
 
     Attributes:
@@ -106,7 +106,7 @@ class TokenDecoder:
         shape = (batch_size, config.block_tokens)
         self._tokens, self._labels, self._positions = (BufferRing(shape, np.int64, keep=_KEEP) for _ in range(3))
         self._documents = BufferRing(shape, np.int32, keep=_KEEP)
-        self._known: weakref.WeakKeyDictionary[Shard, _ShardLayout] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Shard, _TokenShard] = weakref.WeakKeyDictionary()
         self._starts: weakref.WeakKeyDictionary[Shard, StoredLists] = weakref.WeakKeyDictionary()
         self._under_way: deque[SampleBatch] = deque()
 
@@ -221,7 +221,7 @@ class TokenDecoder:
             self._refuse(batch, bad, f"has {DOCUMENT_STARTS!r} outside of its block")
         return found, starts
 
-    def _know(self, part: ShardPart) -> _ShardLayout:
+    def _know(self, part: ShardPart) -> _TokenShard:
         """Return what is known of the shard of a part, none of whose samples lacks its block."""
         shard, config = part.shard, self._config
         known = self._known.get(shard)
@@ -231,9 +231,9 @@ class TokenDecoder:
             format_ = choose_format(shard.schema, config.column, config.block_tokens, config.dtype)
             blocks = StoredBlocks(shard.batches, format_)
             if isinstance(shard, PartialShard):  # it still grows
-                return _ShardLayout(blocks, is_whole=False, has_length=LENGTH in shard.schema.names)
+                return _TokenShard(blocks, is_whole=False, has_length=LENGTH in shard.schema.names)
             is_whole = shard.is_valid(config.column, np.arange(shard.num_samples))
-            known = self._known[shard] = _ShardLayout(blocks, is_whole, LENGTH in shard.schema.names)
+            known = self._known[shard] = _TokenShard(blocks, is_whole, LENGTH in shard.schema.names)
         if not known.is_whole:
             self._check_there(part, config.column)
         return known

@@ -11,7 +11,7 @@ from tests.cache.crash_steps import SCENARIOS
 from tests.cache.processes import ROOT
 
 # Fewer would mean that the steps are not seen any more.
-LEAST_STEPS = 10
+MIN_STEPS = 10
 
 
 @pytest.mark.slow
@@ -21,4 +21,4 @@ def test_a_cache_is_sound_after_a_kill_at_every_step(name, tmp_path):
         command = [sys.executable, "-m", "tests.cache.crash_steps", name, place]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= LEAST_STEPS
+    assert int(done.stdout) >= MIN_STEPS

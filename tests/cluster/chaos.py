@@ -9,7 +9,7 @@ from contextlib import suppress
 from tests.cluster.serving import flip
 from tools.bench.origin import CUT, FLIP, REFUSE, SLOW, STALL, UNAVAILABLE, Fault
 
-_MOST_FLIPS = 8
+_MAX_FLIPS = 8
 
 
 class Chaos:
@@ -70,7 +70,7 @@ class Chaos:
         cache = node.folder / "cache"
         for name in ("objects", "incoming"):
             files = sorted(path for path in (cache / name).rglob("*") if path.is_file() and path.suffix != ".parts")
-            for path in self._random.sample(files, min(len(files), _MOST_FLIPS)):
+            for path in self._random.sample(files, min(len(files), _MAX_FLIPS)):
                 self._damage(node, path)
         (cache / "catalogue" / "boot").unlink(missing_ok=True)  # it says which boot the catalogue is of
         node.boot()

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.cluster.namespace import Namespace, RefusedError
 from tests.cluster.node import Network, Node
 from tests.cluster.program import Program
-from tests.cluster.switch import MOST_NODES, Switch
+from tests.cluster.switch import MAX_NODES, Switch
 
 _NO_STATION = "02:00:00:00:00:fe"
 _ANSWERS_WITHIN_S = 5
@@ -35,7 +35,7 @@ class NamespaceNetwork(Network):
     is_separate = True
 
     def __init__(self, folder, num_nodes):
-        assert num_nodes <= MOST_NODES
+        assert num_nodes <= MAX_NODES
         self._switch = Switch()
         nodes = [NamespaceNode(number, folder / f"node-{number}", self._switch) for number in range(num_nodes)]
         super().__init__(nodes, "")

@@ -8,7 +8,7 @@ from tests.cluster.namespace import Namespace, RefusedError, run
 # RFC 2544 keeps 198.18.0.0/15 for tests of networks: no real host has an address there.
 _NUM_SUBNETS = 1 << 13
 _HOSTS_PER_SUBNET = 16
-MOST_NODES = 12
+MAX_NODES = 12
 _TRIES = 20
 
 

@@ -26,7 +26,7 @@ from datasvc.repository.logs.log import encode_entry
 from datasvc.repository.objects.objects import digest_of
 from tests.models.every_kind import save_every_kind
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 WORDS = [
     "$tensor",
     "$tuple",
@@ -202,7 +202,7 @@ def main():
     restore(repository, "m@2")
     verify(repository, [Resolved("models", "m", number) for number in (2, 3)], deep=True)
     in_use = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")  # noqa: SIM115
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_BYTES,) * 2)
     sys.addaudithook(watch)
     seen = {"entries": {}, "states": {}, "tables": {}, "shardings": {}, "plans": {}}
     for raw in hostile_shardings(rng, sharding):

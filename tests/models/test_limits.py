@@ -32,7 +32,7 @@ from tests.models.every_kind import save_every_kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
-MOST_MEMORY = 16 << 20
+MAX_MEMORY = 16 << 20
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def raises_within_memory(use, match):
     with pytest.raises(CorruptDataError, match=match):
         use()
     _, peak = tracemalloc.get_traced_memory()
-    assert peak - before < MOST_MEMORY
+    assert peak - before < MAX_MEMORY
 
 
 @pytest.mark.parametrize("use", USES)
@@ -121,7 +121,7 @@ def test_verify_tells_of_what_is_too_large_and_looks_at_the_rest(repository, rol
     (problem,) = verify(repository, every_version(repository)).problems
     assert (problem.kind, problem.hit) == ("changed", {"m@3": ()})
     assert "has more than the" in problem.detail
-    assert tracemalloc.get_traced_memory()[1] < 4 * MOST_MEMORY
+    assert tracemalloc.get_traced_memory()[1] < 4 * MAX_MEMORY
 
 
 def test_a_table_of_senseless_rows_takes_little_more_memory_than_itself(tracing):

@@ -16,7 +16,7 @@ FUSION_MIB: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 CYCLE_TIME_MS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 _NUM_SAMPLES: Final = 5
 _NUM_WARMUPS: Final = 1
-_LEAST_SAMPLE_S: Final = 0.2
+_MIN_SAMPLE_S: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Autotuner:
             self._since_s = now_s
             return False
         self._num_bytes += num_bytes
-        if now_s - self._since_s < _LEAST_SAMPLE_S or not self._num_bytes:
+        if now_s - self._since_s < _MIN_SAMPLE_S or not self._num_bytes:
             return False
         self._samples.append(self._num_bytes / (now_s - self._since_s))
         self._num_bytes, self._since_s = 0, now_s

@@ -32,8 +32,8 @@ from datasvc.trainer.errors import HorovodInternalError
 logger = logging.getLogger(__name__)
 
 # Between two exchanges: where other ranks may have operations without this one, and where they have none.
-_LONGEST_IDLE_CYCLES = 5.0
-_LONGEST_LONELY_CYCLES = 50.0
+_MAX_IDLE_CYCLES = 5.0
+_MAX_LONELY_CYCLES = 50.0
 
 
 class Engine:
@@ -191,9 +191,9 @@ class Engine:
             return 0.0
         if not awaits_others and len(self.process_sets) == 1:
             # Nothing can run before this rank submits something, which wakes it.
-            return self._cycle_time_s * _LONGEST_LONELY_CYCLES
+            return self._cycle_time_s * _MAX_LONELY_CYCLES
         # Doubles from half a cycle; the exponent is bounded because an idle hour has many cycles.
-        return self._cycle_time_s * min(_LONGEST_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
+        return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
     def _shorten(self, request: Request) -> Request | int:
         number = self._cache.find(request)

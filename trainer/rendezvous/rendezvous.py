@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 WORKER_VARIABLE = "TRAINER_ELASTIC_WORKER"
 _FIRST_PAUSE_S = 0.002
-_LONGEST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 0.1
 _CONNECT_TIMEOUT_S = 60.0
 _JOIN_TIMEOUT_S = 10.0
 
@@ -92,7 +92,7 @@ class Rendezvous:
         # Asked in turns: a wait inside the store would be deaf to signals.
         while not self._store.check([key]):
             time.sleep(pause_s)
-            pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)
         answer = decode_answer(self._store.get(key))
         if isinstance(answer, Leave):
             sys.stderr.write(f"this worker leaves the job: {answer.reason}\n")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch.distributed.distributed_c10d import Store
 
 _FIRST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 0.05
 
 
 class RoundStore(Store):
@@ -86,7 +86,7 @@ class RoundStore(Store):
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"waited too long for {', '.join(keys)}")
             time.sleep(pause_s)
-            pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)
 
     def _named(self, key: str) -> str:
         return f"{self._prefix}/{key}"

@@ -58,7 +58,7 @@ MAPPED: Final = "mapped"
 JUDGED: Final = "judged"
 
 _MAP_BYTES: Final = 4 << 30  # address space, not memory: room for some ten million objects
-_LEAST_SHRINK_BYTES: Final = 64 << 10  # also where the disk took all but some note beside: each turn evicts
+_MIN_SHRINK_BYTES: Final = 64 << 10  # also where the disk took all but some note beside: each turn evicts
 
 
 class CacheJob(NamedTuple):
@@ -296,7 +296,7 @@ class Catalogue:
         with self._writing() as (rows, room):
             record = rows.get(digest)
             assert record is not None, digest
-            missing = max(record.used_bytes - allocated_bytes, _LEAST_SHRINK_BYTES)
+            missing = max(record.used_bytes - allocated_bytes, _MIN_SHRINK_BYTES)
             before, limit = rows.limit_bytes, rows.account().total_bytes - missing
             rows.limit_bytes = min(limit, before)
             if room.make(record.tenant, 0):

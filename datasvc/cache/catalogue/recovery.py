@@ -30,7 +30,7 @@ from datasvc.errors import CorruptDataError
 _PAGE: Final = 4096
 _LAST_PAGE: Final = struct.Struct("<Q")
 _LAST_PAGE_OFFSET: Final = 136
-_MOST_UNWRITTEN: Final = 2
+_MAX_UNWRITTEN: Final = 2
 _BOOT: Final = "boot"  # beside the database
 
 
@@ -157,7 +157,7 @@ def _is_cut_short(folder: Path) -> bool:
             return True
         last_page = max(_LAST_PAGE.unpack_from(head, page + _LAST_PAGE_OFFSET)[0] for page in (0, _PAGE))
         wanted, found = (last_page + 1) * _PAGE, path.stat().st_size
-        if wanted > _MOST_UNWRITTEN * found:
+        if wanted > _MAX_UNWRITTEN * found:
             return True
         if wanted > found:
             file.truncate(wanted)

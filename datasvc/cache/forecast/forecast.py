@@ -23,7 +23,7 @@ from datasvc.keyed_random import Integers, derive_keys, uniform
 
 _EPOCHS: Final = 6
 _STEADY_EPOCHS: Final = 2  # the last of them
-_MOST_SHARDS: Final = 30_000  # some seconds
+_MAX_SHARDS: Final = 30_000  # some seconds
 _OWNERS: Final = 48  # purpose of keys
 
 
@@ -145,7 +145,7 @@ def _choose_shards(samples_per_shard: Integers) -> npt.NDArray[np.bool_]:
     """Return which shards to replay, `bool[num_shards]`: all where that does not take long."""
     occupied = np.flatnonzero(samples_per_shard)
     chosen = np.zeros(len(samples_per_shard), bool)
-    chosen[occupied[:: -(-len(occupied) // _MOST_SHARDS)]] = True
+    chosen[occupied[:: -(-len(occupied) // _MAX_SHARDS)]] = True
     return chosen
 
 

@@ -19,7 +19,7 @@ from datasvc.models.dcp.values import decode_opaque, wrap_value
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.chunk_reader import ObjectSource, PieceReader, check_reaches
+from datasvc.models.tensors.chunk_reader import ChunkSource, PieceReader, check_reaches
 from datasvc.models.tensors.chunks import Box, intersect, slices
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
 from datasvc.models.tensors.read import load_tensors, read_in_threads
@@ -124,7 +124,7 @@ def load_items(
     return stored.copies.report(wanted, time.monotonic() - began)
 
 
-def _read_pieces(source: ObjectSource, reads: Sequence[PieceRead]) -> None:
+def _read_pieces(source: ChunkSource, reads: Sequence[PieceRead]) -> None:
     reader = PieceReader(source, [each.piece for each in reads])
 
     def read(each: PieceRead) -> None:

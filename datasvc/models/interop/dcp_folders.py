@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 METADATA_FILE: Final = ".metadata"
-_MOST_DIMENSIONS: Final = 64
-_MOST_STEPS: Final = 100
+_MAX_DIMENSIONS: Final = 64
+_MAX_STEPS: Final = 100
 
 Place = tuple[str, Shape | None]
 """Name and first element of a block of a tensor; None for a value that is no tensor."""
@@ -221,7 +221,7 @@ def _sizes(size: object) -> Shape:
     values = size.arguments[0] if isinstance(size, stored.Size) and size.arguments else size
     if isinstance(size, stored.Size) and not size.arguments:
         values = ()
-    if not isinstance(values, (tuple, list)) or len(values) > _MOST_DIMENSIONS:
+    if not isinstance(values, (tuple, list)) or len(values) > _MAX_DIMENSIONS:
         raise ValueError("a shape is damaged")
     if not all(type(each) is int and 0 <= each < 1 << 60 for each in values):
         raise ValueError("a shape is damaged")
@@ -237,7 +237,7 @@ def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str
     root = _Node()
     for name, value in items.items():
         path = paths.get(name, (name,))
-        if not isinstance(path, tuple) or not 0 < len(path) <= _MOST_STEPS:
+        if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_STEPS:
             raise CorruptDataError(f"{location}: {name!r} has no place in the state")
         place: Any = root
         for step in path[:-1]:

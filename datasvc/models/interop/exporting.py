@@ -17,7 +17,7 @@ from datasvc.models.interop.whole_folder import check_target, filling
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.casting import cast
-from datasvc.models.tensors.chunk_reader import ObjectSource
+from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.name_filter import is_below, map_names, select_names
 from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
@@ -57,7 +57,7 @@ class ModelExport:
 class _ExportPart:
     """The tensors of an export: `records` by the names that they get; `read` gives whole objects of the version."""
 
-    source: ObjectSource
+    source: ChunkSource
     read: Callable[[Digest], bytes]
     records: Mapping[str, TensorRecord]
     dtype: str | None
@@ -90,7 +90,7 @@ def export_model(
     rename: Mapping[str, str] | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
-    source: ObjectSource | None = None,
+    source: ChunkSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,

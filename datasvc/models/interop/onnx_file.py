@@ -17,7 +17,7 @@ from datasvc.extras import how_to_install
 from datasvc.models.interop.whole_folder import check_target, filling
 from datasvc.models.restoring.fit import LoadReport
 from datasvc.models.restoring.load_into_module import load_version_into
-from datasvc.models.tensors.chunk_reader import ObjectSource
+from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from datasvc.repository import Repository, Resolved
 
@@ -54,7 +54,7 @@ def export_onnx(
     prefix: str = "model",
     rename: Mapping[str, str] | None = None,
     dynamic_batch: bool = True,
-    source: ObjectSource | None = None,
+    source: ChunkSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> OnnxExport:
     """Write a version as `model.onnx`.

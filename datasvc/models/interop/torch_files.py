@@ -30,8 +30,8 @@ _REFUSED = re.compile(r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?
 _SCRIPT: Final = "{} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
 _HASH_BYTES: Final = 1 << 20
 # Tied tensors have several names; nobody ties that many.
-_MOST_SHARED: Final = 16
-_MOST_REPEATED_BYTES: Final = 1 << 20
+_MAX_SHARED: Final = 16
+_MAX_REPEATED_BYTES: Final = 1 << 20
 MAX_NODES: Final = 1 << 20
 """Values of a state that is not known to be honest: lists may hold one list very often."""
 
@@ -219,14 +219,14 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], most_bytes: int, location
             )
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        if tensor.numel() * tensor.itemsize > max(storage.nbytes(), _MOST_REPEATED_BYTES):
+        if tensor.numel() * tensor.itemsize > max(storage.nbytes(), _MAX_REPEATED_BYTES):
             raise ConfigError(
                 f"{location}: tensor {name!r} repeats few values over {list(tensor.shape)}; save it as .contiguous()"
             )
     if sum(storages.values()) > most_bytes:
         raise CorruptDataError(f"{location}: its tensors take {sum(storages.values())} bytes, more than the file has")
     total_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-    if total_bytes > _MOST_SHARED * max(most_bytes, _MOST_REPEATED_BYTES):
+    if total_bytes > _MAX_SHARED * max(most_bytes, _MAX_REPEATED_BYTES):
         raise ConfigError(
             f"{location}: its tensors share so much memory that {most_bytes} bytes would become {total_bytes}; save "
             "each once"

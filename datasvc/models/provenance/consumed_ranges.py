@@ -21,7 +21,7 @@ from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
 _MIXTURE_FORMAT = 1
-_MOST_EPOCHS = 1 << 20
+_MAX_EPOCHS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
     span = segment.span
     if max(span.start[1], span.stop[1], segment.since[1]) > num_samples:
         raise ConfigError(f"positions {span.start} to {span.stop} lie outside epochs of {num_samples} samples")
-    if span.stop[0] - span.start[0] > _MOST_EPOCHS:
+    if span.stop[0] - span.start[0] > _MAX_EPOCHS:
         raise ConfigError(f"{span.start} to {span.stop} are more epochs than any run has")
     step = span.step if _is_counted(segment, num_samples) else None
     for epoch in range(span.start[0], span.stop[0] + 1):

@@ -20,7 +20,7 @@ from datasvc.models.provenance.consumed_ranges import EpochPart, ReadOrder, find
 from datasvc.models.provenance.key_lookup import KeyPlaces, find_places
 from datasvc.models.provenance.key_positions import KeyPositions
 from datasvc.models.provenance.sample_query import SampleQuery, find_deleted, find_wanted, read_tables
-from datasvc.models.provenance.sample_uses import Bits, Chunk, ConsumerReport, VersionUses
+from datasvc.models.provenance.sample_uses import Bits, ConsumerReport, UseBatch, VersionUses
 from datasvc.models.provenance.segments import Consumed, plan_segments
 from datasvc.models.registry.ancestry import Ancestry, read_ancestry
 from datasvc.repository import Digest, Objects, Repository
@@ -102,7 +102,7 @@ class _Searching:
             seen=seen,
         )
 
-    def _find(self, readers: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, Chunk]]:
+    def _find(self, readers: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
         """Return what each version consumed itself, in the order of versions and of training."""
         # By order and epoch: each is computed once, however many versions lie in it.
         by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, EpochPart]]] = {}
@@ -113,13 +113,13 @@ class _Searching:
                 for part in self._parts(name, consumed, readers[order]) if order in readers else []:
                     by_epoch.setdefault((order, part.epoch), []).append((number, name, consumed, part))
                     number += 1
-        found: list[tuple[int, str, Chunk]] = []
+        found: list[tuple[int, str, UseBatch]] = []
         for (order, epoch), parts in by_epoch.items():
             served = readers[order].find(epoch)
             for number, name, consumed, part in parts:
                 within = served[find_in(part, served.positions)]
                 if len(within.keys):
-                    found.append((number, name, Chunk(consumed, part, within)))
+                    found.append((number, name, UseBatch(consumed, part, within)))
         return [(name, chunk) for _, name, chunk in sorted(found, key=lambda each: each[0])]
 
     def _open_readers(self) -> dict[ReadOrder, KeyPositions]:

@@ -60,7 +60,7 @@ class VersionUses:
     is_complete: bool
 
 
-class Chunk(NamedTuple):
+class UseBatch(NamedTuple):
     """What one version consumed in one epoch."""
 
     consumed: Consumed
@@ -85,7 +85,7 @@ class ConsumerReport:
     missing: Integers
     versions: Sequence[VersionUses]
     gaps: Mapping[str, Sequence[str]]
-    chunks: Sequence[Chunk] = field(repr=False)
+    chunks: Sequence[UseBatch] = field(repr=False)
     seen: Mapping[str, Bits] = field(repr=False)
 
     def sightings(self, number: int) -> list[SampleUse]:
@@ -102,7 +102,7 @@ class ConsumerReport:
         byte, bit = divmod(number, 8)
         return [each.name for each in self.versions if self.seen[each.name][byte] >> bit & 1]
 
-    def _sightings(self, chunk: Chunk, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
+    def _sightings(self, chunk: UseBatch, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
         served = chunk.served[np.flatnonzero(chosen)]
         steps = chunk.part.steps_of(served.positions)
         names = chunk.consumed.segment.order.names

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.models.tensors.codec import Decoders
-from datasvc.models.tensors.read import ObjectSource, load_piece, load_window
+from datasvc.models.tensors.read import ChunkSource, load_piece, load_window
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, read_table
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
@@ -180,7 +180,7 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
 
 
 def measure_change(
-    source: ObjectSource, a: TensorRecord, b: TensorRecord, *, report: Callable[[int], None]
+    source: ChunkSource, a: TensorRecord, b: TensorRecord, *, report: Callable[[int], None]
 ) -> TensorChange:
     """Return by how much a tensor changed; `a` and `b` have one dtype and shape. Raises as `load_piece`."""
     change_squared = base_squared = 0.0
@@ -200,7 +200,7 @@ def measure_change(
 
 
 def _aligned(
-    source: ObjectSource, a: TensorRecord, b: TensorRecord
+    source: ChunkSource, a: TensorRecord, b: TensorRecord
 ) -> Iterator[tuple[Chunk, torch.Tensor, torch.Tensor]]:
     """Yield both tensors piece by piece, as `b` is cut."""
     ours = {piece.box: piece for piece in a.pieces}

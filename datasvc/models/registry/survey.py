@@ -22,7 +22,7 @@ from datasvc.repository.objects.objects import parse_digest
 Role = Literal["entry", "tensor table", "state", "sharding", "code", "tensors"]
 Kind = Literal["missing", "changed", "unreadable", "contradictory", "not trusted"]
 
-_MOST_BYTES: Final[Mapping[Role, int]] = {
+_MAX_BYTES: Final[Mapping[Role, int]] = {
     "tensor table": MAX_TABLE_BYTES,
     "state": MAX_STATE_BYTES,
     "sharding": MAX_SHARDING_BYTES,
@@ -168,7 +168,7 @@ class Survey:
 
     def _read(self, role: Role, digest: Digest, version: Resolved) -> bytes | None:
         try:
-            content = self._repository.objects.read(digest, _MOST_BYTES[role])
+            content = self._repository.objects.read(digest, _MAX_BYTES[role])
         except self.bad as error:
             self._note(role, kind_of(error), digest, version, str(error))
             return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.chunk_reader import ObjectSource
+from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, encode_state, flatten, unflatten
 from datasvc.models.tensors.write import Codec, store_tensors
@@ -101,7 +101,7 @@ def restore(
     repository: Repository,
     ref: str | Resolved,
     *,
-    source: ObjectSource | None = None,
+    source: ChunkSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> Checkpoint:

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.restoring.failover_source import FailoverSource
 from datasvc.models.restoring.report import RestoreReport
-from datasvc.models.tensors.chunk_reader import ObjectSource
+from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.tensor_table import ChainLink, TensorRecord
 from datasvc.repository import Digest, Repository, Storage
 
@@ -22,8 +22,8 @@ DIRECT: Final = "direct"
 """What was read past a cache."""
 
 
-class StagedSource(ObjectSource, Protocol):
-    """An `ObjectSource` that knows where its bytes came from."""
+class StagedSource(ChunkSource, Protocol):
+    """An `ChunkSource` that knows where its bytes came from."""
 
     @property
     def came_bytes(self) -> Mapping[str, int]:
@@ -67,7 +67,7 @@ class StoredCopies:
         return self._behind.read(digest, most_bytes)
 
     @contextmanager
-    def opened(self, records: Sequence[TensorRecord]) -> Iterator[ObjectSource]:
+    def opened(self, records: Sequence[TensorRecord]) -> Iterator[ChunkSource]:
         """Open what gives the bytes of tensors. `records`: with the pieces that will be read, each once."""
         if self._open_cache is None:
             yield self._behind

@@ -13,7 +13,7 @@ from datasvc.models.restoring.checkpoint import Checkpoint
 from datasvc.models.restoring.fit import LoadReport, TensorSpec, plan_load
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.casting import cast as cast_tensor
-from datasvc.models.tensors.chunk_reader import ObjectSource
+from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.name_filter import is_below, map_names
 from datasvc.models.tensors.read import load_tensors
@@ -73,7 +73,7 @@ def load_version_into(
     strict: bool = True,
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
-    source: ObjectSource | None = None,
+    source: ChunkSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> LoadReport:

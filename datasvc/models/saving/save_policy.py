@@ -22,11 +22,11 @@ from datasvc.errors import ConfigError
 LOOK_EVERY_S: Final = 1.0
 """How long several ranks go on between two looks at the clock and at signals, about: a look is a message to all."""
 _MEASURED_STEPS: Final = 64
-_LEAST_MEASURED_STEPS: Final = 8
+_MIN_MEASURED_STEPS: Final = 8
 _LATEST_STEPS: Final = 4
 # What takes longer than both is something else than a step, such as an evaluation, and no reason to save less often.
-_LONGEST_STEP: Final = 10.0
-_SHORTEST_BREAK_S: Final = 2.0
+_MAX_STEP: Final = 10.0
+_MIN_BREAK_S: Final = 2.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _STEPS: Final = re.compile(r"(\d+)\s*steps?")
@@ -180,7 +180,7 @@ class Cadence:
             self._undisturbed.append(took_s)
             self._num_since_save += 1
         elif (usual_s := self.step_s) is not None:
-            is_break = took_s >= max(_LONGEST_STEP * usual_s, _SHORTEST_BREAK_S)
+            is_break = took_s >= max(_MAX_STEP * usual_s, _MIN_BREAK_S)
             # Of a break, what a device is known to have copied in it, and no more.
             self._slowed(min(took_s - usual_s, self._unseen_copying_s) if is_break else took_s - usual_s)
         self._debt_s = max(0.0, self._debt_s - self._paid_share * took_s)
@@ -240,7 +240,7 @@ class Cadence:
         if pace.every_s is not None:
             return self._now() - self._last_save >= pace.every_s
         # Nothing but the share: not before it is known how long a step takes now.
-        return self._num_since_save >= _LEAST_MEASURED_STEPS
+        return self._num_since_save >= _MIN_MEASURED_STEPS
 
     def _steps_to_next_look(self, before: int, step: int) -> int:
         longest_s = max(self._latest, default=0.0)

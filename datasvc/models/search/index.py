@@ -28,11 +28,11 @@ INDEX_FORMAT: Final = 2
 # No model can have that name.
 INDEX_PATH: Final = "models/.index"
 # Far more than millions of versions take. What claims to be larger is damage, and written anew from the entries.
-_MOST_BYTES: Final = 1 << 30
+_MAX_BYTES: Final = 1 << 30
 _DIGEST_BYTES: Final = 64
 _NAMES_AT_ONCE: Final = 16
 # Entries behind the index are read by every search: so many, or that part of all, are a reason to write it anew.
-_MOST_BEHIND: Final = 32
+_MAX_BEHIND: Final = 32
 _PART_BEHIND: Final = 32
 _METADATA_KEY = b"datasvc.models.index"
 _SCHEMA = pa.schema(
@@ -129,7 +129,7 @@ def read_index(repository: Repository, *, report: Callable[[int, int], None] | N
     # Ascending, so that the last one of each stays.
     heads = {name: Head(entry.number, str(entry.content.get("commit"))) for name, entry in entries}
     index = VersionIndex((stored, IndexPart(len(entries), heads, build_columns(entries))))
-    if len(entries) >= max(_MOST_BEHIND, stored.num_rows // _PART_BEHIND):
+    if len(entries) >= max(_MAX_BEHIND, stored.num_rows // _PART_BEHIND):
         _publish(repository, index)
     return index
 
@@ -180,14 +180,14 @@ def decode_index(raw: bytes) -> IndexPart:
 
 def _load(repository: Repository) -> IndexPart | None:
     try:
-        return decode_index(repository.storage.read(INDEX_PATH, _MOST_BYTES))
+        return decode_index(repository.storage.read(INDEX_PATH, _MAX_BYTES))
     except (NotFoundError, CorruptDataError):
         return None  # the entries say all that it said
 
 
 def _publish(repository: Repository, index: VersionIndex) -> None:
     content = encode_index(index)
-    if len(content) > _MOST_BYTES:
+    if len(content) > _MAX_BYTES:
         return  # it would not be read again
     try:
         repository.storage.put_bytes(INDEX_PATH, content, synced=False)
@@ -228,8 +228,8 @@ def _read_entries(
     num_behind = sum(map(len, behind.values()))
     found: list[tuple[str, Entry]] = []
     for name, numbers in behind.items():
-        for start in range(0, len(numbers), _MOST_BEHIND):
-            some = repository.versions("models", name).entries(numbers[start : start + _MOST_BEHIND])
+        for start in range(0, len(numbers), _MAX_BEHIND):
+            some = repository.versions("models", name).entries(numbers[start : start + _MAX_BEHIND])
             found.extend((name, entry) for entry in some)
             report(len(found), num_behind)
     return found

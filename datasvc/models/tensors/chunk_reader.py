@@ -20,12 +20,12 @@ from datasvc.models.tensors.tensor_table import MAX_ENCODED_PIECE_BYTES, ChainLi
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import digest_of
 
-_MOST_BYTES_AT_ONCE: Final = 8 << 20
+_MAX_BYTES_AT_ONCE: Final = 8 << 20
 # To read over a gap of this size costs less than another request.
 _GAP_BYTES: Final = 64 << 10
 
 
-class ObjectSource(Protocol):
+class ChunkSource(Protocol):
     """Where stored bytes are read: a repository's `Objects`, the node's cache, several repositories in turn.
 
     Safe for threads. What it gives need not be verified: whoever loads checks it, and asks for other copies.
@@ -51,7 +51,7 @@ class ObjectSource(Protocol):
 
 
 @runtime_checkable
-class NearSource(ObjectSource, Protocol):
+class NearSource(ChunkSource, Protocol):
     """A source whose bytes may lie on this machine."""
 
     @property
@@ -83,7 +83,7 @@ class PieceReader:
         decoders: that other readers use too; default: its own.
     """
 
-    def __init__(self, source: ObjectSource, pieces: Iterable[Chunk], decoders: Decoders | None = None) -> None:
+    def __init__(self, source: ChunkSource, pieces: Iterable[Chunk], decoders: Decoders | None = None) -> None:
         self._source = source
         self._near = source if is_near(source) else None
         self._spans = plan_spans(link for piece in pieces for link in piece.chain)
@@ -129,8 +129,8 @@ class PieceReader:
         if self._near is not None:
             self._near.read_into(link.object, link.offset, out.data)
             return
-        for offset in range(0, link.length, _MOST_BYTES_AT_ONCE):
-            length = min(_MOST_BYTES_AT_ONCE, link.length - offset)
+        for offset in range(0, link.length, _MAX_BYTES_AT_ONCE):
+            length = min(_MAX_BYTES_AT_ONCE, link.length - offset)
             content = self._source.read_range(link.object, link.offset + offset, length)
             out[offset : offset + length] = np.frombuffer(content, np.uint8)
 
@@ -191,7 +191,7 @@ def plan_spans(links: Iterable[ChainLink]) -> dict[tuple[Digest, int, int], _Sha
     """Return which range to read for each link that shares its object, by the link's place."""
     places: dict[tuple[Digest, int, int], int] = {}
     for link in links:
-        if not link.is_whole_object and link.length <= _MOST_BYTES_AT_ONCE:
+        if not link.is_whole_object and link.length <= _MAX_BYTES_AT_ONCE:
             place = (link.object, link.offset, link.length)
             places[place] = places.get(place, 0) + 1
     spans: dict[tuple[Digest, int, int], _SharedRange] = {}
@@ -203,7 +203,7 @@ def plan_spans(links: Iterable[ChainLink]) -> dict[tuple[Digest, int, int], _Sha
             span is None
             or span.object != digest
             or offset > span.stop + _GAP_BYTES
-            or stop > span.offset + _MOST_BYTES_AT_ONCE
+            or stop > span.offset + _MAX_BYTES_AT_ONCE
         ):
             span = _SharedRange(digest, offset, stop)
         span.stop = max(span.stop, stop)
@@ -212,12 +212,12 @@ def plan_spans(links: Iterable[ChainLink]) -> dict[tuple[Digest, int, int], _Sha
     return spans
 
 
-def is_near(source: ObjectSource) -> TypeGuard[NearSource]:
+def is_near(source: ChunkSource) -> TypeGuard[NearSource]:
     """Return whether `read_into` gives what lies on this machine."""
     return isinstance(source, NearSource) and source.is_near
 
 
-def check_reaches(source: ObjectSource, name: str, piece: Chunk) -> None:
+def check_reaches(source: ChunkSource, name: str, piece: Chunk) -> None:
     """Raise CorruptDataError where a piece of a size that only raw ones have is larger than what is stored.
 
     Asked before memory is allocated by what a table says. Raises NotFoundError, UnavailableError too.

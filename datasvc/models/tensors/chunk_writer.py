@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models.tensors import codec as planes
-from datasvc.models.tensors.chunk_reader import ObjectSource
+from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dedup_index import find_chain, write_pointer
@@ -36,7 +36,7 @@ OWN_OBJECT_BYTES: Final = 64 << 10
 # What a piece costs whoever restores it, over its bytes in memory: those that it reads, and for each encoded link the
 # time in which half a piece is read. Of weights a full piece and one difference fit into it; with more of them a
 # restore took four times as long as one of raw bytes.
-_MOST_COST: Final = 2.7
+_MAX_COST: Final = 2.7
 _LINK_COST: Final = 0.5
 # A difference lengthens the chain that a reader follows: it shall save this share of the piece.
 _SAVED_BY_DIFFERENCE: Final = 0.1
@@ -94,7 +94,7 @@ class PieceWriter:
         base: Sequence[TensorRecord],
         held: Mapping[tuple[str, Shape, Shape, str], TensorSlice],
         codec: Codec,
-        source: ObjectSource,
+        source: ChunkSource,
         longest_chain: int,
     ) -> None:
         self._objects, self._batch, self._held = objects, batch, held
@@ -174,7 +174,7 @@ class PieceWriter:
             encoding = min(("xor", "difference"), key=lambda each: shares[each])
             most = min(
                 min(shares["planes"], 1) - _SAVED_BY_DIFFERENCE,
-                _MOST_COST - _restore_cost(piece, content.size) - _LINK_COST,
+                _MAX_COST - _restore_cost(piece, content.size) - _LINK_COST,
             )
             if shares[encoding] <= most:
                 stored = planes.encode(content, word, encoding, before)
@@ -191,7 +191,7 @@ class PieceWriter:
         piece = self._at_place.get(cut.place)
         if self._codec != "delta" or piece is None or len(piece.chain) >= self._longest_chain:
             return None
-        if _restore_cost(piece, size) + _LINK_COST > _MOST_COST:
+        if _restore_cost(piece, size) + _LINK_COST > _MAX_COST:
             return None  # however small the difference is
         held = self._held.get(cut.place)
         if held is not None and self._is_there(piece.chain):

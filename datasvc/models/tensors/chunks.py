@@ -16,7 +16,7 @@ Box = tuple[Shape, Shape]
 
 PIECE_BYTES: Final = 8 << 20
 # Honest tilings compare a piece with few others. More is a table made to keep its reader busy.
-_MOST_COMPARISONS: Final = 50_000_000
+_MAX_COMPARISONS: Final = 50_000_000
 
 
 def plan_pieces(shape: Shape, item_bytes: int, *, piece_bytes: int = PIECE_BYTES) -> list[Box]:
@@ -82,7 +82,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     # Whoever begins before a box ends, and stands behind it, may overlap it.
     ends = np.searchsorted(starts[:, along], stops[:, along], side="left")
     firsts = np.arange(1, len(boxes) + 1)
-    if int(np.maximum(ends - firsts, 0).sum()) > _MOST_COMPARISONS:
+    if int(np.maximum(ends - firsts, 0).sum()) > _MAX_COMPARISONS:
         return True
     for box, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         if first < end:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVarTuple
 import numpy as np
 
 from datasvc.errors import ConfigError
-from datasvc.models.tensors.chunk_reader import ObjectSource, PieceReader, check_reaches, is_near
+from datasvc.models.tensors.chunk_reader import ChunkSource, PieceReader, check_reaches, is_near
 from datasvc.models.tensors.chunks import Shape, flat_offset, intersect, slices
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
@@ -21,7 +21,7 @@ from datasvc.sizes import format_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ObjectSource", "load_piece", "load_tensors", "load_window"]
+__all__ = ["ChunkSource", "load_piece", "load_tensors", "load_window"]
 
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -33,7 +33,7 @@ _SMALL_BYTES: Final = 1 << 20
 
 
 def load_tensors(
-    source: ObjectSource,
+    source: ChunkSource,
     records: Iterable[TensorRecord],
     *,
     into: Mapping[str, torch.Tensor] | None = None,
@@ -77,7 +77,7 @@ def load_tensors(
 
 
 def load_piece(
-    source: ObjectSource, dtype: str, piece: Chunk, *, name: str = "", decoders: Decoders | None = None
+    source: ChunkSource, dtype: str, piece: Chunk, *, name: str = "", decoders: Decoders | None = None
 ) -> torch.Tensor:
     """Return one piece as a new tensor of its shape, verified.
 
@@ -90,7 +90,7 @@ def load_piece(
     return tensor_of(content, dtype, piece.shape)
 
 
-def load_window(source: ObjectSource, record: TensorRecord, start: Sequence[int], shape: Shape) -> torch.Tensor:
+def load_window(source: ChunkSource, record: TensorRecord, start: Sequence[int], shape: Shape) -> torch.Tensor:
     """Return a block of a tensor as a new tensor, reading only the pieces that it meets, verified.
 
     Args:
@@ -124,7 +124,7 @@ def load_window(source: ObjectSource, record: TensorRecord, start: Sequence[int]
 
 
 def read_in_threads(
-    source: ObjectSource,
+    source: ChunkSource,
     read: Callable[[*_Arguments], None],
     arguments: Sequence[tuple[*_Arguments]],
     sizes: Sequence[int],

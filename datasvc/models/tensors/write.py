@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
-from datasvc.models.tensors.chunk_reader import ObjectSource, is_near
+from datasvc.models.tensors.chunk_reader import ChunkSource, is_near
 from datasvc.models.tensors.chunk_writer import CODECS, Codec, PieceWriter, TensorSlice
 from datasvc.models.tensors.chunks import PIECE_BYTES, Shape, plan_pieces, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CODECS",
-    "LONGEST_CHAIN",
+    "MAX_CHAIN_LENGTH",
     "Codec",
     "StoredPieces",
     "StoredTensors",
@@ -32,7 +32,7 @@ __all__ = [
     "store_tensors",
 ]
 
-LONGEST_CHAIN: Final = 8
+MAX_CHAIN_LENGTH: Final = 8
 # Each holds a piece several times, so many only take the caches and the memory from each other. Files are written to
 # memory, and the disk is waited for by other threads; to a remote store some upload while others encode.
 _NEAR_THREADS: Final = min(16, count_processors() + 1)
@@ -91,8 +91,8 @@ def store_tensors(
     base: Sequence[TensorRecord] = (),
     held: Mapping[str, torch.Tensor] | None = None,
     codec: Codec = "delta",
-    source: ObjectSource | None = None,
-    longest_chain: int = LONGEST_CHAIN,
+    source: ChunkSource | None = None,
+    longest_chain: int = MAX_CHAIN_LENGTH,
     piece_bytes: int = PIECE_BYTES,
     report: Callable[[int], None] | None = None,
 ) -> StoredTensors:
@@ -144,8 +144,8 @@ def store_pieces(
     base: Sequence[TensorRecord] = (),
     held: Sequence[TensorPiece] = (),
     codec: Codec = "delta",
-    source: ObjectSource | None = None,
-    longest_chain: int = LONGEST_CHAIN,
+    source: ChunkSource | None = None,
+    longest_chain: int = MAX_CHAIN_LENGTH,
     piece_bytes: int = PIECE_BYTES,
     report: Callable[[int], None] | None = None,
 ) -> StoredPieces:

@@ -15,9 +15,9 @@ from typing import Any, Final
 from datasvc.errors import CorruptDataError
 from datasvc.repository import Objects
 
-MOST_DIFF_BYTES: Final = 4 << 20
-_MOST_NAMES: Final = 100
-_MOST_NAME_BYTES: Final = 64 << 10
+MAX_DIFF_BYTES: Final = 4 << 20
+_MAX_NAMES: Final = 100
+_MAX_NAME_BYTES: Final = 64 << 10
 # A file system that does not answer must not hold up a save for long.
 _TIMEOUT_S: Final = 60
 # Of several places a patch must say the same, whatever their users set up; and no lock may disturb another git.
@@ -36,7 +36,7 @@ class CodeRevision:
         dirty: whether tracked files differed from that commit.
         remote: where the checkout was cloned from, without credentials; None: nowhere, or not asked.
         diff: digest of the object with what differed; None where nothing did, or nobody kept it.
-        diff_kind: "patch", which `git apply` takes; or "stat" where a patch is longer than MOST_DIFF_BYTES.
+        diff_kind: "patch", which `git apply` takes; or "stat" where a patch is longer than MAX_DIFF_BYTES.
         untracked: files and folders that git did not know, the first hundred.
         num_untracked: how many there were.
         submodules: by path the commit that was checked out, with "+" before one that is not the recorded one.
@@ -81,13 +81,13 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
     revision = _git(where, "rev-parse", "--verify", "HEAD")
     if revision is None:
         return CodeRevision(None, dirty=False)
-    status = (_git(where, "status", "--porcelain=v1", "-z", most=_MOST_NAME_BYTES) or "").split("\0")[:-1]
+    status = (_git(where, "status", "--porcelain=v1", "-z", most=_MAX_NAME_BYTES) or "").split("\0")[:-1]
     untracked = [each[3:] for each in status if each.startswith("?? ")]
     return CodeRevision(
         revision,
         dirty=_is_dirty(where),
         remote=_remote(where),
-        untracked=tuple(untracked[:_MOST_NAMES]),
+        untracked=tuple(untracked[:_MAX_NAMES]),
         num_untracked=len(untracked),
         submodules=_submodules(where),
     )
@@ -120,10 +120,10 @@ def _capture(folder: str) -> tuple[CodeRevision, bytes]:
     code = describe_code(Path(folder))
     if not code.dirty:
         return code, b""
-    patch = _output(folder, *_DIFF, "--binary", "HEAD", most=MOST_DIFF_BYTES + 1)
-    if patch is not None and len(patch) <= MOST_DIFF_BYTES:
+    patch = _output(folder, *_DIFF, "--binary", "HEAD", most=MAX_DIFF_BYTES + 1)
+    if patch is not None and len(patch) <= MAX_DIFF_BYTES:
         return replace(code, diff_kind="patch"), patch
-    stat = _output(folder, *_DIFF, "--stat=200", "HEAD", most=MOST_DIFF_BYTES) or b""
+    stat = _output(folder, *_DIFF, "--stat=200", "HEAD", most=MAX_DIFF_BYTES) or b""
     return replace(code, diff_kind="stat"), stat
 
 
@@ -169,9 +169,9 @@ def _submodules(folder: str) -> dict[str, str]:
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None or not Path(top, ".gitmodules").is_file():
         return {}
-    lines = (_output(top, "submodule", "status", most=_MOST_NAME_BYTES) or b"").decode(errors="replace").splitlines()
+    lines = (_output(top, "submodule", "status", most=_MAX_NAME_BYTES) or b"").decode(errors="replace").splitlines()
     found = {}
-    for line in lines[:_MOST_NAMES]:
+    for line in lines[:_MAX_NAMES]:
         mark, (commit, _, rest) = line[:1], line[1:].partition(" ")
         path = rest.rpartition(" (")[0] if rest.endswith(")") else rest
         found[path] = f"{mark.strip()}{commit}"

@@ -20,7 +20,7 @@ from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.objects.presence import check_present
 
 # An entry is read by whoever lists versions: it does not grow with the model.
-_MOST_NONFINITE: Final = 100
+_MAX_NONFINITE: Final = 100
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def base_records(repository: Repository, name: str, parent: str | None = None) -
 def _worst(num_nonfinite: Mapping[str, int]) -> dict[str, int]:
     """Return the counts of the tensors that have most."""
     ranked = sorted(num_nonfinite.items(), key=lambda counted: (-counted[1], counted[0]))
-    return dict(ranked[:_MOST_NONFINITE])
+    return dict(ranked[:_MAX_NONFINITE])
 
 
 def _json_number(value: float) -> float | str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TRUSTED_KEYS_VARIABLE: Final = "DATASVC_TRUSTED_KEYS"
 PUBLIC_SUFFIX: Final = ".pub"
 _ID_DIGITS = 16
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _PUBLIC_PEM = re.compile(rb"-----BEGIN PUBLIC KEY-----[^-]*-----END PUBLIC KEY-----")
 
 
@@ -116,7 +116,7 @@ def load_private_key(path: Path) -> PrivateKey:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            key = load_pem_private_key(file.read(_MOST_BYTES), password=None)
+            key = load_pem_private_key(file.read(_MAX_BYTES), password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"cannot read a private key from {path}: {error}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -164,7 +164,7 @@ def _load_public(path: Path) -> list[PublicKey]:
 
     try:
         with path.open("rb") as file:
-            found = [load_pem_public_key(each) for each in _PUBLIC_PEM.findall(file.read(_MOST_BYTES))]
+            found = [load_pem_public_key(each) for each in _PUBLIC_PEM.findall(file.read(_MAX_BYTES))]
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"cannot read public keys from {path}: {error}") from error
     keys = [_public_key(key, path) for key in found if isinstance(key, Ed25519PublicKey)]

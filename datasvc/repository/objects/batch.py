@@ -24,7 +24,7 @@ from datasvc.repository.objects.intact import mark_intact
 from datasvc.repository.objects.objects import Digest, ObjectInfo, Objects
 from datasvc.repository.store.retries import map_exceptions
 
-_MOST_OPEN: Final = 128
+_MAX_OPEN: Final = 128
 _SYNCS_AT_ONCE: Final = 8
 
 _Each = TypeVar("_Each")
@@ -69,7 +69,7 @@ class ObjectBatch:
         with map_exceptions("write", str(target)):
             self._make_folder(target.parent)
             self._written.append(self._write(target, content))
-        if len(self._written) > _MOST_OPEN:
+        if len(self._written) > _MAX_OPEN:
             with suppress(IndexError):  # others took them
                 self._publish(self._written.popleft())
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 QUARANTINE: Final = "quarantine"
 # Some 50 MB. Beyond it objects are hashed once more.
-_MOST_KNOWN: Final = 1 << 19
+_MAX_KNOWN: Final = 1 << 19
 # They say nothing of the file: it may be whole.
 _NOT_THE_FILE: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
 _LACKS_OF_THIS_PROCESS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -40,7 +40,7 @@ def mark_intact(path: Path) -> None:
         changed_ns = path.stat().st_mtime_ns
     except OSError:
         return
-    if len(_known) >= _MOST_KNOWN:
+    if len(_known) >= _MAX_KNOWN:
         _known.clear()
     _known[hash(str(path))] = changed_ns
 

@@ -16,7 +16,7 @@ from datasvc.errors import NotFoundError
 from datasvc.repository.objects.objects import Digest, Objects
 
 _LOOKS_AT_ONCE: Final = 16
-_MOST_LOOKS_PER_FOLDER: Final = 32
+_MAX_LOOKS_PER_FOLDER: Final = 32
 # Stores list so many names per request.
 _NAMES_PER_REQUEST: Final = 1000
 
@@ -47,7 +47,7 @@ def find_missing(objects: Objects, named: Iterable[Digest]) -> set[Digest]:
     """Return the objects that are not there. Raises UnavailableError.
 
     Costs a look at each, 16 at a time. A remote store is asked for the names in a folder instead where more than
-    `_MOST_LOOKS_PER_FOLDER` objects of it are wanted, and the list takes fewer requests than they: the list of one
+    `_MAX_LOOKS_PER_FOLDER` objects of it are wanted, and the list takes fewer requests than they: the list of one
     folder tells, as objects are spread evenly over 256 folders by their digests.
     """
     folders: dict[str, set[Digest]] = defaultdict(set)
@@ -62,10 +62,10 @@ def find_missing(objects: Objects, named: Iterable[Digest]) -> set[Digest]:
     listed: list[str] = []
     fullest = max(folders, key=lambda folder: len(folders[folder]), default="")
     # A folder of a large store has some hundred pages of names, one after another: not for a handful of objects.
-    if not objects.storage.is_local and len(folders[fullest]) > _MOST_LOOKS_PER_FOLDER:
+    if not objects.storage.is_local and len(folders[fullest]) > _MAX_LOOKS_PER_FOLDER:
         missing, num_requests = list_missing(fullest)
         del folders[fullest]
-        least = max(_MOST_LOOKS_PER_FOLDER, num_requests)
+        least = max(_MAX_LOOKS_PER_FOLDER, num_requests)
         listed = [folder for folder, wanted in folders.items() if len(wanted) > least]
     single = [digest for folder in folders.keys() - set(listed) for digest in folders[folder]]
     with ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="datasvc-look") as pool:

@@ -23,7 +23,7 @@ from datasvc.repository.store.min_throughput import MinThroughput
 
 # Servers drop connections that nobody uses, some after 5 s.
 _KEPT_S = 4.0
-_MOST_KEPT = 32
+_MAX_KEPT = 32
 _LOOK_MS = 50
 _TIMEVAL = struct.Struct("ll")
 
@@ -185,7 +185,7 @@ class Connections:
         self._close_stale()
         with self._lock:
             kept = self._kept[server]
-            if len(kept) < _MOST_KEPT:
+            if len(kept) < _MAX_KEPT:
                 kept.append((time.monotonic(), connection))
                 return
         connection.close()

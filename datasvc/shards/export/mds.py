@@ -40,7 +40,7 @@ _SIZE = np.dtype("<u4")
 
 
 @dataclass(frozen=True)
-class _MdsColumn:
+class _ColumnEncoding:
     """How the values of a column are encoded in one file.
 
     Attributes:
@@ -114,27 +114,27 @@ class Mds(ExportFormat):
         return WrittenFiles(0, 1, destination.put(f"{safe_part(split.name)}/index.json", content))
 
 
-def _choose_column(field: pa.Field, batches: list[pa.RecordBatch], split: Split) -> _MdsColumn:
+def _choose_column(field: pa.Field, batches: list[pa.RecordBatch], split: Split) -> _ColumnEncoding:
     """Return the closest encoding that holds the values of all `batches`."""
     arrays = [batch.column(field.name) for batch in batches]
     data_type = field.type
     if is_blob(data_type):
         kinds = frozenset(split.table.image_kinds if field.name == IMAGE else ())
-        return _MdsColumn(field, _IMAGE_ENCODINGS.get(kinds, "bytes"))
+        return _ColumnEncoding(field, _IMAGE_ENCODINGS.get(kinds, "bytes"))
     if any(array.null_count for array in arrays):
-        return _MdsColumn(field, "json")
+        return _ColumnEncoding(field, "json")
     if is_text(data_type):
-        return _MdsColumn(field, "str")
+        return _ColumnEncoding(field, "str")
     if _is_number(data_type):
         dtype = np.dtype(data_type.to_pandas_dtype())
-        return _MdsColumn(field, dtype.name, dtype, dtype.itemsize)
+        return _ColumnEncoding(field, dtype.name, dtype, dtype.itemsize)
     if is_list(data_type) and _is_number(data_type.value_type) and not any(_has_holes(array) for array in arrays):
         dtype = np.dtype(data_type.value_type.to_pandas_dtype())
         if pa.types.is_fixed_size_list(data_type):
             length = data_type.list_size
-            return _MdsColumn(field, f"ndarray:{dtype.name}:{length}", dtype, dtype.itemsize * length)
-        return _MdsColumn(field, f"ndarray:{dtype.name}", dtype)
-    return _MdsColumn(field, "json")
+            return _ColumnEncoding(field, f"ndarray:{dtype.name}:{length}", dtype, dtype.itemsize * length)
+        return _ColumnEncoding(field, f"ndarray:{dtype.name}", dtype)
+    return _ColumnEncoding(field, "json")
 
 
 def _is_number(data_type: pa.DataType) -> bool:
@@ -147,7 +147,7 @@ def _has_holes(array: pa.Array) -> bool:
     return bool(array.flatten().null_count) or bool(len(lengths) and lengths.to_numpy().min() == 0)
 
 
-def _encode_batch(batch: pa.RecordBatch, columns: list[_MdsColumn]) -> list[list[Any]]:
+def _encode_batch(batch: pa.RecordBatch, columns: list[_ColumnEncoding]) -> list[list[Any]]:
     """Return the pieces of each sample, blobs as views."""
     keys = batch.column(KEY).to_pylist()
     encoded = [_encode_column(batch.column(column.field.name), column, keys) for column in columns]
@@ -157,7 +157,7 @@ def _encode_batch(batch: pa.RecordBatch, columns: list[_MdsColumn]) -> list[list
     return [list(sample) for sample in zip(heads, *encoded, strict=True)]
 
 
-def _encode_column(array: pa.Array, column: _MdsColumn, keys: list[str]) -> list[Any]:
+def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) -> list[Any]:
     if is_blob(array.type):
         views = blob_views(array)
         if array.null_count:

@@ -162,7 +162,7 @@ def test_a_sample_of_the_shards_tells_what_all_of_them_do(monkeypatch, share, no
     budget = int(sizes.sum() * share)
     shape = run_shape(2, nodes=nodes)
     whole = forecast(counts, sizes, budget, shape, Rates())
-    monkeypatch.setattr(forecast_module, "_MOST_SHARDS", 500)
+    monkeypatch.setattr(forecast_module, "_MAX_SHARDS", 500)
     sampled = forecast(counts, sizes, budget, shape, Rates())
     assert sampled != whole
     assert sampled.resident_bytes == pytest.approx(whole.resident_bytes, rel=0.02)
@@ -172,7 +172,7 @@ def test_a_sample_of_the_shards_tells_what_all_of_them_do(monkeypatch, share, no
 
 
 def test_a_window_of_few_shards_among_many_can_be_planned(monkeypatch):
-    monkeypatch.setattr(forecast_module, "_MOST_SHARDS", 20)
+    monkeypatch.setattr(forecast_module, "_MAX_SHARDS", 20)
     shape = run_shape()
     needed = forecast_of(1.0, shape).window_bytes
     found = forecast(COUNTS, SIZES, needed, shape, Rates())

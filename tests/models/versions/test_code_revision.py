@@ -59,7 +59,7 @@ def test_a_run_says_which_code_lay_there_when_it_opened_its_model(repository, tm
 def test_of_a_patch_that_is_too_long_the_files_are_named(repository, tmp_path, monkeypatch):
     checkout = make_checkout(tmp_path / "a", {"train.py": b"1\n"})
     (checkout / "train.py").write_bytes(b"2\n" * 500)
-    monkeypatch.setattr(code_module, "MOST_DIFF_BYTES", 300)
+    monkeypatch.setattr(code_module, "MAX_DIFF_BYTES", 300)
     kept = keep_code(repository.objects, checkout)
     assert kept.diff_kind == "stat"
     assert b"train.py | 501" in repository.objects.read(kept.diff)

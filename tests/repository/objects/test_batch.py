@@ -28,7 +28,7 @@ def temporaries(repository):
 
 @pytest.mark.parametrize("window", [0, 3, 1000])
 def test_on_every_store_all_objects_are_there_once_a_batch_is_finished(url, monkeypatch, window):  # noqa: F811
-    monkeypatch.setattr(batch, "_MOST_OPEN", window)
+    monkeypatch.setattr(batch, "_MAX_OPEN", window)
     objects = Repository.create(url).objects
     with ObjectBatch(objects) as written:
         write_all(written)
@@ -37,7 +37,7 @@ def test_on_every_store_all_objects_are_there_once_a_batch_is_finished(url, monk
 
 
 def test_each_file_is_synced_before_it_has_its_name_and_each_folder_afterwards(repository, monkeypatch):
-    monkeypatch.setattr(batch, "_MOST_OPEN", 5)
+    monkeypatch.setattr(batch, "_MAX_OPEN", 5)
     done = []
     fsync, rename = os.fsync, os.rename
 
@@ -67,7 +67,7 @@ def test_an_object_that_another_stored_a_moment_ago_has_a_name_that_lasts(reposi
     """That other syncs its folders only at its end, which it may not live to see."""
     content = CONTENTS[3]
     with ObjectBatch(repository.objects) as other, ObjectBatch(repository.objects) as written:
-        monkeypatch.setattr(batch, "_MOST_OPEN", 0)
+        monkeypatch.setattr(batch, "_MAX_OPEN", 0)
         other.write(info_of(content), content)
         assert repository.objects.reuse(info_of(content))
         synced = []

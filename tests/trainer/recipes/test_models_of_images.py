@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.models import LogitsWithAuxiliary, build_model, combine_losses, main_logits
-from datasvc.trainer.recipes.models.resnet import Bottleneck, ResidualBlock, ResNet
+from datasvc.trainer.recipes.models.resnet import BottleneckBlock, ResidualBlock, ResNet
 
 CLASSES = 5
 
@@ -18,7 +18,7 @@ TINY = {
     "small-cnn": (lambda: build_model("small-cnn", CLASSES), 16),
     "resnet": (lambda: ResNet(ResidualBlock, (1, 1, 1, 1), CLASSES, zero_init_residual=False), 32),
     "bottleneck": (
-        lambda: ResNet(Bottleneck, (1, 1, 1, 1), CLASSES, zero_init_residual=False, small_input=True),
+        lambda: ResNet(BottleneckBlock, (1, 1, 1, 1), CLASSES, zero_init_residual=False, small_input=True),
         16,
     ),
     "alexnet": (lambda: build_model("alexnet", CLASSES, hidden=32), 63),
@@ -137,7 +137,7 @@ def test_any_size_from_the_smallest_up_is_taken(name, smallest):
             model(torch.zeros(3, 64, 64))
 
 
-@pytest.mark.parametrize("block", [ResidualBlock, Bottleneck])
+@pytest.mark.parametrize("block", [ResidualBlock, BottleneckBlock])
 def test_every_residual_block_begins_as_its_shortcut(block):
     model = ResNet(block, (2, 1, 1, 1), CLASSES)
     features = torch.rand(2, 64, 8, 8)  # as behind a rectifier: not negative

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # One is packed while another travels.
-_MOST_OF_A_KIND = 2
+_MAX_OF_A_KIND = 2
 
 _BufferKind = tuple[torch.dtype, torch.device]
 
@@ -28,7 +28,7 @@ class FusionBuffers:
         """
         kind = (dtype, device)
         with self._changed:
-            while not self._free.get(kind) and self._num_made.get(kind, 0) == _MOST_OF_A_KIND:
+            while not self._free.get(kind) and self._num_made.get(kind, 0) == _MAX_OF_A_KIND:
                 if self._failure is not None:
                     raise RuntimeError(self._failure)
                 self._changed.wait()

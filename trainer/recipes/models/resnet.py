@@ -62,7 +62,7 @@ class ResidualBlock(nn.Module):
         )
 
 
-class Bottleneck(ResidualBlock):
+class BottleneckBlock(ResidualBlock):
     """A residual block of 1x1, 3x3 and 1x1 convolutions: four times as wide outside as inside."""
 
     expansion: ClassVar[int] = 4
@@ -160,19 +160,19 @@ def resnet34(num_classes: int, *, zero_init_residual: bool = True, small_input: 
 def resnet50(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
     """Return a ResNet-50 v1.5: 25,557,032 parameters at 1000 classes, in 161 tensors. Options: see `ResNet`."""
     return ResNet(
-        Bottleneck, (3, 4, 6, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
+        BottleneckBlock, (3, 4, 6, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
     )
 
 
 def resnet101(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
     """Return a ResNet-101 v1.5: 44,549,160 parameters at 1000 classes. Options: see `ResNet`."""
     return ResNet(
-        Bottleneck, (3, 4, 23, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
+        BottleneckBlock, (3, 4, 23, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
     )
 
 
 def resnet152(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
     """Return a ResNet-152 v1.5: 60,192,808 parameters at 1000 classes. Options: see `ResNet`."""
     return ResNet(
-        Bottleneck, (3, 8, 36, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
+        BottleneckBlock, (3, 8, 36, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
     )

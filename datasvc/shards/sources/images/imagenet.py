@@ -138,7 +138,7 @@ class ImageNet(StreamedSource):
         return self.val_labels[int(match[1]) - 1]
 
 
-class _RangedFile(io.RawIOBase):
+class _HeaderFile(io.RawIOBase):
     """A file of which each read is one small ranged request, for walking headers."""
 
     def __init__(self, reader: FileReader, file: SourceFile) -> None:
@@ -212,7 +212,7 @@ def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> d
 
 
 def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
-    return TarReader(cast("BinaryIO", _RangedFile(reader, tar)), reader.location(tar.path))
+    return TarReader(cast("BinaryIO", _HeaderFile(reader, tar)), reader.location(tar.path))
 
 
 def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> SourcePart:

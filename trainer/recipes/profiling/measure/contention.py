@@ -16,7 +16,7 @@ import datasvc.trainer as hvd
 
 _SPIN_S: Final = 0.1
 _BLOCK: Final = bytes(64 << 10)  # hashing as much lets other threads run
-_LEAST_SHARE: Final = 1e-3
+_MIN_SHARE: Final = 1e-3
 
 
 def measure_contention(num_training: int, num_beside: int) -> float:
@@ -47,8 +47,8 @@ def contention_of(alone: float, beside: float, num_beside: int) -> float:
         beside: q; what is more than p is noise.
         num_beside: m.
     """
-    alone = max(_LEAST_SHARE, alone)
-    beside = min(alone, max(_LEAST_SHARE, beside))
+    alone = max(_MIN_SHARE, alone)
+    beside = min(alone, max(_MIN_SHARE, beside))
     return (1 - beside / alone) / (num_beside * beside)
 
 
