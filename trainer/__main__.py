@@ -7,21 +7,28 @@ Several ranks: `python -m datasvc.trainer.launch -np 2 python -m datasvc.trainer
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from datasvc.errors import DatasvcError
 from datasvc.trainer import HorovodInternalError
 from datasvc.trainer.recipes.settings.options import parse_options
 
 
-def main() -> None:
-    """Run the recipe; an error that a user can cause ends without a traceback."""
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datasvc.trainer") -> None:
+    """Run the training program; an error that a user can cause ends it without a traceback.
+
+    Args:
+        arguments: of the command line; None: those of this process.
+        prog: name of the program in usage messages.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if sys.argv[1:2] == ["profile"]:
+        if words[:1] == ["profile"]:
             from datasvc.trainer.recipes.profiling.command import main as profile
 
-            profile(sys.argv[2:])
+            profile(words[1:])
             return
-        options = parse_options()
+        options = parse_options(words, prog=prog)
         config = None if options.missing else options.config()
         if options.show_config:
             sys.stdout.write(f"{options.describe()}\n")

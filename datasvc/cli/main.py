@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from datasvc.cli import models
+from datasvc.cli import models, train
 from datasvc.cli.datasets import audit, export, ingest, listing, maintain, show, versions
 from datasvc.cli.nodes import cache, serve
 from datasvc.errors import DatasvcError
@@ -36,6 +36,10 @@ app.command()(audit.audit)
 app.command()(cache.stage)
 app.command()(serve.serve)
 app.command()(serve.top)
+# All options are those of the training program, `--help` too.
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(train.train)
 app.add_typer(cache.app, name="cache")
 app.add_typer(models.app, name="models")
 
