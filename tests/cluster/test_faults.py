@@ -146,6 +146,7 @@ def test_a_byte_that_flipped_on_a_nodes_disk_goes_no_further(cluster):
     assert 0 < cluster.status(cluster.bad)["cache"]["counters"]["corrupt"] <= num_lies
 
 
+@pytest.mark.slow
 def test_a_liar_in_the_list_is_found_out(cluster):
     host, port = re.fullmatch(r"http://(.*):(\d+)", cluster.url(cluster.bad)).groups()
     cluster.bad.start(sys.executable, "-c", LIAR, host, port).read_line("lying")
@@ -159,6 +160,7 @@ def test_a_node_without_room_is_of_little_use_and_does_no_harm(cluster):
     assert cluster.stage_on_good() <= cluster.size_bytes + cluster.share_bytes
 
 
+@pytest.mark.slow
 def test_a_node_with_another_token_is_not_talked_to(cluster):
     cluster.start_all(token="none-of-the-others-knows-this")
     assert cluster.stage_on_good() == cluster.size_bytes

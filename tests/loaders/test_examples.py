@@ -37,6 +37,7 @@ def test_there_are_examples_on_each_page():
     assert [len(blocks) for blocks in BLOCKS.values()] == [7, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", BLOCKS)
 def test_the_examples_of_a_page_run(page, place, monkeypatch):
     monkeypatch.chdir(place)

@@ -42,7 +42,7 @@ def run(url, barrier, action, argument):
         append(repository, argument)
 
 
-@pytest.mark.parametrize("attempt", range(2))
+@pytest.mark.parametrize("attempt", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_deletes_appends_and_merges_at_once_all_land(repository, attempt):
     write_version(repository, "pets", {"train": [texts(*"abcdefgh"), texts(*"ijkl")]})
     write_version(repository, "more", {"train": [texts("m1", "m2")]})

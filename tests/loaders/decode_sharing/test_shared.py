@@ -560,7 +560,7 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("has_arrived", [False, True])
+@pytest.mark.parametrize("has_arrived", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_who_can_open_no_more_files_decodes_alone(digits, alone, name, has_arrived):
     with make(digits["val"], DecodeGroup(name, lag=30)) as loader:
         assert take(loader, 1) == alone[:1]
@@ -603,7 +603,7 @@ def test_an_answer_that_was_interrupted_is_not_taken_for_that_to_the_next_questi
     server.wait()
 
 
-@pytest.mark.parametrize("fate", [signal.SIGCONT, signal.SIGKILL])
+@pytest.mark.parametrize("fate", [pytest.param(signal.SIGCONT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_name_is_free_for_other_settings_as_soon_as_nobody_uses_it(digits, name, monkeypatch, fate):
     with make(digits["val"], name) as first:
         take(first, 1)

@@ -48,7 +48,7 @@ def removing_before_commit(monkeypatch, repository, module, choose):
     monkeypatch.setattr(sys.modules[module], "check_present", looking)
 
 
-@pytest.mark.parametrize("num_objects", [1, 40])
+@pytest.mark.parametrize("num_objects", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_on_every_store_just_those_that_are_gone_are_missing(url, num_objects):  # noqa: F811
     repository = Repository.create(url)
     there = [repository.objects.put(b"%d" % number).digest for number in range(num_objects)]

@@ -64,7 +64,7 @@ def test_workers_that_are_spawned_give_the_same_digests(tmp_path, source, monkey
     assert digests(one, "pets") == digests(many, "pets")
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_worker_is_left_when_an_ingest_ends(repository, folder, fails):
     listed = ImageFolder.list(str(folder))
     if fails:
@@ -222,7 +222,9 @@ def ingest_together(url, source, barrier):
     ingest(Repository.open(url), source, "pets", **LISTED)
 
 
-@pytest.mark.parametrize("round_number", range(3))
+@pytest.mark.parametrize(
+    "round_number", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_equal_ingests_at_once_commit_one_version(repository, folder, round_number):
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(2)

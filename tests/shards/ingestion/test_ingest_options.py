@@ -102,7 +102,7 @@ def test_what_was_left_out_is_kept_with_the_version(repository, folder):
     assert entry["skipped"] == 2
 
 
-@pytest.mark.parametrize("kind", ["listed", "streamed"])
+@pytest.mark.parametrize("kind", ["listed", pytest.param("streamed", marks=pytest.mark.slow)])
 def test_a_held_out_share_is_a_function_of_the_keys(repository, tmp_path, tars, kind):
     source = (
         tars if kind == "streamed" else write_folder(tmp_path / "source", {"a": {"": 0}, "train": {"x": 40, "y": 30}})

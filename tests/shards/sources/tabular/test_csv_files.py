@@ -157,7 +157,7 @@ def test_the_rows_before_a_long_one_come_once(tmp_path):
     assert samples.column("key").to_pylist() == [f"a.csv#{number}" for number in good]
 
 
-@pytest.mark.parametrize("num_lines", [10, 200_000])
+@pytest.mark.parametrize("num_lines", [10, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_a_quote_that_is_never_closed_is_named(tmp_path, num_lines):
     rows = ["word,1\n"] * 10 + ['"open,2\n'] + [f"{'.' * 1000},3\n"] * num_lines
     found, bad = values(listed(tmp_path, "t,n\n" + "".join(rows)))

@@ -247,6 +247,7 @@ def test_files_without_lines_are_passed_over_unless_all_are(tmp_path):
     assert values(JsonLines.list(str(tmp_path))) == ([{"x": 1}], {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
 def test_a_compressed_file_that_is_cut_off_ends_with_a_bad_sample(tmp_path, packed):
     samples = [{"x": number * 7919 % 1_000_003} for number in range(400_000)]
