@@ -90,6 +90,7 @@ def test_nothing_of_the_environment_is_on_the_command_line(launch, ssh, monkeypa
     assert "hunter2" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_ranks_on_several_hosts_meet_and_reduce(launch, ssh, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

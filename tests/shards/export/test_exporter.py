@@ -236,6 +236,7 @@ def test_an_unfinished_export_is_gone_on_with_only_by_the_same(repository, tmp_p
     exported(dataset, tmp_path / "out", "webdataset")
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them(repository, tmp_path):
     dataset = write_photos(repository, [f"{number}" for number in range(40)], shards=20)
     done = run_killed(12, dataset, tmp_path / "out", "webdataset", 2, script=tmp_path / "run.py")
@@ -244,6 +245,7 @@ def test_workers_end_with_the_process_that_started_them(repository, tmp_path):
     test_webdataset.check(dataset, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_after_which_the_export_goes_on(repository, tmp_path, monkeypatch):
     dataset = write_photos(repository, [f"{number}" for number in range(20)], shards=10)
     (tmp_path / "site").mkdir()
