@@ -12,6 +12,7 @@ import pytest
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 from tests.shards.export.contents import write_photos
+from tests.test_imports import ALLOWED, ROOMS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -152,3 +153,51 @@ def test_every_source_that_is_made_is_ingested_by_the_page():
     names = re.findall(r'^    "([\w-]+)": \w+\.write_', sources, re.MULTILINE)
     assert len(names) > 20
     assert [name for name in names if f"examples/{name} " not in text and f"examples/{name}/" not in text] == []
+
+
+PAGES = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_that_a_page_names_exists(page):
+    text = (ROOT / page).read_text()
+    folders = "|".join(sorted(path.name for path in ROOT.iterdir() if path.is_dir()))
+    paths = re.findall(rf"`((?:{folders})/[\w./-]*|[\w./-]+\.(?:py|md|toml))`", text)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert paths
+    assert [path for path in [*paths, *links] if not (ROOT / path).exists()] == []
+
+
+def read_rooms():
+    """Return the tree of rooms of ARCHITECTURE.md: the rooms of each package, as lines by their level."""
+    tree, _ = FENCE.findall((ROOT / "ARCHITECTURE.md").read_text())
+    rooms, package = {}, ""
+    for line in tree[1].splitlines():
+        level, name = re.match(r"(?:  (\d+) )?(\S+)", line).groups()
+        if level is None:
+            assert (ROOT / name / "__init__.py").exists(), line
+            package = f"datasvc/{name}".replace("datasvc/datasvc", "datasvc").rstrip("/").replace("/", ".")
+            continue
+        assert name == "." or (ROOT / package.replace(".", "/") / name).exists(), line
+        room = name if name == "." else name.removesuffix(".py").rstrip("/").replace("/", ".")
+        rooms.setdefault(package, {}).setdefault(int(level), set()).add(room)
+    return rooms
+
+
+def test_the_tree_of_rooms_is_the_one_that_holds():
+    assert read_rooms() == {
+        package: {level: set(line.split()) for level, line in enumerate(lines, 1)} for package, lines in ROOMS.items()
+    }
+
+
+def test_the_imports_between_packages_are_those_that_hold():
+    _, lists = FENCE.findall((ROOT / "ARCHITECTURE.md").read_text())
+    allowed = {}
+    for line in lists[1].splitlines():
+        packages, targets = line.split(": ")
+        names = set() if targets == "nothing" else set(targets.split())
+        for package in packages.split(", "):
+            allowed[package] = {name.rstrip("+") for name in names}
+            allowed[package].update(*(allowed[name.rstrip("+")] for name in names if name.endswith("+")))
+    held = {name.removeprefix("datasvc."): targets for name, targets in ALLOWED.items()}
+    assert allowed == {name: {target.removeprefix("datasvc.") for target in held[name]} for name in held}
