@@ -1,5 +1,7 @@
 """The commands and programs of the documentation run as they stand, in their order."""
 
+import ast
+import importlib
 import os
 import re
 import subprocess
@@ -201,3 +203,17 @@ def test_the_imports_between_packages_are_those_that_hold():
             allowed[package].update(*(allowed[name.rstrip("+")] for name in names if name.endswith("+")))
     held = {name.removeprefix("datasvc."): targets for name, targets in ALLOWED.items()}
     assert allowed == {name: {target.removeprefix("datasvc.") for target in held[name]} for name in held}
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+def test_every_name_that_a_page_imports_exists(page):
+    imports = [
+        node
+        for match in FENCE.finditer((ROOT / page).read_text())
+        if match[1] == "python"
+        for node in ast.walk(ast.parse(match[2]))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("datasvc")
+    ]
+    modules = {node.module: importlib.import_module(node.module) for node in imports}
+    names = [(node.module, alias.name) for node in imports for alias in node.names]
+    assert [(module, name) for module, name in names if not hasattr(modules[module], name)] == []
