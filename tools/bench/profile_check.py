@@ -46,7 +46,8 @@ def measure(
     """Return the profile of a workload, whose ranks compute in so many threads each."""
     # The ranks must not find this folder's trainer.py where they import the package: -P.
     python = [sys.executable, "-P", "-m"]
-    command = [*python, "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix", *python, "datasvc.trainer", "profile"]
+    launch = [*python, "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix"]
+    command = [*launch, *python, "datasvc.trainer", "profile"]
     told = ["--data", data, "--repo", repository, *options, "--check", "--json"]
     counts = ["--rounds", str(repeats), "--steps", str(steps)]
     # Packages may lie in a folder that only PYTHONPATH names.
