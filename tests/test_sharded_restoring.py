@@ -146,7 +146,7 @@ def test_what_finds_no_room_in_the_cache_is_read_past_it(stored, tmp_path):
 
 def test_a_cache_that_is_only_named_is_refused_with_what_to_do(stored, cache):
     for wrong in ("/nvme/cache", cache):
-        with pytest.raises(ConfigError, match=r"datasvc\.restoring\.node_cache"):
+        with pytest.raises(ConfigError, match=r"datasvc\.models\.restoring\.restore\.node_cache"):
             DcpReader(stored.url, cache=wrong)
     for given in (None, cache):
         with pytest.raises(ConfigError, match="by way of a node's cache"):

@@ -43,7 +43,8 @@ import hashlib, math, sys
 import torch
 from torch import nn
 import datasvc.trainer as hvd
-from datasvc.trainer.recipes import classification, train as recipe
+from datasvc.trainer.recipes import train as recipe
+from datasvc.trainer.recipes.tasks import classification
 
 def with_batch_norm(num_classes):
     layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]

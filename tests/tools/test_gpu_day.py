@@ -141,7 +141,10 @@ def test_the_files_with_tests_for_a_gpu_are_found():
     from gpu_stages.gpu_tests import find_test_files
 
     found = {str(path.relative_to(ROOT)) for path in find_test_files(ROOT / "tests")}
-    assert {"tests/models/test_snapshot.py", "tests/loaders/test_image_devices.py"} <= found
+    assert {
+        "tests/models/saving/test_staging_buffer.py",
+        "tests/loaders/images/test_image_loader_devices.py",
+    } <= found
     assert "tests/test_order.py" not in found
 
 

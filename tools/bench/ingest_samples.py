@@ -29,16 +29,16 @@ INGEST = r"""
 import datasvc.cli  # settles Arrow's memory, as for the command
 import json, re, sys, time
 from datasvc.repository import Repository
-from datasvc.shards import engines
-from datasvc.shards.ingest import ingest
+from datasvc.shards import ingest
+from datasvc.shards.ingestion import executors
 peaks = sys.argv[3]
-build = engines.build_unit
+build = executors.build_unit
 def build_unit(*arguments):
     result = build(*arguments)
     with open("/proc/self/status") as status, open(peaks, "a") as file:
         file.write(re.search(r"VmHWM:\s+(\d+)", status.read())[1] + "\n")
     return result
-engines.build_unit = build_unit
+executors.build_unit = build_unit
 started = time.perf_counter()
 report = ingest(Repository.create(sys.argv[1]), sys.argv[2], "samples", workers=int(sys.argv[4]))
 print(json.dumps({"seconds": time.perf_counter() - started, "samples": report.num_samples["train"]}))

@@ -141,7 +141,9 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
     try:
         flat, paths = flatten_state_dict(state)
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{version} has no keys that a planner could use: {error}; use datasvc.restore") from error
+        raise ConfigError(
+            f"{version} has no keys that a planner could use: {error}; use datasvc.models.restore"
+        ) from error
     names_by_id = {id(tensor): name for name, tensor in placeholders.items()}
     names = {key: names_by_id[id(each)] for key, each in flat.items() if isinstance(each, torch.Tensor)}
     stored: dict[str, Any] = {

@@ -68,7 +68,7 @@ class DcpReader(StorageReader):
         parse_reference(ref or name, "model")
         if cache is not None and not callable(cache):
             raise ConfigError(
-                f"cache is {cache!r}; a Reader takes datasvc.models.restoring.restore.node_cache of that"
+                f"cache is {cache!r}; a DcpReader takes datasvc.models.restoring.restore.node_cache of that"
             )
         self.url = os.fspath(path)
         self.ref = ref or name

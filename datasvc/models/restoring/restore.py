@@ -81,7 +81,7 @@ def restore(
 
 
 def node_cache(cache: Cache | str | Path | None, peers: Peers | None = None) -> OpenCache | None:
-    """Return what reads through a node's cache, for `datasvc.models.dcp.Reader`; None for no cache.
+    """Return what reads through a node's cache, for `datasvc.models.dcp.DcpReader`; None for no cache.
 
     Args:
         cache: of this node, or its folder, which has a budget. What finds no room in it is read past it.

@@ -281,15 +281,16 @@ def test_a_cache_that_a_disk_refuses_to_write_says_so(cache, origin, monkeypatch
 # Dies when the second range has been asked for, and the first has been noted.
 DIES_HALF_WAY = """
 import os, signal, sys, time
-from datasvc.cache import Cache, parts
+from datasvc.cache import Cache
+from datasvc.cache.sources.received_parts import ReceivedParts
 from datasvc.repository import ObjectInfo, Repository
 repository = Repository.open(sys.argv[2])
-real = parts.Parts.add
+real = ReceivedParts.add
 def add(self, number):
     real(self, number)
     if len(self.arrived) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-parts.Parts.add = add
+ReceivedParts.add = add
 Cache(sys.argv[1]).acquire(ObjectInfo(sys.argv[3], int(sys.argv[4])), repository)
 """
 

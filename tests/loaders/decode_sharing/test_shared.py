@@ -33,7 +33,7 @@ from datasvc.loaders.decode_sharing.server import DecodeServer as ServerInside
 from datasvc.loaders.decode_sharing.step_index import StepIndex as RunPath
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.shards import ingest, open_dataset
-from tests.loaders.shared.job import OPTIONS, describe, endless
+from tests.loaders.decode_sharing.job import OPTIONS, describe, endless
 
 ROOT = Path(__file__).parents[3]
 JOB = Path(__file__).with_name("job.py")
@@ -537,7 +537,9 @@ def test_transforms_of_a_module_beside_the_script_are_found_and_nothing_of_the_w
     (beside / "own_transforms.py").write_text("def invert(pixels, generator):\n    return 255 - pixels\n")
     script = beside / "train.py"
     script.write_text(
-        "from own_transforms import invert\nfrom tests.loaders.shared.job import main\nmain(transform=invert)\n"
+        "from own_transforms import invert\n"
+        "from tests.loaders.decode_sharing.job import main\n"
+        "main(transform=invert)\n"
     )
     (cwd / "json.py").write_text("open('was_run', 'w').close()\n")
     with Job(digits["val"], name, script, cwd) as job:

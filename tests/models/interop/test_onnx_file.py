@@ -34,7 +34,7 @@ def test_without_onnx_it_says_what_to_install(repository, tmp_path, monkeypatch)
 
 
 def test_models_and_inputs_are_named_as_text():
-    assert isinstance(make_model("tests.models.foreign.test_onnx_file:small_net"), nn.Sequential)
+    assert isinstance(make_model("tests.models.interop.test_onnx_file:small_net"), nn.Sequential)
     assert make_input("2x3:int64").dtype == torch.int64
     assert make_input("5").shape == (5,)
     for text in ("torch.nn", "no.such:thing", "torch.nn:no_such", "torch.nn:Linear", "os:getcwd"):

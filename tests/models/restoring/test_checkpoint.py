@@ -199,11 +199,11 @@ def test_conjugate_and_negative_views_are_stored_as_their_values(repository):
 
 @pytest.mark.parametrize(
     ("constant", "message"),
-    [("tree.STATE_FORMAT", "state format 1"), ("records.TENSOR_TABLE_FORMAT", "tensor format 2")],
+    [("state_tree.STATE_FORMAT", "state format 1"), ("tensor_table.TENSOR_TABLE_FORMAT", "tensor format 2")],
 )
 def test_a_checkpoint_of_a_later_format_is_refused(repository, monkeypatch, constant, message):
     save(repository, "m", {"w": torch.ones(2)}, step=0)
-    monkeypatch.setattr(f"datasvc.models.{constant}", 0)
+    monkeypatch.setattr(f"datasvc.models.tensors.{constant}", 0)
     with pytest.raises(ConfigError, match=f"{message}; this datasvc reads up to 0"):
         restore(repository, "m")
 

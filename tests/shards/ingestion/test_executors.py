@@ -287,7 +287,8 @@ def test_a_file_that_changes_after_the_listing_is_noticed(repository, folder, ch
 SLOW = """
 import os, sys, time
 from datasvc.repository import Repository
-from datasvc.shards import build_listed, engines, ingest
+from datasvc.shards import ingest
+from datasvc.shards.ingestion import build_listed, executors
 real = build_listed.read_header
 def read_header(*arguments, **options):
     if os.getppid() == driver:
@@ -296,7 +297,7 @@ def read_header(*arguments, **options):
     return real(*arguments, **options)
 driver = os.getpid()
 build_listed.read_header = read_header
-engines.choose_start_method = lambda **_: "fork"
+executors.choose_start_method = lambda **_: "fork"
 try:
     ingest(Repository.open(sys.argv[1]), sys.argv[2], "pets", shard_bytes=2500, workers=2)
 except Exception as error:
