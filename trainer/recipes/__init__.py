@@ -1,1 +1,1 @@
-"""The training program: a loop on our loaders, optimizer and checkpoints, and what it is made of."""
+"""The training program: a training loop over the loaders, `DistributedOptimizer` and checkpoints."""

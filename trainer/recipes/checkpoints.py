@@ -1,8 +1,8 @@
-"""Checkpoints of a run: they hold everything that the rest of it depends on.
+"""Saves and restores the complete state of a run.
 
-Weights, their average, optimizer, loss scale, loader position, step, the count of the early stop, and every rank's
-random states and batch statistics. So a run that was killed and resumed at the same world size ends with the same
-bits, wherever its checkpoints were made.
+A checkpoint holds weights, their average, optimizer, loss scale, loader position, step, the state of early stopping,
+and the random states and batch statistics of every rank. A run that was killed and resumed at the same world size
+therefore ends with the same bits as an uninterrupted one, wherever its checkpoints were made.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from datasvc.trainer.recipes.tasks.batch_statistics import averaged_batch_statis
 
 
 def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> CheckpointManager:
-    """Return what the run saves to, and comes back from by way of the node's cache. Every rank calls this."""
-    # Only a main thread can take signals; a program that runs the recipe in another one has its own way to end it.
+    """Return the manager that saves the run and restores it through the node's cache. Every rank calls this."""
+    # Only the main thread can handle signals. A program that trains in another thread ends the run itself.
     is_main = threading.current_thread() is threading.main_thread()
     return repo.model(
         config.name,
@@ -37,18 +37,19 @@ def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | N
         every=config.checkpoint_every,
         max_stall=config.max_stall,
         overlap=config.checkpoint_overlap,
-        # The next checkpoint tries again; the last one is what the run must have.
+        # A failed save is retried by the next one; only the last one must succeed.
         failures="log",
         grace=config.grace if is_main else None,
     )
 
 
 def commit(run: Run, *, due: bool = False) -> None:
-    """Save the run, with its metrics, while it goes on. Every rank calls this.
+    """Save the run and its metrics in the background. Every rank calls this.
 
     Args:
         run: of this rank.
-        due: the save may be refused while an earlier one goes on, if the run was told so; otherwise it waits.
+        due: a periodic save: with `checkpoint_overlap="refuse"` it is refused while an earlier one is running.
+            Otherwise this save waits for earlier ones.
     """
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
@@ -84,23 +85,23 @@ def commit(run: Run, *, due: bool = False) -> None:
 
 
 def report_commits(run: Run) -> None:
-    """Take note of the saves that were committed, or failed, since, and report them from rank 0."""
+    """Record the saves that have completed or failed since the last call, and report them from rank 0."""
     while run.saves and run.saves[0][0].done():
         handle, epoch = run.saves.popleft()
         facts = {"step": handle.step, "epoch": epoch}
         if handle.version is None:
-            report, said = "failed", {**facts, "error": str(handle.error)}
+            event, details = "failed", {**facts, "error": str(handle.error)}
         else:
             run.version = str(handle.version)
-            report, said = "checkpoint", {"version": run.version, **facts, "stall_s": handle.stall_s}
+            event, details = "checkpoint", {"version": run.version, **facts, "stall_s": handle.stall_s}
         if hvd.rank() == 0:
-            run.events.report(report, **said)
+            run.events.report(event, **details)
 
 
 def restore(run: Run, ref: str) -> Checkpoint:
-    """Return the checkpoint to go on from, and report what it took this rank. Every rank calls this.
+    """Read the checkpoint to continue, and report its time and bytes on this rank. Every rank calls this.
 
-    Rank 0 shows at a terminal how far it has come.
+    Rank 0 shows a progress bar on a terminal.
 
     Raises: see `CheckpointManager.restore`.
     """
@@ -109,20 +110,25 @@ def restore(run: Run, ref: str) -> Checkpoint:
             checkpoint = run.checkpoints.restore(ref, begin=begin, report=report)
     else:
         checkpoint = run.checkpoints.restore(ref)
-    took = checkpoint.report
-    assert took is not None
-    came = {f"{where}_bytes": num_bytes for where, num_bytes in took.came_bytes.items()}
-    facts = {"version": str(checkpoint.version), "seconds": took.seconds, "size_bytes": took.size_bytes, **came}
+    restored = checkpoint.report
+    assert restored is not None
+    by_source = {f"{where}_bytes": num_bytes for where, num_bytes in restored.came_bytes.items()}
+    facts = {
+        "version": str(checkpoint.version),
+        "seconds": restored.seconds,
+        "size_bytes": restored.size_bytes,
+        **by_source,
+    }
     run.events.report("restored", rank=hvd.rank(), **facts)
     return checkpoint
 
 
 def resume(run: Run, checkpoint: Checkpoint) -> None:
-    """Put every part of the run where the checkpoint left it.
+    """Load a checkpoint into every part of the run.
 
     Raises:
         ConfigError: the checkpoint is of another model or optimizer.
-        StateMismatchError: it was trained on other data, or in another order.
+        StateMismatchError: the checkpoint was trained on other data or in another order.
     """
     state = checkpoint.state
     for name, wanted in (("model", run.config.model), ("optimizer", run.config.optimizer)):
@@ -151,21 +157,22 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         run.stop.load_state_dict(state["early_stop"])
     run.step = int(state["step"])
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
-    # Checkpoints of earlier releases have the random states alone.
+    # Checkpoints of earlier releases have the random states only.
     ranks = state.get("rank_state") or [{"random": each} for each in state["random"]]
     if len(ranks) == hvd.size():
         own = ranks[hvd.rank()]
         random_state.reinstate(own["random"])
         run.model.load_state_dict(own.get("batch_statistics", {}), strict=False)
     else:
-        # With the step: the draws since the beginning are not to come once more.
+        # The step is part of the seed, so that draws of earlier steps are not repeated.
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's averages and counts; its settings, such as the weight decay, stay those of this run.
+    """Load the moments and counters of an optimizer; its settings, such as weight decay, stay those of this run.
 
-    Raises ValueError: the state is of other parameters, or groups of them.
+    Raises:
+        ValueError: the state has other parameters or parameter groups.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))

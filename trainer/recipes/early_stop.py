@@ -1,4 +1,4 @@
-"""When a run has learned all it will: its metric has not improved for a while."""
+"""Early stopping: ends a run when its metric has not improved for some evaluations."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from datasvc.models.registry.metric_mode import choose_metric_mode
 
 
 class EarlyStop:
-    """Counts evaluations without a new best. A pure function of the metrics, which are the same on all ranks.
+    """Counts evaluations without a new best value. A function of the metrics only, so it is equal on all ranks.
 
     Args:
-        metric: name of one.
-        patience: evaluations in a row without a new best that end the run; None: it never ends early.
-        mode: "max" or "min", which is better; None: as the metric's name says.
+        metric: name of the metric.
+        patience: consecutive evaluations without a new best that end the run; None: never.
+        mode: "max" or "min", whichever is better; None: chosen by the name of the metric.
 
     Raises:
-        ConfigError: the name does not say.
+        ConfigError: the name of the metric does not tell which is better.
     """
 
     def __init__(self, metric: str, patience: int | None, mode: str | None = None) -> None:
         self._metric = metric
         self._patience = patience
-        # Without patience nothing is compared, so that any name will do.
+        # Without patience nothing is compared, so any name is accepted.
         lower = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
         self._sign = -1 if lower else 1
         self._best: float | None = None
@@ -33,13 +33,14 @@ class EarlyStop:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the run is to end now."""
+        """Whether the run should end now."""
         return self._patience is not None and self._num_without >= self._patience
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Take note of an evaluation. Raises ConfigError where the metric is not among its results.
+        """Count an evaluation. NaN is never a new best.
 
-        NaN is never a new best, and never the best to beat.
+        Raises:
+            ConfigError: the evaluation has no such metric.
         """
         if self._patience is None:
             return
@@ -54,10 +55,10 @@ class EarlyStop:
             self._num_without += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count and the best, as JSON values."""
+        """Return the count and the best value, as JSON values."""
         return {"best": self._best, "num_without": self._num_without}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state of `state_dict`."""
         self._best = None if state["best"] is None else float(state["best"])
         self._num_without = int(state["num_without"])

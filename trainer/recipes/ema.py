@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which often predicts better than the last ones."""
+"""Exponential moving average of the weights; it often predicts better than the last weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from datasvc.errors import ConfigError
 
 
 class WeightAverage:
-    """Follows a model's weights: `average = decay * average + (1 - decay) * weights` after each step.
+    """Averages a model's weights: `average = decay * average + (1 - decay) * weights` after each step.
 
-    The first steps count more, `decay = min(decay, (1 + n) / (10 + n))`, so that a short run is not an average of its
-    initial weights. Buffers, such as the statistics of batch normalisation, are not averaged: the model's hold.
+    The decay is smaller at first, `min(decay, (1 + n) / (10 + n))`, so that the initial weights do not dominate the
+    average of a short run. Buffers, such as the statistics of batch normalisation, are not averaged.
 
     Args:
-        model: whose parameters are followed; the average begins with them.
-        decay: share of the last average that is kept, 0 <= decay < 1.
+        model: its parameters are averaged; the average starts as a copy of them.
+        decay: weight of the previous average, 0 <= decay < 1.
 
     Raises:
-        ConfigError: out of range.
+        ConfigError: `decay` is out of range.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -36,21 +36,21 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew with the weights as they are now."""
+        """Set the average to the present weights."""
         self._num_updates = 0
         for name, weight in self._weights.items():
             self._averages[name].copy_(weight)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now; after each step."""
+        """Add the present weights to the average; call it after each step."""
         self._num_updates += 1
         decay = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
         torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights; do not train there."""
+        """Exchange the weights for their average inside the context; do not train there."""
         self._swap()
         try:
             yield
@@ -60,16 +60,20 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, weight in self._weights.items():
-            held = weight.detach().clone()
+            trained = weight.detach().clone()
             weight.copy_(self._averages[name])
-            self._averages[name].copy_(held)
+            self._averages[name].copy_(trained)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and how often they were updated, as a state tree."""
+        """Return the averages and the number of updates, as a state tree."""
         return {"num_updates": self._num_updates, "averages": dict(self._averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state. Raises ConfigError where it is another model's."""
+        """Continue from a state of `state_dict`.
+
+        Raises:
+            ConfigError: the state has other names or shapes than this model.
+        """
         found = {name: tuple(average.shape) for name, average in state["averages"].items()}
         if found != {name: tuple(average.shape) for name, average in self._averages.items()}:
             raise ConfigError("the averaged weights of this checkpoint are those of another model")

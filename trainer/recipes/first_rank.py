@@ -1,4 +1,4 @@
-"""Questions that one rank asks for all, such as what the repository has at this moment."""
+"""Calls a function on rank 0 and returns its result on all ranks, such as a look at the repository."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ T = TypeVar("T")
 
 
 def ask_first_rank(question: Callable[[], T], *, name: str) -> T:
-    """Return on every rank what `question` gives on rank 0, or raise on every rank what it raises there.
+    """Call `question` on rank 0 and return its result on every rank, or raise its error on every rank.
 
-    Every rank calls this, in the same order: none is left waiting for one that has failed.
+    A collective: every rank calls this in the same order. No rank hangs when rank 0 fails.
 
     Args:
-        question: called on rank 0 alone; its answer is pickled.
-        name: of the exchange.
+        question: called on rank 0 only; its result is pickled.
+        name: of the broadcast.
 
     Raises:
-        DatasvcError: the question's own, or one that says what else it raised.
+        DatasvcError: raised by `question`, or one that describes another exception of it.
     """
     error: Exception | None = None
     answer: T | None = None
     if hvd.rank() == 0:
         try:
             answer = question()
-        except Exception as failure:  # noqa: BLE001 - told to all ranks, and raised on all
+        except Exception as failure:  # noqa: BLE001 - raised on all ranks below
             error = failure
-    told, found = hvd.broadcast_object((describe_error(error), answer), name=name)
-    raise_on_all_ranks([told], error)
-    return cast("T", found)
+    description, result = hvd.broadcast_object((describe_error(error), answer), name=name)
+    raise_on_all_ranks([description], error)
+    return cast("T", result)

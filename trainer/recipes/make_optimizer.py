@@ -1,4 +1,4 @@
-"""The optimizer that a run names, made from its settings."""
+"""Builds the optimizer of a run from its settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPRESSORS: Final = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp1
 
 
 def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_passes: int) -> Any:
-    """Return the run's optimizer, which adds up gradients over the ranks and `num_passes` backward passes.
+    """Return the run's optimizer, which sums gradients over the ranks and over `num_passes` backward passes.
 
     Every rank calls this in the same order.
     """
@@ -28,16 +28,16 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
         named_parameters=model.named_parameters(),
         compression=_COMPRESSORS[config.compression],
         backward_passes_per_step=num_passes,
-        # The loss of each rank is divided by the targets of all: their gradients add up to that of the whole batch.
+        # Each rank divides its loss by the targets of all ranks, so the gradients sum up to that of the global batch.
         op=hvd.Sum,
     )
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a plain optimizer over the model's parameters, in groups, see `group_parameters`.
+    """Return a plain optimizer over the model's parameters, grouped as by `group_parameters`.
 
-    Every one of them, torch's SGD too, multiplies by the rate outside of its momentum. So when the rate changes there
-    is nothing to correct: Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.
+    All of these optimizers apply the rate outside of the momentum, so a change of the rate needs no momentum
+    correction. (Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.)
     """
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
     rate, momentum = config.learning_rate, config.momentum
@@ -56,7 +56,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float) -> None:
-    """Set what the schedule says of a step in every group. `progress`: epochs served before it."""
+    """Set the learning rate of a step in every group. `progress`: epochs served before the step."""
     for group in optimizer.param_groups:
         group["lr"] = rate
         if "sgd_share" in group:

@@ -1,4 +1,4 @@
-"""The random states of one rank, for the draws that are no function of the position, such as dropout."""
+"""Random states of one rank, for draws that do not follow from the position of a sample, such as dropout."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, so that nothing of a run depends on when it started."""
+    """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002 - the global one is what users draw from
     torch.manual_seed(seed)
 
 
 def seed_of_rank(seed: int, rank: int, *, step: int = 0) -> int:
-    """Return the seed of what a rank draws from a step on: no two ranks drop the same units of their samples.
+    """Return the seed of a rank's draws from a step on. It differs between ranks: dropout must not be equal on all.
 
     Args:
         seed: of the run.
         rank: of the process.
-        step: at which the draws begin.
+        step: first step of the draws.
     """
     words = np.random.SeedSequence((seed % (1 << 64), rank, step)).generate_state(1, np.uint64)
     return int(words[0])
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's generators as a state tree."""
+    """Return the states of the generators of Python, NumPy and torch as a state tree."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 - the global one is what users draw from
@@ -42,7 +42,7 @@ def capture() -> dict[str, Any]:
 
 
 def reinstate(state: Mapping[str, Any]) -> None:
-    """Set the generators to what `capture` gave."""
+    """Set the generators to a state that `capture` returned."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.asarray(keys), *rest))  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Where the state of an elastic job comes from when ranks have met anew: a living rank, or the repository."""
+"""Chooses the state that an elastic job continues after a restart: from a surviving rank or the repository."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from datasvc.trainer.recipes.first_rank import ask_first_rank
 
 @dataclass(frozen=True)
 class Newest:
-    """Where the state came from.
+    """The source of a state.
 
     Attributes:
-        source: "memory" of a rank that was there before, or "repository".
+        source: "memory" of a surviving rank, or "repository".
         step: of the state.
-        seconds: that it took to bring it to this rank.
+        seconds: until this rank had it.
     """
 
     source: Literal["memory", "repository"]
@@ -27,15 +27,15 @@ class Newest:
 
 
 def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint], None]) -> Newest:
-    """Go on from the newest state there is; every rank calls this first in the function that `elastic.run` repeats.
+    """Continue from the newest state. Every rank calls this first in the function that `elastic.run` repeats.
 
-    Ranks that have met anew have the state of a rank that lived on, which `elastic.run` sends to all of them. Only
-    where no rank did, as in a job that begins, or where the repository has a later step, is a checkpoint read.
+    `elastic.run` sends the state of a surviving rank to all ranks. A checkpoint is read only if no rank survived, as
+    at the start of a job, or if the repository has a later step.
 
     Args:
         state: an elastic state with a `step`, synchronized.
-        model: where the job saves, opened since the ranks have met.
-        load: puts a checkpoint into `state`, its step included.
+        model: manager of the job's checkpoints, opened after the last rendezvous.
+        load: loads a checkpoint into `state`, including its step.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.

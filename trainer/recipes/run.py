@@ -1,4 +1,4 @@
-"""One rank's run: everything that the loop moves, and that a checkpoint binds."""
+"""The state of one rank's run: what the training loop changes and a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class Run:
     Attributes:
         config: effective settings.
         repo: where data is read and checkpoints go.
-        dataset: the version that is trained on.
-        task: what is learned.
-        batches: sizes of a step.
-        loader: of the training split; says how far the run is.
-        val_loader: of the validation split; None: there is none, and nothing is evaluated.
+        dataset: version to train on.
+        task: classification or language modelling.
+        batches: batch sizes of a step.
+        loader: of the training split; its position is that of the run.
+        val_loader: of the validation split; None if there is none: nothing is evaluated.
         model: on its device.
         optimizer: distributed.
-        schedule: of the rate.
-        loss_scale: of fp16; does nothing otherwise.
-        average: of the weights; None: not asked for.
-        stop: when to end early.
+        schedule: of the learning rate.
+        loss_scale: for fp16; a no-op otherwise.
+        average: of the weights; None unless configured.
+        stop: early stopping.
         device: of the model.
-        events: where this rank reports to.
-        logs: of rank 0, experiment trackers.
+        events: sink of this rank's events.
+        logs: experiment trackers, on rank 0.
         nodes: servers that this rank started for its node.
-        checkpoints: where the run is saved.
-        reading: what the run consumed since it began, or since the version that it continues.
+        checkpoints: manager that saves the run.
+        reading: tracker of the samples consumed since the start, or since the version that the run continues.
         step: optimizer steps so far.
-        version: newest checkpoint, of this run or the one it continues; None: there is none yet.
-        saves: that were not reported yet, each with the epoch that it was made in.
+        version: newest checkpoint of this run or of the one it continues; None before the first.
+        saves: saves not reported yet, each with the epoch of its state.
         metrics: of the newest evaluation.
     """
 
@@ -80,9 +80,9 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether no step is left: all epochs are served, `max_steps` are done, or nothing improves any more.
+        """Whether the run is complete: all epochs are served, `max_steps` is reached, or early stopping applies.
 
-        The same on all ranks, which have the same position, step and metrics.
+        Equal on all ranks, since position, step and metrics are.
         """
         epochs_left = self.config.epochs - self.loader.epoch
         is_served = epochs_left < 1 or (epochs_left == 1 and not self.loader.steps_left)
@@ -90,5 +90,5 @@ class Run:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the run ends before its epochs do."""
+        """Whether the run ends before its last epoch is served."""
         return self.stop.is_reached or (self.config.max_steps is not None and self.step >= self.config.max_steps)

@@ -1,4 +1,4 @@
-"""How a run begins: its parts made from the settings, anew or where a checkpoint left them."""
+"""Builds a run from its settings: new, or restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
 
 
 def start(config: TrainConfig, events: EventSink) -> Run:
-    """Set up this rank's run: anew, or where the checkpoint that it continues left it. Every rank calls this.
+    """Build this rank's run, new or restored from the checkpoint that it continues. Every rank calls this.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
@@ -56,7 +56,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
     place = choose_place(config)
     cache, nodes = open_cache(config)
     loader = task.open_loader(train_split, training=True, batch_size=batches.batch_size, cache=cache, place=place)
-    # Made before the first step, so that what is wrong with it is said now; without `val` nothing is evaluated.
+    # Opened before the first step, so that its errors appear now. Without a `val` split nothing is evaluated.
     val_loader = None
     if "val" in dataset:
         val_loader = task.open_loader(
@@ -66,7 +66,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         torch.cuda.set_device(place.device)
     assert config.model is not None
     model = task.build_model(config.model, config.parse_model_options()).to(place.device)
-    # Before anything is made of the weights, such as their average.
+    # Before anything copies the weights, such as their average.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
     optimizer = build_distributed_optimizer(config, model, num_passes=batches.num_passes)
@@ -90,7 +90,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         version=version,
     )
     with contextlib.ExitStack() as stack:
-        # It takes over signals: they are given back if the rest fails.
+        # The manager installs signal handlers; the stack restores the old ones if the rest fails.
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
         if run.version is not None:
             resume(run, restore(run, run.version))
@@ -104,7 +104,10 @@ def start(config: TrainConfig, events: EventSink) -> Run:
 
 
 def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str | None]:
-    """Decide, on one rank for all, which immutable versions this run reads: data and, to continue, checkpoint."""
+    """Return the data version to train on and the checkpoint to continue (None for a new run).
+
+    Called on one rank: a name such as `digits@latest` must mean the same version on all ranks.
+    """
     data = str(repo.dataset(config.data).resolved)
     checkpoint = None
     if config.resume not in ("auto", "never"):
@@ -115,7 +118,11 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str |
 
 
 def choose_task(config: TrainConfig, split: Split) -> Task:
-    """Return what is learned from a split: its classes, or its tokens. Raises ConfigError: it has neither."""
+    """Return the task for a split: classification of its images, or language modelling of its tokens.
+
+    Raises:
+        ConfigError: the split has neither images nor tokens.
+    """
     columns = split.table.sample_schema.names
     if IMAGE in columns:
         return Classification(config, split)
@@ -125,7 +132,7 @@ def choose_task(config: TrainConfig, split: Split) -> Task:
 
 
 def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
-    """Return the rate of every step, its peak scaled to the global batch."""
+    """Return the learning-rate schedule, its peak scaled to the global batch."""
     return RateSchedule(
         peak=scale_rate(
             config.learning_rate,
@@ -143,7 +150,7 @@ def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
 
 
 def choose_place(config: TrainConfig) -> DataPlacement:
-    """Return this process's part: each rank has a GPU of its own on its node, and its share of the processors."""
+    """Return this process's data rank, device and decoding threads; ranks of a node divide its processors."""
     return DataPlacement(
         rank=hvd.rank(),
         world_size=hvd.size(),
@@ -153,7 +160,7 @@ def choose_place(config: TrainConfig) -> DataPlacement:
 
 
 def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
-    """Return this node's cache, with the peers that the run wants, and the servers that were started for it."""
+    """Return this node's cache with the configured peers, and the servers started for it; None where not set."""
     if config.cache is None:
         return None, None
     if config.peers == "ranks":
@@ -164,7 +171,11 @@ def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
 
 
 def compile_model(model: torch.nn.Module, backend: str) -> None:
-    """Compile the model's forward pass in place: the names of its parameters stay. Raises ConfigError: no backend."""
+    """Compile the model's forward pass in place; parameter names stay.
+
+    Raises:
+        ConfigError: torch has no such backend.
+    """
     try:
         model.compile(backend=backend)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The training loop, from top to bottom. Every rank runs it, and all save together; rank 0 reports."""
+"""The training loop. Every rank runs it, all ranks save together, rank 0 reports."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from datasvc.trainer.recipes.update import update
 
 
 def train(config: TrainConfig) -> str:
-    """Run a training to its end; returns the last committed version, "digits-cnn@9".
+    """Train until the run is complete or stopped; return the last committed version, such as "digits-cnn@9".
 
-    Reports events, see `events`: `start` and `restored` of every rank, then from rank 0 `step`, `evaluation`,
-    `checkpoint`, `refused` and `failed` (a checkpoint; the run goes on), `profile`, and `end`, or `stopped` where a
-    signal ends the run before.
+    The events are described in `events`: `start` and `restored` from every rank; from rank 0 `step`, `evaluation`,
+    `checkpoint`, `refused` and `failed` (for a checkpoint; the run continues), `profile`, and finally `end`, or
+    `stopped` if a signal ended the run.
 
     Raises:
-        SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed, with 128 and the signal's number.
+        SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
-        HorovodInternalError: a rank died or fell out of step.
+        HorovodInternalError: a rank died or submitted other operations than the rest.
     """
     hvd.init()
     events = choose_events(sys.stdout)
@@ -42,17 +42,18 @@ def train(config: TrainConfig) -> str:
     with run.checkpoints:
         go_through_epochs(run)
         if run.checkpoints.stop_signal is not None:
-            # The first rank that is gone has the launcher end the others: it is what they are doing.
+            # The launcher signals the other ranks as soon as the first one exits. They are exiting already.
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
     return end(run)
 
 
 def go_through_epochs(run: Run) -> None:
-    """Take the steps that are left, until there are none or a signal says to stop; the last state is being saved."""
+    """Train until no step is left or a stop signal arrived. On return, a save of the last state is queued."""
     clock = StepClock()
     while not run.is_over:
-        progress = run.loader.progress  # before the batch: the loader's has it as soon as it is handed over
+        # Read before the batch is taken: the loader counts a batch as soon as it returns it.
+        progress = run.loader.progress
         for batch in run.loader:
             clock.got_batch()
             rate = run.schedule.rate_at(progress, after=run.loader.progress)
@@ -60,11 +61,11 @@ def go_through_epochs(run: Run) -> None:
             progress = run.loader.progress
             loss = update(run, batch)
             run.step += 1
-            # Reading the loss waits for the device: on all ranks, so that none runs ahead of what is measured.
-            seen_loss = float(loss) if run.step % run.config.report_every == 0 else None
+            # Reading the loss waits for the device. All ranks do it, so that no rank runs ahead of the measured ones.
+            shown_loss = float(loss) if run.step % run.config.report_every == 0 else None
             clock.ended_step()
-            if seen_loss is not None:
-                report_step(run, clock, epoch=batch.epoch, loss=seen_loss, rate=rate)
+            if shown_loss is not None:
+                report_step(run, clock, epoch=batch.epoch, loss=shown_loss, rate=rate)
             report_commits(run)
             if run.checkpoints.should_save(run.step) and not run.is_over:
                 run.metrics = {}
@@ -84,15 +85,15 @@ def go_through_epochs(run: Run) -> None:
 
 
 def is_due(epoch: int, every: int | None) -> bool:
-    """Return whether something that is done every so many epochs is to be done after `epoch` of them."""
+    """Return whether an action with a period of `every` epochs is due after `epoch` epochs."""
     return every is not None and epoch > 0 and epoch % every == 0
 
 
 def evaluate_run(run: Run) -> dict[str, float]:
-    """Return the metrics of the weights and, under `ema_`, of their average; none without a validation split."""
+    """Return the metrics of the weights and, with prefix `ema_`, of their average; {} without a validation split."""
     if run.val_loader is None:
         return {}
-    # Released before the evaluation: both loaders' shards need not fit the cache together.
+    # Closed before the evaluation, so that the cache need not hold the shards of both loaders at once.
     run.loader.close()
     average_batch_statistics(run.model)
     metrics = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision)
@@ -109,7 +110,7 @@ def evaluate_run(run: Run) -> dict[str, float]:
 
 
 def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: float) -> None:
-    """Say how it goes, from rank 0: loss of its part, rate, and the mean times of the steps since the last report."""
+    """Report from rank 0: its loss, the rate, and the mean times of the steps since the last report."""
     step_s, wait_s = clock.take()
     if hvd.rank() != 0:
         return
@@ -132,20 +133,24 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
 
 
 def profile(run: Run, path: str) -> None:
-    """Say where the time of the epoch that just ended went."""
+    """Report where the time of the epoch that just ended was spent."""
     times = profile_epoch(run.loader, path, rank=hvd.rank(), num_ranks=hvd.size())
     if hvd.rank() == 0:
         run.events.report("profile", epoch=run.loader.epoch - 1, **times)
 
 
 def end(run: Run) -> str:
-    """Let go of everything; returns the last version. Raises SystemExit: a signal ended the run early."""
+    """Close the run's resources and return the last version.
+
+    Raises:
+        SystemExit: a signal ended the run early.
+    """
     report_commits(run)
     run.loader.close()
     if run.val_loader is not None:
         run.val_loader.close()
     if run.nodes is not None:
-        hvd.barrier()  # nobody's peer goes before everybody has what it needs
+        hvd.barrier()  # a node must not stop serving while another still fetches from it
         run.nodes.close()
     assert run.version is not None
     if hvd.rank() == 0:

@@ -1,4 +1,4 @@
-"""One optimizer step with the batches of all ranks: what training does, and what its profile takes the time of."""
+"""One optimizer step with the batches of all ranks. Training calls it, and the profile measures it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.task import Task
 
 Mark = Callable[[str], None]
-"""Called when a part of a step has been told to the device, with its name."""
+"""Called with the name of a part of a step once its work is submitted to the device."""
 
 
 class Learner(Protocol):
-    """What a step needs and moves; attributes as those of `Run`, which is one."""
+    """What `update` reads and changes; the attributes are those of `Run`."""
 
     config: TrainConfig
     task: Task
@@ -33,12 +33,14 @@ class Learner(Protocol):
 
 
 def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:
-    """Take one optimizer step with the batches of all ranks; returns the mean loss of this rank's part, detached.
+    """Take one optimizer step with the batches of all ranks; return the mean loss of this rank's batch, detached.
+
+    Every rank calls this.
 
     Args:
-        run: of this rank; every rank calls this.
-        batch: of its loader.
-        mark: told the end of each part: "transfer", "targets", "forward", "backward", "all-reduce", "update".
+        run: of this rank.
+        batch: from its loader.
+        mark: called at the end of each part: "transfer", "targets", "forward", "backward", "all-reduce", "update".
     """
     run.optimizer.zero_grad()
     mark("update")
@@ -48,27 +50,27 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     num_in_all = num_targets * hvd.size()
     if run.task.targets_vary:
         num_in_all = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
-        num_in_all = max(num_in_all, 1)  # blocks of padding alone have no target, and no gradient
+        num_in_all = max(num_in_all, 1)  # blocks of padding only have no target and no gradient
         mark("targets")
     total = torch.zeros((), device=run.device)
     for part in examples.split(run.batches.micro_batch):
         with autocast(run.config.precision, run.device):
             loss = run.task.sum_loss(run.model, part)
         mark("forward")
-        # Divided by the whole batch, not by this rank's or this pass's part of it (Goyal et al. 2017, remark 3).
+        # Divided by the size of the global batch, not of this rank's or pass's part (Goyal et al. 2017, remark 3).
         run.loss_scale.scale(loss / num_in_all).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         mark("backward")
     run.optimizer.synchronize()
     mark("all-reduce")
-    run.loss_scale.unscale_(run.optimizer)  # after the sum over the ranks: all see the same infinities
+    run.loss_scale.unscale_(run.optimizer)  # after the all-reduce, so that all ranks see the same infinities
     if run.config.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
     with run.optimizer.skip_synchronize():
         run.loss_scale.step(run.optimizer)
     scale = run.loss_scale.get_scale()
     run.loss_scale.update()
-    # It falls where a gradient overflowed and the step was skipped: then there are no new weights to take in.
+    # The scale falls when a gradient overflowed and the step was skipped: then there are no new weights to average.
     if run.average is not None and run.loss_scale.get_scale() >= scale:
         run.average.update()
     mark("update")

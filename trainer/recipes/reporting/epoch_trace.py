@@ -1,4 +1,4 @@
-"""Where the time of each epoch went: said on standard error, as an event, and as a trace for Perfetto."""
+"""Reports where the time of an epoch was spent: on standard error, as an event, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasvc.loaders.core.loader import Loader
 
 
 def profile_epoch(loader: Loader[Any], path: str, *, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Write this rank's trace; rank 0 also prints the report. The next epoch's begins here.
+    """Write this rank's trace and start the report of the next epoch; rank 0 also prints the report.
 
     Args:
         loader: at the end of an epoch.
@@ -33,6 +33,6 @@ def profile_epoch(loader: Loader[Any], path: str, *, rank: int, num_ranks: int) 
 
 
 def trace_path(path: str, *, rank: int, num_ranks: int) -> Path:
-    """Return where a rank's trace goes: each of several has its number before the suffix, `trace.1.json`."""
-    whole = Path(path)
-    return whole if num_ranks == 1 else whole.with_name(f"{whole.stem}.{rank}{whole.suffix}")
+    """Return the path of a rank's trace; with several ranks it has the rank before the suffix: `trace.1.json`."""
+    trace = Path(path)
+    return trace if num_ranks == 1 else trace.with_name(f"{trace.stem}.{rank}{trace.suffix}")

@@ -1,4 +1,4 @@
-"""What a run says of itself: a live line for people at a terminal, JSON for programs."""
+"""Events of a run: a live line on a terminal, JSON lines otherwise."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _CLEAR: Final = "\r\x1b[K"
 
 
 class EventSink(Protocol):
-    """Where events go."""
+    """A destination of events."""
 
     def report(self, event: str, **facts: Any) -> None:
-        """Say that something happened; `facts` are JSON values."""
+        """Report an event; `facts` are JSON values."""
 
 
 class JsonEvents:
-    """One JSON object a line; whole lines, so that ranks sharing a pipe do not mix theirs."""
+    """Writes one JSON object per line, each with one write, so that lines of ranks on one pipe do not mix."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -30,26 +30,26 @@ class JsonEvents:
 
 
 class TerminalEvents:
-    """A line that each step renews; what else happens scrolls by above it."""
+    """Shows the newest step in one line that is rewritten; other events are printed above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._line = ProgressLine()
 
     def report(self, event: str, **facts: Any) -> None:
-        """Renew the line, or write one above it."""
+        """Rewrite the line of the step, or print another event above it."""
         if event == "step":
             self._stream.write(f"{_CLEAR}{self._line.update(facts)}")
         else:
-            self._stream.write(f"{_CLEAR}{_say(event, facts)}\n")
+            self._stream.write(f"{_CLEAR}{_describe(event, facts)}\n")
         self._stream.flush()
 
 
 def choose_events(stream: TextIO) -> EventSink:
-    """Return what suits the stream: a live line on a terminal, JSON lines elsewhere."""
+    """Return the sink for a stream: a live line on a terminal, JSON lines elsewhere."""
     return TerminalEvents(stream) if stream.isatty() else JsonEvents(stream)
 
 
-def _say(event: str, facts: dict[str, Any]) -> str:
-    said = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items())
-    return f"{event}: {', '.join(said)}"
+def _describe(event: str, facts: dict[str, Any]) -> str:
+    values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in facts.items()}
+    return f"{event}: {', '.join(f'{name} {value}' for name, value in values.items())}"

@@ -1,7 +1,7 @@
-"""Experiment trackers beside the events: TensorBoard, Weights & Biases, MLflow.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow.
 
-Each is a package of its own, imported when a run names it. Rank 0 alone logs. A tracker gets the effective
-configuration once, and numbers by name and step after that.
+A tracker's package is imported only if a run names it. Only rank 0 logs. A tracker gets the effective configuration
+once, then numbers by name and step.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from datasvc.extras import how_to_install
 
 
 class MetricLog(Protocol):
-    """Where numbers go."""
+    """A destination of metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values that the run has after `step`."""
+        """Log the values of the run after `step`."""
 
     def close(self) -> None:
-        """Write what is still held back."""
+        """Flush and close."""
 
 
 class TensorBoardLog:
-    """Event files in a folder, for `tensorboard --logdir FOLDER`.
+    """Writes event files to a folder, for `tensorboard --logdir FOLDER`.
 
     Args:
-        folder: made when missing.
-        name: of the model, a folder below it.
+        folder: created if missing.
+        name: of the model; the files go to this sub-folder.
         config: of the run.
-        step: at which the run begins: what an earlier part wrote from there on is superseded.
+        step: first step of this run; points that an earlier run wrote from there on are discarded.
     """
 
     def __init__(self, folder: str, name: str, config: Mapping[str, Any], step: int) -> None:
@@ -99,7 +99,11 @@ _KINDS: Final[Mapping[str, Callable[[str, str, Mapping[str, Any], int], MetricLo
 
 
 def check_log(target: str) -> tuple[str, str]:
-    """Return kind and place of "tensorboard:FOLDER" and its like. Raises ConfigError where it is none."""
+    """Split a target such as "tensorboard:FOLDER" into the tracker's kind and its place.
+
+    Raises:
+        ConfigError: the target has another form.
+    """
     kind, _, place = target.partition(":")
     if kind not in _KINDS or not place:
         raise ConfigError(f"log_to is {target!r}; expected {', '.join(f'{known}:PLACE' for known in _KINDS)}")
@@ -107,7 +111,11 @@ def check_log(target: str) -> tuple[str, str]:
 
 
 def open_logs(targets: Sequence[str], *, name: str, config: Mapping[str, Any], step: int) -> list[MetricLog]:
-    """Return the logs of a run. Raises ConfigError: a package is not installed, or refuses; says what to do."""
+    """Return the opened trackers of a run.
+
+    Raises:
+        ConfigError: a tracker's package is not installed, or the tracker cannot start a run.
+    """
     checked = [check_log(target) for target in targets]
     return [_KINDS[kind](place, name, config, step) for kind, place in checked]
 

@@ -1,4 +1,4 @@
-"""The line that a run shows at a terminal."""
+"""The progress line of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _KEPT: Final = 0.9  # share of the last mean that a new step leaves
 
 
 class ProgressLine:
-    """Smooths what the steps say, and estimates the time left.
+    """Smooths rate and data stall over the steps, and estimates the time left.
 
     Args:
-        now: seconds from any origin.
+        now: monotonic clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._began: tuple[float, float] | None = None  # when, and at which progress
+        self._began: tuple[float, float] | None = None  # time and progress of the first step
         self._step_s = self._wait_s = 0.0
 
     def update(self, facts: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""How long steps take, and how long of that they wait for data."""
+"""Measures the duration of steps, and how much of it is waiting for data."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class StepClock:
-    """Sums over the steps between two reports; what happens between steps, such as a commit, is no part of them.
+    """Sums durations over the steps between two reports. Work between steps, such as a commit, does not count.
 
     Args:
-        now: seconds from any origin.
+        now: monotonic clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -20,15 +20,15 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """The next step begins now."""
+        """Mark the start of the next step."""
         self._began = self._got = self._now()
 
     def got_batch(self) -> None:
-        """The data of this step is there."""
+        """Mark that the batch of this step has arrived."""
         self._got = self._now()
 
     def ended_step(self) -> None:
-        """This step is done, and the next begins."""
+        """Mark the end of this step and the start of the next."""
         ended = self._now()
         self._took_s += ended - self._began
         self._waited_s += self._got - self._began
@@ -36,7 +36,7 @@ class StepClock:
         self._began = ended
 
     def take(self) -> tuple[float, float]:
-        """Return the mean seconds of a step, and those that it waited for data, since the last call."""
+        """Return the mean duration of a step since the last call, and its mean wait for data, in seconds."""
         num_steps = max(self._num_steps, 1)
         means = self._took_s / num_steps, self._waited_s / num_steps
         self._took_s = self._waited_s = 0.0

@@ -1,4 +1,4 @@
-"""What a training run is told, checked once; it goes into every checkpoint of the run."""
+"""The settings of a training run, checked once. Every checkpoint of the run stores them."""
 
 from __future__ import annotations
 
@@ -68,76 +68,77 @@ class TrainConfig:
     """Settings of a run.
 
     Attributes:
-        data: data-set reference; resolved once, when the run starts.
+        data: data-set reference, such as "digits@1"; resolved once, at the start of the run.
         repo: repository URL.
-        name: model under which checkpoints are committed.
+        name: model name of the checkpoints.
         model: one of `models.MODELS`, or "module:function"; None: "small-cnn" for images, "gpt" for tokens.
         model_option: options of the model, each "name=value" with a JSON value: "dropout=0.1".
-        vocabulary: token data: size of the vocabulary; no token is as large.
-        documents: token data: tokens attend only to their own document, and none predicts the next document's first.
+        vocabulary: token data: size of the vocabulary; all tokens are smaller.
+        documents: token data: attention and targets stay within each document.
         cache: folder of the node's cache; None reads the repository directly.
-        cache_budget: such as "50GB"; None keeps what the node has.
-        peers: nodes to ask before the repository, as `datasvc stage --peers` takes them; "ranks": those of this job,
-            each with a server that the job starts; None: nobody.
-        epochs: passes over the training split; the schedule ends with them.
-        max_steps: optimizer steps after which the run ends, if that is earlier; the schedule is the same.
+        cache_budget: such as "50GB"; None keeps the budget of the node's cache.
+        peers: nodes to read from before the repository, written as for `datasvc stage --peers`; "ranks": the nodes of
+            this job, each with a server that the job starts; None: no peers.
+        epochs: passes over the training split; the schedule ends with the last one.
+        max_steps: optimizer steps after which the run ends, if that is earlier; the schedule does not change.
         batch_size: samples of one rank per step.
-        global_batch: samples of all ranks per step, instead of `batch_size`: the run is then the same at any number
-            of ranks that divides it.
-        micro_batch: samples of one backward pass: the gradients of a step are accumulated over them.
-            None: all at once.
+        global_batch: samples of all ranks per step, instead of `batch_size`; the training is then the same at any
+            number of ranks that divides it.
+        micro_batch: samples of one backward pass; gradients are accumulated over the passes of a step.
+            None: one pass.
         optimizer: "sgd", "lars", "lamb", "adamw" or "rmsprop-sgd".
         learning_rate: peak rate: for the global batch, or, with `rate_scaling`, for the reference batch.
-        rate_scaling: "linear" or "sqrt" in the global batch; "none" takes the rate as it is.
-        reference_batch: samples of a step that `learning_rate` is for, if it is scaled.
+        rate_scaling: "linear" or "sqrt" in the global batch; "none": not scaled.
+        reference_batch: global batch that `learning_rate` is given for, if it is scaled.
         momentum: of SGD, LARS and RMSprop-SGD.
-        nesterov: SGD and LARS: look ahead.
-        betas: Adam and LAMB: shares of the averages that are kept.
-        weight_decay: factor; apart from the gradient in LAMB and AdamW, L2 otherwise.
-        decayed: "weights" spares biases and normalisations, from LARS' and LAMB's local rates too; "all" spares none.
+        nesterov: SGD and LARS: Nesterov momentum.
+        betas: AdamW and LAMB: decay rates of the two moments.
+        weight_decay: factor; decoupled from the gradient in LAMB and AdamW, L2 otherwise.
+        decayed: "weights" exempts biases and normalisations from weight decay, and from the layer-wise rates of
+            LARS and LAMB; "all" exempts none.
         trust_coefficient: of LARS.
-        rmsprop_rate: of RMSprop-SGD, while it is RMSprop.
-        schedule: how the rate falls after the warm-up: "cosine", "step", "polynomial" or "constant".
-        milestones: of "step": each "epoch:factor"; from that epoch on the rate is that share of the peak.
+        rmsprop_rate: rate of the RMSprop phase of RMSprop-SGD.
+        schedule: decay of the rate after the warm-up: "cosine", "step", "polynomial" or "constant".
+        milestones: of "step": each "epoch:factor"; from that epoch on the rate is peak * factor.
         power: of "polynomial".
         warmup_epochs: epochs of linear warm-up, fractions allowed.
-        warmup_start: rate from which the warm-up rises; it is not scaled.
+        warmup_start: rate at the start of the warm-up; it is not scaled.
         label_smoothing: share of each target that is spread over all classes.
-        clip_norm: largest norm of the whole gradient; None: any.
-        ema_decay: share kept by the moving average of the weights, evaluated beside them; None: no average.
-        precision: "fp32"; "bf16" or "fp16" computes in 16 bits where that is safe, fp16 with a loss scale.
-        compression: how gradients travel between the ranks: "none", as they are, "fp16" or "bf16".
-        channels_last: images and activations with the channels innermost in memory.
+        clip_norm: maximum norm of the whole gradient; None: not clipped.
+        ema_decay: decay of the moving average of the weights, which is evaluated too; None: no average.
+        precision: "fp32"; "bf16" or "fp16": mixed precision, fp16 with a loss scale.
+        compression: format of gradients in all-reduces: "none", "fp16" or "bf16".
+        channels_last: images and activations in channels-last memory format.
         compile: backend of torch.compile, such as "inductor"; None: not compiled.
-        size: side of the images in pixels.
-        resize: evaluation: shorter side before the centre crop; None for size * 256 / 224.
-        scale: share of the area that a training window covers.
-        ratio: width / height of a training window.
+        size: side of the images, in pixels.
+        resize: evaluation: shorter side before the centre crop, in pixels; None: size * 256 / 224.
+        scale: range of a random crop's area, as a share of the image's.
+        ratio: range of a random crop's width / height.
         flip: probability of a horizontal flip.
         seed: of initialisation, order, augmentation and, with the rank, dropout.
-        shuffle: "global", which needs all of the data in the cache, or "windowed", which streams through a small one.
+        shuffle: "global", which needs a cache for all of the data, or "windowed", which needs a small one.
         lanes: windowed: see `OrderConfig`.
-        block: likewise.
-        prefetch: batches that the loader works ahead of the steps; 0: none.
+        block: windowed: see `OrderConfig`.
+        prefetch: batches that the loader prepares ahead; 0: none.
         evaluate_every: epochs between evaluations, each with a checkpoint; None: at the end of the run only.
-        patience: evaluations in a row without a new best of `stop_metric` that end the run; None: any number.
+        patience: consecutive evaluations without a new best `stop_metric` that end the run; None: never.
         stop_metric: metric of the evaluation.
-        stop_mode: "max" or "min", whether a high or a low `stop_metric` is better; None: as its name says.
+        stop_mode: "max" if a higher `stop_metric` is better, "min" if a lower one is; None: chosen by its name.
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
-        max_stall: share of the training's time that checkpoints may take, "3%": they are spaced out until it is kept.
-            None: any.
-        checkpoint_overlap: what a checkpoint does while earlier ones are being written: "queue" waits for room once
-            two are, "refuse" leaves it out.
-        codec: how weights are stored: "none", as they are; "planes", compressed; "delta", as what changed since the
-            checkpoint before where that is smaller.
-        grace: time in which the run ends after SIGTERM or Ctrl-C, a last checkpoint included.
-        resume: "auto" continues the newest version of `name` where there is one; "never" starts anew; a model
-            version, "digits-cnn@3", continues that.
+        max_stall: maximum share of the training time that checkpoints take, such as "3%"; checkpoints are made less
+            often to keep it. None: no limit.
+        checkpoint_overlap: behaviour of a checkpoint while earlier ones are being written: "queue" waits once two
+            are, "refuse" skips it.
+        codec: storage of weights: "none": raw; "planes": compressed; "delta": the difference to the checkpoint
+            before, where that is smaller.
+        grace: time in which the run ends after SIGTERM or Ctrl-C, including a last checkpoint.
+        resume: "auto" continues the newest version of `name` if there is one; "never" starts a new run; a model
+            version such as "digits-cnn@3" continues that version.
         device: "cpu", or "cuda" for the GPU of this rank.
-        log_to: where metrics go beside the events: "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:EXPERIMENT".
-        report_every: steps between reports; each waits for the device.
-        profile: file for a trace of the loader's steps, written at the end of each epoch, when where their time went
-            is printed as well; of several ranks each has one of its own, `trace.0.json`. None: neither.
+        log_to: experiment trackers: "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:EXPERIMENT".
+        report_every: steps between reports; each report waits for the device.
+        profile: file for a trace of the loader's steps, written at the end of each epoch together with a printed
+            report; with several ranks each has its own file, such as `trace.0.json`. None: no trace.
 
     Raises:
         ConfigError: a value is out of range.
@@ -219,17 +220,25 @@ class TrainConfig:
             check_log(target)
 
     def parse_milestones(self) -> tuple[tuple[float, float], ...]:
-        """Return `(epoch, factor)` of each milestone. Raises ConfigError."""
+        """Return `(epoch, factor)` of each milestone.
+
+        Raises:
+            ConfigError: a milestone has another form.
+        """
         pairs = [milestone.partition(":") for milestone in self.milestones]
         try:
             return tuple((float(epoch), float(factor)) for epoch, _, factor in pairs)
         except ValueError as error:
             raise ConfigError(
-                f"milestones are {self.milestones}; expected each as 'epoch:factor', '30:0.1'"
+                f"milestones are {self.milestones}; expected each as 'epoch:factor', such as '30:0.1'"
             ) from error
 
     def parse_model_options(self) -> dict[str, Any]:
-        """Return the options of the model by name. Raises ConfigError."""
+        """Return the options of the model by name.
+
+        Raises:
+            ConfigError: an option has another form, or its value is not JSON.
+        """
         options = {}
         for option in self.model_option:
             name, _, value = option.partition("=")
@@ -263,14 +272,18 @@ class TrainConfig:
 
     def _check_together(self) -> None:
         if self.peers is not None and self.cache is None:
-            raise ConfigError("peers fill a node's cache: give a folder for it with --cache")
+            raise ConfigError("peers need a node cache: set its folder with --cache")
         if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
-            raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist")
+            raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist; create the folder first")
         if self.resume not in ("auto", "never") and "@" not in self.resume:
-            raise ConfigError(f"resume is {self.resume!r}; expected 'auto', 'never' or a version, 'digits-cnn@3'")
+            raise ConfigError(
+                f"resume is {self.resume!r}; expected 'auto', 'never' or a version such as 'digits-cnn@3'"
+            )
         if self.nesterov and not (self.momentum and self.optimizer in ("sgd", "lars")):
-            raise ConfigError("nesterov is of the optimizers 'sgd' and 'lars', and needs a momentum")
+            raise ConfigError(
+                "nesterov works with the optimizers 'sgd' and 'lars' only, and needs a momentum above 0"
+            )
         if self.patience is not None and self.evaluate_every is None:
-            raise ConfigError("patience counts evaluations: say how often with --evaluate-every")
+            raise ConfigError("patience counts evaluations: set their period with --evaluate-every")
         if self.patience is not None:
             choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")

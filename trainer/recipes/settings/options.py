@@ -1,4 +1,4 @@
-"""The command line: what it says, over what a preset says, over the defaults; and where each value comes from."""
+"""The command line of the training program: its options override a preset, a preset overrides the defaults."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _REQUIRED = dataclasses.MISSING
 
 @dataclass(frozen=True)
 class Setting:
-    """One value of a run.
+    """The value of one setting.
 
     Attributes:
-        value: `dataclasses.MISSING` where it must be given and is not.
-        source: where it comes from: "default", "command line", or the preset with its place in the paper.
+        value: `dataclasses.MISSING` if it is required and not given.
+        source: "default", "command line", "required", or the preset with the section of its paper.
     """
 
     value: Any
@@ -33,12 +33,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Options:
-    """A command line, understood.
+    """A parsed command line.
 
     Attributes:
-        settings: by the names of `TrainConfig`'s fields, in their order.
-        preset: name of one; None: none.
-        show_config: the settings are to be printed, and nothing run.
+        settings: by field name of `TrainConfig`, in the order of its fields.
+        preset: name of the preset; None without one.
+        show_config: print the settings and do not train.
     """
 
     settings: Mapping[str, Setting]
@@ -47,16 +47,20 @@ class Options:
 
     @property
     def missing(self) -> list[str]:
-        """The options that must be given and are not."""
+        """The required options that are not given."""
         return [_option(name) for name, setting in self.settings.items() if setting.value is _REQUIRED]
 
     def config(self) -> TrainConfig:
-        """Return the settings of the run. Raises ConfigError."""
+        """Return the settings of the run.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
         return TrainConfig(**{name: setting.value for name, setting in self.settings.items()})
 
     def describe(self) -> str:
-        """Return a line for each setting: name, value, source; the preset's citation above them."""
-        rows = [(name, _say(setting.value), setting.source) for name, setting in self.settings.items()]
+        """Return one line per setting with name, value and source, below the citation of the preset."""
+        rows = [(name, _format(setting.value), setting.source) for name, setting in self.settings.items()]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
         if self.preset is not None:
@@ -68,12 +72,16 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python -m datasvc.trainer") -> Options:
-    """Return what a command line says: one option for each field of `TrainConfig`, and those that choose among them.
+    """Parse a command line. It has one option per field of `TrainConfig`, `--preset` and `--show-config`.
 
-    Ends the process with a usage message where it is none, or a required option is missing.
+    Exits the process with a usage message if the command line is not valid or a required option is missing.
+
+    Args:
+        arguments: of the command line; None: those of this process.
+        prog: name of the program in usage messages.
 
     Raises:
-        ConfigError: no such preset.
+        ConfigError: there is no such preset.
     """
     parser = _make_parser(prog)
     given = vars(parser.parse_args(arguments))
@@ -98,34 +106,31 @@ def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python
 
 
 def _yield_to_command_line(settings: dict[str, Setting], given: Mapping[str, Any]) -> None:
-    """Let `--batch-size` win over a preset's global batch: it would have no effect otherwise."""
+    """Remove a preset's global batch if `--batch-size` is given, which would have no effect otherwise."""
     if "batch_size" in given and "global_batch" not in given:
-        settings["global_batch"] = Setting(None, "command line: --batch-size says it")
+        settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
 
 
 def _make_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Run the training recipe on this rank. Several: datasvc-run -np 2 python -m datasvc.trainer ...",
+        description="Train a model on this rank. Several ranks: datasvc-run -np 2 python -m datasvc.trainer ...",
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--preset", metavar="NAME", help=f"start from a published recipe: {', '.join(PRESETS)}")
     parser.add_argument("--show-config", action="store_true", help="print every setting with its source, and exit")
-    helps, kinds = _helps(), typing.get_type_hints(TrainConfig)
+    helps, types_by_name = _read_helps(), typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
-        said = (
-            helps[field.name]
-            if field.default in (_REQUIRED, None)
-            else f"{helps[field.name]} [{_say(field.default)}]"
-        )
-        parser.add_argument(_option(field.name), help=said.replace("%", "%%"), **_how(kinds[field.name]))
+        has_default = field.default not in (_REQUIRED, None)
+        text = f"{helps[field.name]} [{_format(field.default)}]" if has_default else helps[field.name]
+        parser.add_argument(_option(field.name), help=text.replace("%", "%%"), **_parse_as(types_by_name[field.name]))
     return parser
 
 
-def _how(kind: Any) -> dict[str, Any]:
-    """Return how argparse reads a field of a type."""
+def _parse_as(kind: Any) -> dict[str, Any]:
+    """Return the arguments of `add_argument` for a field of a type."""
     if isinstance(kind, types.UnionType):
-        kind = next(each for each in typing.get_args(kind) if each is not type(None))
+        kind = next(member for member in typing.get_args(kind) if member is not type(None))
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is tuple:
@@ -136,10 +141,10 @@ def _how(kind: Any) -> dict[str, Any]:
     return {"type": kind, "metavar": "VALUE"}
 
 
-def _helps() -> dict[str, str]:
-    """Return what the class says of each of its attributes."""
-    said = inspect.getdoc(TrainConfig) or ""
-    attributes = said.partition("Attributes:\n")[2].partition("\n\n")[0]
+def _read_helps() -> dict[str, str]:
+    """Return the help text of each option, from the docstring of `TrainConfig`."""
+    docstring = inspect.getdoc(TrainConfig) or ""
+    attributes = docstring.partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n      .*)*)", attributes, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
@@ -148,7 +153,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _say(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is _REQUIRED:
         return "?"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Statistics of batch normalisation: each rank follows its own samples, and a checkpoint needs one truth."""
+"""Averages the running statistics of batch normalisation, which differ between ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import datasvc.trainer as hvd
 
 @torch.no_grad()
 def average_batch_statistics(model: nn.Module) -> None:
-    """Set the running means and variances of all ranks to their average; training itself does not use them.
+    """Set the running means and variances of all ranks to their average; training does not read them.
 
-    Every rank calls this, before it evaluates.
+    Every rank calls this before an evaluation.
     """
     statistics = list(batch_statistics(model).values())
     if statistics and hvd.size() > 1:
@@ -21,9 +21,10 @@ def average_batch_statistics(model: nn.Module) -> None:
 
 @torch.no_grad()
 def averaged_batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the average of all ranks by the names of the model's state; the model keeps its own.
+    """Return the average over all ranks by the names of the model's state, without changing the model.
 
-    Every rank calls this, before it saves: when a run saves must not change how it goes on.
+    Every rank calls this before a save. The model keeps its own statistics, since the time of a save must not change
+    the training.
     """
     statistics = {name: each.clone() for name, each in batch_statistics(model).items()}
     if statistics and hvd.size() > 1:
@@ -32,7 +33,7 @@ def averaged_batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the running means and variances themselves, by the names of the model's state."""
+    """Return the model's running means and variances, not copied, by the names of its state."""
     return {
         f"{path}.{kind}" if path else kind: statistic
         for path, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Images to classes."""
+"""Classification of images."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _TOP = 5
 
 
 class Classification:
-    """Learns the class of an image: cross entropy, with label smoothing where the run says so (Szegedy et al. 2016).
+    """Learns the class of an image by cross entropy, with optional label smoothing (Szegedy et al. 2016).
 
     Args:
         config: of the run.
-        split: that it trains on.
+        split: to train on.
 
     Raises:
-        ConfigError: the split has no labels, or some that are no classes.
+        ConfigError: the split has no labels, or labels that are not class numbers.
     """
 
     unit: ClassVar[str] = "images"
@@ -69,7 +69,7 @@ class Classification:
         )
 
     def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
-        """Return the model, with as many logits as there are classes."""
+        """Return the model, with one logit per class."""
         model = build_model(name, self._num_classes, **options)
         return model.to(memory_format=torch.channels_last) if self._config.channels_last else model  # type: ignore[call-overload]
 
@@ -78,15 +78,15 @@ class Classification:
         assert batch.labels is not None
         images = batch.images.to(device)
         if self._config.channels_last:
-            images = images.permute(0, 3, 1, 2)  # a view: the memory is channels-last as it came
+            images = images.permute(0, 3, 1, 2)  # a view: the loader's memory is channels-last already
         return Examples(images, batch.labels.to(device), batch.mask.to(device))
 
     def count_targets(self, examples: Examples) -> int:
-        """Return the number of images: none of a training batch pads."""
+        """Return the number of images; training batches have no padding."""
         return len(examples.targets)
 
     def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
-        """Return the cross entropy, with that of auxiliary classifiers in a model that has some."""
+        """Return the cross entropy, including that of auxiliary classifiers of the model."""
         return combine_losses(
             model(examples.inputs),
             lambda logits: F.cross_entropy(
@@ -95,7 +95,7 @@ class Classification:
         )
 
     def count(self, model: nn.Module, examples: Examples) -> Tensor:
-        """Return how many are right, right among five, and all; and the sum of their cross entropies."""
+        """Return the numbers of top-1 hits and top-5 hits, the sum of cross entropies, and the number of samples."""
         logits = model(examples.inputs).float()
         losses = F.cross_entropy(logits, examples.targets, reduction="none")
         best = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices
@@ -110,18 +110,18 @@ class Classification:
 
 
 def count_classes(split: Split) -> int:
-    """Return how many classes a model of `split` tells apart.
+    """Return the number of classes of a split.
 
-    Labels without names are the classes from 0 to the largest label of any split of the version.
+    Without class names the classes are 0 to the largest label of any split of the version.
 
     Raises:
-        ConfigError: the split has no labels, or some that are no classes.
+        ConfigError: the split has no labels, or labels that are not class numbers.
     """
     if LABEL not in split.table.sample_schema.names:
         raise ConfigError(f"{split!r} has no labels to train on: none of its columns is called {LABEL!r}")
     num_classes = len(split.classes)
     if not num_classes:
-        tables = [each.table for each in open_dataset(split.repository, split.dataset).values()]
+        tables = [other.table for other in open_dataset(split.repository, split.dataset).values()]
         num_classes = 1 + max((max(table.label_counts) for table in tables if table.label_counts), default=-1)
     if num_classes > MAX_CLASSES:
         raise ConfigError(
@@ -133,7 +133,7 @@ def count_classes(split: Split) -> int:
 
 
 def _check_labels(split: Split, num_classes: int) -> None:
-    """Raise ConfigError where a sample of the split has no label, or one that is none of the classes."""
+    """Raise ConfigError if a sample of the split has no label or a label outside the classes."""
     table = split.table
     counts = table.label_counts
     if LABEL not in table.sample_schema.names:
@@ -142,10 +142,10 @@ def _check_labels(split: Split, num_classes: int) -> None:
         raise ConfigError(f"the labels of {split!r} are {table.sample_schema.field(LABEL).type}, not integers")
     if not counts:
         if split.classes:
-            return  # tables of format 1 counted nothing
+            return  # tables of format 1 have no label counts
         raise ConfigError(
-            f"the labels of {split!r} are not counted, there are none or more than {MAX_CLASSES} different ones: "
-            f"`datasvc classes {split.dataset.partition('@')[0]} FILE` gives the classes names"
+            f"the labels of {split!r} are not counted: there are none, or more than {MAX_CLASSES} different ones; "
+            f"name the classes with `datasvc classes {split.dataset.partition('@')[0]} FILE`"
         )
     outside = [label for label in counts if not 0 <= label < num_classes]
     if outside:
@@ -154,16 +154,16 @@ def _check_labels(split: Split, num_classes: int) -> None:
             f"{number} samples of {split!r} have labels outside 0..{num_classes - 1}, such as {outside[0]}: delete "
             f"them (datasvc delete {split.dataset.partition('@')[0]} --where 'label < 0 or label >= {num_classes}')"
         )
-    num_without = table.num_samples - sum(counts.values())
-    if num_without:
+    num_unlabelled = table.num_samples - sum(counts.values())
+    if num_unlabelled:
         raise ConfigError(
-            f"{num_without} samples of {split!r} have no label: delete them "
+            f"{num_unlabelled} samples of {split!r} have no label: delete them "
             f"(datasvc delete {split.dataset.partition('@')[0]} --where 'label is null')"
         )
 
 
 def choose_order(config: TrainConfig) -> dict[str, Any]:
-    """Return what a loader is told of the order."""
+    """Return the loader arguments for the access order."""
     if config.shuffle == "global":
         return {"shuffle": "global"}
     return {"shuffle": config.shuffle, "lanes": config.lanes, "block": config.block}

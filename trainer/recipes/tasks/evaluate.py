@@ -1,4 +1,4 @@
-"""A model's metrics over all ranks, every sample counted once: padding is masked."""
+"""Evaluates a model over all ranks. Every sample counts once; padding is masked."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from datasvc.trainer.recipes.tasks.task import Task
 def evaluate(
     task: Task, model: nn.Module, loader: Loader[Any], device: torch.device, precision: str
 ) -> dict[str, float]:
-    """Return the metrics of a split, the same bits on all ranks. Every rank calls this.
+    """Return the metrics of a split, bit-equal on all ranks. Every rank calls this.
 
     Args:
-        task: says what is counted.
-        model: put into evaluation mode and back.
-        loader: with tail="pad", so that all ranks take equally many steps; run to the end of its epoch.
+        task: defines the metrics.
+        model: set to evaluation mode and back.
+        loader: with tail="pad", so that all ranks take equally many steps; read to the end of its epoch.
         device: of the model.
-        precision: that the forward pass computes in, see `precision`.
+        precision: of the forward pass, see `precision`.
     """
     model.eval()
     totals: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Tokens to the next token."""
+"""Language modelling: prediction of the next token."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.classification import choose_order
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 
-_NO_TARGET: Final = -100  # what loader and cross entropy agree on
-_LARGEST_EXPONENT: Final = 700.0
+_NO_TARGET: Final = -100  # the label that cross entropy ignores; the loader sets it
+_MAX_EXPONENT: Final = 700.0  # exp of more overflows a float64
 
 
 class LanguageModelling:
-    """Learns the next token of each: cross entropy over all tokens that have one.
+    """Learns the next token by cross entropy over all tokens that have one.
 
     Args:
         config: of the run.
-        split: that it trains on.
+        split: to train on.
 
     Raises:
-        ConfigError: the run does not say how large the vocabulary is.
+        ConfigError: `config.vocabulary` is not set.
     """
 
     unit: ClassVar[str] = "blocks"
@@ -42,7 +42,7 @@ class LanguageModelling:
     def __init__(self, config: TrainConfig, split: Split) -> None:
         if config.vocabulary is None:
             raise ConfigError(
-                f"{split!r} holds tokens: say how many there are in its vocabulary, --vocabulary 50257 for GPT-2's"
+                f"{split!r} holds tokens: set the size of its vocabulary, such as --vocabulary 50257 for GPT-2's"
             )
         self._config = config
         self._vocabulary = config.vocabulary
@@ -66,22 +66,28 @@ class LanguageModelling:
         )
 
     def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
-        """Return the model, with as many logits as the vocabulary has tokens."""
+        """Return the model, with one logit per token of the vocabulary."""
         return build_model(name, self._vocabulary, **options)
 
     def unpack(self, batch: TokenBatch[Tensor], device: torch.device) -> Examples:
-        """Return blocks and the next tokens, `int64[n, block]`. Raises ConfigError: a token is too large."""
+        """Return blocks and next tokens, `int64[n, block]` each.
+
+        Raises:
+            ConfigError: a token is outside the vocabulary.
+        """
         assert batch.labels is not None
         largest = int(batch.tokens.max())
         if largest >= self._vocabulary:
-            raise ConfigError(f"the data has the token {largest}; --vocabulary is {self._vocabulary}")
+            raise ConfigError(
+                f"the data has the token {largest}; --vocabulary is {self._vocabulary}, expected more than {largest}"
+            )
         extra = {}
         if batch.document_ids is not None and batch.position_ids is not None:
             extra = {"document_ids": batch.document_ids.to(device), "position_ids": batch.position_ids.to(device)}
         return Examples(batch.tokens.to(device), batch.labels.to(device), batch.mask.to(device), extra)
 
     def count_targets(self, examples: Examples) -> int:
-        """Return the number of tokens that have a next one."""
+        """Return the number of tokens that have a next token."""
         return int((examples.targets != _NO_TARGET).sum())
 
     def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
@@ -95,7 +101,7 @@ class LanguageModelling:
         )
 
     def count(self, model: nn.Module, examples: Examples) -> Tensor:
-        """Return how many tokens are right, the sum of their cross entropies, and how many there are."""
+        """Return the number of correct tokens, the sum of cross entropies, and the number of tokens."""
         logits = model(examples.inputs, **examples.extra).float()
         counted = (examples.targets != _NO_TARGET) & examples.mask[:, None]
         losses = F.cross_entropy(logits[counted], examples.targets[counted], reduction="none")
@@ -104,8 +110,8 @@ class LanguageModelling:
         return torch.stack([count.double().cpu() for count in counts])
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return accuracy in 0..1 and mean cross entropy of a token, and its perplexity."""
+        """Return the accuracy in 0..1, the mean cross entropy per token, and the perplexity."""
         right, loss, tokens = cast("list[float]", totals.tolist())
         mean = loss / tokens
-        perplexity = math.exp(mean) if mean < _LARGEST_EXPONENT else math.inf
+        perplexity = math.exp(mean) if mean < _MAX_EXPONENT else math.inf
         return {"val_accuracy": right / tokens, "val_loss": mean, "val_perplexity": perplexity}

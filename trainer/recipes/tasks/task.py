@@ -1,4 +1,4 @@
-"""What a task knows: all that differs between learning classes of images and learning the next token."""
+"""The interface of a task: everything that differs between classification and language modelling."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from datasvc.shards import Split
 
 @dataclass(frozen=True)
 class Examples:
-    """Samples on the model's device, as many as one pass takes.
+    """Samples of one forward pass, on the model's device.
 
     Attributes:
-        inputs: `[n, ...]`, what the model takes.
-        targets: `[n, ...]`, what it is to give.
-        mask: `bool[n]`, False for samples that only pad.
+        inputs: `[n, ...]`, of the model.
+        targets: `[n, ...]`, expected outputs.
+        mask: `bool[n]`, False for padding.
         extra: further arguments of the model by name, `[n, ...]` each.
     """
 
@@ -31,7 +31,7 @@ class Examples:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def split(self, size: int) -> Iterator[Examples]:
-        """Yield them `size` at a time, views; the last may have fewer."""
+        """Yield parts of `size` samples, as views; the last may be smaller."""
         for start in range(0, len(self.inputs), size):
             part = slice(start, start + size)
             extra = {name: value[part] for name, value in self.extra.items()}
@@ -40,7 +40,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class DataPlacement:
-    """Which part of the data is this process's, and where it goes.
+    """The data rank and the device of this process.
 
     Attributes:
         rank: of this process.
@@ -56,7 +56,7 @@ class DataPlacement:
 
 
 class Task(Protocol):
-    """See the module. One is made of the settings of a run and of the split that it trains on."""
+    """A learning task; built from the settings of a run and the split to train on."""
 
     unit: ClassVar[str]  # what throughput counts, "images"
     default_model: ClassVar[str]
@@ -71,16 +71,16 @@ class Task(Protocol):
         """Return the model, freshly initialised, on the CPU."""
 
     def unpack(self, batch: Any, device: torch.device) -> Examples:
-        """Return what a batch of the loader holds, on the device."""
+        """Return the samples of a loader's batch, on the device."""
 
     def count_targets(self, examples: Examples) -> int:
-        """Return how many terms the loss of these samples sums over."""
+        """Return the number of terms in the loss of these samples."""
 
     def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
-        """Return the loss that is minimised, summed over all targets, `float32[]`."""
+        """Return the loss, summed over all targets: `float32[]`."""
 
     def count(self, model: nn.Module, examples: Examples) -> Tensor:
-        """Return what an evaluation sums over samples that are not masked, `float64[k]` on the CPU."""
+        """Return sums over the samples that are not masked: `float64[k]` on the CPU; see `metrics`."""
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
         """Return the metrics of an evaluation by name, from the sums of `count` over all samples."""
