@@ -35,14 +35,14 @@ PROG = "python -m datasvc.trainer profile"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Profile as a command line says; rank 0 prints. Every rank calls this.
+    """Run `profile` with the arguments of a command line; rank 0 prints the result. Every rank calls this.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
         HorovodInternalError: a rank died.
     """
     chosen, words = _make_parser().parse_known_args(arguments)
-    # A run needs a name for its checkpoints. There are none here.
+    # The settings require a name for checkpoints, which a profile does not write.
     options = parse_options(["--name", "profile", *words], prog=PROG)
     if options.show_config:
         sys.stdout.write(f"{options.describe()}\n")
@@ -59,14 +59,14 @@ def main(arguments: Sequence[str]) -> None:
         hvd.shutdown()
     if rank == 0:
         print(json.dumps(profile.to_dict()) if chosen.json else profile.describe(chosen.top), flush=True)
-    # After the result, which took minutes: a full disk must not take that too.
+    # Written after the result is printed: measuring takes minutes, and a full disk must not lose it.
     if chosen.trace is not None:
         path = trace_path(chosen.trace, rank=rank, num_ranks=profile.world_size)
         write_trace(path, spans, process_name=f"{profile.config.model}, rank {rank}")
 
 
 def _trace(layers: Layers, parts: Sequence[TimeSpan]) -> list[TimeSpan]:
-    """Return a step's parts, and below it the layers of another step, with hooks."""
+    """Return the parts of a step, and in further rows the layers of another step, which ran with hooks."""
     origin_ns = next(span.start_ns for span in parts if span.name == "forward")
     rows = {False: (2, "layers, forward, with hooks"), True: (3, "layers, backward, with hooks")}
     return [
@@ -107,7 +107,7 @@ def _measure(
                 advance()
             rounds.append(dataclasses.replace(this_round, measured_s=measured_s))
     profile = Profile(hvd.size(), run.config, run.task.unit, rounds, layers, traffic)
-    # A message there costs what the engine was seen to add to each here.
+    # The engine's cost per message is assumed to be the one measured here.
     there = [dataclasses.replace(cluster, message_s=traffic.message_s) for cluster in clusters]
     predictions = [predict(profile.costs, cluster) for cluster in there]
     return dataclasses.replace(profile, predictions=predictions), spans
@@ -120,29 +120,31 @@ def _make_parser() -> argparse.ArgumentParser:
         "Takes the options of python -m datasvc.trainer as well, of which --data and --repo must be given.",
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=20, help="steps of a block that is timed [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=3, help="blocks; medians over them are printed [%(default)s]")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a timed block [%(default)s]")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="timed blocks; medians over them are printed [%(default)s]"
+    )
     parser.add_argument("--check", action="store_true", help="run the three modes as well, and compare")
-    parser.add_argument("--top", type=int, default=10, help="slowest layers that are printed [%(default)s]")
+    parser.add_argument("--top", type=int, default=10, help="number of slowest layers to print [%(default)s]")
     add_cluster_options(parser, num_nodes=(), said="none: nothing is predicted")
-    parser.add_argument("--trace", metavar="FILE", help="write a step as a Chrome trace; of several ranks one each")
+    parser.add_argument("--trace", metavar="FILE", help="write a step as a Chrome trace, one file per rank")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def _check(chosen: argparse.Namespace, config: TrainConfig) -> None:
     if config.profile is not None:
-        raise ConfigError("--profile writes the loader's steps of a training run; here --trace FILE writes a step")
+        raise ConfigError("--profile is an option of training runs; use --trace FILE to write a trace of one step")
     for name in ("steps", "rounds", "top"):
         if getattr(chosen, name) < 1:
             raise ConfigError(f"{name} is {getattr(chosen, name)}; expected at least 1")
     if chosen.trace is not None and not Path(chosen.trace).absolute().parent.is_dir():
-        raise ConfigError(f"trace is {chosen.trace!r}, and its folder does not exist")
+        raise ConfigError(f"trace is {chosen.trace!r}, and its folder does not exist; create the folder first")
 
 
 @contextlib.contextmanager
 def _bar(total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on rank 0's standard error where that is a terminal."""
+    """Show a progress bar on rank 0's standard error if that is a terminal."""
     console = Console(stderr=True)
     with Progress(console=console, disable=hvd.rank() != 0 or not console.is_terminal, transient=True) as progress:
         task = progress.add_task("profiling", total=total)

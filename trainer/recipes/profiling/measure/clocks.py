@@ -1,4 +1,4 @@
-"""Moments in the life of a device: of a GPU by events in its stream, so that measuring waits for nothing."""
+"""Clocks of devices: for a GPU, events in its stream, so that measuring does not block the host."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 
 class Clock(Protocol):
-    """Takes stamps now, and says later when they were."""
+    """Takes time stamps, and converts them to seconds later."""
 
     def stamp(self) -> Any:
-        """Return a stamp of the moment at which the work launched so far is done."""
+        """Return a stamp of the time at which all work launched so far has completed."""
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """Return the seconds of each stamp since the first; waits for the device."""
+        """Return the seconds from the first stamp to each; waits for the device."""
 
 
 class HostClock:
-    """The CPU does its work when it is told to."""
+    """The clock of the CPU, where work completes before the call returns."""
 
     def stamp(self) -> Any:
         """See `Clock`."""
@@ -32,7 +32,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """A GPU does its work after it was told to, in order."""
+    """The clock of a GPU, which runs launched work later, in order."""
 
     def stamp(self) -> Any:
         """See `Clock`."""

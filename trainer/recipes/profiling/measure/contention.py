@@ -1,6 +1,6 @@
-"""How much of the processors a rank really gets, and what its threads take from each other: measured.
+"""Measures processor contention: what share of a processor the threads of a rank get.
 
-Counting processors does not say it: ranks share a node, containers have quotas, other programs run.
+The number of processors does not tell: ranks share a node, containers have quotas, other programs run.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _MIN_SHARE: Final = 1e-3
 
 
 def measure_contention(num_training: int, num_beside: int) -> float:
-    """Return the seconds that the training loses for each second of processor time that others spend beside it.
+    """Return the seconds that training loses per second of processor time of concurrent threads.
 
-    All ranks compute in as many threads as the training does, and then in some more. Every rank calls this.
+    All ranks compute with as many threads as training, then with `num_beside` more. Every rank calls this.
 
     Args:
-        num_training: threads that compute forward and backward passes: torch's team, or the one that feeds a GPU.
+        num_training: threads of forward and backward passes: torch's pool, or the one that launches GPU work.
         num_beside: threads of the loader.
 
     Returns:
-        See `contention_of`; the same on all ranks.
+        See `contention_of`; equal on all ranks.
     """
     alone = _mean(_share(num_training))
     return contention_of(alone, _mean(_share(num_training + num_beside)), num_beside)
 
 
 def contention_of(alone: float, beside: float, num_beside: int) -> float:
-    """Return the seconds that a team of threads loses for each second of processor time spent beside it.
+    """Return the seconds that a pool of threads loses per second of processor time of m concurrent threads.
 
-    Let each thread of the team get a share p of a processor; and with m threads beside a share q, as each of those.
-    Beside w seconds of work, which they do in w / (m q), the team does what took it q / p of that time. So it loses
-    w (1 - q / p) / (m q): nothing with processors to spare, and one by the number of those it had where all are busy.
+    Each thread of the pool gets a share p of a processor alone, and a share q, as do the others, beside m threads.
+    These do w seconds of work in w / (m q) seconds. The pool does in that time what took q / p of it alone, so it
+    loses w (1 - q / p) / (m q): 0 with idle processors, up to 1 / (processors of the pool) if all are busy.
 
     Args:
         alone: p, above 0.
-        beside: q; what is more than p is noise.
+        beside: q; values above p are noise.
         num_beside: m.
     """
     alone = max(_MIN_SHARE, alone)
@@ -53,7 +53,7 @@ def contention_of(alone: float, beside: float, num_beside: int) -> float:
 
 
 def _share(num_threads: int) -> float:
-    """Return the share of a processor that each of several computing threads gets, while all ranks do the same."""
+    """Return the share of a processor that each of `num_threads` gets while all ranks compute alike."""
     hvd.barrier()
     shares: list[float] = []
     threads = [threading.Thread(target=_spin, args=(shares,)) for _ in range(num_threads)]

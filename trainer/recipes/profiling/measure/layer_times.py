@@ -1,10 +1,10 @@
-"""How long each layer takes, forwards and backwards, and when each parameter's gradient is there.
+"""Measures how long each layer takes forward and backward, and when each parameter's gradient is ready.
 
 Modules without children are stamped before and after their forward pass. In the backward pass a stamp is taken when
-autograd reaches the node that made a module's output; the time until the next such stamp is the module's, with what
-runs in between outside of any module (an addition, a reshape). What returns its input (an identity, a dropout of 0)
-made no node, and has no backward pass. torch's own backward hooks of modules would not do: they forbid what changes
-an activation in place.
+autograd reaches the node that created a module's output. The time until the next stamp counts for that module,
+including operations outside of modules, such as an addition. A module that returns its input, such as an identity,
+creates no node and has no backward time. torch's own backward hooks of modules are not used, since they forbid
+in-place changes of activations.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LOSS: Final = "(loss)"
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A stretch of time of one layer.
+    """A time span of one layer.
 
     Attributes:
         name: of the module, or `BETWEEN` or `LOSS`.
-        is_backward: which pass it is of.
-        start_s: since the forward pass began.
-        duration_s: of it.
+        is_backward: whether it is of the backward pass.
+        start_s: since the start of the forward pass.
+        duration_s: of the span.
     """
 
     name: str
@@ -43,13 +43,13 @@ class LayerSpan:
 
 @dataclass
 class LayerTimes:
-    """One forward and one backward pass.
+    """The times of one forward and one backward pass.
 
     Attributes:
-        spans: in the order in which they ran.
-        forward_s: of the whole pass.
-        backward_s: likewise.
-        ready_s: of each parameter that got a gradient: when, since the backward pass began.
+        spans: in the order of execution.
+        forward_s: of the whole forward pass.
+        backward_s: of the whole backward pass.
+        ready_s: for each parameter with a gradient: when it was ready, since the start of the backward pass.
     """
 
     spans: list[LayerSpan]
@@ -58,7 +58,7 @@ class LayerTimes:
     ready_s: dict[Tensor, float]
 
     def sums(self) -> dict[str, tuple[float, float]]:
-        """Return seconds forwards and backwards of each layer, in the order of the forward pass."""
+        """Return the forward and backward seconds of each layer, in the order of the forward pass."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for span in self.spans:
             sums[span.name][span.is_backward] += span.duration_s
@@ -67,7 +67,7 @@ class LayerTimes:
 
 @dataclass
 class _Stamps:
-    """What was stamped: at each, the layer and pass that begin."""
+    """Stamps of a pass, and the layer and pass that begin at each."""
 
     moments: list[Any] = field(default_factory=list)
     begins: list[tuple[str, bool]] = field(default_factory=list)
@@ -75,12 +75,12 @@ class _Stamps:
 
 
 class LayerTimer:
-    """Hooks a model while it is entered; `begin_backward` and `end` stand in the step that is timed.
+    """Context that hooks a model. The timed step calls `begin_forward`, `begin_backward` and `end`.
 
     Args:
-        model: compiled ones have no layers, only gradients.
-        clock: of its device.
-        sees_layers: whether modules are stamped too, and not only the gradients of parameters.
+        model: of a compiled model only the gradients can be timed.
+        clock: of the model's device.
+        sees_layers: time modules too, not only the gradients of parameters.
     """
 
     def __init__(self, model: nn.Module, clock: Clock, *, sees_layers: bool = True) -> None:
@@ -107,16 +107,16 @@ class LayerTimer:
             self._removers.pop()()
 
     def begin_forward(self) -> None:
-        """Forget what was stamped, and begin."""
+        """Drop earlier stamps and start the forward pass."""
         self._stamps = _Stamps()
         self._stamp(BETWEEN, is_backward=False)
 
     def begin_backward(self) -> None:
-        """The forward pass has ended."""
+        """Mark the end of the forward pass and the start of the backward pass."""
         self._stamp(LOSS, is_backward=True)
 
     def end(self) -> LayerTimes:
-        """The backward pass has ended; returns what was measured since `begin_forward`."""
+        """Mark the end of the backward pass; return the times since `begin_forward`."""
         self._stamp("", is_backward=True)
         stamps = self._stamps
         moments_s = self._clock.seconds(stamps.moments)
@@ -134,7 +134,7 @@ class LayerTimer:
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal inputs_made_by
-            # Now: a module that works in place is about to give its input another node.
+            # Recorded before the call: a module that works in place gives its input another node.
             inputs_made_by = list(_nodes((*args, *kwargs.values())))
             self._stamp(name, is_backward=False)
 
@@ -143,13 +143,13 @@ class LayerTimer:
             self._stamp(BETWEEN, is_backward=False)
             for node in set(_nodes(output)).difference(inputs_made_by):
                 node.register_prehook(lambda _: self._stamp(name, is_backward=True))
-            inputs_made_by = ()  # a node keeps its whole graph
+            inputs_made_by = ()  # released: a node keeps its whole graph alive
 
         self._removers.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after).remove)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        # The layer goes on: only the moment counts.
+        # The layer has not ended; only the time of the gradient is recorded.
         name, is_backward = self._stamps.begins[-1]
         self._stamps.ready.append((parameter, len(self._stamps.moments)))
         self._stamp(name, is_backward=is_backward)
@@ -160,10 +160,10 @@ class LayerTimer:
 
 
 def gradient_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of the gradients of each module's own parameters, by its name.
+    """Return the gradient bytes of each module's own parameters, by module name.
 
-    Modules without children are all there; of the others those that have parameters themselves. What several share
-    counts for the first of them.
+    Modules without children are always listed, others only if they have parameters of their own. A shared parameter
+    counts for the first module that has it.
     """
     sizes_bytes: dict[str, int] = {}
     seen: set[nn.Parameter] = set()
@@ -171,7 +171,7 @@ def gradient_bytes(model: nn.Module) -> dict[str, int]:
         own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad} - seen
         seen |= own
         if own or not list(module.children()):
-            sizes_bytes[_name(name, module)] = sum(each.numel() * each.element_size() for each in own)
+            sizes_bytes[_name(name, module)] = sum(weight.numel() * weight.element_size() for weight in own)
     return sizes_bytes
 
 
@@ -180,16 +180,16 @@ def _name(name: str, module: nn.Module) -> str:
 
 
 def _nodes(value: Any) -> Iterator[Any]:
-    """Yield the node of autograd that made each tensor in a value."""
+    """Yield the autograd node that created each tensor in a value."""
     if isinstance(value, Tensor):
         if value.grad_fn is not None:
             yield value.grad_fn
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _nodes(each)
+        for item in value:
+            yield from _nodes(item)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that was launched on a device."""
+    """Wait for all work launched on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -24,9 +24,9 @@ class Layers:
     """The layers of a step, as this rank measured them.
 
     Attributes:
-        costs: of each, in the order of the forward pass; their sums are those of a step without hooks.
-        overhead: by how much hooks made the two passes longer, as a share; taken out of `costs`.
-        spans: of the last step with hooks, as they were.
+        costs: of each layer, in the order of the forward pass, scaled so that they sum up to a step without hooks.
+        overhead: relative slowdown of the two passes by the hooks; not contained in `costs`.
+        spans: of the last step with hooks, not scaled.
     """
 
     costs: tuple[LayerCost, ...]
@@ -35,7 +35,7 @@ class Layers:
 
 
 def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
-    """Return what layers cost: means over steps on one batch, in turn with hooks and without."""
+    """Return the costs of layers: means over steps on one batch, alternating with and without hooks."""
     run.sends_beside(beside=False)
     timer = LayerTimer(run.model, choose_clock(run.device))
     plain, hooked = [], []
@@ -43,7 +43,7 @@ def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
         plain.append(_plain_step(run, batch))
         hooked.append(time_pass(run, batch, timer))
     plain, hooked = plain[_WARM_UP_STEPS:], hooked[_WARM_UP_STEPS:]
-    # The hooked step is one pass of several.
+    # A hooked step runs one of the `num_passes` passes of a step.
     bare_s = np.mean(plain, axis=0)
     hooked_s = np.mean([(times.forward_s, times.backward_s) for times in hooked], axis=0)
     return Layers(
@@ -54,7 +54,7 @@ def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
 
 
 def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
-    """Return the layers of one forward and backward pass, whose gradients go nowhere."""
+    """Return the layer times of one forward and backward pass; its gradients are discarded."""
     run.sends_beside(beside=False)
     examples = next(run.task.unpack(batch, run.device).split(run.batches.micro_batch))
     with timer:
@@ -64,13 +64,13 @@ def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
         timer.begin_backward()
         loss.backward()  # type: ignore[no-untyped-call]
         times = timer.end()
-    run.sends_beside(beside=False)  # forgets this pass
+    run.sends_beside(beside=False)  # resets the count of passes
     run.optimizer.zero_grad()
     return times
 
 
 def _plain_step(run: ProfiledRun, batch: Any) -> npt.NDArray[np.float64]:
-    """Return the seconds forwards and backwards of a step without hooks."""
+    """Return the forward and backward seconds of a step without hooks."""
     timer = StepPartTimer(run.device)
     run.step(batch, timer.mark)
     forward = PARTS.index("forward")
@@ -80,14 +80,14 @@ def _plain_step(run: ProfiledRun, batch: Any) -> npt.NDArray[np.float64]:
 def _layer_costs(
     hooked: Sequence[LayerTimes], scale: npt.NDArray[np.float64], sizes_bytes: dict[str, int]
 ) -> tuple[LayerCost, ...]:
-    """Return the mean of each layer, scaled so that they sum up to the passes without hooks.
+    """Return the mean of each layer, scaled so that the layers sum up to the passes without hooks.
 
-    What has parameters and was not seen, such as a module whose children are, counts as taking no time.
+    A module with parameters that was not timed, such as one with children, has a time of 0.
     """
     sums = [times.sums() for times in hooked]
     unseen = [name for name, size_bytes in sizes_bytes.items() if size_bytes and name not in sums[-1]]
     costs = []
     for name in [*sums[-1], *unseen]:
-        forward_s, backward_s = np.mean([each.get(name, (0.0, 0.0)) for each in sums], axis=0) * scale
+        forward_s, backward_s = np.mean([step.get(name, (0.0, 0.0)) for step in sums], axis=0) * scale
         costs.append(LayerCost(name, float(forward_s), float(backward_s), sizes_bytes.get(name, 0)))
     return tuple(costs)

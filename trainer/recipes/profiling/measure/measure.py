@@ -1,7 +1,7 @@
-"""Measures what a step costs, by running steps. Every rank calls these in the same order.
+"""Measures the costs of a step by running steps. Every rank calls these in the same order.
 
-Nothing is exchanged while steps are timed but what training exchanges. What a rank measured is averaged over the
-ranks afterwards: their steps take equally long, because each waits for the slowest.
+During timed steps the ranks communicate as in training only. Afterwards the measurements are averaged over the ranks,
+whose steps take equally long, because each waits for the slowest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 
 _IO, _TRANSFER, _TARGETS, _FORWARD, _BACKWARD, _REDUCE, _UPDATE = range(len(PARTS))
 _FETCHING: Final = (Stage.ORIGIN, Stage.PEER)
-_CLOCK_S: Final = 1e-9  # what clocks of processor time tell apart
+_CLOCK_S: Final = 1e-9  # resolution of the clocks of processor time
 
 
 class Bench:
@@ -38,20 +38,20 @@ class Bench:
 
     def __init__(self, run: ProfiledRun) -> None:
         self._run = run
-        # What was prefetched while nobody asked must be gone before the clock starts.
+        # Batches prefetched before the timed block must be consumed before the clock starts.
         self._warm_up_steps = run.config.prefetch + 1
         self.spans: list[TimeSpan] = []
 
     def first_batch(self) -> Any:
-        """Return a batch, which is valid until steps are run."""
+        """Return a batch; it is valid until the next step."""
         return next(self._run.loaders)
 
     def measure_round(self, traffic: StepTraffic, num_steps: int) -> MeasuredRound:
-        """Return what the parts of a step cost: means over a serial run's steps, and over the ranks.
+        """Return the costs of the parts of a step: means over the steps of a serial run and over the ranks.
 
         Args:
-            traffic: gives the share that each message has in the all-reduces.
-            num_steps: of that run, and batches of a loader that works ahead.
+            traffic: tells the share of each message in the all-reduces.
+            num_steps: steps of that run, and batches of the prefetching loader.
         """
         run = self._run
         ahead_s, caller_s = self._run_loader(num_steps)
@@ -89,7 +89,7 @@ class Bench:
         return MeasuredRound(costs, ahead_over_io=ahead_s / io_s)
 
     def run(self, mode: StepMode, num_steps: int) -> float:
-        """Return the seconds per step of a run in one of the modes, nothing timed inside; mean over the ranks."""
+        """Return the seconds per step of a run in a mode, without time stamps inside; mean over the ranks."""
         run = self._run
         run.loaders.turn_to(ahead=mode is not StepMode.SERIAL)
         run.sends_beside(beside=mode is StepMode.OVERLAPPED)
@@ -98,13 +98,13 @@ class Bench:
         for number in range(1, num_steps + 1):
             loss = run.step(next(run.loaders))
             if number % run.config.report_every == 0:
-                float(loss)  # as training does: it waits for the device
+                float(loss)  # waits for the device, as training does
         synchronize(run.device)
         step_s = (time.perf_counter() - began) / num_steps
         return float(np.mean(hvd.allgather_object(step_s, name="profile.run")))
 
     def _run_loader(self, num_steps: int) -> tuple[float, float]:
-        """Return the seconds per batch of the loader that works ahead, and of those the training thread's own."""
+        """Return the seconds per batch of the prefetching loader, and the part spent in the training thread."""
         loaders = self._run.loaders
         loaders.turn_to(ahead=True)
         for _ in range(self._warm_up_steps):
@@ -140,14 +140,14 @@ class Bench:
         hvd.barrier()
 
     def _contention(self, means: npt.NDArray[np.float64]) -> float:
-        """Return k: of a team of threads that computes, or of the one that tells a GPU what to do."""
+        """Return the contention k: of the computing threads, or of the thread that launches GPU work."""
         if self._run.device.type == "cpu":
             return measure_contention(torch.get_num_threads(), self._run.num_threads)
         return _host_share(means) * measure_contention(1, self._run.num_threads)
 
 
 def _caller_s(totals: Totals) -> float:
-    """Return what stays in the calling thread of a loader's work: no waiting for threads, nothing fetched."""
+    """Return the loader's work in the calling thread, without waits for threads and without fetching."""
     return sum(
         max(0.0, blocked_s - totals.waiting_s.get(stage, 0.0))
         for stage, blocked_s in totals.blocked_s.items()
@@ -156,7 +156,7 @@ def _caller_s(totals: Totals) -> float:
 
 
 def _host_share(means: npt.NDArray[np.float64]) -> float:
-    """Return the share of a step in which a GPU's host works: only there it costs anything to disturb it.
+    """Return the share of a step in which the host of a GPU is busy; only then contention costs time.
 
     Args:
         means: `[part, kind of time]`.
@@ -166,11 +166,11 @@ def _host_share(means: npt.NDArray[np.float64]) -> float:
 
 
 def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[float, float, float]:
-    """Return what of the all-reduces is launching them, what is their own time, and what is waiting for a rank.
+    """Split the time of all-reduces into launching, transfer, and waiting for the slowest rank.
 
     Args:
         table: `[rank, step, part, kind of time]`.
-        on_cpu: whether the training thread computes, so that its processor time tells how fast it gets on.
+        on_cpu: whether the training thread computes, so that its processor time tells its slowdown.
     """
     least_s, skew_s = _least_and_rest(table[..., _REDUCE, WALL])
     if len(table) == 1:
@@ -182,10 +182,10 @@ def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[floa
 
 
 def _least_and_rest(waited: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean over steps of the rank that waits least, and how much longer ranks wait in the mean.
+    """Return the mean over steps of the shortest wait, and by how much the mean wait exceeds it.
 
     Args:
-        waited: `[rank, step]`, in something that begins when the last rank comes; that one waits for nobody.
+        waited: `[rank, step]`, seconds in an operation that starts when the last rank arrives.
     """
     least_s = float(waited.min(axis=0).mean())
     return least_s, max(0.0, float(waited.mean()) - least_s)

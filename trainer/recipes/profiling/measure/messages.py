@@ -1,4 +1,7 @@
-"""What a step all-reduces at once, when it is there, and how long it takes. Every rank calls these."""
+"""Measures the messages of a step: their sizes, when they are ready, and their all-reduce times.
+
+Every rank calls these functions in the same order.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ _WARM_UP_PASSES: Final = 2
 
 @dataclass(frozen=True)
 class TimedBucket:
-    """Gradients that travel together.
+    """Gradients that are all-reduced in one message.
 
     Attributes:
-        size_bytes: of them.
-        ready_share: of the backward pass, after which the last of them is there, 0..1.
-        alone_s: an all-reduce of that size through the engine, over the ranks of this job; 0 for one rank.
+        size_bytes: of the gradients.
+        ready_share: part of the backward pass after which all of them are ready, 0..1.
+        alone_s: time of an all-reduce of that size through the engine, over the ranks of this job; 0 for one rank.
     """
 
     size_bytes: int
@@ -42,11 +45,11 @@ class TimedBucket:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What the ranks of this job send in a step.
+    """The messages of a step in this job.
 
     Attributes:
         buckets: of gradients.
-        message_s: of an all-reduce of a single number: what each costs whatever its size.
+        message_s: time of an all-reduce of one number: the fixed cost of a message.
     """
 
     buckets: tuple[TimedBucket, ...]
@@ -54,12 +57,12 @@ class StepTraffic:
 
 
 def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> StepTraffic:
-    """Return what a step sends, and when, with the model as it is trained: compiled, if it is.
+    """Return the messages of a step and when they are ready, with the model compiled if training compiles it.
 
     Args:
         run: of this rank.
-        batch: that is passed through the model.
-        num_passes: over which the moments are averaged at which gradients are there.
+        batch: input of the passes.
+        num_passes: passes over which ready times are averaged.
     """
     timer = LayerTimer(run.model, choose_clock(run.device), sees_layers=False)
     passes = [time_pass(run, batch, timer) for _ in range(_WARM_UP_PASSES + num_passes)]
@@ -73,12 +76,13 @@ def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> StepTraffi
 def measure_buckets(
     parameters: Sequence[Tensor], ready_share: Mapping[Tensor, float], *, repeats: int
 ) -> list[TimedBucket]:
-    """Return the buckets of a distributed optimizer, in the order in which they are complete on rank 0.
+    """Return the buckets of a distributed optimizer, in the order of their completion on rank 0.
 
     Args:
-        parameters: that are trained, in the optimizer's order.
-        ready_share: of the backward pass after which a parameter's gradient is there; what got none is sent last.
-        repeats: all-reduces of each size; the median counts.
+        parameters: trained ones, in the order of the optimizer.
+        ready_share: part of the backward pass after which a parameter's gradient is ready; parameters without a
+            gradient are sent last.
+        repeats: all-reduces per size; the median counts.
     """
     sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     plan = plan_buckets(
@@ -100,12 +104,12 @@ def measure_buckets(
 
 
 def measure_all_reduce(num_elements: int, like: Tensor, *, repeats: int) -> float:
-    """Return the seconds of one all-reduce from its submission to its end; the median of the rank that waits least.
+    """Return the seconds of one all-reduce from submission to completion: the median of the shortest rank times.
 
     Args:
         num_elements: of the tensor.
-        like: has its dtype and device.
-        repeats: of them, after one that warms up.
+        like: a tensor of the same dtype and device.
+        repeats: measurements, after a warm-up.
     """
     if hvd.size() == 1:
         return 0.0
@@ -125,14 +129,14 @@ def measure_all_reduce(num_elements: int, like: Tensor, *, repeats: int) -> floa
 def plan_messages(
     buckets: Sequence[TimedBucket], *, forward_s: float, backward_s: float, num_passes: int, reduce_s: float
 ) -> tuple[Message, ...]:
-    """Return what a step sends, from what it takes in all.
+    """Return the messages of a step, dividing its all-reduce time over them.
 
     Args:
         buckets: see `measure_buckets`.
-        forward_s: of all passes of a step.
-        backward_s: likewise; what is sent is complete in the last one.
+        forward_s: forward time of all passes of a step.
+        backward_s: backward time of all passes; gradients are complete in the last pass.
         num_passes: of a step.
-        reduce_s: of all messages; each gets its share by `alone_s`.
+        reduce_s: of all messages, divided in proportion to `alone_s`.
     """
     before_s = (forward_s + backward_s) * (num_passes - 1) / num_passes + forward_s / num_passes
     alone_s = sum(bucket.alone_s for bucket in buckets)
@@ -147,7 +151,7 @@ def plan_messages(
 
 
 def _ready_shares(passes: Sequence[LayerTimes]) -> dict[Tensor, float]:
-    """Return when each parameter's gradient was there, as a share of the backward pass."""
+    """Return when each parameter's gradient was ready, as a share of the backward pass."""
     return {
         parameter: min(1.0, float(np.mean([times.ready_s[parameter] / times.backward_s for times in passes])))
         for parameter in passes[-1].ready_s

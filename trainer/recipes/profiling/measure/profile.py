@@ -1,4 +1,4 @@
-"""A profile: what was measured, what follows from it, and how people and programs are told."""
+"""A profile: the measurements, the predictions made from them, and both as text and JSON."""
 
 from __future__ import annotations
 
@@ -67,23 +67,23 @@ class Profile:
 
     @property
     def costs(self) -> StepCosts:
-        """The median over the rounds of each number."""
+        """The median of each number over the rounds."""
         return median_costs([each.costs for each in self.rounds])
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know to read the numbers right."""
+        """Notes on the validity of the numbers."""
         notes = []
         late = [each.ahead_over_io for each in self.rounds if each.ahead_over_io > _NOISE]
         if 2 * len(late) > len(self.rounds):
             notes.append(
-                f"note: a prefetched batch took {statistics.median(late):.2f} times as long as one in the call: "
-                "noise. t_a is cut off at t_io; measure longer, --steps, or on a quieter machine"
+                f"note: a prefetched batch took {statistics.median(late):.2f} times as long as one without "
+                "prefetching, which is noise. t_a is limited to t_io; use more --steps, or a quieter machine"
             )
         if self.predictions and self.world_size == 1:
             notes.append(
-                "note: this profile is of one rank, which launches nothing and waits for nobody: the predictions "
-                "leave out negotiation, launching and the slowest rank; profile two ranks or more"
+                "note: this profile is of one rank, which launches no all-reduce and waits for no rank: the "
+                "predictions leave out negotiation, launching and the slowest rank; profile two ranks or more"
             )
         return notes
 
@@ -116,7 +116,7 @@ class Profile:
         }
 
     def describe(self, top: int) -> str:
-        """Return tables: parts, the `top` slowest layers, modes, predictions; and the verdict."""
+        """Return tables of parts, the `top` slowest layers, modes and predictions, and the limiting resource."""
         return "\n".join(
             [
                 self._title(),

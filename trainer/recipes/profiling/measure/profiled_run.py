@@ -1,4 +1,4 @@
-"""What is profiled: a run's model, optimizer and loaders, without its checkpoints."""
+"""Opens the model, optimizer and loaders of a run for profiling, without checkpoints."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from datasvc.trainer.recipes.update import Mark, update
 
 @dataclass
 class ProfiledRun:
-    """One rank's; a `Learner`.
+    """The profiled run of one rank; a `Learner`.
 
     Attributes:
         config: effective settings.
-        task: what is learned.
-        batches: sizes of a step.
-        loaders: of the training split, one that prefetches as the run does, and one that prefetches nothing.
+        task: classification or language modelling.
+        batches: batch sizes of a step.
+        loaders: of the training split: one that prefetches as the run does, and one without prefetching.
         model: on its device.
-        optimizer: distributed, with a rate of 0: steps cost what they cost, and change nothing.
-        loss_scale: of fp16; does nothing otherwise.
-        average: of the weights; None: not asked for.
+        optimizer: distributed, with a learning rate of 0, so that steps do not change the model.
+        loss_scale: for fp16; a no-op otherwise.
+        average: of the weights; None unless configured.
         device: of the model.
-        num_threads: that decode, beside the training thread.
+        num_threads: decoding threads beside the training thread.
     """
 
     config: TrainConfig
@@ -54,25 +54,25 @@ class ProfiledRun:
     num_threads: int
 
     def sends_beside(self, *, beside: bool) -> None:
-        """Choose whether gradients are all-reduced beside the backward pass, or after it.
+        """Choose whether gradients are all-reduced during the backward pass, or after it.
 
-        An optimizer that waits for one more pass than there will be sends nothing until it is synchronized.
+        An optimizer that expects one more pass than there is sends nothing before `synchronize`.
         """
         self.optimizer.set_backward_passes_per_step(self.batches.num_passes + (not beside))
 
     def step(self, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:
-        """Take the step that training takes, see `update`."""
+        """Take one training step, see `update`."""
         return update(self, batch, mark)
 
     def compile(self) -> None:
-        """Compile the model where the run does; what is measured layer by layer comes before."""
+        """Compile the model if the run does; layers must be measured before."""
         if self.config.compile is not None:
             compile_model(self.model, self.config.compile)
 
 
 @contextlib.contextmanager
 def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
-    """Set up a rank, and let go of everything afterwards. Every rank calls this.
+    """Open the run of this rank as a context. Every rank calls this.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
@@ -89,8 +89,10 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
             stack.callback(nodes.close)
 
         def open_loader(prefetch: int) -> Loader[Any]:
-            there = choose_task(dataclasses.replace(config, prefetch=prefetch), split)
-            return there.open_loader(split, training=True, batch_size=batches.batch_size, cache=cache, place=place)
+            task_of_loader = choose_task(dataclasses.replace(config, prefetch=prefetch), split)
+            return task_of_loader.open_loader(
+                split, training=True, batch_size=batches.batch_size, cache=cache, place=place
+            )
 
         loaders = LoadersInTurn(open_loader(0), open_loader(max(1, config.prefetch)))
         stack.callback(loaders.close)
@@ -112,7 +114,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
         )
         loaders.close()
         if nodes is not None:
-            hvd.barrier()  # nobody's peer goes before everybody has what it needs
+            hvd.barrier()  # a node must not stop serving while another still fetches from it
 
 
 def _build_optimizer(config: TrainConfig, model: nn.Module, batches: BatchPlan) -> Any:

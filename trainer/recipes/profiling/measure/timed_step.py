@@ -1,4 +1,4 @@
-"""The parts of one step as they passed: seconds, and the processor time of the training thread and of all others."""
+"""Times the parts of one step: wall-clock seconds, and processor time of the training thread and of all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _THREAD: Final = 1
 
 
 class StepPartTimer:
-    """Takes the time at the end of each part, when the device is done with it; begins with the first part.
+    """Records the time at the end of each part, after the device has completed it. Starts when constructed.
 
     Args:
         device: of the model.
@@ -32,15 +32,15 @@ class StepPartTimer:
 
     @property
     def table(self) -> npt.NDArray[np.float64]:
-        """`float64[part, 3]`: seconds of each part, and processor time of this thread and of all others in it.
+        """`float64[part, 3]`: seconds of each part, processor time of this thread, and of all other threads.
 
-        That of this thread is without waiting for the device.
+        The processor time of this thread excludes waiting for the device.
         """
         return self._table
 
     def mark(self, part: str) -> None:
-        """The part has ended, and the next one begins."""
-        # Before the device is waited for: CUDA spins meanwhile, and that is no work.
+        """Mark the end of a part and the start of the next one."""
+        # Read before waiting for the device: CUDA spins while it waits, which is not work.
         worked_until_s = time.thread_time()
         synchronize(self._device)
         now = self._now()

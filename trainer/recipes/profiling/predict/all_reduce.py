@@ -1,4 +1,4 @@
-"""How long an all-reduce takes, from the links: alpha-beta models without contention from elsewhere."""
+"""Predicts the time of an all-reduce from the links: alpha-beta models without other traffic."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Cluster:
     """Equal nodes with equally many ranks.
 
     Attributes:
-        num_nodes: of them.
-        network: between nodes, of one node; its ranks share it.
-        ranks_per_node: on each.
-        inside: between the ranks of a node, of one rank; None: the network is used there too.
-        message_s: what software adds to each all-reduce: negotiation, starting it, waking up.
+        num_nodes: number of nodes.
+        network: link of a node to the others; its ranks share it.
+        ranks_per_node: ranks on each node.
+        inside: link of a rank to the others of its node; None: the network is used there too.
+        message_s: software overhead of each all-reduce: negotiation, launch, wake-up.
     """
 
     num_nodes: int
@@ -39,7 +39,7 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     def describe(self) -> str:
-        """Return what a node is and how it is linked: "nodes of 8 ranks, 12.5 GB/s and 50 us between them"."""
+        """Describe a node and its links: "nodes of 8 ranks, 12.5 GB/s and 50 us between them"."""
         text = f"nodes of {self.ranks_per_node} ranks, {self.network} between them"
         return text if self.inside is None else f"{text}, {self.inside} inside"
 

@@ -1,4 +1,4 @@
-"""The options of a command line that say what cluster to predict or to simulate."""
+"""Command-line options that describe the clusters to predict or to simulate."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from datasvc.trainer.recipes.profiling.predict.links import Link, parse_bandwidt
 
 
 def add_cluster_options(parser: argparse.ArgumentParser, *, num_nodes: Sequence[int], said: str) -> None:
-    """Let a parser take a cluster's options.
+    """Add the options of clusters to a parser.
 
     Args:
         parser: of a command.
-        num_nodes: of the clusters that are meant where the user does not say.
-        said: of these, in the help.
+        num_nodes: default numbers of nodes.
+        said: description of this default in the help.
     """
     add = parser.add_argument
     add("--nodes", type=int, nargs="+", default=list(num_nodes), help=f"numbers of nodes [{said}]")
@@ -28,7 +28,11 @@ def add_cluster_options(parser: argparse.ArgumentParser, *, num_nodes: Sequence[
 
 
 def parse_clusters(chosen: argparse.Namespace) -> list[Cluster]:
-    """Return a cluster for each number of nodes. Raises ConfigError: they are none, or contradict each other."""
+    """Return a cluster for each number of nodes.
+
+    Raises:
+        ConfigError: an option is not valid, or options contradict each other.
+    """
     network = Link(parse_bandwidth(chosen.bandwidth), parse_duration(chosen.latency))
     inside = None
     if chosen.inside_bandwidth is not None:

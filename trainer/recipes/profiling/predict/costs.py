@@ -1,7 +1,7 @@
-"""What one training step costs on one rank, part by part: values only.
+"""The costs of one training step on one rank, part by part. Values only.
 
-Symbols are those of Shi, Wang and Chu 2018 (arXiv:1711.05979), and some more that `step_time` explains; all are
-seconds of one step.
+The symbols are those of Shi, Wang and Chu 2018 (arXiv:1711.05979) and some more, which `step_time` explains. All are
+seconds per step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUNDING_S: Final = 1e-9
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A module without children, or what runs between modules.
+    """The cost of a module without children, or of operations between modules.
 
     Attributes:
         name: in the model.
@@ -36,12 +36,12 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Message:
-    """Gradients that are all-reduced at once: a bucket, or one layer's.
+    """Gradients of one all-reduce: a bucket, or one layer.
 
     Attributes:
         size_bytes: of the gradients.
-        ready_s: r: from the beginning of the forward pass until the last of them is there.
-        reduce_s: t_c of this message: its all-reduce by itself; 0 for one rank.
+        ready_s: r: from the start of the forward pass until all of the gradients are ready.
+        reduce_s: t_c of this message, without overlap; 0 for one rank.
     """
 
     size_bytes: int
@@ -55,24 +55,24 @@ class Message:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """One step of one rank, each part by itself, with nothing beside it.
+    """The costs of one step of one rank, each part without overlap.
 
     Attributes:
-        io_s: t_io: fetching and decoding a batch, from the call to the batch, nothing prefetched.
-        ahead_s: t_a: seconds per batch of a loader that prefetches and has nothing else to wait for.
-        caller_s: t_i: of `io_s`, what stays in the training thread whatever is prefetched.
+        io_s: t_io: fetching and decoding a batch without prefetching.
+        ahead_s: t_a: seconds per batch of a prefetching loader that never waits for its consumer.
+        caller_s: t_i: the part of `io_s` that stays in the training thread with prefetching.
         transfer_s: t_h2d: copying the batch to the device, in the training thread.
         forward_s: t_f.
         backward_s: t_b.
         launch_s: t_l: copying gradients into messages and sending them, in the training thread.
-        messages: what is all-reduced; t_c is the sum of theirs.
-        skew_s: t_w: waiting for the slowest rank, before it can begin: no part of t_c.
+        messages: all-reduced messages; t_c is the sum of their times.
+        skew_s: t_w: waiting for the slowest rank before an all-reduce; not part of t_c.
         update_s: t_u: the optimizer's step.
         io_beside_s: processor time of other threads for a batch.
         reduce_beside_s: processor time of other threads for all messages.
-        contention: k: seconds that the training thread loses for each second of processor time beside it.
-        targets_s: t_n: adding up the targets of all ranks, before the forward pass; 0 where all have equally many.
-        samples: of this rank.
+        contention: k: seconds that the training thread loses per second of processor time of other threads.
+        targets_s: t_n: summing the targets of all ranks before the forward pass; 0 if all have equally many.
+        samples: of this rank's batch.
     """
 
     io_s: float
@@ -123,7 +123,11 @@ class StepCosts:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepCosts:
-        """Return costs that `to_dict` gave. Raises ConfigError: these are none."""
+        """Return the costs from the result of `to_dict`.
+
+        Raises:
+            ConfigError: the values have another form.
+        """
         try:
             messages = tuple(Message(**message) for message in values["messages"])
             return cls(**{**values, "messages": messages})

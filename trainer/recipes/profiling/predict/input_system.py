@@ -1,4 +1,4 @@
-"""How fast nodes get their samples: caches in front of an origin that all nodes share. Pure."""
+"""Predicts the rate at which nodes get samples, from their caches and a shared origin. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
 
 @dataclass(frozen=True)
 class InputSystem:
-    """Where samples come from.
+    """The caches and the origin of the samples.
 
     Attributes:
         batch_bytes: of one rank's batch, as stored.
         data_bytes: of the whole split.
-        cache_bytes: of one node's cache; what fits of the data stays there.
-        origin_bytes_per_s: of the origin, over all nodes.
-        shares_caches: whether nodes take from each other what the origin would have to give again, over the network
-            that all-reduces use too; that these slow each other down is left out.
+        cache_bytes: of one node's cache, which keeps the part of the data that fits.
+        origin_bytes_per_s: of the origin, for all nodes together.
+        shares_caches: whether nodes read from each other before they read from the origin. Contention with
+            all-reduces on the network is not modelled.
     """
 
     batch_bytes: int
@@ -33,12 +33,12 @@ class InputSystem:
             raise ConfigError(f"{self} cannot feed anybody; expected sizes and a bandwidth above 0")
 
     def fetch_s(self, cluster: Cluster, *, is_first_epoch: bool = False) -> float:
-        """Return the seconds in which a rank's batch comes through the origin and the network, in the long run.
+        """Return the mean seconds that origin and network need for a rank's batch.
 
-        A sample is drawn once an epoch, so a cache's hits are the share of the data that it holds.
+        A sample is read once an epoch, so the hit rate of a cache is the share of the data that it holds.
 
         Args:
-            cluster: the nodes, which draw equally.
+            cluster: the nodes, which read equally.
             is_first_epoch: caches are empty.
         """
         node_bytes = self.batch_bytes * cluster.ranks_per_node

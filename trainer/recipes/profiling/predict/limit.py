@@ -1,4 +1,4 @@
-"""What limits training: data, computation, communication, or the processors that all three share."""
+"""Tells what limits training: data, computation, communication, or the processors that all three share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_FREE: Final = 0.2
 
 
 class Bound(StrEnum):
-    """What a step waits for."""
+    """A limiting resource."""
 
     DATA = "data"
     COMPUTE = "compute"
@@ -29,12 +29,12 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True)
 class StepLimit:
-    """What limits a run whose loader works ahead and whose all-reduces run beside the backward pass.
+    """The limit of a run with a prefetching loader and all-reduces during the backward pass.
 
     Attributes:
-        bound: what to make faster first.
-        inequality: why, with numbers in milliseconds.
-        advice: what helps.
+        bound: the limiting resource.
+        inequality: the reason, with numbers in milliseconds.
+        advice: how to raise the limit.
     """
 
     bound: Bound

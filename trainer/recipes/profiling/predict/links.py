@@ -1,4 +1,4 @@
-"""Links between ranks and nodes, as people write them: "10GbE", "25GB/s", "50us"."""
+"""Links between ranks and nodes, and parsers for "10GbE", "25GB/s" and "50us"."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Link:
-    """What one message over a link costs: `latency_s + size / bytes_per_s` (Hockney's alpha and beta).
+    """The cost of a message over a link: `latency_s + size / bytes_per_s` (Hockney's alpha and beta).
 
     Attributes:
-        bytes_per_s: in one direction; both directions at once go at full speed.
-        latency_s: of a message, with what the software adds.
+        bytes_per_s: in one direction; both directions have this rate at once.
+        latency_s: of a message, including software overhead.
     """
 
     bytes_per_s: float

@@ -1,4 +1,4 @@
-"""What a step that was measured here would take on another number of nodes."""
+"""Predicts the time of a measured step on another number of nodes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _TARGETS_BYTES: Final = 8  # an int64
 
 @dataclass(frozen=True)
 class Prediction:
-    """Steps on a cluster.
+    """Predicted steps on a cluster.
 
     Attributes:
-        cluster: that they are for.
-        world_size: ranks of it.
-        step_s: of each mode.
-        samples_per_s: of each mode, over all ranks.
-        efficiency: of each mode: its step on one rank by its step here.
+        cluster: of the prediction.
+        world_size: its number of ranks.
+        step_s: by mode.
+        samples_per_s: by mode, over all ranks.
+        efficiency: by mode: time of a step on one rank divided by its time here.
     """
 
     cluster: Cluster
@@ -33,7 +33,7 @@ class Prediction:
 
 
 def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
-    """Return what steps take if each rank has the batch, the processors and the loader that it has here."""
+    """Predict steps on a cluster whose ranks have the measured batch size, processors and loader each."""
     there, alone = costs_on(costs, cluster), costs_alone(costs)
     step_s = {mode: step_time(there, mode) for mode in StepMode}
     return Prediction(
@@ -46,10 +46,10 @@ def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
 
 
 def costs_on(costs: StepCosts, cluster: Cluster) -> StepCosts:
-    """Return the costs with the communication of a cluster, all-reduced in the same messages.
+    """Return the costs with the communication of a cluster, with the same messages.
 
-    The wait for the slowest rank stays as it was measured, which is too little for many more ranks; `simulate` knows
-    better. So does the contention for processors.
+    The wait for the slowest rank and the contention for processors stay as measured. For many more ranks that wait is
+    too short; `simulate` models it.
     """
     if cluster.world_size == 1:
         return costs_alone(costs)
@@ -61,5 +61,5 @@ def costs_on(costs: StepCosts, cluster: Cluster) -> StepCosts:
 
 
 def costs_alone(costs: StepCosts) -> StepCosts:
-    """Return the costs of a rank that has nobody to send to or to wait for."""
+    """Return the costs of a single rank, without communication."""
     return dataclasses.replace(costs, messages=(), launch_s=0.0, reduce_beside_s=0.0, skew_s=0.0, targets_s=0.0)
