@@ -39,7 +39,7 @@ from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
-from datasvc.shards.sources.python_samples import PythonSamples
+from datasvc.shards.sources.python_samples import PythonSource
 from datasvc.shards.versions.class_names import name_tables
 from datasvc.shards.versions.combine import OnCommon
 from datasvc.shards.versions.dataset import open_dataset
@@ -231,7 +231,7 @@ def open_any_source(
         return source
     if isinstance(source, (str, os.PathLike)):
         return open_source(os.fspath(source), options)
-    return PythonSamples(source, options)
+    return PythonSource(source, options)
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _make_plan(
     units = [relabelled(unit, labels) for unit in units] if labels else units
     slim = source.without_files() if isinstance(source, ListedSource) else source
     work = IngestWork(repository.url, plan, fingerprint, attempt, slim, schema, options, classes, labels)
-    has_changed = has_changed and not isinstance(source, PythonSamples)  # no two iterables are states of one
+    has_changed = has_changed and not isinstance(source, PythonSource)  # no two iterables are states of one
     return _Plan(name, repository, work, units, journal, attempt, has_changed)
 
 
@@ -272,7 +272,7 @@ def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
     Local files of a listed source are each compared as they are read.
     """
     source = plan.work.source
-    if isinstance(source, PythonSamples) or (isinstance(source, ListedSource) and FileReader(source.url).is_local):
+    if isinstance(source, PythonSource) or (isinstance(source, ListedSource) and FileReader(source.url).is_local):
         return
     if open_source(source.url, options).fingerprint() != plan.work.fingerprint:
         raise SourceChangedError(
@@ -396,7 +396,7 @@ def count_workers(source: Source, workers: int | None, engine: EngineName = "loc
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}; expected at least 1")
-    if isinstance(source, PythonSamples):
+    if isinstance(source, PythonSource):
         if engine != "local":
             raise ConfigError("an iterable is read by this process; leave engine='ray' away, or write it to files")
         return 1

@@ -1,4 +1,4 @@
-"""What can be ingested: one file per format."""
+"""Readers of the formats that can be ingested: a module or sub-package per format."""
 
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import (
@@ -9,12 +9,12 @@ from datasvc.shards.sources.common.source import (
     SourcePart,
     StreamedSource,
 )
-from datasvc.shards.sources.images.image_folder import ImageFolder
+from datasvc.shards.sources.images.image_folder import ImageFolderSource
 
 __all__ = [
     "BadSample",
     "ImageFile",
-    "ImageFolder",
+    "ImageFolderSource",
     "ListedSource",
     "Source",
     "SourceOptions",

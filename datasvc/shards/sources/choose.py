@@ -1,4 +1,4 @@
-"""Which kind of source a URL is: by `--format`, else by what lies there. Names decide, then the files found."""
+"""Choose the source class of a URL: by `--format`, else by the names of its files."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from datasvc.shards.sources.common.files import COMPRESSIONS, expand_braces, is_
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
 
-# Loaded where they are used: tokenizers and lmdb are nothing that an image folder needs.
+# Imported on use: an image folder needs neither tokenizers nor lmdb.
 _CLASSES: Final = {
-    "image-folder": "images.image_folder.ImageFolder",
-    "manifest": "images.manifest.Manifest",
-    "imagenet": "images.imagenet.ImageNet",
+    "image-folder": "images.image_folder.ImageFolderSource",
+    "manifest": "images.manifest.ManifestSource",
+    "imagenet": "images.imagenet.ImageNetSource",
     "webdataset": "tar.webdataset.WebDatasetSource",
     "parquet": "tabular.parquet.ParquetSource",
-    "arrow": "tabular.arrow_files.ArrowFiles",
-    "csv": "tabular.csv_files.CsvFiles",
-    "json-lines": "tabular.json_lines.JsonLines",
-    "huggingface": "tabular.huggingface.HuggingFace",
+    "arrow": "tabular.arrow_files.ArrowSource",
+    "csv": "tabular.csv_files.CsvSource",
+    "json-lines": "tabular.json_lines.JsonLinesSource",
+    "huggingface": "tabular.huggingface.HuggingFaceSource",
     "lmdb": "records.lmdb_database.LmdbSource",
-    "tfrecord": "records.tfrecord.TfRecords",
-    "mds": "mds.mds.MdsDataset",
-    "numpy": "arrays.numpy_files.NumpyFiles",
-    "tokens": "text.tokens.TokenFiles",
+    "tfrecord": "records.tfrecord.TfRecordSource",
+    "mds": "mds.mds.MdsSource",
+    "numpy": "arrays.numpy_files.NumpySource",
+    "tokens": "text.tokens.TokenSource",
 }
 FORMATS: Final = tuple(_CLASSES)
-_SAY_IT: Final = f"say it with --format: {', '.join(FORMATS)}"
+_CHOOSE_FORMAT: Final = f"choose it with --format: {', '.join(FORMATS)}"
 _BY_EXTENSION: Final = {
     ".tar": "webdataset",
     ".tgz": "webdataset",
@@ -60,7 +60,7 @@ _BY_EXTENSION: Final = {
     ".txt": "tokens",
     **dict.fromkeys(IMAGES, "image-folder"),
 }
-# Files by whose presence in a folder its format is known.
+# Files that identify the format of the folder that contains them.
 _BY_NAME: Final = {
     "dataset_dict.json": "huggingface",
     "state.json": "huggingface",
@@ -69,21 +69,22 @@ _BY_NAME: Final = {
     "index.json": "mds",
 }
 _IMAGENET_TARS: Final = frozenset({"ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"})
-# What `datasvc export` says of itself, beside what it wrote.
+# The summary that `datasvc export` writes beside the exported files.
 _EXPORT_SUMMARY: Final = "datasvc-export.json"
-_LOOKED_AT: Final = 1000
+_MAX_SCANNED_FILES: Final = 1000
 
 
 def open_source(url: str, options: SourceOptions | None = None) -> Source:
     """List the source at `url`.
 
     Raises:
-        ConfigError: the format is unknown, cannot be told from what is there, or as the source's own `list`.
-        NotFoundError: nothing is there.
-        UnavailableError: the store does not answer.
+        ConfigError: the format is unknown or cannot be detected; or see the `list` method of the source class.
+        NotFoundError: there are no files at `url`.
+        UnavailableError: the store does not respond.
     """
     options = options or SourceOptions()
     kind = options.format or choose_format(url, options)
+    # An option may select another reader of the same files.
     if kind == "image-folder" and options.manifest is not None:
         kind = "manifest"
     if kind == "json-lines" and options.tokenizer is not None:
@@ -91,71 +92,72 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
     if kind not in _CLASSES:
         raise ConfigError(f"format {kind!r} is unknown; expected one of {', '.join(FORMATS)}")
     module, _, name = _CLASSES[kind].rpartition(".")
-    found: Any = getattr(importlib.import_module(f"datasvc.shards.sources.{module}"), name)
-    return cast("Source", found.list(url, options))
+    source_class: Any = getattr(importlib.import_module(f"datasvc.shards.sources.{module}"), name)
+    return cast("Source", source_class.list(url, options))
 
 
 def choose_format(url: str, options: SourceOptions) -> str:
-    """Return the format of what lies at `url`. Raises ConfigError, NotFoundError, UnavailableError."""
+    """Return the format of the files at `url`. Raises as `open_source`."""
     if options.manifest is not None:
         return "manifest"
     first = expand_braces(url)[0]
-    named = _by_file_name(first)
-    if named is not None:
-        return named
+    format_of_name = _by_file_name(first)
+    if format_of_name is not None:
+        return format_of_name
     file_system, root = resolve_url(first)
-    with map_exceptions("look at", redact_url(url)):
+    with map_exceptions("list", redact_url(url)):
         if file_system.isfile(root):
-            raise ConfigError(f"cannot tell the format of {redact_url(url)} from its name; {_SAY_IT}")
-        found = _some_files(file_system, root)
-        is_folder = bool(found) or file_system.isdir(root)
-    if not found:
-        what = "it is empty" if is_folder else "there is no such folder"
-        raise NotFoundError(f"cannot ingest {redact_url(url)}: {what}")
-    return _by_content(found, url)
+            raise ConfigError(f"cannot detect the format of {redact_url(url)} from its name; {_CHOOSE_FORMAT}")
+        names = _scan_names(file_system, root)
+        is_folder = bool(names) or file_system.isdir(root)
+    if not names:
+        problem = "it is empty" if is_folder else "there is no such folder"
+        raise NotFoundError(f"cannot ingest {redact_url(url)}: {problem}")
+    return _by_content(names, url)
 
 
-def _by_content(found: list[str], url: str) -> str:
-    names = {os.path.basename(name) for name in found}
-    if names & _IMAGENET_TARS:
+def _by_content(names: list[str], url: str) -> str:
+    unique_names = set(names)
+    if unique_names & _IMAGENET_TARS:
         return "imagenet"
     for name, kind in _BY_NAME.items():
-        if name in names:
+        if name in unique_names:
             return kind
-    kinds = Counter(kind for kind in map(_by_file_name, found) if kind is not None)
-    if len(kinds) == 1 or "image-folder" in kinds:  # notes and lists may lie beside images
+    kinds = Counter(kind for kind in map(_by_file_name, names) if kind is not None)
+    # Image folders often hold notes and lists too, so images decide.
+    if len(kinds) == 1 or "image-folder" in kinds:
         return "image-folder" if "image-folder" in kinds else next(iter(kinds))
-    said = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common()) or "none that is known"
-    raise ConfigError(f"cannot tell the format of {redact_url(url)}: its files are {said}; {_SAY_IT}")
+    counts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common()) or "of no supported format"
+    raise ConfigError(f"cannot detect the format of {redact_url(url)}: its files are {counts}; {_CHOOSE_FORMAT}")
 
 
 def _by_file_name(name: str) -> str | None:
-    own = os.path.basename(name.rstrip("/"))
-    if own in _IMAGENET_TARS:
+    file_name = os.path.basename(name.rstrip("/"))
+    if file_name in _IMAGENET_TARS:
         return "imagenet"
-    base, last = os.path.splitext(own)
+    base, last = os.path.splitext(file_name)
     if last.lower() in COMPRESSIONS:
         base, last = os.path.splitext(base)
     if last.lower() in _BY_EXTENSION:
         return _BY_EXTENSION[last.lower()]
-    # TensorFlow numbers its files behind the extension, and ImageNet's have none.
-    is_numbered = "-of-" in own and (".tfrecord" in own or not last)
+    # TensorFlow writes the number after the extension, and its ImageNet files have no extension.
+    is_numbered = "-of-" in file_name and (".tfrecord" in file_name or not last)
     return "tfrecord" if is_numbered else None
 
 
-def _some_files(file_system: AbstractFileSystem, root: str) -> list[str]:
-    """Return the first files below a folder, nearest first, until there are enough to tell."""
-    found: list[str] = []
-    ours: list[str] = []
+def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
+    """Return the names of the first files below a folder, parents first, about `_MAX_SCANNED_FILES` at most."""
+    names: list[str] = []
+    repositories: list[str] = []
     is_local = isinstance(file_system, LocalFileSystem)
-    # The file system's own walk looks at every file; here their names are enough.
+    # fsspec's own walk of local files reads the attributes of each file; only the names are needed here.
     walk = os.walk(root, followlinks=True) if is_local else file_system.walk(root)
     for folder, _, files in walk:
         if any(map(is_marker, files)):
-            ours.append(f"{folder.rstrip('/')}/")
-        if f"{folder.rstrip('/')}/".startswith(tuple(ours)):
+            repositories.append(f"{folder.rstrip('/')}/")
+        if f"{folder.rstrip('/')}/".startswith(tuple(repositories)):
             continue
-        found += [name for name in files if not name.startswith(".") and name != _EXPORT_SUMMARY]
-        if len(found) >= _LOOKED_AT:
+        names += [name for name in files if not name.startswith(".") and name != _EXPORT_SUMMARY]
+        if len(names) >= _MAX_SCANNED_FILES:
             break
-    return found
+    return names

@@ -1,4 +1,4 @@
-"""Samples that a Python program makes: any iterable of dicts."""
+"""Source of samples from a Python iterable of dicts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource, printable
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT
 
-_LOOKED_AT: Final = 100
+_NUM_FIRST_SAMPLES: Final = 100
 
 
-class PythonSamples(StreamedSource):
-    """Samples from an iterable, read once, in this process.
+class PythonSource(StreamedSource):
+    """Samples from an iterable, which is read once and in this process.
 
-    Columns and their types come from the first samples; a sample that does not fit is a bad one.
+    Columns and their types are inferred from the first samples; a later sample that does not fit is a `BadSample`.
 
     Args:
         samples: dicts of Python values by column; images as bytes, arrays as lists.
-        options: `split` and `key` are of use.
+        options: only `split` and `key` are used.
 
     Raises:
-        NotFoundError: there is no sample.
-        ConfigError: a sample is no mapping, or a column holds values of several types.
+        NotFoundError: the iterable is empty.
+        ConfigError: a sample is not a mapping, or a column holds values of several types.
     """
 
     kind: ClassVar[str] = "python"
@@ -40,9 +40,9 @@ class PythonSamples(StreamedSource):
     def __init__(self, samples: Iterable[Mapping[str, Any]], options: SourceOptions | None = None) -> None:
         options = options or SourceOptions()
         iterator = iter(samples)
-        first = list(itertools.islice(iterator, _LOOKED_AT))
+        first = list(itertools.islice(iterator, _NUM_FIRST_SAMPLES))
         if not first:
-            raise NotFoundError("cannot ingest an iterable without samples")
+            raise NotFoundError("cannot ingest an iterable without samples; expected at least one dict")
         for sample in first:
             _check_mapping(sample)
         has_keys = options.key is not None or all(KEY in sample for sample in first)
@@ -59,35 +59,36 @@ class PythonSamples(StreamedSource):
         self.parts = [SourcePart(options.split or DEFAULT_SPLIT, "python", 0)]
 
     def fingerprint(self) -> Digest:
-        """Return a digest that no other iterable has: what an iterable will yield cannot be known before."""
+        """Return a random digest: the content of an iterable is unknown until it is read, so no two are equal."""
         return digest_of(secrets.token_bytes(32))
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples, the first time. Raises ConfigError for a sample that is no mapping."""
+        """Yield the samples on the first call. Raise ConfigError for a sample that is not a mapping."""
         names = set(self._raw.names)
         raw = SampleBatcher(self._raw, part.split)
-        for number, given in enumerate(self._samples):
-            _check_mapping(given)
-            sample = given if self._has_keys else _numbered(given, number)
+        for number, original in enumerate(self._samples):
+            _check_mapping(original)
+            sample = original if self._has_keys else _numbered(original, number)
             key = str(sample.get(self._columns.key or KEY))
-            reason = _reason_against(key, sample.keys() - names)
+            reason = _rejection_reason(key, sample.keys() - names)
             if reason:
                 yield BadSample(part.split, printable(key), reason)
                 continue
-            yield from self._converted(raw.add(sample))
-        yield from self._converted(raw.flush())
+            yield from self._convert(raw.add(sample))
+        yield from self._convert(raw.flush())
 
-    def _converted(self, pieces: Iterator[pa.RecordBatch | BadSample]) -> Iterator[pa.RecordBatch | BadSample]:
+    def _convert(self, pieces: Iterator[pa.RecordBatch | BadSample]) -> Iterator[pa.RecordBatch | BadSample]:
         for piece in pieces:
             yield piece if isinstance(piece, BadSample) else self._columns.convert(piece, [])
 
 
 def _numbered(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a sample with its number as its key: bad ones count, so mending one moves no other."""
+    """Return a sample with its number as its key."""
+    # Bad samples are counted too, so that repairing one does not change the keys of the others.
     return {**sample, KEY: f"{number:09d}"}
 
 
-def _reason_against(key: str, unknown: Collection[str]) -> str | None:
+def _rejection_reason(key: str, unknown: Collection[str]) -> str | None:
     if unknown:
         return f"has unknown columns {sorted(unknown)}"
     return None if printable(key) == key else "its key is not UTF-8"

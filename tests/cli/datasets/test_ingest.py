@@ -93,7 +93,7 @@ def test_a_folder_whose_format_cannot_be_told_is_refused_with_the_formats(tmp_pa
     (tmp_path / "odd" / "x.bin").write_bytes(b"x")
     done = datasvc("ingest", tmp_path / "odd", "pets", repo=tmp_path / "repo")
     assert done.returncode == 2
-    assert "say it with --format: image-folder, " in done.stderr
+    assert "choose it with --format: image-folder, " in done.stderr
     assert datasvc("ingest", tmp_path, "pets", "--format", "zip", repo=tmp_path / "repo").returncode == 2
 
 

@@ -19,7 +19,7 @@ from datasvc.repository.logs.journal import Journal
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.ingestion import executors
 from datasvc.shards.ingestion.ingest_commit import IngestCommit
-from datasvc.shards.sources import ImageFolder, SourceOptions
+from datasvc.shards.sources import ImageFolderSource, SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.versions.verify import verify
 from tests.samples import class_sorted, jpeg, write_tars
@@ -66,7 +66,7 @@ def test_workers_that_are_spawned_give_the_same_digests(tmp_path, source, monkey
 
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_worker_is_left_when_an_ingest_ends(repository, folder, fails):
-    listed = ImageFolder.list(str(folder))
+    listed = ImageFolderSource.list(str(folder))
     if fails:
         (folder / "train" / "c" / "00012.jpg").unlink()
     threads = threading.active_count()
@@ -90,7 +90,7 @@ def test_ray_gives_the_same_digests_and_errors(tmp_path, source):
         ingest(cluster, str(where), "pets", engine="ray", workers=2, report=seen.append, **options)
         assert digests(one, "pets") == digests(cluster, "pets")
         assert sum(progress.num_samples for progress in seen) > 0
-        listed = ImageFolder.list(str(tmp_path / "source"))
+        listed = ImageFolderSource.list(str(tmp_path / "source"))
         files = next(iter(listed.splits.values()))
         files[0] = files[0]._replace(size_bytes=files[0].size_bytes + 1)
         with pytest.raises(SourceChangedError):
@@ -274,7 +274,7 @@ def test_a_recorded_shard_that_is_gone_is_made_again(tmp_path, folder):
 
 @pytest.mark.parametrize("change", ["longer", "shorter", "touched"])
 def test_a_file_that_changes_after_the_listing_is_noticed(repository, folder, change):
-    listed = ImageFolder.list(str(folder))
+    listed = ImageFolderSource.list(str(folder))
     path = folder / "train" / "a" / "00000.jpg"
     content = path.read_bytes()
     path.write_bytes({"longer": content + b"x", "shorter": content[:-1], "touched": content}[change])
@@ -346,7 +346,7 @@ def test_workers_end_when_their_driver_is_killed(stuck):
 
 
 def test_a_worker_s_error_is_the_ingest_s_error(repository, folder):
-    listed = ImageFolder.list(str(folder))
+    listed = ImageFolderSource.list(str(folder))
     (folder / "train" / "c" / "00012.jpg").unlink()
     with pytest.raises(Exception, match=r"00012\.jpg") as caught:
         ingest(repository, listed, "pets", workers=2, **LISTED)

@@ -7,7 +7,7 @@ import pytest
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.sources import ImageFolder
+from datasvc.shards.sources import ImageFolderSource
 from tests.samples import jpeg, write_folder
 
 
@@ -146,7 +146,7 @@ def test_nothing_unfinished_is_left_behind(repository, folder):
 def test_sources_in_which_two_files_could_get_one_key_are_refused(repository, folder, stray):
     (folder / stray).parent.mkdir(parents=True, exist_ok=True)
     (folder / stray).write_bytes(jpeg())
-    with pytest.raises(ConfigError, match="mix splits with others, or spell a split in two ways"):
+    with pytest.raises(ConfigError, match="mix splits with other folders, or spell one split in two ways"):
         ingest(repository, str(folder), "pets")
 
 
@@ -198,7 +198,7 @@ def test_extensions_and_split_folders_are_recognised_in_any_case(repository, fol
 
 
 def test_credentials_of_a_source_never_reach_the_entry(repository, folder):
-    source = replace(ImageFolder.list(str(folder)), url="file://user:secret@host/pets?sig=secret")
+    source = replace(ImageFolderSource.list(str(folder)), url="file://user:secret@host/pets?sig=secret")
     ingest(repository, source, "pets")
     assert open_dataset(repository, "pets").entry.content["source"]["url"] == "file://host/pets"
 

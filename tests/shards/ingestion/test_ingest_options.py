@@ -406,9 +406,9 @@ def test_labels_outside_the_classes_are_bad_and_negative_ones_are_none(repositor
     source = open_source(str(folder))
     assert np.isin([file.label for file in source.splits["train"]], [0, 1, 2]).all()
     samples = [{"key": str(number), "label": label} for number, label in enumerate([0, 1, -1, 5])]
-    from datasvc.shards.sources.python_samples import PythonSamples
+    from datasvc.shards.sources.python_samples import PythonSource
 
-    given = PythonSamples(samples)
+    given = PythonSource(samples)
     given.classes = ("a", "b")
     with pytest.raises(BadSampleError, match=r"train/3: its label 5 is none of the 2 classes"):
         ingest(repository, given, "made")

@@ -1,1 +1,1 @@
-"""numpy arrays as a source: `.npy` and `.npz`."""
+"""Source of numpy arrays: `.npy` and `.npz`."""

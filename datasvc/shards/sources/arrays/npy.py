@@ -1,4 +1,4 @@
-"""Arrays as numpy stores them, in `.npy` files and as members of `.npz` archives, and never as a pickle."""
+"""Read numpy arrays in `.npy` files and in `.npz` archives, never by unpickling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.length_framing import skip
 
 _HEADER_BYTES: Final = 1 << 16
-# An archive that claims more than both is a bomb: deflate reaches 1000:1 on zeros, data does not.
+# An archive over both limits is refused as a zip bomb: deflate reaches 1000:1 on zeros, real data does not.
 _MAX_RATIO: Final = 200
 _MAX_UNBOUND_BYTES: Final = 1 << 30
 _ZIP_ERRORS: Final = (
@@ -36,14 +36,14 @@ _ZIP_ERRORS: Final = (
 
 @dataclass(frozen=True)
 class NpyArray:
-    """An array in a file; its first axis are the samples.
+    """An array in a file; its first axis is the samples.
 
     Attributes:
-        path: of the file on the source's file system.
-        member: of an `.npz` archive, None for an `.npy` file.
-        offset: of the first value, bytes from the start of the file or member.
-        dtype: such as "<f4".
-        shape: of the whole array.
+        path: path of the file on the source's file system.
+        member: member of an `.npz` archive; None for an `.npy` file.
+        offset: offset of the first value in bytes from the start of the file or member.
+        dtype: numpy type string, such as "<f4".
+        shape: shape of the whole array.
     """
 
     path: str
@@ -59,49 +59,55 @@ class NpyArray:
 
     @property
     def sample_bytes(self) -> int:
-        """Size of one sample."""
+        """Size of one sample in bytes."""
         return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
 
     @property
     def stop(self) -> int:
-        """Offset behind the last value."""
+        """Offset after the last value."""
         return self.offset + self.num_samples * self.sample_bytes
 
 
 def read_npy_header(reader: FileReader, file: SourceFile) -> NpyArray:
-    """Return what an `.npy` file holds.
+    """Read the header of an `.npy` file.
 
     Raises:
-        ConfigError: it is no array of samples that can be read without pickle; says why.
-        CorruptDataError: it is shorter than it says.
+        ConfigError: the array does not hold samples, or it cannot be read without pickle.
+        CorruptDataError: the file is shorter than its header declares.
     """
     array = _parse_header(reader.read_range(file.path, 0, _HEADER_BYTES), file.path, None, file.name)
     if array.stop > file.size_bytes:
-        raise CorruptDataError(f"{file.name} is cut off: it has {file.size_bytes} of {array.stop} bytes")
+        raise CorruptDataError(
+            f"{file.name} is truncated: it has {file.size_bytes} of {array.stop} bytes; restore another copy"
+        )
     return array
 
 
 def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray]:
-    """Return what an `.npz` archive holds, by the names of its arrays.
+    """Read the headers of an `.npz` archive, by the names of its arrays.
 
     Raises:
-        ConfigError: as `read_npy_header`; or it is encrypted, or claims absurdly much.
-        CorruptDataError: it is no archive, cut off, or its sizes disagree.
+        ConfigError: see `read_npy_header`; or the archive declares too large a content for its size.
+        CorruptDataError: the file is not a readable archive, is truncated, or its sizes differ.
     """
     arrays = {}
     with _archive(reader, file.path, file.name) as archive:
         infos = [info for info in archive.infolist() if info.filename.endswith(".npy")]
-        claimed = sum(info.file_size for info in infos)
-        if claimed > max(_MAX_UNBOUND_BYTES, _MAX_RATIO * file.size_bytes):
+        declared_bytes = sum(info.file_size for info in infos)
+        if declared_bytes > max(_MAX_UNBOUND_BYTES, _MAX_RATIO * file.size_bytes):
             raise ConfigError(
-                f"{file.name} claims to hold {claimed} bytes in {file.size_bytes}: refused as a zip bomb"
+                f"{file.name} declares {declared_bytes} bytes in {file.size_bytes}: refused as a zip bomb; "
+                "save the arrays with numpy.savez"
             )
         for info in infos:
             name = f"{file.name}:{info.filename}"
             with archive.open(info) as member:
                 array = _parse_header(member.read(_HEADER_BYTES), file.path, info.filename, name)
+            # The header declares the size of the values, the archive the size of the member: they must match.
             if array.stop != info.file_size:
-                raise CorruptDataError(f"{name} should take {array.stop} bytes; it takes {info.file_size}")
+                raise CorruptDataError(
+                    f"{name} has {info.file_size} bytes, but its header declares {array.stop}; restore another copy"
+                )
             arrays[info.filename.removesuffix(".npy")] = array
     return arrays
 
@@ -124,10 +130,10 @@ def open_array(reader: FileReader, array: NpyArray, start: int, stop: int) -> It
 
 
 def check_member(reader: FileReader, array: NpyArray) -> None:
-    """Read an archive's array to its end, where the checksum is.
+    """Read an array of an archive to its end, where zipfile verifies the checksum.
 
     Raises:
-        CorruptDataError: it does not decompress, or the checksum does not match.
+        CorruptDataError: the array does not decompress, or its checksum does not match.
     """
     if array.member is not None:
         with _archive(reader, array.path, array.path) as archive, archive.open(array.member) as stream:
@@ -141,7 +147,7 @@ def _archive(reader: FileReader, path: str, name: str) -> Iterator[zipfile.ZipFi
             with reader.file_system.open(path, "rb") as opened, zipfile.ZipFile(opened) as archive:
                 yield archive
         except _ZIP_ERRORS as error:
-            raise CorruptDataError(f"{os.path.basename(name)} cannot be unpacked: {error}") from error
+            raise CorruptDataError(f"{os.path.basename(name)} cannot be decompressed: {error}") from error
 
 
 def _parse_header(content: bytes, path: str, member: str | None, name: str) -> NpyArray:
@@ -153,11 +159,11 @@ def _parse_header(content: bytes, path: str, member: str | None, name: str) -> N
         elif version == (2, 0):
             shape, is_fortran, dtype = npy_format.read_array_header_2_0(head)
         else:
-            raise ConfigError(f"{name} is of npy version {version}; datasvc reads 1.0 and 2.0")
+            raise ConfigError(f"{name} has the npy version {version}; datasvc reads 1.0 and 2.0: save it again")
     except (ValueError, SyntaxError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptDataError(f"{name} is no array: {error}") from error
+        raise CorruptDataError(f"{name} is not a numpy array: {error}") from error
     _check_array(name, dtype, shape, is_fortran=is_fortran)
     return NpyArray(path, member, head.tell(), dtype.str, tuple(map(int, shape)))
 
@@ -165,16 +171,16 @@ def _parse_header(content: bytes, path: str, member: str | None, name: str) -> N
 def _check_array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], *, is_fortran: bool) -> None:
     if dtype.hasobject:
         raise ConfigError(
-            f"{name} holds Python objects, which numpy pickles, and a pickle runs code when it is read: datasvc "
-            "never does; save it with a type of numbers or text"
+            f"{name} holds Python objects, which numpy stores as pickles; pickles run code when they are read, so "
+            "datasvc never reads them; save it with a type of numbers or text"
         )
     if dtype.kind not in "biufUS" or not dtype.itemsize:
         raise ConfigError(f"{name} holds {dtype}; expected bool, integers, floats or text")
     if not shape:
-        raise ConfigError(f"{name} is a single value; expected an array whose first axis are the samples")
+        raise ConfigError(f"{name} is a single value; expected an array with the samples along the first axis")
     if any(size < 0 for size in shape):
-        raise CorruptDataError(f"{name} has the shape {list(shape)}")
+        raise CorruptDataError(f"{name} has the shape {list(shape)}; expected no negative dimension")
     if is_fortran and len(shape) > 1:
-        raise ConfigError(f"{name} is in Fortran order, samples interleaved; save numpy.ascontiguousarray of it")
+        raise ConfigError(f"{name} is in Fortran order, with samples interleaved; save numpy.ascontiguousarray of it")
     if dtype.kind in "US" and math.prod(shape[1:]) != 1:
-        raise ConfigError(f"{name} has several texts a sample, shape {list(shape)}; expected one")
+        raise ConfigError(f"{name} has several texts per sample, shape {list(shape)}; expected one")

@@ -1,9 +1,9 @@
-"""Numpy arrays: `.npy` files and `.npz` archives whose first axis are the samples.
+"""Source of numpy arrays: `.npy` files and `.npz` archives with the samples along the first axis.
 
-The arrays of one folder, or of one archive, are the columns of a split, and have one length. A split may be part of
-their names, which it then leaves: `train_x.npy`, `train_y.npy`, `x_test` of an archive. Samples of more than one
-value are tensors (see `tensors`). What is read is streamed by ranges, on a local disk as on a store: memory that is
-mapped would count as the worker's own.
+The arrays of one folder, or of one archive, are the columns of a split and have the same length. The name of a split
+in an array's name selects the split and is removed: `train_x.npy`, `train_y.npy`, `x_test` in an archive. Samples of
+more than one value are tensors (see `tensors`). Files are read by ranges, local ones too: mapped memory would count
+as memory of the worker.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
 _LABELS: Final = frozenset({"y", "label", "labels", "target", "targets"})
 _UNNAMED: Final = "data"
 _PART_BYTES: Final = 64 << 20
-# What a key takes beside the file's name, its offset included.
+# Upper bound of a key's size beside the file's name, including its offset.
 _KEY_BYTES: Final = 32
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The arrays of one split of one folder or archive, by column.
+    """The arrays of one split of one folder or archive.
 
     Attributes:
-        split: of its samples.
-        name: of a file, with which keys begin.
-        stamp: of all its files.
-        arrays: by the column's name.
+        split: split of its samples.
+        name: name of its first file, the prefix of made keys.
+        stamp: stamps of all its files.
+        arrays: by name of the column.
     """
 
     split: str
@@ -62,15 +62,15 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class NumpyFiles(StreamedSource):
-    """Numpy files.
+class NumpySource(StreamedSource):
+    """Listed numpy files.
 
     Attributes:
-        url: where they lie.
-        schema: `key` (FILE#ROW unless a column holds it), and the columns.
-        parts: ranges of samples; a whole archive.
-        columns: names of the arrays of the schema's columns behind the first.
-        key: name of the array that holds the keys, None: they are made.
+        url: URL of the source.
+        schema: `key` (FILE#ROW unless an array holds it), and the columns.
+        parts: ranges of samples, or a whole archive.
+        columns: array names of the columns after `key`.
+        key: name of the array that holds the keys; None: keys are made of file and row.
     """
 
     kind: ClassVar[str] = "numpy"
@@ -85,19 +85,19 @@ class NumpyFiles(StreamedSource):
 
     @property
     def keys_are_places(self) -> bool:
-        """Unless a column holds them."""
+        """Whether keys are made of file and row: true unless an array holds them."""
         return self.key is None
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> NumpyFiles:
+    def list(cls, url: str, options: SourceOptions | None = None) -> NumpySource:
         """List the source.
 
         Raises:
-            NotFoundError: nothing is there, or no sample is.
-            ConfigError: arrays of one split differ in length, or splits in columns; or they hold what is no
-                sample (see `npy`).
-            CorruptDataError: a file is cut off or no array.
-            UnavailableError: the store does not answer.
+            NotFoundError: there are no files, or no samples in them.
+            ConfigError: arrays of a split differ in length, splits differ in columns, or an array does not hold
+                samples (see `npy`).
+            CorruptDataError: a file is truncated or not an array.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
@@ -116,8 +116,8 @@ class NumpyFiles(StreamedSource):
         for table in tables:
             if list(table.arrays) != names or not _schema(table, columns).equals(schema, check_metadata=True):
                 raise ConfigError(
-                    f"cannot ingest {redact_url(url)}: {table.name} has the columns {_described(table)}; "
-                    f"{tables[0].name} has {_described(tables[0])}"
+                    f"cannot ingest {redact_url(url)}: {table.name} has the columns {_described(table)}, but "
+                    f"{tables[0].name} has {_described(tables[0])}; ingest them as separate data sets"
                 )
         return cls(url, schema, [part for table in tables for part in _parts(table)], columns, key, ignored=ignored)
 
@@ -135,6 +135,7 @@ class NumpyFiles(StreamedSource):
         first = start
         try:
             for array in arrays.values():
+                # The checksum is at the end: verify it before the first sample is used.
                 check_member(reader, array)
             with ExitStack() as stack, map_exceptions("read", part.name):
                 streams = {
@@ -152,51 +153,52 @@ class NumpyFiles(StreamedSource):
     def _batches(
         self, part: SourcePart, first: int, values: dict[str, npt.NDArray[Any]]
     ) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield a batch; where a value does not convert, the smaller ones around it."""
+        """Yield a batch; if a value does not convert, bisect to find it."""
         num_samples = len(next(iter(values.values())))
-        made = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
+        made_keys = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
         try:
-            keys = made if self.key is None else list(map(str, values[self.key].reshape(-1).tolist()))
+            keys = made_keys if self.key is None else list(map(str, values[self.key].reshape(-1).tolist()))
             columns = [pa.array(keys, pa.string())]
-            for name, wanted in zip(self.columns, list(self.schema)[1:], strict=True):
-                columns.append(_column(wanted, values[name]))
+            for name, column_field in zip(self.columns, list(self.schema)[1:], strict=True):
+                columns.append(_column(column_field, values[name]))
             yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
         except (ValueError, pa.ArrowException) as error:
             if num_samples == 1:
-                yield BadSample(part.split, made[0], f"does not fit the columns: {error}")
+                yield BadSample(part.split, made_keys[0], f"does not fit the columns: {error}")
                 return
             half = num_samples // 2
-            yield from self._batches(part, first, {name: each[:half] for name, each in values.items()})
-            yield from self._batches(part, first + half, {name: each[half:] for name, each in values.items()})
+            yield from self._batches(part, first, {name: array[:half] for name, array in values.items()})
+            yield from self._batches(part, first + half, {name: array[half:] for name, array in values.items()})
 
 
-def _tables(reader: FileReader, files: Sequence[SourceFile], only: str | None) -> Sequence[_Table]:
-    found: dict[tuple[str, str], list[tuple[SourceFile, str, NpyArray]]] = {}
+def _tables(reader: FileReader, files: Sequence[SourceFile], only_split: str | None) -> Sequence[_Table]:
+    groups: dict[tuple[str, str], list[tuple[SourceFile, str, NpyArray]]] = {}
     for file in files:
         base, extension = os.path.splitext(file.name)
         if extension.lower() == ".npz":
             for name, array in read_npz_headers(reader, file).items():
-                own = split_of(name) if _split_words(name) else split_of(file.name)
-                found.setdefault((file.name, only or own), []).append((file, _column_name(name), array))
+                split = only_split or split_of(name if _split_words(name) else file.name)
+                groups.setdefault((file.name, split), []).append((file, _column_name(name), array))
         else:
-            place = (os.path.dirname(file.name), only or split_of(file.name))
+            group = (os.path.dirname(file.name), only_split or split_of(file.name))
             name = _column_name(os.path.basename(base))
-            found.setdefault(place, []).append((file, name, read_npy_header(reader, file)))
-    return [_table(split.lower(), listed) for (_, split), listed in found.items()]
+            groups.setdefault(group, []).append((file, name, read_npy_header(reader, file)))
+    return [_table(split.lower(), listed) for (_, split), listed in groups.items()]
 
 
 def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _Table:
     names = [name for _, name, _ in listed]
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
+    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
+    if duplicates:
         raise ConfigError(
-            f"two arrays would be the columns {twice} of split {split!r}, such as in {listed[0][0].name}"
+            f"two arrays would be the columns {duplicates} of split {split!r}, such as in {listed[0][0].name}; "
+            "rename one of them"
         )
     lengths = {name: array.num_samples for _, name, array in listed}
     if len(set(lengths.values())) > 1:
         raise ConfigError(
-            f"the arrays of split {split!r} beside {listed[0][0].name} differ in length: {lengths}; the first axis "
-            "must be the samples of all"
+            f"the arrays of split {split!r} in the folder of {listed[0][0].name} differ in length: {lengths}; "
+            "expected the same number of samples along the first axis"
         )
     stamps = dict.fromkeys(f"{file.name} {file.size_bytes} {file.stamp}" for file, _, _ in listed)
     return _Table(
@@ -213,7 +215,7 @@ def _split_words(name: str) -> list[str]:
 
 
 def _column_name(name: str) -> str:
-    """Return an array's name without the split in it: "x" of "train_x"."""
+    """Return an array's name without its split: "x" of "train_x"."""
     words = _split_words(name)
     if not words:
         return name
@@ -224,6 +226,7 @@ def _column_name(name: str) -> str:
 def _parts(table: _Table) -> Iterator[SourcePart]:
     sample_bytes = sum(array.sample_bytes for array in table.arrays.values())
     is_archive = any(array.member is not None for array in table.arrays.values())
+    # A member of an archive is compressed and can be read only from its start, so it is one part.
     step = table.num_samples if is_archive else max(1, _PART_BYTES // sample_bytes)
     arrays = {name: asdict(array) for name, array in table.arrays.items()}
     for start in range(0, table.num_samples, step):
@@ -233,15 +236,15 @@ def _parts(table: _Table) -> Iterator[SourcePart]:
         yield SourcePart(table.split, name, count * sample_bytes, count, table.stamp, where)
 
 
-def _array(listed: dict[str, Any]) -> NpyArray:
-    return NpyArray(**{**listed, "shape": tuple(listed["shape"])})
+def _array(fields: dict[str, Any]) -> NpyArray:
+    return NpyArray(**{**fields, "shape": tuple(fields["shape"])})
 
 
 def _choose_key(table: _Table, key: str | None) -> str | None:
     if key is None:
         key = KEY if KEY in table.arrays else None
     elif key not in table.arrays:
-        raise ConfigError(f"there is no array {key!r} to take keys from; found {_described(table)}")
+        raise ConfigError(f"the key array {key!r} does not exist; found {_described(table)}")
     if key is not None:
         array = table.arrays[key]
         if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "Uiu":
@@ -282,13 +285,13 @@ def _described(table: _Table) -> dict[str, str]:
 def _read(stream: BinaryIO, array: NpyArray, count: int) -> npt.NDArray[Any]:
     content = read_up_to(stream, count * array.sample_bytes)
     if len(content) < count * array.sample_bytes:
-        raise CorruptDataError(f"{os.path.basename(array.path)} is cut off")
+        raise CorruptDataError(f"{os.path.basename(array.path)} is truncated")
     return np.frombuffer(content, array.dtype).reshape(count, *array.shape[1:])
 
 
-def _column(wanted: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
+def _column(column_field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
     if values.dtype.kind in "US":
-        return pa.array(values.reshape(-1).tolist(), wanted.type)
-    if wanted.type == pa.int32():
-        return pa.array(values.reshape(-1).astype(values.dtype.newbyteorder("="))).cast(wanted.type)
-    return tensor_array(wanted, values)
+        return pa.array(values.reshape(-1).tolist(), column_field.type)
+    if column_field.type == pa.int32():
+        return pa.array(values.reshape(-1).astype(values.dtype.newbyteorder("="))).cast(column_field.type)
+    return tensor_array(column_field, values)

@@ -1,1 +1,1 @@
-"""What all source formats share: the `Source` interface, files, columns and splits."""
+"""Base of all source formats: the `Source` interface, files, columns and splits."""

@@ -1,7 +1,7 @@
-"""Which type a format's column has in our samples, and which type serves the columns of two files.
+"""Convert raw column types to sample column types, and find one type for the same column of two files.
 
-Top-level bytes become `large_binary`, text `string`; run ends and views of lists are decoded there, dictionaries at
-any depth. All else keeps its type.
+In samples, top-level bytes are `large_binary` and text is `string`. Run-end encoding and list views are decoded at
+the top level, dictionaries at any depth. All other types are unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BINARY: Final = (
 
 
 def sample_type(raw: pa.DataType) -> pa.DataType:
-    """Return the type that a raw column has in samples."""
+    """Return the type in samples of a column whose raw type is `raw`."""
     raw = _decoded(raw)
     if is_binary(raw) or is_file(raw):
         return pa.large_binary()
@@ -34,67 +34,68 @@ def sample_type(raw: pa.DataType) -> pa.DataType:
 
 
 def is_text(data_type: pa.DataType) -> bool:
-    """Return whether a raw column holds text."""
+    """Return whether a raw column of this type holds text, encoded by a dictionary or not."""
     return any(check(_decoded(data_type)) for check in _TEXT)
 
 
 def is_binary(data_type: pa.DataType) -> bool:
-    """Return whether a raw column holds bytes."""
+    """Return whether a raw column of this type holds bytes, encoded by a dictionary or not."""
     return any(check(_decoded(data_type)) for check in _BINARY)
 
 
 def is_file(data_type: pa.DataType) -> bool:
-    """Return whether this is how Hugging Face keeps images and sounds: `struct<bytes, path>`."""
+    """Return whether this is the type of images and audio in Hugging Face data sets: `struct<bytes, path>`."""
     if not pa.types.is_struct(data_type):
         return False
     names = {data_type.field(index).name for index in range(data_type.num_fields)}
     return names == {"bytes", "path"} and is_binary(data_type.field("bytes").type)
 
 
-def plain(column: pa.Array) -> pa.Array:
-    """Return a raw column without dictionary, run ends, list views or file structs.
+def decode_column(column: pa.Array) -> pa.Array:
+    """Return a raw column without dictionary, run-end encoding, list views or file structs.
 
     Raises:
-        ConfigError: a file struct names a path and holds no bytes.
+        ConfigError: a file struct holds a path without bytes.
     """
     if pa.types.is_dictionary(column.type):
-        return plain(column.dictionary_decode())
+        return decode_column(column.dictionary_decode())
     if pa.types.is_run_end_encoded(column.type):
-        return plain(pc.run_end_decode(column))
+        return decode_column(pc.run_end_decode(column))
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
-        return _list_of(column)
+        return _list_from_views(column)
     if is_file(column.type):
         content = pc.struct_field(column, "bytes")
-        named = pc.and_(content.is_null(), pc.struct_field(column, "path").is_valid())
-        if content.null_count and pc.any(named).as_py():
-            path = pc.struct_field(column, "path").filter(named)[0].as_py()
+        # A path alone refers to a file of the machine that wrote the data set; it cannot be read here.
+        has_only_path = pc.and_(content.is_null(), pc.struct_field(column, "path").is_valid())
+        if content.null_count and pc.any(has_only_path).as_py():
+            path = pc.struct_field(column, "path").filter(has_only_path)[0].as_py()
             raise ConfigError(f"only the path {path!r} is stored, no bytes; store the files' content in the column")
         return content
     return column
 
 
-def converted(column: pa.Array, wanted: pa.DataType) -> pa.Array:
-    """Return a raw column as `wanted`, its own buffers where the type is that already.
+def cast_column(column: pa.Array, data_type: pa.DataType) -> pa.Array:
+    """Return a raw column as `data_type`, without a copy where it has this type already.
 
     Raises:
         pa.ArrowException: a value does not convert without loss.
-        ConfigError: as `plain`.
+        ConfigError: see `decode_column`.
     """
-    values = plain(column)
-    return values if values.type == wanted else values.cast(wanted)
+    values = decode_column(column)
+    return values if values.type == data_type else values.cast(data_type)
 
 
 def join_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Return the raw columns that several files share, in the order of the first.
+    """Return one schema for the raw columns of several files, in the column order of the first file.
 
-    Integers of different widths become the widest, floats likewise; a column without values takes any type.
+    Integers of different widths become the widest, and so do floats; a column without values takes any type.
 
     Args:
-        schemas: a file's name for messages, and its raw schema.
+        schemas: pairs of a file's name, for messages, and its raw schema.
 
     Raises:
-        ConfigError: files differ in names or types of columns, or a name occurs twice in one; names the files
-            and the difference.
+        ConfigError: the files differ in the names or types of their columns, or a name occurs twice in one file. The
+            message names the files and the difference.
     """
     first, joined = "", None
     for name, schema in schemas:
@@ -108,7 +109,7 @@ def join_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def checked_names(schema: pa.Schema) -> pa.Schema:
-    """Return `schema`. Raises UnicodeDecodeError where a name in it, at any depth, is not UTF-8."""
+    """Return `schema`. Raise UnicodeDecodeError if a name in it, at any depth, is not UTF-8."""
     for field in schema:
         _nested_field(field)
     return schema
@@ -116,18 +117,18 @@ def checked_names(schema: pa.Schema) -> pa.Schema:
 
 def check_unique(names: list[str], location: str) -> None:
     """Raise ConfigError when a column name occurs twice."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"{location} has two columns called {twice}; rename one of them")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigError(f"{location} has two columns called {duplicates}; rename one of them")
 
 
 def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa.Schema:
-    lacking = [column for column in joined.names if column not in schema.names]
+    missing = [column for column in joined.names if column not in schema.names]
     extra = [column for column in schema.names if column not in joined.names]
-    if lacking or extra:
+    if missing or extra:
         raise ConfigError(
-            f"{name} has other columns than {first}: it lacks {lacking} and has {extra} beside; "
-            "give all files the same columns, or ingest them apart"
+            f"the columns of {name} differ from those of {first}: {missing} are missing and {extra} are extra; "
+            "give all files the same columns, or ingest them separately"
         )
     fields = []
     for field in joined:
@@ -136,18 +137,19 @@ def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa
         if data_type is None:
             raise ConfigError(
                 f"column {field.name!r} is {other.type} in {name}, but {field.type} in {first}; "
-                "give it one type in all files, or ingest them apart"
+                "give it one type in all files, or ingest them separately"
             )
         fields.append(field.with_type(data_type).with_nullable(field.nullable or other.nullable))
     return pa.schema(fields, metadata=joined.metadata)
 
 
 def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return a type that holds the values of both, or None."""
+    """Return a type that holds the values of both types; None if there is no such type."""
     if sample_type(one) == sample_type(other) or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
         return other
+    # Within a kind only: an integer as a float may lose precision.
     for kind in (pa.types.is_integer, pa.types.is_floating):
         if kind(one) and kind(other):
             schemas = [pa.schema([("", data_type)]) for data_type in (one, other)]
@@ -158,8 +160,9 @@ def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     return None
 
 
-def _list_of(views: pa.Array) -> pa.Array:
-    """Return lists for list views; Arrow's own cast gives offsets that lead astray (seen in pyarrow 26)."""
+def _list_from_views(views: pa.Array) -> pa.Array:
+    """Return the lists of an array of list views."""
+    # Built by hand: Arrow's own cast writes offsets out of range (seen in pyarrow 26).
     kind, offset = (
         (pa.ListArray, pa.int32()) if pa.types.is_list_view(views.type) else (pa.LargeListArray, pa.int64())
     )
@@ -177,7 +180,7 @@ def _decoded(raw: pa.DataType) -> pa.DataType:
 def _nested_type(raw: pa.DataType) -> pa.DataType:
     raw = _decoded(raw)
     if is_text(raw) or pa.types.is_null(raw):
-        return pa.string()  # nothing but nulls: text holds them, and whatever comes later
+        return pa.string()  # a column of nulls: text holds them, and any value of a later file
     if pa.types.is_binary_view(raw):
         return pa.large_binary()
     if pa.types.is_list(raw):

@@ -1,7 +1,7 @@
-"""How what a format calls columns or fields becomes the columns of our samples: names, types, images, keys.
+"""Map the columns or fields of a format to sample columns: names, types, images, keys.
 
-Blobs are `large_binary`; what starts like an image is one; a lone image column is called `image`, so that an image
-loader finds it. Everything else keeps its name and type, nested or not.
+Blobs are `large_binary`. A blob column whose first value starts like an encoded image is an image column. A single
+image column is renamed to `image`, the name that image loaders read. All other columns keep their name and type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.shards.format.schema import (
     is_image,
     measured_columns,
 )
-from datasvc.shards.sources.common.column_types import check_unique, converted, is_text, plain, sample_type
+from datasvc.shards.sources.common.column_types import cast_column, check_unique, decode_column, is_text, sample_type
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
 
 _MAGIC: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"II*\0", b"MM\0*")
@@ -33,31 +33,31 @@ _MISFITS: Final = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 
 def looks_like_image(blob: bytes | None) -> bool:
-    """Return whether `blob` starts as an encoded image does."""
+    """Return whether `blob` starts with the magic bytes of an encoded image."""
     if not blob:
         return False
     is_webp = blob[:4] == b"RIFF" and blob[8:12] == b"WEBP"
-    is_bitmap = blob[:2] == b"BM" and blob[6:10] == bytes(4)  # two letters alone would be text as well
+    is_bitmap = blob[:2] == b"BM" and blob[6:10] == bytes(4)  # the two letters alone also start texts
     return blob.startswith(_MAGIC) or is_webp or is_bitmap
 
 
 class ColumnMap:
-    """Raw columns to sample columns.
+    """Mapping of raw columns to sample columns.
 
     Args:
-        raw: schema as the format's reader gives it.
-        first: some first samples, by which images are recognised; columns of `raw`.
-        key: raw column that holds the keys; default: one called `key`, else keys are made by the source.
-        images: raw columns that are known to hold encoded images.
-        label: raw column that is known to hold the index of the class; default: an integer column called `label`,
-            or else `cls`, `class` or `target`.
+        raw: schema of the batches that the format's reader yields.
+        first: the first samples, with the columns of `raw`; image columns are detected in them.
+        key: raw column that holds the keys; default: a column called `key`; without one, the source makes the keys.
+        images: raw columns that hold encoded images according to the format.
+        label: raw column that holds the class index according to the format; default: an integer column called
+            `label`, or else `cls`, `class` or `target`.
 
     Attributes:
-        schema: the source's columns, `key` first.
-        key: the raw column of the keys, or None.
+        schema: columns of the samples, `key` first.
+        key: raw column of the keys, or None.
 
     Raises:
-        ConfigError: `key` is no column, or no text or integer; or two columns would get one name.
+        ConfigError: `key` is not a column or not text or integers; or two columns would get the same name.
     """
 
     def __init__(
@@ -71,10 +71,12 @@ class ColumnMap:
     ) -> None:
         check_unique(raw.names, "the source")
         self.key = _choose_key(raw, key)
-        measured = measured_columns(raw)  # of an exported version: they are measured again
+        # An exported version contains them; they are measured again from the images.
+        measured = measured_columns(raw)
         given = [name for name in raw.names if name != self.key and name not in measured]
         fields = {name: _sample_field(raw.field(name), first, images) for name in given}
         blobs = [name for name, field in fields.items() if is_image(field)]
+        # Loaders read the column `image`: a single image column gets this name.
         if len(blobs) == 1 and IMAGE not in fields:
             fields[blobs[0]] = fields[blobs[0]].with_name(IMAGE)
         label = _choose_label(fields, label)
@@ -82,17 +84,21 @@ class ColumnMap:
             fields[label] = fields[label].with_name(LABEL)
         has_image = any(field.name == IMAGE and is_image(field) for field in fields.values())
         self._fields = {name: _finished(field, has_image=has_image) for name, field in fields.items()}
-        every = [pa.field(KEY, pa.string(), nullable=False), *self._fields.values()]
-        _check_names([field.name for field in every])
-        self.schema = pa.schema(every)
+        sample_fields = [pa.field(KEY, pa.string(), nullable=False), *self._fields.values()]
+        _check_names([field.name for field in sample_fields])
+        self.schema = pa.schema(sample_fields)
 
     @property
     def raw_names(self) -> list[str]:
-        """The raw columns that samples are made of."""
+        """Raw columns that are needed to make samples."""
         return [*([] if self.key is None else [self.key]), *self._fields]
 
     def convert(self, batch: pa.RecordBatch, keys: pa.Array | Sequence[str]) -> pa.RecordBatch:
-        """Return raw samples as batches of `schema`; `keys` serve where no raw column does.
+        """Return a batch of raw samples as a batch of `schema`.
+
+        Args:
+            batch: raw columns.
+            keys: `string[samples]`; used only if no raw column holds the keys.
 
         Raises:
             ConfigError: a column is missing or does not convert, or a key or image is null.
@@ -101,7 +107,7 @@ class ColumnMap:
         for name, field in self._fields.items():
             column = _convert(batch, name, field.type)
             if column.null_count and not field.nullable:
-                raise ConfigError(f"column {name!r} is null")
+                raise ConfigError(f"column {name!r} is null; expected a value in each sample")
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
@@ -110,16 +116,16 @@ class ColumnMap:
             return keys if isinstance(keys, pa.Array) else pa.array(keys, pa.string())
         column = _convert(batch, self.key, pa.string())
         if column.null_count:
-            raise ConfigError(f"column {self.key!r}, which holds the keys, is null")
+            raise ConfigError(f"column {self.key!r}, which holds the keys, is null; expected a key for each sample")
         return column
 
 
 class SampleBatcher:
-    """Samples as dicts to batches of a schema; those that do not fit it become `BadSample`s.
+    """Collects samples given as dicts into batches of a schema; a sample that does not fit becomes a `BadSample`.
 
     Args:
-        schema: of the source.
-        split: for `BadSample`.
+        schema: of the batches.
+        split: split of the samples, for `BadSample`.
     """
 
     def __init__(self, schema: pa.Schema, split: str) -> None:
@@ -129,7 +135,7 @@ class SampleBatcher:
         self._size_bytes = 0
 
     def add(self, sample: Mapping[str, Any]) -> Iterator[pa.RecordBatch | BadSample]:
-        """Take a sample; absent columns are null. Yields what is complete by it."""
+        """Add a sample; absent columns are null. Yield the previous samples once they fill a batch."""
         unknown = sample.keys() - set(self._schema.names)
         if unknown:
             yield BadSample(self._split, str(sample.get(KEY)), f"has unknown columns {sorted(unknown)}")
@@ -141,13 +147,14 @@ class SampleBatcher:
         self._size_bytes += size_bytes
 
     def flush(self) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield what is left."""
+        """Yield the samples that were added since the last batch."""
         samples, self._samples, self._size_bytes = self._samples, [], 0
         if not samples:
             return
         try:
             yield self._batch(samples)
         except _MISFITS:
+            # One sample does not fit: find it, so that the others are still ingested.
             yield from self._one_by_one(samples)
 
     def _batch(self, samples: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
@@ -176,10 +183,10 @@ class SampleBatcher:
 
 
 def infer_columns(samples: Sequence[Mapping[str, Any]], *, key: str | None = None) -> ColumnMap:
-    """Return the columns of samples given as dicts, from some first ones.
+    """Infer the columns of samples given as dicts from the first of them.
 
     Raises:
-        ConfigError: a column holds values of several types, or as `ColumnMap`.
+        ConfigError: a column holds values of several types; or see `ColumnMap`.
     """
     names = list(dict.fromkeys(name for sample in samples for name in sample))
     columns = {}
@@ -187,7 +194,9 @@ def infer_columns(samples: Sequence[Mapping[str, Any]], *, key: str | None = Non
         try:
             columns[name] = pa.array([sample.get(name) for sample in samples])
         except _MISFITS as error:
-            raise ConfigError(f"column {name!r} does not hold values of one type: {error}") from error
+            raise ConfigError(
+                f"column {name!r} holds values of several types: {error}; give all its values one type"
+            ) from error
     table = pa.table(columns)
     return ColumnMap(table.schema, table, key=key)
 
@@ -198,10 +207,10 @@ def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
             return None
         key = KEY
     if key not in raw.names:
-        raise ConfigError(f"there is no column {key!r} to take keys from; found {raw.names}")
-    found = raw.field(key).type
-    if not (is_text(found) or pa.types.is_integer(sample_type(found))):
-        raise ConfigError(f"column {key!r} cannot hold keys: it is {found}; expected text or integers")
+        raise ConfigError(f"the key column {key!r} does not exist; found {raw.names}")
+    key_type = raw.field(key).type
+    if not (is_text(key_type) or pa.types.is_integer(sample_type(key_type))):
+        raise ConfigError(f"column {key!r} cannot hold keys: its type is {key_type}; expected text or integers")
     return key
 
 
@@ -212,35 +221,36 @@ def _choose_label(fields: Mapping[str, pa.Field], label: str | None) -> str | No
 
 
 def _sample_field(raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images: Collection[str]) -> pa.Field:
-    wanted = sample_type(raw.type)
+    field_type = sample_type(raw.type)
     column = None if first is None else first.column(raw.name)
-    if is_blob(wanted) and (raw.name in images or (column is not None and _holds_images(column))):
+    if is_blob(field_type) and (raw.name in images or (column is not None and _holds_images(column))):
         return image_field(raw.name, nullable=raw.nullable and column is not None and column.null_count > 0)
-    return pa.field(raw.name, wanted, nullable=raw.nullable)
+    return pa.field(raw.name, field_type, nullable=raw.nullable)
 
 
 def _holds_images(column: pa.Array | pa.ChunkedArray) -> bool:
+    # Only the first value is inspected: the type of a column is fixed before the rest is read.
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     for chunk in chunks:
-        for value in plain(chunk):
+        for value in decode_column(chunk):
             if value.is_valid:
                 return looks_like_image(value.as_buffer()[:16].to_pybytes())
     return False
 
 
-def _convert(batch: pa.RecordBatch, name: str, wanted: pa.DataType) -> pa.Array:
+def _convert(batch: pa.RecordBatch, name: str, data_type: pa.DataType) -> pa.Array:
     if name not in batch.schema.names:
         raise ConfigError(f"column {name!r} is missing; found {batch.schema.names}")
     try:
-        return converted(batch.column(name), wanted)
+        return cast_column(batch.column(name), data_type)
     except pa.ArrowException as error:
-        raise ConfigError(f"column {name!r} does not convert to {wanted}: {error}") from error
+        raise ConfigError(f"column {name!r} does not convert to {data_type}: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"column {name!r}: {error}") from error
 
 
 def _size_of(value: Any) -> int:
-    """Return about how many bytes a value takes."""
+    """Return the approximate size of a value in bytes."""
     if isinstance(value, (bytes, str)):
         return len(value)
     if isinstance(value, (list, tuple)):
@@ -252,13 +262,14 @@ def _size_of(value: Any) -> int:
 
 def _finished(field: pa.Field, *, has_image: bool) -> pa.Field:
     if has_image and field.name in (WIDTH, HEIGHT):
-        return field.with_name(f"{_SOURCE_PREFIX}{field.name}")  # ours are measured
+        # The image's own columns of this name are measured when the sample is written.
+        return field.with_name(f"{_SOURCE_PREFIX}{field.name}")
     if field.name == LABEL and pa.types.is_integer(field.type):
         return field.with_type(pa.int32())
     return field
 
 
 def _check_names(names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"two columns would be called {twice}; rename one of them")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigError(f"two columns would be called {duplicates}; rename one of them")

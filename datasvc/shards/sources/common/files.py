@@ -1,7 +1,7 @@
-"""The files of a source: found on any fsspec URL, never outside it, and read whole or as a stream.
+"""List and read the files of a source on any fsspec URL, never outside the source.
 
-Local files are read without going through fsspec, which takes longer than the read. Remote streams are read ahead by
-a bounded number of ranged requests, decompressed on the way.
+Local files are opened directly, since the call through fsspec takes longer than the read. A remote stream is read
+ahead by a bounded number of range requests, and decompressed while it is read.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _BLOCKS_AHEAD = 4
 
 
 class SourceFile(NamedTuple):
-    """A file of a source as listed; a tuple, since a listing holds millions.
+    """A file of a source, as listed.
 
     Attributes:
-        name: path below the source's root, forward slashes; the file's own name for a single file.
-        path: on the source's file system.
-        size_bytes: as listed.
-        stamp: changes when the file may have changed.
+        name: path below the source's root, with forward slashes; the file name for a single file.
+        path: path on the source's file system.
+        size_bytes: size when it was listed.
+        stamp: modification time or entity tag; differs if the file may have changed.
     """
+
+    # A tuple and not a dataclass: a listing holds millions of them.
 
     name: str
     path: str
@@ -51,52 +53,54 @@ class SourceFile(NamedTuple):
 
     @property
     def extension(self) -> str:
-        """Return the lower-case extension without a compression: ".tar" of "a.TAR.gz"."""
+        """The lower-case extension without that of a compression: ".tar" of "a.TAR.gz"."""
         base, last = os.path.splitext(self.name.lower())
         return os.path.splitext(base)[1] if last in COMPRESSIONS else last
 
 
 def list_files(url: str) -> list[SourceFile]:
-    """Return the files that `url` means, ordered by name: a file, a folder, a `*` pattern, or brace notation.
+    """Return the files at `url`, ordered by name: a file, a folder, a `*` pattern, or brace notation.
 
-    Hidden files and folders (a name that starts with a dot or an underscore) are left out, but for `url` itself.
+    Hidden files and folders (their names start with a dot or an underscore) are left out, except `url` itself.
 
     Raises:
-        NotFoundError: nothing is there, or one of the files that braces name is not.
-        ConfigError: a link leads out of the source; a path climbs; the URL has no driver.
-        UnavailableError: the store does not answer.
+        NotFoundError: there is no file at `url`, or a file that brace notation names is missing.
+        ConfigError: a link leads out of the source; a path leaves its folder; or no driver for the URL is installed.
+        UnavailableError: the store does not respond.
     """
     expanded = expand_braces(url)
     if len(expanded) > 1:
-        return _named_from_one_root([file for each in expanded for file in _list_one(each)])
+        return _named_from_one_root([file for single_url in expanded for file in _list_one(single_url)])
     return _list_one(expanded[0])
 
 
 def expand_braces(text: str) -> list[str]:
-    """Return what brace notation names: `a-{00..02}.tar` three, `{x,y}` two, in that order.
+    """Expand brace notation: `a-{00..02}.tar` gives three texts, `{x,y}` two, in this order.
 
     Raises:
-        ConfigError: a range runs backwards, or there are absurdly many.
+        ConfigError: a range runs backwards, or there are more than a million texts.
     """
     match = _BRACES.search(text)
     if match is None:
         return [text]
     choices = _choices(match[1])
     expanded = [
-        after
+        expanded_text
         for choice in choices
-        for after in expand_braces(f"{text[: match.start()]}{choice}{text[match.end() :]}")
+        for expanded_text in expand_braces(f"{text[: match.start()]}{choice}{text[match.end() :]}")
     ]
     if len(expanded) > _MAX_EXPANDED:
-        raise ConfigError(f"{redact_url(text)} names {len(expanded)} files; expected at most {_MAX_EXPANDED}")
+        raise ConfigError(
+            f"{redact_url(text)} names {len(expanded)} files; expected at most {_MAX_EXPANDED}; use smaller ranges"
+        )
     return expanded
 
 
 class FileReader:
-    """Reads files of one source.
+    """Reads the files of one source.
 
     Args:
-        url: of the source, or of a file in it.
+        url: URL of the source, or of a file in it.
     """
 
     def __init__(self, url: str) -> None:
@@ -104,7 +108,7 @@ class FileReader:
         self.is_local = isinstance(self.file_system, LocalFileSystem)
 
     def read(self, path: str) -> bytes:
-        """Return the whole file. Raises NotFoundError, UnavailableError."""
+        """Return the content of a file. Raise NotFoundError or UnavailableError."""
         with map_exceptions("read", self.location(path)):
             if not self.is_local:
                 return bytes(self.file_system.cat_file(path))
@@ -112,23 +116,24 @@ class FileReader:
                 return opened.read()
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`, fewer at the end. Raises NotFoundError, UnavailableError."""
+        """Return `length` bytes from `offset`, fewer at the end of the file. Raise as `read`."""
         with map_exceptions("read", self.location(path)):
             return bytes(self.file_system.cat_file(path, start=offset, end=offset + length))
 
     def open(self, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
-        """Return a file as a stream, decompressed where its name says that it is compressed.
+        """Open a file as a stream, decompressed if its name has the extension of a compression.
 
-        A local file that is not compressed can seek. Remote ones are read ahead: `_BLOCKS_AHEAD` requests of
-        `_BLOCK_BYTES` are under way.
+        A local file that is not compressed is seekable. A remote file is read ahead: up to `_BLOCKS_AHEAD` requests
+        of `_BLOCK_BYTES` each are in progress.
 
         Args:
-            path: of the file.
-            start: offset of the first byte; for files that are not compressed.
-            stop: offset behind the last; None: the end of the file.
+            path: path of the file.
+            start: offset of the first byte; only for files that are not compressed.
+            stop: offset after the last byte; None: the end of the file.
 
         Raises:
-            NotFoundError, UnavailableError: also by reading from it.
+            NotFoundError: there is no such file; also raised by reads.
+            UnavailableError: the store does not respond; also raised by reads.
         """
         compression = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
         raw: Any
@@ -137,51 +142,49 @@ class FileReader:
                 raw = open(path, "rb")  # noqa: SIM115 - the caller closes it
                 raw.seek(start)
                 if stop is not None:
-                    raw = io.BufferedReader(_Limited(raw, stop - start), 1 << 17)
+                    raw = io.BufferedReader(_LimitedFile(raw, stop - start), 1 << 17)
             else:
                 size_bytes = int(self.file_system.info(path)["size"]) if stop is None else stop
                 raw = io.BufferedReader(_ReadAheadFile(self, path, start, size_bytes), 1 << 17)
-        return decompressed(raw, compression) if compression else cast("BinaryIO", raw)
+        return decompress(raw, compression) if compression else cast("BinaryIO", raw)
 
     def location(self, path: str) -> str:
-        """Return a path for messages."""
+        """Return a path as shown in messages, without credentials."""
         return path if self.is_local else redact_url(str(self.file_system.unstrip_protocol(path)))
 
 
-def decompressed(stream: BinaryIO, compression: str) -> BinaryIO:
-    """Return what `stream` holds, decompressed on the way; closing it closes `stream`.
+def decompress(stream: BinaryIO, compression: str) -> BinaryIO:
+    """Return a stream of the decompressed content of `stream`; closing it closes `stream`.
 
     Args:
-        stream: at its start.
+        stream: compressed stream, at its start.
         compression: one of the values of `COMPRESSIONS`.
     """
     if compression == "gzip":
-        return cast("BinaryIO", _Gunzipped(stream))
-    return cast("BinaryIO", io.BufferedReader(_Unzstd(stream), 1 << 17))
+        return cast("BinaryIO", _GzipStream(stream))
+    return cast("BinaryIO", io.BufferedReader(_ZstdStream(stream), 1 << 17))
 
 
-class _Gunzipped(gzip.GzipFile):
-    """A gzip stream that closes the stream below it, which the library leaves open."""
+class _GzipStream(gzip.GzipFile):
+    """A gzip stream that also closes the compressed stream, which `GzipFile` leaves open."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(fileobj=stream, mode="rb")
-        self._below = stream
+        self._compressed = stream
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            self._below.close()
+            self._compressed.close()
 
 
-class _Unzstd(io.RawIOBase):
-    """A zstd stream of any number of frames; one that is cut off is an error, as with gzip.
-
-    Arrow decompresses: the reader of `zstandard` takes the end of the stream for the end of the content.
-    """
+class _ZstdStream(io.RawIOBase):
+    """A zstd stream of any number of frames; a truncated one raises EOFError, as gzip does."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._below = stream
+        self._compressed = stream
+        # Arrow decompresses: the reader of `zstandard` takes a truncated stream for a complete one.
         self._unpacked = pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), "zstd")
 
     def readable(self) -> bool:
@@ -192,24 +195,24 @@ class _Unzstd(io.RawIOBase):
             return int(self._unpacked.readinto(target))
         except OSError as error:
             if "Truncated" in str(error):
-                raise EOFError("the compressed content is cut off") from error
+                raise EOFError("the compressed content is truncated") from error
             raise zstandard.ZstdError(str(error)) from error
 
     def close(self) -> None:
         if not self.closed:
-            self._below.close()
+            self._compressed.close()
         super().close()
 
 
 class _ReadAheadFile(io.RawIOBase):
-    """A remote file read from `start` to `stop` by ranged requests that run ahead of the reader."""
+    """A remote file from `start` to `stop`, read by range requests that are sent ahead of the reader."""
 
     def __init__(self, reader: FileReader, path: str, start: int, stop: int) -> None:
         self._pool = ThreadPoolExecutor(_BLOCKS_AHEAD, thread_name_prefix="datasvc-ahead")
         self._reader, self._path = reader, path
         self._offsets: Iterator[int] = iter(range(start, stop, _BLOCK_BYTES))
         self._stop = stop
-        self._under_way: deque[Future[bytes]] = deque()
+        self._in_progress: deque[Future[bytes]] = deque()
         self._block = memoryview(b"")
         for _ in range(_BLOCKS_AHEAD):
             self._request()
@@ -219,13 +222,13 @@ class _ReadAheadFile(io.RawIOBase):
 
     def readinto(self, target: Any) -> int:
         if not self._block:
-            if not self._under_way:
+            if not self._in_progress:
                 return 0
-            self._block = memoryview(self._under_way.popleft().result())
+            self._block = memoryview(self._in_progress.popleft().result())
             self._request()
-        wanted = memoryview(target).cast("B")
-        count = min(len(wanted), len(self._block))
-        wanted[:count] = self._block[:count]
+        buffer = memoryview(target).cast("B")
+        count = min(len(buffer), len(self._block))
+        buffer[:count] = self._block[:count]
         self._block = self._block[count:]
         return count
 
@@ -238,22 +241,22 @@ class _ReadAheadFile(io.RawIOBase):
         offset = next(self._offsets, None)
         if offset is not None:
             length = min(_BLOCK_BYTES, self._stop - offset)
-            self._under_way.append(self._pool.submit(self._reader.read_range, self._path, offset, length))
+            self._in_progress.append(self._pool.submit(self._reader.read_range, self._path, offset, length))
 
 
-class _Limited(io.RawIOBase):
+class _LimitedFile(io.RawIOBase):
     """The next `length` bytes of an open file."""
 
     def __init__(self, file: BinaryIO, length: int) -> None:
-        self._file, self._left = file, length
+        self._file, self._remaining_bytes = file, length
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
-        wanted = memoryview(target).cast("B")[: self._left]
-        count = self._file.readinto(wanted) if wanted else 0  # type: ignore[attr-defined]
-        self._left -= count
+        buffer = memoryview(target).cast("B")[: self._remaining_bytes]
+        count = self._file.readinto(buffer) if buffer else 0  # type: ignore[attr-defined]
+        self._remaining_bytes -= count
         return int(count)
 
     def close(self) -> None:
@@ -264,62 +267,66 @@ class _Limited(io.RawIOBase):
 def _list_one(url: str) -> list[SourceFile]:
     file_system, root = resolve_url(url)
     with map_exceptions("list", redact_url(url)):
-        if file_system.isfile(root):  # first: a question mark may begin the query of a web address
-            base, found = root.rpartition("/")[0], {root: file_system.info(root)}
+        # Before the patterns: a question mark may start the query of a web address.
+        if file_system.isfile(root):
+            base, infos = root.rpartition("/")[0], {root: file_system.info(root)}
         elif any(sign in root for sign in "*?["):
             base = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
-            found = {
+            infos = {
                 path: info for path, info in file_system.glob(root, detail=True).items() if info["type"] == "file"
             }
-            if not found:
-                raise NotFoundError(f"no file matches {redact_url(url)}")
+            if not infos:
+                raise NotFoundError(f"no file matches {redact_url(url)}; check the pattern")
         elif not file_system.isdir(root):
-            raise NotFoundError(f"nothing is at {redact_url(url)}")
+            raise NotFoundError(f"there is no file or folder at {redact_url(url)}; check the URL")
         else:
-            shown = [file for file in find_files(file_system, root) if not _is_hidden(file.name)]
-            return sorted(shown, key=lambda file: file.name)
-    if isinstance(file_system, LocalFileSystem) and len(found) > 1:
-        check_inside(base, list(found))
+            visible = [file for file in find_files(file_system, root) if not _is_hidden(file.name)]
+            return sorted(visible, key=lambda file: file.name)
+    if isinstance(file_system, LocalFileSystem) and len(infos) > 1:
+        check_inside(base, list(infos))
     files = [
         SourceFile(_shown_name(path[len(base) :]), path, *_size_and_stamp(file_system, path, info))
-        for path, info in found.items()
+        for path, info in infos.items()
     ]
     return sorted(files, key=lambda file: file.name)
 
 
 def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
-    """Return every file below the folder `root`, in no particular order; repositories of ours left out.
+    """Return every file below the folder `root`, unordered, without those of a repository of datasvc.
 
     Raises:
-        ConfigError: a link leads out of it, to nothing, or back to a folder above it.
-        OSError: it cannot be listed; to be translated by the caller.
+        ConfigError: a link leads out of the folder, to a missing file, or back to a parent folder.
+        OSError: the folder cannot be listed; the caller maps it.
     """
     if isinstance(file_system, LocalFileSystem):
-        found = [
+        files = [
             SourceFile(name, path, size_bytes, str(modified_ns))
             for name, path, size_bytes, modified_ns in find_local(root)
         ]
     else:
-        found = [
+        files = [
             SourceFile(path[len(root) :].lstrip("/"), path, int(info["size"]), _stamp_of(info))
             for path, info in file_system.find(root, detail=True).items()
         ]
-    # Most names end otherwise, which is quicker to see than what their last part is.
-    ours = [file.name.removesuffix(MARKER) for file in found if file.name.endswith(MARKER) and is_marker(file.name)]
-    return [file for file in found if not file.name.startswith(tuple(ours))] if ours else found
+    # `endswith` first: it is cheaper than splitting the name, and false for nearly all files.
+    repositories = [
+        file.name.removesuffix(MARKER) for file in files if file.name.endswith(MARKER) and is_marker(file.name)
+    ]
+    return [file for file in files if not file.name.startswith(tuple(repositories))] if repositories else files
 
 
 def is_marker(name: str) -> bool:
-    """Return whether a file marks the root of a repository: what is stored there is no source."""
+    """Return whether a file marks the root of a repository, whose files are not part of a source."""
     return name.rpartition("/")[2] == MARKER
 
 
 def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
-    """Return every file below the folder `url` by its name there, and the folder's own path.
+    """Return every file below the folder `url` by its path there, and the path of the folder itself.
 
     Raises:
         NotFoundError: there is no such folder.
-        ConfigError, UnavailableError: as `list_files`.
+        ConfigError: see `list_files`.
+        UnavailableError: the store does not respond.
     """
     file_system, root = resolve_url(url)
     with map_exceptions("list", redact_url(url)):
@@ -329,7 +336,7 @@ def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
 
 
 def _shown_name(path: str) -> str:
-    """Return a file's name; a signature in a web address is no part of it."""
+    """Return the name of a file without the query of a web address, which may hold a signature."""
     return path.lstrip("/").partition("?")[0] or path.lstrip("/")
 
 
@@ -339,20 +346,20 @@ def _is_hidden(name: str) -> bool:
 
 def _size_and_stamp(file_system: AbstractFileSystem, path: str, info: dict[str, Any]) -> tuple[int, str]:
     if isinstance(file_system, LocalFileSystem):
-        status = os.stat(path)  # of what a link leads to
+        status = os.stat(path)  # follows a link: its target is what is read
         return status.st_size, str(status.st_mtime_ns)
     return int(info["size"]), _stamp_of(info)
 
 
 def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
-    """Return files that braces name with names below the folder they share: `{train,val}/0.tar` are two names."""
-    # Cut to a folder; `commonpath` would make "http:/" of "http://".
+    """Return the files with names below the folder that all share: `{train,val}/0.tar` gives two different names."""
+    # Cut at a folder; `commonpath` would turn "http://" into "http:/".
     root = os.path.commonprefix([file.path for file in files]).rpartition("/")[0]  # noqa: RUF071
     return [file._replace(name=file.path[len(root) :].lstrip("/")) for file in files]
 
 
 def _stamp_of(info: dict[str, Any]) -> str:
-    """Return what changes with a file's content, of what a store says of it."""
+    """Return a value from a store's listing that differs if the content of the file differs; "" if there is none."""
     for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created"):
         if info.get(name) is not None:
             return str(info[name])
@@ -365,5 +372,5 @@ def _choices(inner: str) -> list[str]:
         return inner.split(",")
     first, last = match[1], match[2]
     if int(first) > int(last):
-        raise ConfigError(f"the range {{{inner}}} runs backwards")
+        raise ConfigError(f"the range {{{inner}}} runs backwards; write the smaller number first")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]

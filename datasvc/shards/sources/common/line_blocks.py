@@ -1,4 +1,4 @@
-"""Whole lines of a stream, in blocks of bounded memory, each with its place in the file."""
+"""Split a stream into blocks of whole lines of bounded size, each with its offset and line number."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _NEWLINE: Final = b"\n"
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Consecutive lines.
+    """Consecutive lines of a file.
 
     Attributes:
-        content: with their newlines, but for a last line without one; None for a line longer than `LINE_BYTES`.
-        offset: of its first byte in the file, decompressed.
-        line: number of its first line since the start of the stream, from 1.
+        content: the lines with their newlines (the last line of a file may have none); None for a single line longer
+            than `LINE_BYTES`.
+        offset: offset of the first byte in the decompressed file.
+        line: number of the first line, counted from 1 at the start of the range.
     """
 
     content: bytes | None
@@ -27,17 +28,18 @@ class LineBlock:
 
 
 def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = None) -> Iterator[LineBlock]:
-    """Yield the lines of a range of a file, about `BLOCK_BYTES` at a time, in order.
+    """Yield the lines of a range of a file in order, about `BLOCK_BYTES` at a time.
 
-    A line belongs to the range that its first byte lies in, so that ranges side by side give each line once.
+    A line belongs to the range that contains its first byte, so adjacent ranges yield each line exactly once.
 
     Args:
-        stream: the file from the byte before `start`, or from its beginning where that is 0.
-        start: of the range.
-        stop: of the range; None: the end of the file.
+        stream: the file, positioned at the byte before `start`, or at its beginning if `start` is 0.
+        start: first byte of the range.
+        stop: first byte after the range; None: the end of the file.
     """
     lines = _Lines(stream, max(start - 1, 0))
     if start:
+        # The line that contains the byte before `start` belongs to the previous range.
         lines.skip_line()
     line = 1
     while stop is None or lines.offset < stop:
@@ -45,10 +47,12 @@ def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = Non
         content = lines.take()
         if content == b"":
             return
+        # A line without end would need memory without bound: it is skipped and reported.
         if content is None:
             yield LineBlock(None, offset, line)
             line += 1
             continue
+        # The last line may end after `stop`; the lines after it belong to the next range.
         if stop is not None and offset + len(content) > stop:
             newline = content.find(_NEWLINE, stop - 1 - offset)
             content = content if newline < 0 else content[: newline + 1]
@@ -57,43 +61,43 @@ def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = Non
 
 
 class _Lines:
-    """Takes lines off a stream and counts its bytes."""
+    """Reads lines from a stream and counts its bytes."""
 
     def __init__(self, stream: BinaryIO, offset: int) -> None:
         self.offset = offset
         self._stream = stream
-        self._rest = b""  # read, and behind the last newline that was taken
+        self._unconsumed = b""  # bytes read after the last newline that `take` returned
 
     def take(self) -> bytes | None:
-        """Return the next lines, b"" at the end, or None having passed over a line that is too long."""
-        pieces, size_bytes = [self._rest], len(self._rest)
-        self._rest = b""
+        """Return the next lines, b"" at the end, or None after skipping a line longer than `LINE_BYTES`."""
+        pieces, size_bytes = [self._unconsumed], len(self._unconsumed)
+        self._unconsumed = b""
         while block := self._stream.read(BLOCK_BYTES):
             cut = block.rfind(_NEWLINE) + 1
             first_line_bytes = size_bytes + (block.find(_NEWLINE) if cut else len(block))
             if first_line_bytes > LINE_BYTES:
                 self.offset += size_bytes
-                self._rest = block
+                self._unconsumed = block
                 pieces.clear()
                 self.skip_line()
                 return None
             pieces.append(block[:cut] if cut else block)
             size_bytes += len(pieces[-1])
             if cut:
-                self._rest = block[cut:]
+                self._unconsumed = block[cut:]
                 break
         self.offset += size_bytes
         return b"".join(pieces)
 
     def skip_line(self) -> None:
-        """Pass over the rest of a line."""
-        block = self._rest or self._stream.read(BLOCK_BYTES)
+        """Discard the rest of the current line."""
+        block = self._unconsumed or self._stream.read(BLOCK_BYTES)
         while block:
             newline = block.find(_NEWLINE)
             if newline >= 0:
                 self.offset += newline + 1
-                self._rest = block[newline + 1 :]
+                self._unconsumed = block[newline + 1 :]
                 return
             self.offset += len(block)
             block = self._stream.read(BLOCK_BYTES)
-        self._rest = b""
+        self._unconsumed = b""

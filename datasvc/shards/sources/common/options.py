@@ -1,4 +1,4 @@
-"""What a user may say about a source beside where it is."""
+"""Options for reading a source."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from datasvc.repository.logs.references import check_name
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How to read a source. Every source takes what concerns it and leaves the rest.
+    """How to read a source. A source ignores the options that do not apply to it.
 
     Attributes:
-        format: kind of the source, such as "webdataset"; None: by what is there.
-        split: put all samples into this split; None: as folders and file names say.
-        key: column that holds the keys; None: a column called `key`, else keys are made from file and row.
-        manifest: image folder: URL of a CSV, JSON lines or Parquet file that names files, labels and more columns.
-        ground_truth: ImageNet validation: URL of `ILSVRC2012_validation_ground_truth.txt`.
-        synsets: ImageNet validation: URL of the devkit's synset list, `meta.mat` left aside: a text file of one
+        format: kind of the source, such as "webdataset"; None: detected from its files.
+        split: split of all samples; None: taken from the names of folders and files.
+        key: column that holds the keys; None: a column called `key`, or else keys are made of file and row.
+        manifest: for image folders: URL of a CSV, JSON lines or Parquet file with files, labels and more columns.
+        ground_truth: for ImageNet validation: URL of `ILSVRC2012_validation_ground_truth.txt`.
+        synsets: for ImageNet validation: URL of the synset list of the devkit as a text file (not `meta.mat`), one
             synset a line in the order of the ILSVRC ids.
-        tokenizer: text to token blocks: URL of a Hugging Face `tokenizer.json`.
+        tokenizer: for text: URL of the Hugging Face `tokenizer.json` that makes the tokens.
         block_tokens: tokens per block.
         text: column of JSON lines that holds the text to tokenize.
 
     Raises:
-        ConfigError: a split cannot be called so, or a number is out of range.
+        ConfigError: `split` is not a valid name, or a number is out of range.
     """
 
     format: str | None = None

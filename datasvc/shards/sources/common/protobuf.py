@@ -1,4 +1,4 @@
-"""Protocol Buffers on the wire: the fields of one message, without generated code.
+"""Decode the fields of a Protocol Buffers message without generated code.
 
 After https://protobuf.dev/programming-guides/encoding/. Enough for Caffe's Datum and TensorFlow's Example.
 """
@@ -22,12 +22,12 @@ _MAX_VARINT_BYTES: Final = 10
 
 
 def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
-    """Yield number, wire type and value of each field in the message's order.
+    """Yield number, wire type and value of each field in the order of the message.
 
-    Values are an int of a varint, as it stands unsigned, and else a view of the bytes.
+    A varint is an unsigned int; any other value is a view of its bytes.
 
     Raises:
-        BadSampleError: this is no message: cut off, a group, or a wire type that does not exist.
+        BadSampleError: the message is truncated, has a group, or has an unknown wire type.
     """
     view = memoryview(message)
     offset = 0
@@ -35,7 +35,7 @@ def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | m
         tag, offset = _read_varint(view, offset)
         number, wire_type = tag >> 3, tag & 7
         if number == 0:
-            raise BadSampleError("no protobuf message: a field has the number 0")
+            raise BadSampleError("not a protobuf message: a field has the number 0")
         if wire_type == VARINT:
             value, offset = _read_varint(view, offset)
             yield number, wire_type, value
@@ -45,9 +45,9 @@ def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | m
         elif wire_type in _FIXED_SIZES:
             length = _FIXED_SIZES[wire_type]
         else:
-            raise BadSampleError(f"no protobuf message that is supported: wire type {wire_type} of field {number}")
+            raise BadSampleError(f"field {number} has the wire type {wire_type}, which is not supported")
         if length > len(view) - offset:
-            raise BadSampleError(f"field {number} wants {length} bytes; {len(view) - offset} are left")
+            raise BadSampleError(f"field {number} has a length of {length} bytes; {len(view) - offset} remain")
         yield number, wire_type, view[offset : offset + length]
         offset += length
 
@@ -56,12 +56,12 @@ def read_packed_varints(packed: memoryview) -> npt.NDArray[np.int64]:
     """Return the numbers of a packed list of varints: `int64[n]`.
 
     Raises:
-        BadSampleError: a number is cut off or too long.
+        BadSampleError: a number is truncated or too long.
     """
     raw = np.frombuffer(packed, np.uint8)
     (ends,) = np.nonzero(raw < 0x80)
     if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):
-        raise BadSampleError("the last number of a list is cut off")
+        raise BadSampleError("the last number of a list is truncated")
     if not len(raw):
         return np.empty(0, np.int64)
     starts = np.concatenate([[0], ends[:-1] + 1])
@@ -74,19 +74,19 @@ def read_packed_varints(packed: memoryview) -> npt.NDArray[np.int64]:
 
 
 def to_signed(varint: int, bits: int = 64) -> int:
-    """Return the two's complement number of `bits` bits that a varint stands for."""
+    """Return the two's complement number of `bits` bits that `varint` encodes."""
     low = varint & ((1 << bits) - 1)
     return low - (1 << bits) if low >> (bits - 1) else low
 
 
 def _read_varint(view: memoryview, offset: int) -> tuple[int, int]:
-    """Return the number at `offset` and where the next field starts."""
+    """Return the varint at `offset` and the offset after it."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         if offset + index >= len(view):
-            raise BadSampleError("a number is cut off")
+            raise BadSampleError("a number is truncated")
         byte = view[offset + index]
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, offset + index + 1
-    raise BadSampleError(f"a number takes more than {_MAX_VARINT_BYTES} bytes")
+    raise BadSampleError(f"a number takes more than {_MAX_VARINT_BYTES} bytes; expected at most that many")

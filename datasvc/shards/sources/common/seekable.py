@@ -1,4 +1,4 @@
-"""A file of a source as Arrow reads it at any offset."""
+"""Open a file of a source for random access by Arrow."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _BLOCKS_KEPT: Final = 8
 
 @contextmanager
 def open_seekable(reader: FileReader, path: str) -> Iterator[pa.NativeFile]:
-    """Open a file, not decompressed. Of a remote one some blocks are kept and the next is read ahead.
+    """Open a file without decompression. For a remote file, blocks are cached and the next one is read ahead.
 
     Raises:
-        NotFoundError, UnavailableError: also by reading from it.
+        NotFoundError: there is no such file; also raised by reads.
+        UnavailableError: the store does not respond; also raised by reads.
     """
     location = reader.location(path)
     with map_exceptions("open", location):
         if reader.is_local:
             opened = pa.OSFile(path)
         else:
+            # Some blocks are kept, since Arrow reads several columns in turn, each at its own offset.
             remote = reader.file_system.open(
                 path,
                 "rb",
@@ -35,13 +37,13 @@ def open_seekable(reader: FileReader, path: str) -> Iterator[pa.NativeFile]:
                 cache_type="background",
                 cache_options={"maxblocks": _BLOCKS_KEPT},
             )
-            opened = pa.PythonFile(_Translated(remote, location), mode="r")
+            opened = pa.PythonFile(_ErrorMappingFile(remote, location), mode="r")
     with opened:
         yield opened
 
 
-class _Translated(io.RawIOBase):
-    """An open remote file whose errors are ours."""
+class _ErrorMappingFile(io.RawIOBase):
+    """An open remote file whose errors are mapped to those of datasvc."""
 
     def __init__(self, file: Any, location: str) -> None:
         self._file, self._location = file, location

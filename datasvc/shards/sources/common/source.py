@@ -1,8 +1,8 @@
-"""What every source is: pieces that one worker reads from start to end, and the columns of their samples.
+"""Interface of all sources: parts that one worker reads from start to end, and the columns of their samples.
 
-A source that knows each sample from its listing (image folders, manifests) is a `ListedSource`: its samples are dealt
-to shards one by one. All others are a `StreamedSource`: their parts are dealt to units of work, and each unit is read
-as a stream. Either is small, holds no open file or client, and travels to worker processes by pickling.
+A source whose listing gives each sample (image folders, manifests) is a `ListedSource`: its samples are assigned to
+shards one by one. All others are a `StreamedSource`: their parts are assigned to units of work, and each unit is read
+as a stream. Both are small, hold no open file or client, and are pickled to worker processes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import pyarrow as pa
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.storage import redact_url
 
-# Batches that a source yields hold at most so many bytes, or one sample: many parts are read side by side.
+# A batch of a source holds at most this many bytes, or one sample: many parts are read at the same time.
 BATCH_BYTES: Final = 1 << 20
 BATCH_SAMPLES: Final = 4096
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that was not ingested, and why."""
+    """A sample that was not ingested, and the reason."""
 
     split: str
     key: str
@@ -36,15 +36,15 @@ class BadSample:
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A piece of a source, read from its start to its end by one worker: a tar, a row group, a range of a file.
+    """A part of a source that one worker reads from start to end: a tar, a row group, a range of a file.
 
     Attributes:
-        split: which its samples belong to.
-        name: unique in the source, for messages; most sources begin the keys of its samples with it.
-        size_bytes: about what reading it moves.
-        num_samples: where the listing knows it.
-        stamp: changes when the part's content may have changed: modification time or entity tag of its file.
-        where: JSON values with which `StreamedSource.read` finds it.
+        split: split of its samples.
+        name: unique in the source, for messages; in most sources the keys of its samples start with it.
+        size_bytes: approximate number of bytes read for it.
+        num_samples: number of samples; None: not in the listing.
+        stamp: modification time or entity tag of its file; differs if the content may have changed.
+        where: JSON values by which `StreamedSource.read` locates it.
     """
 
     split: str
@@ -56,16 +56,18 @@ class SourcePart:
 
 
 class ImageFile(NamedTuple):
-    """One file of a listed source; a tuple, since a listing holds millions.
+    """One file of a listed source.
 
     Attributes:
-        key: its path inside its split, unique there.
-        path: where it lies on the source's file system.
-        size_bytes: as listed.
-        label: index of its class, None without classes.
-        stamp: changes when the file may have changed.
-        values: of the source's extra columns, in their order.
+        key: path inside its split, unique there.
+        path: path on the source's file system.
+        size_bytes: size when it was listed.
+        label: index of its class; None without classes.
+        stamp: modification time or entity tag; differs if the file may have changed.
+        values: values of the source's extra columns, in their order.
     """
+
+    # A tuple and not a dataclass: a listing holds millions of them.
 
     key: str
     path: str
@@ -76,14 +78,14 @@ class ImageFile(NamedTuple):
 
 
 class Source(ABC):
-    """What can be ingested.
+    """A data set in a foreign format that can be ingested.
 
     Attributes:
-        kind: its name for `--format` and entries, "webdataset".
-        url: where it lies, credentials and all; never stored or shown as it is.
-        schema: columns of the samples, `key` first; `shards.schema` says which of them are images.
-        classes: names of the labels, index by index; empty without labels.
-        ignored: how many files of each other extension were left out.
+        kind: name of the format for `--format` and log entries, such as "webdataset".
+        url: URL with credentials; it is redacted before it is stored or shown.
+        schema: columns of the samples, `key` first; `shards.format.schema` defines which of them are images.
+        classes: names of the classes by index; empty without labels.
+        ignored: number of files left out, by extension.
     """
 
     kind: ClassVar[str]
@@ -94,19 +96,20 @@ class Source(ABC):
 
     @property
     def keys_are_places(self) -> bool:
-        """Keys are made of file and row, so that samples of two splits may have the same."""
+        """Whether keys are made of file and row, so that samples of two splits may have the same key."""
         return False
 
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """About how many bytes reading it moves."""
+        """Approximate number of bytes that are read to ingest the source."""
 
     @abstractmethod
     def fingerprint(self) -> Digest:
-        """Return a digest of everything the listing said: another one means that the source has changed."""
+        """Return a digest of the listing; it differs if the source has changed."""
 
     def _digest(self, listed: list[Any]) -> Digest:
+        # Redacted: new credentials do not make another source.
         described = [self.kind, redact_url(self.url), str(self.schema), list(self.classes), listed]
         return digest_of(json.dumps(described, sort_keys=True, default=str).encode())
 
@@ -115,25 +118,25 @@ class ListedSource(Source):
     """A source of files that hold one image each.
 
     Attributes:
-        splits: files of each split, ordered by key.
+        splits: files by split, ordered by key.
     """
 
     splits: dict[str, list[ImageFile]]
 
     @property
     def num_samples(self) -> int:
-        """Images over all splits."""
+        """Number of images over all splits."""
         return sum(map(len, self.splits.values()))
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all images, as listed."""
+        """Size of all images when they were listed."""
         return sum(file.size_bytes for files in self.splits.values() for file in files)
 
     def without_files(self) -> Self:
-        """Return the source without its listing: what a worker needs whose units carry their files."""
+        """Return a copy without the listing, for workers: their units of work hold the files."""
         slim = copy.copy(self)
-        object.__setattr__(slim, "splits", {})  # sources are frozen once they are listed; this copy is nobody's yet
+        object.__setattr__(slim, "splits", {})  # a source may be frozen; this copy is not shared yet
         return slim
 
     def fingerprint(self) -> Digest:
@@ -142,17 +145,17 @@ class ListedSource(Source):
 
 
 class StreamedSource(Source):
-    """A source of parts.
+    """A source whose samples are known only by reading its parts.
 
     Attributes:
-        parts: in the source's own order.
+        parts: in the order of the source.
     """
 
     parts: list[SourcePart]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts, as listed."""
+        """Size of all parts when they were listed."""
         return sum(part.size_bytes for part in self.parts)
 
     def fingerprint(self) -> Digest:
@@ -161,19 +164,20 @@ class StreamedSource(Source):
 
     @abstractmethod
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples of one part in its order; the same ones each time.
+        """Yield the samples of one part in order; the same samples each time.
 
         Yields:
-            Batches of `schema` of at most `BATCH_BYTES` or one sample, and of at most `BATCH_SAMPLES`; and a
-            `BadSample` for each sample that cannot be read. Where the rest of a part cannot be read (a truncated
-            archive), one that says so, and no more.
+            Batches of `schema` of at most `BATCH_SAMPLES` samples and of at most `BATCH_BYTES` or one sample; and a
+            `BadSample` for each sample that cannot be read. If the rest of a part cannot be read (a truncated
+            archive), a single last `BadSample` gives the reason.
 
         Raises:
-            NotFoundError, UnavailableError: see `storage.translated`.
-            ConfigError: the part's columns are not those of the source.
+            NotFoundError: the part's file no longer exists.
+            UnavailableError: the store does not respond.
+            ConfigError: the columns of the part differ from those of the source.
         """
 
 
 def printable(text: str) -> str:
-    """Return a name with what is not UTF-8 in it escaped."""
+    """Return a name with the bytes that are not UTF-8 escaped."""
     return text.encode("utf-8", "backslashreplace").decode()

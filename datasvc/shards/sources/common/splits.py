@@ -1,4 +1,4 @@
-"""Which split a file of a source belongs to, by its folder or its name."""
+"""Derive the split of a source's file from its folder or its name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PREFIX: Final = re.compile(rf"(.*[-_.])?({'|'.join(sorted(SPLIT_NAMES, key=len,
 def split_of(name: str) -> str:
     """Return the split of the file `name`, a path below the source's root.
 
-    The first folder counts when it is called like a split, else a part of the file's own name, as in
-    `data/validation-00000-of-00004.parquet` or `pets-train-000.tar`; "train" where neither says.
+    The first folder with the name of a split decides, else a part of the file name, as in
+    `data/validation-00000-of-00004.parquet` or `pets-train-000.tar`; the default is "train".
     """
-    folders, _, own = name.rpartition("/")
+    folders, _, file_name = name.rpartition("/")
     for folder in folders.split("/"):
         if folder.lower() in SPLIT_NAMES:
             return folder.lower()
-    match = _PREFIX.fullmatch(own.lower())
+    match = _PREFIX.fullmatch(file_name.lower())
     return match[2] if match else DEFAULT_SPLIT

@@ -1,7 +1,7 @@
-"""What Parquet, Arrow, CSV and JSON lines share: files of the same columns, read batch by batch into samples.
+"""Base of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
-A format yields raw batches with the keys that their samples get where no column holds keys. Here they are checked,
-converted and cut to the bounds of a source; a sample that does not fit is found by halving and named.
+A format yields raw batches, with keys for the case that no column holds them. This module validates and converts the
+batches and slices them to the size limits of a source; a sample that does not convert is found by bisection.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 from datasvc.shards.sources.common.splits import split_of
 
 EMPTY: Final = "(empty)"
-# What reading, decompressing and decoding a file raise when it is not what it should be.
+# Errors of reading, decompressing and decoding a damaged file.
 UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, zlib.error, zstandard.ZstdError)
-# What `datasets` writes beside the data; no samples are in them.
+# Files that the `datasets` library writes beside the data; they hold no samples.
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-_LISTED_AT_ONCE: Final = 16
-_NAMED_FILES: Final = 10
+_LISTING_THREADS: Final = 16
+_MAX_SHOWN_FILES: Final = 10
 _REASON_CHARACTERS: Final = 500
 
-Listed = TypeVar("Listed")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Samples as a format's reader gives them.
+    """Samples as a format's reader yields them.
 
     Attributes:
         batch: raw columns.
-        keys: `string[samples]`, for sources without a key column, and to name bad samples.
+        keys: `string[samples]`, the keys if no column holds them, and the names of bad samples.
     """
 
     batch: pa.RecordBatch
@@ -55,15 +55,15 @@ class RawBatch:
 
 @dataclass(frozen=True)
 class TableSource(StreamedSource):
-    """Files of the same columns.
+    """Files with the same columns.
 
     Attributes:
-        url: where they lie.
+        url: URL of the source.
         schema: columns of the samples.
-        classes: names of the labels, where the files say them.
-        parts: in the order of the files' names.
-        columns: from raw to sample columns.
-        ignored: how many files of each other extension, or empty, were left out.
+        classes: names of the classes; empty if the files do not contain them.
+        parts: ordered by file name.
+        columns: mapping of raw to sample columns.
+        ignored: number of files left out, by extension or as `EMPTY`.
     """
 
     url: str
@@ -83,27 +83,27 @@ class TableSource(StreamedSource):
 
     @abstractmethod
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
-        """Yield the samples of one part with raw columns. Raises as `StreamedSource.read`."""
+        """Yield the samples of one part with raw columns. Raise as `StreamedSource.read`."""
 
 
 def to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-    """Yield raw samples as batches within a source's bounds, and those that do not convert as `BadSample`s.
+    """Yield raw samples as batches within the size limits of a source, and a `BadSample` for each that fails.
 
     Raises:
-        ConfigError: the part lacks a column of the source.
+        ConfigError: a column of the source is missing in the part.
     """
-    lacking = [name for name in columns.raw_names if name not in raw.batch.schema.names]
-    if lacking:
-        raise ConfigError(f"{part.name} lacks the columns {lacking} that it had when it was listed; list it again")
+    missing = [name for name in columns.raw_names if name not in raw.batch.schema.names]
+    if missing:
+        raise ConfigError(f"{part.name} has changed: the columns {missing} are missing now; list the source again")
     start = 0
-    for piece in rough_cuts(raw.batch):
+    for piece in split_by_size(raw.batch):
         keys = raw.keys.slice(start, piece.num_rows)
         start += piece.num_rows
-        yield from _converted(columns, piece, keys, part.split)
+        yield from _convert(columns, piece, keys, part.split)
 
 
-def rough_cuts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield slices of `batch` that hold about `BATCH_BYTES` when decoded, and at most `BATCH_SAMPLES`."""
+def split_by_size(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Yield slices of `batch` of at most `BATCH_SAMPLES` samples and about `BATCH_BYTES` when decoded."""
     if not batch.num_rows:
         return
     sample_bytes = sum(map(_decoded_bytes, batch.columns)) / batch.num_rows
@@ -124,7 +124,7 @@ def numbered_keys(name: str, numbers: Any) -> pa.Array:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's message, cut to what a report can show."""
+    """Return an error's message on one line, shortened to `_REASON_CHARACTERS`."""
     text = " ".join(str(error).split())
     return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} ..."
 
@@ -132,53 +132,54 @@ def reason_of(error: BaseException) -> str:
 def list_tables(
     url: str, extensions: Collection[str], *, compressed: bool = False
 ) -> tuple[list[SourceFile], Counter[str]]:
-    """Return a table source's files that hold anything, and what was left out.
+    """Return the files of a table source that are not empty, and the number of other files by extension.
 
-    A single file counts whatever its extension.
+    A single file is taken whatever its extension.
 
     Args:
-        url: of the source.
-        extensions: of its files, with their dots.
-        compressed: whether files may be compressed as a whole.
+        url: URL of the source.
+        extensions: extensions of its files, with the dots.
+        compressed: whether a whole file may be compressed.
 
     Raises:
-        NotFoundError: no such file is there, or all are empty.
-        ConfigError: a file is compressed and may not be, or its name is not UTF-8; and as `list_files`.
-        UnavailableError: the store does not answer.
+        NotFoundError: there is no such file, or all are empty.
+        ConfigError: a file is compressed and `compressed` is false, or a name is not UTF-8; or see `list_files`.
+        UnavailableError: the store does not respond.
     """
     files = list_files(url)
-    alone = len(files) == 1 and files[0].path == resolve_url(url)[1]
-    wanted = [file for file in files if alone or _is_table(file, extensions)]
-    ignored = Counter(file.extension or "(none)" for file in files if file not in wanted)
-    if not wanted:
+    # A file that the user names is read, whatever it is called.
+    is_single_file = len(files) == 1 and files[0].path == resolve_url(url)[1]
+    tables = [file for file in files if is_single_file or _is_table(file, extensions)]
+    ignored = Counter(file.extension or "(none)" for file in files if file not in tables)
+    if not tables:
         raise NotFoundError(
-            f"cannot ingest {redact_url(url)}: none of its {len(files)} files is called "
+            f"cannot ingest {redact_url(url)}: none of its {len(files)} files has a name like "
             f"{' or '.join(f'*{extension}' for extension in sorted(extensions))}"
         )
-    _check_names(wanted, compressed=compressed)
-    filled = [file for file in wanted if file.size_bytes]
-    ignored.update({EMPTY: len(wanted) - len(filled)} if len(filled) < len(wanted) else {})
+    _check_names(tables, compressed=compressed)
+    filled = [file for file in tables if file.size_bytes]
+    ignored.update({EMPTY: len(tables) - len(filled)} if len(filled) < len(tables) else {})
     if not filled:
-        raise all_empty(url, wanted)
+        raise no_samples_error(url, tables)
     return filled, ignored
 
 
-def all_empty(url: str, files: Sequence[SourceFile]) -> NotFoundError:
+def no_samples_error(url: str, files: Sequence[SourceFile]) -> NotFoundError:
     """Return the error for a source without any sample."""
-    named = ", ".join(file.name for file in files[:_NAMED_FILES])
-    return NotFoundError(f"cannot ingest {redact_url(url)}: no samples in any of its {len(files)} files ({named})")
+    names = ", ".join(file.name for file in files[:_MAX_SHOWN_FILES])
+    return NotFoundError(f"cannot ingest {redact_url(url)}: no samples in any of its {len(files)} files ({names})")
 
 
-def look_at(reader: FileReader, files: Sequence[SourceFile], look: Callable[[SourceFile], Listed]) -> list[Listed]:
-    """Return `look` of each file, in order; several remote files at once."""
+def map_files(reader: FileReader, files: Sequence[SourceFile], func: Callable[[SourceFile], Result]) -> list[Result]:
+    """Return `func` of each file, in order; for remote files, calls run in parallel threads."""
     if reader.is_local or len(files) == 1:
-        return [look(file) for file in files]
-    with ThreadPoolExecutor(_LISTED_AT_ONCE, thread_name_prefix="datasvc-list") as pool:
-        return list(pool.map(look, files))
+        return [func(file) for file in files]
+    with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="datasvc-list") as pool:
+        return list(pool.map(func, files))
 
 
 def table_split(file: SourceFile, options: SourceOptions) -> str:
-    """Return the split of a file's samples."""
+    """Return the split of a file's samples: the one in `options`, else from its name."""
     return split_of(file.name) if options.split is None else options.split.lower()
 
 
@@ -197,43 +198,48 @@ def _check_names(files: Sequence[SourceFile], *, compressed: bool) -> None:
             file.name.encode()
         except UnicodeEncodeError:
             printable = file.name.encode("utf-8", "backslashreplace").decode()
-            raise ConfigError(f"the name of {printable} is not UTF-8; rename it") from None
+            raise ConfigError(f"the file name {printable} is not UTF-8; rename the file") from None
         if is_compressed(file) and not compressed:
-            raise ConfigError(f"{file.name} is compressed as a whole; unpack it, it is read piece by piece")
+            raise ConfigError(
+                f"{file.name} is compressed as a whole; decompress it, this format is read at random offsets"
+            )
 
 
 def _decoded_bytes(column: pa.Array) -> int:
-    """Return at most how many bytes a column takes once its dictionary is decoded."""
+    """Return an upper bound of a column's size in bytes after its dictionary is decoded."""
     if not pa.types.is_dictionary(column.type):
         return int(column.nbytes)
     values = column.dictionary
+    # Values of fixed size have at most 8 bytes; text and bytes at most those of the longest value.
     longest = 8
     if len(values) and (is_text(values.type) or is_binary(values.type)):
         longest = pc.max(pc.binary_length(values)).as_py() or 0
     return int(column.indices.nbytes) + longest * len(column)
 
 
-def _converted(
+def _convert(
     columns: ColumnMap, batch: pa.RecordBatch, keys: pa.Array, split: str
 ) -> Iterator[pa.RecordBatch | BadSample]:
     try:
-        batch.validate(full=True)  # text that is not UTF-8, offsets that lead astray
+        batch.validate(full=True)  # finds text that is not UTF-8, and offsets out of range
         samples = columns.convert(batch, keys)
     except (ConfigError, pa.ArrowException) as error:
         if batch.num_rows == 1:
             yield BadSample(split, keys[0].as_py(), reason_of(error))
             return
+        # Arrow does not tell which sample fails: bisect, so that only this one is left out.
         middle = batch.num_rows // 2
-        yield from _converted(columns, batch.slice(0, middle), keys.slice(0, middle), split)
-        yield from _converted(columns, batch.slice(middle), keys.slice(middle), split)
+        yield from _convert(columns, batch.slice(0, middle), keys.slice(0, middle), split)
+        yield from _convert(columns, batch.slice(middle), keys.slice(middle), split)
     else:
-        yield from _cut(samples)
+        yield from _halve(samples)
 
 
-def _cut(samples: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def _halve(samples: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     if samples.num_rows == 1 or samples.nbytes <= BATCH_BYTES:
         yield samples
         return
+    # The size was estimated before decoding; decoded samples may be larger.
     middle = samples.num_rows // 2
-    yield from _cut(samples.slice(0, middle))
-    yield from _cut(samples.slice(middle))
+    yield from _halve(samples.slice(0, middle))
+    yield from _halve(samples.slice(middle))

@@ -1,4 +1,4 @@
-"""Columns of tensors: `fixed_size_list`, flattened in C order, the shape in the field's metadata."""
+"""Columns of tensors: `fixed_size_list` of the values in C order, with the shape in the field's metadata."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ MAX_SAMPLE_BYTES: Final = 256 << 20
 
 
 def tensor_field(name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> pa.Field:
-    """Return the column of one tensor a sample; one value a sample is a plain column.
+    """Return the field of a column with one tensor per sample; a single value per sample makes a scalar column.
 
     Args:
-        name: of the column.
-        dtype: of the values: bool, integers or floats.
-        shape: of one sample.
+        name: name of the column.
+        dtype: type of the values: bool, integers or floats.
+        shape: shape of one sample.
 
     Raises:
-        ConfigError: values of this type are no numbers, a dimension is not positive, or a sample is absurdly large.
+        ConfigError: `dtype` is not supported, a dimension is not positive, or one sample is larger than
+            `MAX_SAMPLE_BYTES`.
     """
     value_type = _value_type(name, np.dtype(dtype))
     num_values = math.prod(shape)
     if any(size < 1 for size in shape):
-        raise ConfigError(f"samples of {name!r} have the shape {list(shape)}; expected positive sizes")
+        raise ConfigError(f"samples of {name!r} have the shape {list(shape)}; expected positive dimensions")
     if num_values * np.dtype(dtype).itemsize > MAX_SAMPLE_BYTES:
         raise ConfigError(
             f"one sample of {name!r} has the shape {list(shape)}, over {MAX_SAMPLE_BYTES >> 20} MiB; "
-            "the first axis must be the samples"
+            "expected the samples along the first axis"
         )
     if num_values == 1:
         return pa.field(name, value_type, nullable=False)
@@ -45,7 +46,8 @@ def tensor_field(name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> pa.Fi
 
 
 def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
-    """Return `values`, first axis the samples, as the array of a column from `tensor_field`."""
+    """Return `values[samples, ...]` as the array of a column from `tensor_field`."""
+    # Arrow has only the machine's byte order and contiguous values.
     native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     if not pa.types.is_fixed_size_list(field.type):
         return pa.array(native.reshape(-1), field.type)
@@ -53,7 +55,7 @@ def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
 
 
 def shape_of(field: pa.Field) -> tuple[int, ...]:
-    """Return the shape of one sample of a column; () of a plain one."""
+    """Return the shape of one sample of a column; `()` for a scalar column."""
     raw = (field.metadata or {}).get(SHAPE)
     return () if raw is None else tuple(json.loads(raw))
 

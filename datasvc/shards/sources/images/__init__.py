@@ -1,1 +1,1 @@
-"""Sources of image files: folders, ImageNet as distributed, manifests."""
+"""Sources of image files: folders, manifests, and ImageNet as distributed."""

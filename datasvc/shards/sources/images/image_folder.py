@@ -1,7 +1,7 @@
-"""Image folders on any fsspec URL: `SOURCE/[SPLIT/]CLASS/NAME.jpg`, or flat without classes.
+"""Source of image folders on any fsspec URL: `SOURCE/[SPLIT/]CLASS/NAME.jpg`, or flat without classes.
 
-Folders named like splits at the top are splits; the folders below them, or at the top, are class names. What
-is no image by its extension is left out and counted.
+Top folders with the name of a split are splits; the folders below them, or else the top folders, are classes. Files
+without an image extension are left out and counted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, SPLIT_NAMES
 
 
 @dataclass(frozen=True)
-class ImageFolder(ListedSource):
+class ImageFolderSource(ListedSource):
     """A listed image folder.
 
     Attributes:
-        url: where it lies.
-        splits: files of each split, ordered by key.
-        classes: names of the labels; the same in all splits.
-        ignored: how many files of each other extension were left out.
+        url: URL of the folder.
+        splits: files by split, ordered by key.
+        classes: names of the classes; the same in all splits.
+        ignored: number of files left out, by extension.
     """
 
     kind: ClassVar[str] = "image-folder"
@@ -44,30 +44,31 @@ class ImageFolder(ListedSource):
     ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> ImageFolder:
+    def list(cls, url: str, options: SourceOptions | None = None) -> ImageFolderSource:
         """List the source.
 
         Raises:
-            NotFoundError: nothing is there, or no image is.
-            ConfigError: images lie both in class folders and beside them, or both in split folders and beside
-                them; a link leads out of the source; or the URL has no driver.
-            UnavailableError: the store does not answer.
+            NotFoundError: there is no folder, or no image in it.
+            ConfigError: only some images are in class folders, or only some in split folders; a link leads out of
+                the source; or no driver for the URL is installed.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
-        found, _ = find_below(url)
-        folders, ignored = _by_folder(found.values())
+        files_below, _ = find_below(url)
+        folders, ignored = _by_folder(files_below.values())
         if not folders:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: no images in it ({len(found)} other files); "
-                f"looked for {', '.join(sorted(EXTENSIONS))}"
+                f"cannot ingest {redact_url(url)}: no images among its {len(files_below)} files; "
+                f"expected {', '.join(sorted(EXTENSIONS))}"
             )
+        # With a given split, top folders with the names of splits are class folders.
         if options.split is None:
             _check_splits(folders, url)
-        places = {folder: _place(folder, options.split) for folder in sorted(folders)}
-        classes = _classes(places, folders, url)
+        roles = {folder: _role(folder, options.split) for folder in sorted(folders)}
+        classes = _classes(roles, folders, url)
         labels = {name: number for number, name in enumerate(classes)}
         splits: dict[str, list[ImageFile]] = {}
-        for folder, (split, class_name, start) in places.items():
+        for folder, (split, class_name, start) in roles.items():
             label = labels[class_name] if class_name is not None else None
             files = [
                 ImageFile(name[start:], path, size_bytes, label, stamp)
@@ -85,11 +86,11 @@ class ImageFolder(ListedSource):
         return pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), *label])
 
 
-def _by_folder(found: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]], Counter[str]]:
-    """Return the images by their folder, "" or "a/b/", and how many other files there are of each extension."""
+def _by_folder(files: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]], Counter[str]]:
+    """Return the images by folder ("" or "a/b/"), and the number of other files by extension."""
     folders: defaultdict[str, list[SourceFile]] = defaultdict(list)
     ignored: Counter[str] = Counter()
-    for file in found:
+    for file in files:
         name = file.name
         extension = _extension(name)
         if extension in EXTENSIONS:
@@ -100,30 +101,30 @@ def _by_folder(found: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]]
 
 
 def _extension(name: str) -> str:
-    """Return the lower-case extension as `os.path.splitext` has it, which takes longer."""
+    """Return the lower-case extension, as `os.path.splitext` but faster for ordinary names."""
     before, dot, last = name.rpartition(".")
-    is_plain = dot and "/" not in last and before[-1:] not in ("", "/", ".")
-    return f".{last.lower()}" if is_plain else os.path.splitext(name)[1].lower()
+    is_ordinary = dot and "/" not in last and before[-1:] not in ("", "/", ".")
+    return f".{last.lower()}" if is_ordinary else os.path.splitext(name)[1].lower()
 
 
 def _check_splits(folders: Iterable[str], url: str) -> None:
-    """Refuse sources in which two files would get one key in one split."""
+    """Raise ConfigError for top folders by which two files would get the same key in one split."""
     tops = {folder.partition("/")[0] for folder in folders}
     spellings = [top for top in tops if top.lower() in SPLIT_NAMES]
     if spellings and (len(tops) > len(spellings) or len({top.lower() for top in spellings}) < len(spellings)):
         raise ConfigError(
-            f"cannot ingest {redact_url(url)}: its top folders {sorted(tops)[:10]} mix splits with others, or spell "
-            "a split in two ways; keep only split folders at the top, or none"
+            f"cannot ingest {redact_url(url)}: its top folders {sorted(tops)[:10]} mix splits with other folders, or "
+            "spell one split in two ways; keep only split folders at the top, or none"
         )
 
 
 class _FolderRole(NamedTuple):
-    """What the files of a folder are.
+    """Split and class of the files in a folder.
 
     Attributes:
-        split: that they belong to.
-        class_name: their class, None without one.
-        key_start: where the key begins in the path below the source.
+        split: split of the files.
+        class_name: class of the files; None without classes.
+        key_start: index in the path below the source at which the key starts.
     """
 
     split: str
@@ -131,24 +132,22 @@ class _FolderRole(NamedTuple):
     key_start: int
 
 
-def _place(folder: str, only: str | None) -> _FolderRole:
-    """Return what the files in a folder below the source are; `only`: the split of all."""
+def _role(folder: str, only_split: str | None) -> _FolderRole:
+    """Return split and class of the files in a folder below the source."""
     top, _, below = folder.partition("/")
-    if only is None and top.lower() in SPLIT_NAMES:
+    if only_split is None and top.lower() in SPLIT_NAMES:
         split, start = top, len(top) + 1
     else:
-        split, start, below = DEFAULT_SPLIT if only is None else only, 0, folder
+        split, start, below = DEFAULT_SPLIT if only_split is None else only_split, 0, folder
     return _FolderRole(split.lower(), below.partition("/")[0] or None, start)
 
 
-def _classes(places: Mapping[str, _FolderRole], folders: Mapping[str, list[SourceFile]], url: str) -> tuple[str, ...]:
-    names = {place.class_name for place in places.values()}
+def _classes(roles: Mapping[str, _FolderRole], folders: Mapping[str, list[SourceFile]], url: str) -> tuple[str, ...]:
+    names = {role.class_name for role in roles.values()}
     if None in names and len(names) > 1:
-        flat = min(
-            file.name for folder, place in places.items() if place.class_name is None for file in folders[folder]
-        )
+        flat = min(file.name for folder, role in roles.items() if role.class_name is None for file in folders[folder])
         raise ConfigError(
-            f"cannot ingest {redact_url(url)}: some images lie in class folders and some beside them, such as "
+            f"cannot ingest {redact_url(url)}: some images are in class folders and some are not, such as "
             f"{flat}; move these into a class folder or out of the source"
         )
     for name in names:

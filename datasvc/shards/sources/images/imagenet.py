@@ -1,8 +1,8 @@
-"""ImageNet as it is distributed: a tar of class tars for training, a tar of images for validation. Never unpacked.
+"""Source of ImageNet as distributed: a tar of class tars for training, a tar of images for validation.
 
-The headers of the training tar are read one by one, past each class tar by its size: some 1,000 small reads, one
-after another, which take a while on a remote store. Each class tar is a part then, a range of bytes, so that classes
-can be read side by side and mixed. Images are kept as they are, those with a PNG inside or in CMYK too.
+The tars are not extracted. The headers of the training tar are read one by one, skipping each class tar by its size:
+some 1,000 small sequential reads, which are slow on a remote store. Each class tar is then a part, a range of bytes,
+so that classes can be read in parallel and mixed. Images are kept unchanged, including the PNG and CMYK ones.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from datasvc.shards.sources.common.files import FileReader, SourceFile, list_fil
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.images.imagenet_labels import SYNSET, labels_of, read_ground_truth, read_synsets
-from datasvc.shards.sources.tar.tar import LARGEST_MEMBER_BYTES, TarMember, TarReader, open_tar
+from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReader, open_tar
 
 _TRAIN_TAR, _VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 _VAL_IMAGE: Final = re.compile(r".*_val_(\d{8})\.jpe?g", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class ImageNet(StreamedSource):
+class ImageNetSource(StreamedSource):
     """The listed tars of ImageNet.
 
     Attributes:
         url: the training tar, the validation tar, or a folder that holds both.
         parts: the class tars by name, then the validation tar.
         classes: the synsets in alphabetical order.
-        val_labels: of the validation images, in the order of their numbers.
-        ignored: how many files of each other extension the training tar has.
+        val_labels: labels of the validation images, in the order of their numbers.
+        ignored: number of files left out of the training tar, by extension.
     """
 
     kind: ClassVar[str] = "imagenet"
@@ -54,14 +54,14 @@ class ImageNet(StreamedSource):
     ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> ImageNet:
-        """Walk the headers of the training tar, and read the labels of the validation images.
+    def list(cls, url: str, options: SourceOptions | None = None) -> ImageNetSource:
+        """Read the headers of the training tar and the labels of the validation images.
 
         Raises:
-            NotFoundError: neither tar is there, or nothing that labels the validation images; says what to give.
-            ConfigError: ground truth, synsets and training tar contradict each other; says in which numbers.
-            CorruptDataError: the training tar is truncated, or neither of the two.
-            UnavailableError: the store does not answer.
+            NotFoundError: neither tar exists, or a file with the labels of the validation images is missing.
+            ConfigError: ground truth, synsets and training tar contradict each other.
+            CorruptDataError: the training tar is truncated, or a tar holds neither class tars nor images.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
@@ -74,6 +74,7 @@ class ImageNet(StreamedSource):
             if _holds_images(reader, tar):
                 synsets = read_synsets(folder, reader, options)
                 ids = read_ground_truth(folder, reader, options)
+                # The training tar, read first, defines the classes; `labels_of` checks that the synsets match.
                 classes = classes or tuple(sorted(synsets))
                 val_labels = tuple(labels_of(ids, synsets, classes))
                 parts.append(_val_part(tar, options.split or "val", val_labels))
@@ -96,7 +97,7 @@ class ImageNet(StreamedSource):
         """Yield the images of a class tar, or of the validation tar; see `StreamedSource.read`.
 
         Raises:
-            ConfigError: the ground truth has fewer lines than there are validation images.
+            ConfigError: the number of a validation image is beyond the lines of the ground truth.
         """
         reader = FileReader(self.url)
         batcher = SampleBatcher(self.schema, part.split)
@@ -129,17 +130,17 @@ class ImageNet(StreamedSource):
     def _val_label(self, name: str) -> int:
         match = _VAL_IMAGE.fullmatch(name)
         if match is None or int(match[1]) == 0:
-            raise BadSampleError("its name has no number of the ground truth, as in ILSVRC2012_val_00000001.JPEG")
+            raise BadSampleError("its name has no image number; expected a name like ILSVRC2012_val_00000001.JPEG")
         if int(match[1]) > len(self.val_labels):
             raise ConfigError(
                 f"{name} is validation image {int(match[1])}, but the ground truth has {len(self.val_labels)} lines; "
-                "give the one that belongs to this tar"
+                "use the ground truth that belongs to this tar"
             )
         return self.val_labels[int(match[1]) - 1]
 
 
 class _HeaderFile(io.RawIOBase):
-    """A file of which each read is one small ranged request, for walking headers."""
+    """A file in which each read is one small range request, for reading tar headers."""
 
     def __init__(self, reader: FileReader, file: SourceFile) -> None:
         self._reader, self._file, self._offset = reader, file, 0
@@ -156,30 +157,30 @@ class _HeaderFile(io.RawIOBase):
         return self._offset
 
     def readinto(self, target: Any) -> int:
-        wanted = memoryview(target).cast("B")
-        length = max(0, min(len(wanted), self._file.size_bytes - self._offset))
+        buffer = memoryview(target).cast("B")
+        length = max(0, min(len(buffer), self._file.size_bytes - self._offset))
         content = self._reader.read_range(self._file.path, self._offset, length) if length else b""
-        wanted[: len(content)] = content
+        buffer[: len(content)] = content
         self._offset += len(content)
         return len(content)
 
 
 def _find_tars(url: str, reader: FileReader) -> tuple[str, list[SourceFile]]:
-    """Return the folder of the tars and those that are there, training first."""
-    with map_exceptions("look at", redact_url(url)):
+    """Return the folder of the tars, and the tars that exist, training first."""
+    with map_exceptions("open", redact_url(url)):
         is_folder = reader.file_system.isdir(reader.root)
     if not is_folder:
         return reader.root.rpartition("/")[0], list_files(url)
-    found = []
+    tars = []
     for name in (_TRAIN_TAR, _VAL_TAR):
-        # Never listed: the folder may hold a million unpacked images too.
+        # The folder is not listed: it may also hold a million extracted images.
         try:
-            found += list_files(f"{url.rstrip('/')}/{name}")
+            tars += list_files(f"{url.rstrip('/')}/{name}")
         except NotFoundError:
             continue
-    if not found:
-        raise NotFoundError(f"cannot ingest {redact_url(url)}: neither {_TRAIN_TAR} nor {_VAL_TAR} is in it")
-    return reader.root, found
+    if not tars:
+        raise NotFoundError(f"cannot ingest {redact_url(url)}: expected {_TRAIN_TAR} or {_VAL_TAR} in it")
+    return reader.root, tars
 
 
 def _holds_images(reader: FileReader, tar: SourceFile) -> bool:
@@ -194,8 +195,8 @@ def _holds_images(reader: FileReader, tar: SourceFile) -> bool:
 
 
 def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> dict[str, TarMember]:
-    """Return the class tars of the training tar by class; counts what else is there in `ignored`."""
-    found: dict[str, TarMember] = {}
+    """Return the class tars of the training tar by class; count the other members in `ignored`."""
+    by_class: dict[str, TarMember] = {}
     for member in _walk(reader, tar):
         base, extension = member.name.rpartition("/")[2], _extension(member.name)
         name = base[: -len(extension)] if extension else base
@@ -203,12 +204,12 @@ def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> d
             ignored[extension or "(none)"] += 1
             continue
         if member.problem is not None or not SYNSET.fullmatch(name):
-            problem = member.problem or "is not called like a synset, as n01440764.tar is"
+            problem = member.problem or "is not named after a synset, such as n01440764.tar"
             raise ConfigError(f"cannot ingest {reader.location(tar.path)}: its member {member.name} {problem}")
-        if name in found:
-            raise ConfigError(f"cannot ingest {reader.location(tar.path)}: it has class {name} twice")
-        found[name] = member
-    return found
+        if name in by_class:
+            raise ConfigError(f"cannot ingest {reader.location(tar.path)}: it has the class {name} twice")
+        by_class[name] = member
+    return by_class
 
 
 def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
@@ -221,6 +222,7 @@ def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> S
 
 
 def _val_part(tar: SourceFile, split: str, labels: Sequence[int]) -> SourcePart:
+    # Other ground truth gives other labels, so it changes the stamp of the part too.
     stamp = f"{tar.stamp} {digest_of(repr(labels).encode())}"
     return SourcePart(split, tar.name, tar.size_bytes, len(labels), stamp, {"path": tar.path})
 
@@ -233,13 +235,13 @@ def _open_part(reader: FileReader, part: SourcePart) -> BinaryIO:
 
 
 def _check_image(member: TarMember) -> None:
-    """Raise BadSampleError when a member cannot be a sample."""
+    """Raise BadSampleError if a member cannot be a sample."""
     if member.problem is not None:
         raise BadSampleError(f"{member.name} {member.problem}")
     if _extension(member.name) not in EXTENSIONS:
-        raise BadSampleError(f"{member.name} is no image by its name")
-    if member.size_bytes > LARGEST_MEMBER_BYTES:
-        raise BadSampleError(f"{member.name} has {member.size_bytes} bytes, more than {LARGEST_MEMBER_BYTES}")
+        raise BadSampleError(f"{member.name} has no image extension")
+    if member.size_bytes > MAX_MEMBER_BYTES:
+        raise BadSampleError(f"{member.name} has {member.size_bytes} bytes; expected at most {MAX_MEMBER_BYTES}")
 
 
 def _extension(name: str) -> str:

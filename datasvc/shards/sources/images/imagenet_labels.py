@@ -1,8 +1,8 @@
-"""The labels of ImageNet's validation images: ground truth and synsets of the devkit.
+"""Read the labels of ImageNet's validation images from the ground truth and the synset list of the devkit.
 
-The classes are the synsets in alphabetical order and a label is an index into them, as with everyone who trains on
-class folders. The devkit counts otherwise: line i of its ground truth is the ILSVRC id of image i, 1 is the first
-line of its synset list, and that list is not in alphabetical order.
+Classes are the synsets in alphabetical order, and a label is an index into them, as is usual for class folders. The
+devkit numbers them differently: line i of its ground truth is the ILSVRC id of image i, id 1 is the first line of its
+synset list, and that list is not in alphabetical order.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _HOW_TO_LIST: Final = (
 
 
 def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
-    """Return the synsets in the order of the ILSVRC ids, from the file that the options or the folder name.
+    """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`.
 
     Args:
-        folder: path of the folder where the tars lie.
-        reader: of the source.
-        options: of the user.
+        folder: path of the folder that holds the tars.
+        reader: reader of the source.
+        options: options of the source.
 
     Raises:
-        NotFoundError: there is no such file; says how to get one.
-        ConfigError: a line is no synset or there twice, or the order is not the devkit's.
+        NotFoundError: there is no such file; the message tells how to get one.
+        ConfigError: a line is not a synset or a duplicate, or the list is in alphabetical order.
     """
     if options.synsets is not None:
         location, text = redact_url(options.synsets), _read_url(options.synsets)
@@ -49,17 +49,17 @@ def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> lis
 
 
 def read_ground_truth(folder: str, reader: FileReader, options: SourceOptions) -> list[int]:
-    """Return the ILSVRC ids of the validation images; arguments and errors as `read_synsets`."""
+    """Return the ILSVRC ids of the validation images; arguments and errors as for `read_synsets`."""
     if options.ground_truth is not None:
         location, text = redact_url(options.ground_truth), _read_url(options.ground_truth)
     else:
-        wanted = f"--ground-truth, the devkit's {_GROUND_TRUTH}"
-        location, text = _find(folder, reader, (_GROUND_TRUTH,), wanted)
+        option = f"--ground-truth, the devkit's {_GROUND_TRUTH}"
+        location, text = _find(folder, reader, (_GROUND_TRUTH,), option)
     return parse_ground_truth(text, location)
 
 
 def parse_synsets(text: str, location: str) -> list[str]:
-    """Return the first word of each line, at most the 1,000 classes; the devkit has inner nodes behind them.
+    """Return the first word of each line, at most the 1,000 classes; the devkit lists inner nodes after them.
 
     Raises:
         ConfigError: see `read_synsets`.
@@ -74,17 +74,17 @@ def parse_synsets(text: str, location: str) -> list[str]:
         numbers[synset] = number
     if not synsets:
         raise ConfigError(f"{location} is empty; expected a synset a line, such as n01440764")
-    # Lists of Caffe and Kaggle are in alphabetical order: with the devkit's ids every label would be wrong.
+    # Caffe and Kaggle distribute alphabetical lists; with the devkit's ids they would give wrong labels.
     if len(synsets) == _NUM_CLASSES and synsets == sorted(synsets):
         raise ConfigError(
-            f"{location} lists the synsets in alphabetical order, but the ground truth counts them in the order of "
-            f"the devkit, whose first is n02119789: every label would be wrong. Give its list; {_HOW_TO_LIST}"
+            f"{location} lists the synsets in alphabetical order, but the ground truth uses the order of the "
+            f"devkit, which starts with n02119789: every label would be wrong. Use its list; {_HOW_TO_LIST}"
         )
     return synsets
 
 
 def parse_ground_truth(text: str, location: str) -> list[int]:
-    """Return the number in each line. Raises ConfigError."""
+    """Return the number in each line. Raise ConfigError."""
     ids = []
     for number, line in enumerate(text.rstrip().splitlines(), 1):
         word = line.strip()
@@ -100,31 +100,32 @@ def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]
     """Return the label of each image.
 
     Args:
-        ids: ILSVRC ids, 1 for the first of `synsets`.
-        synsets: in the order of the ids.
+        ids: ILSVRC ids, counted from 1 as indices into `synsets`.
+        synsets: synsets in the order of the ids.
         classes: the same synsets in the order of the labels.
 
     Raises:
-        ConfigError: an id is no line of `synsets`, or the two name different classes.
+        ConfigError: an id is beyond `synsets`, or `synsets` and `classes` differ.
     """
     if set(synsets) != set(classes):
         differing = sorted(set(synsets) ^ set(classes))
         raise ConfigError(
-            f"the synset list has {len(synsets)} classes, the training tar {len(classes)}; only one of them has "
-            f"{len(differing)}, such as {differing[0]}"
+            f"the synset list has {len(synsets)} classes, the training tar {len(classes)}; {len(differing)} are in "
+            f"only one of them, such as {differing[0]}; use the list that belongs to this tar"
         )
     index = {synset: label for label, synset in enumerate(classes)}
     labels = [index[synset] for synset in synsets]
-    for number, found in enumerate(ids, 1):
-        if not 1 <= found <= len(labels):
+    for number, ilsvrc_id in enumerate(ids, 1):
+        if not 1 <= ilsvrc_id <= len(labels):
             raise ConfigError(
-                f"line {number} of the ground truth is the id {found}, but the synset list has {len(labels)} lines"
+                f"line {number} of the ground truth is the id {ilsvrc_id}, but the synset list has {len(labels)} "
+                "lines; use the list that belongs to it"
             )
-    return [labels[found - 1] for found in ids]
+    return [labels[ilsvrc_id - 1] for ilsvrc_id in ids]
 
 
-def _find(folder: str, reader: FileReader, names: Sequence[str], wanted: str) -> tuple[str, str]:
-    """Return path and text of the first file of these names beside the tars or in the devkit's folder."""
+def _find(folder: str, reader: FileReader, names: Sequence[str], option: str) -> tuple[str, str]:
+    """Return path and text of the first existing file of these names, in `folder` or in the devkit's folder."""
     for name in names:
         for below in ("", f"{_DEVKIT}/"):
             path = f"{folder}/{below}{name}"
@@ -133,8 +134,8 @@ def _find(folder: str, reader: FileReader, names: Sequence[str], wanted: str) ->
             except NotFoundError:
                 continue
     raise NotFoundError(
-        f"the validation images have no labels: no {' or '.join(names)} is in {reader.location(folder)} or its "
-        f"{_DEVKIT}; give {wanted}"
+        f"the validation images have no labels: no {' or '.join(names)} in {reader.location(folder)} or its "
+        f"{_DEVKIT}; give {option}"
     )
 
 
@@ -147,4 +148,4 @@ def _decoded(content: bytes, location: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{location} is no text file: {error}; meta.mat is not read, {_HOW_TO_LIST}") from error
+        raise ConfigError(f"{location} is not a text file: {error}; meta.mat is not read, {_HOW_TO_LIST}") from error

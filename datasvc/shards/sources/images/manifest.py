@@ -1,7 +1,7 @@
-"""Images named by a manifest: a CSV, JSON lines or Parquet file of files, labels, splits and more columns.
+"""Source of images listed in a manifest: a CSV, JSON lines or Parquet file of files, labels, splits and more columns.
 
-The manifest decides what is ingested. Every file that it names must lie below the source; what it does not name is
-counted and left out.
+Only the files in the manifest are ingested, and all of them must be below the source; other files are counted and
+left out.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from datasvc.shards.sources.common.source import ImageFile, ListedSource
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, SPLIT_NAMES
 from datasvc.shards.sources.images.manifest_table import ManifestTable
 
-_NOT_NAMED: Final = "not in the manifest"
-_NAMED: Final = 10
+_UNLISTED: Final = "not in the manifest"
+_MAX_SHOWN_FILES: Final = 10
 
 
 @dataclass(frozen=True)
-class Manifest(ListedSource):
+class ManifestSource(ListedSource):
     """A listed image folder with a manifest.
 
     Attributes:
-        url: where the images lie.
-        schema: `key`, `image`, `label` where the manifest has one, and its other columns.
-        splits: files of each split, ordered by key.
-        classes: names of the labels, sorted; empty where labels are integers.
-        ignored: how many files the manifest does not name.
+        url: URL of the images.
+        schema: `key`, `image`, `label` if the manifest has one, and its other columns.
+        splits: files by split, ordered by key.
+        classes: sorted class names; empty if labels are integers.
+        ignored: number of files that are not in the manifest.
     """
 
     kind: ClassVar[str] = "image-folder"
@@ -48,64 +48,64 @@ class Manifest(ListedSource):
     ignored: Counter[str]
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> Manifest:
-        """List the source; `options.manifest` is needed.
+    def list(cls, url: str, options: SourceOptions | None = None) -> ManifestSource:
+        """List the source; `options.manifest` is required.
 
         Raises:
-            NotFoundError: the folder, the manifest, or files that it names are not there; names some and counts
-                them.
-            ConfigError: the manifest has no column of files, a line of it does not parse, names a file twice or
+            NotFoundError: the folder, the manifest, or files that it lists are missing.
+            ConfigError: the manifest has no column of files; a line does not parse, repeats a file, or lists one
                 outside the source; labels mix names and integers; or a link leads out of the source.
-            UnavailableError: the store does not answer.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         if options.manifest is None:
             raise ConfigError("no manifest is given; expected the URL of a CSV, JSON lines or Parquet file")
         manifest = ManifestTable.read(options.manifest, options.key)
-        found, root = find_below(url)
+        files_below, root = find_below(url)
         names = _file_names(manifest)
-        _check_there(names, found, url)
+        _check_exist(names, files_below, url)
         labels, classes = manifest.labels()
         keys = names if manifest.key is None else manifest.texts(manifest.key)
         splits = _splits(names, manifest, options)
         extras = [manifest.values(name) for name in manifest.extras]
         rows = zip(names, keys, splits, labels, *extras, strict=True)
-        files: dict[str, list[ImageFile]] = {}
+        splits_of_files: dict[str, list[ImageFile]] = {}
         for name, key, split, label, *values in rows:
-            there = found[name]
-            file = ImageFile(key, there.path, there.size_bytes, label, there.stamp, tuple(values))
-            files.setdefault(split, []).append(file)
-        for of_split in files.values():
-            of_split.sort(key=lambda file: file.key)
-        _check_keys(files)
-        ignored = _unnamed(found, names, root, options.manifest)
+            source_file = files_below[name]
+            file = ImageFile(key, source_file.path, source_file.size_bytes, label, source_file.stamp, tuple(values))
+            splits_of_files.setdefault(split, []).append(file)
+        for files in splits_of_files.values():
+            files.sort(key=lambda file: file.key)
+        _check_keys(splits_of_files)
+        ignored = _unlisted(files_below, names, root, options.manifest)
+        return cls(url, manifest.schema(labels), splits_of_files, classes, ignored)
         return cls(url, manifest.schema(labels), files, classes, ignored)
 
 
 def _file_names(manifest: ManifestTable) -> list[str]:
-    """Return the paths that the manifest names, below the source, each once."""
+    """Return the paths in the manifest, relative to the source and unique."""
     names: dict[str, int] = {}
     for index, path in enumerate(manifest.texts(manifest.file)):
         name = posixpath.normpath(path)
         if path.startswith("/") or "://" in path or ".." in path.split("/"):
             raise ConfigError(
-                f"{manifest.line(index)} names {path!r}; expected a path below the source, without '..'"
+                f"{manifest.line(index)} lists {path!r}; expected a path below the source, without '..'"
             )
         if name in names:
             raise ConfigError(
-                f"{manifest.line(index)} names {name!r} again, after {manifest.line(names[name])}; remove one of them"
+                f"{manifest.line(index)} lists {name!r} again, after {manifest.line(names[name])}; remove one of them"
             )
         names[name] = index
     return [*names]
 
 
-def _check_there(names: Sequence[str], found: Mapping[str, Any], url: str) -> None:
-    lacking = [name for name in names if name not in found]
-    if lacking:
-        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+def _check_exist(names: Sequence[str], files: Mapping[str, Any], url: str) -> None:
+    missing = [name for name in names if name not in files]
+    if missing:
+        more = f" and {len(missing) - _MAX_SHOWN_FILES} more" if len(missing) > _MAX_SHOWN_FILES else ""
         raise NotFoundError(
-            f"{len(lacking)} of {len(names)} files that the manifest names are not below {redact_url(url)}: "
-            f"{', '.join(lacking[:_NAMED])}{more}"
+            f"{len(missing)} of {len(names)} files in the manifest are not below {redact_url(url)}: "
+            f"{', '.join(missing[:_MAX_SHOWN_FILES])}{more}; add them, or remove their lines"
         )
 
 
@@ -122,11 +122,14 @@ def _check_keys(splits: Mapping[str, Sequence[ImageFile]]) -> None:
     for split, files in splits.items():
         for one, other in pairwise(files):
             if one.key == other.key:
-                raise ConfigError(f"the key {one.key!r} is there twice in split {split!r}; keys must be unique")
+                raise ConfigError(
+                    f"the key {one.key!r} occurs twice in split {split!r}; give each sample its own key"
+                )
 
 
-def _unnamed(found: Mapping[str, Any], names: Sequence[str], root: str, manifest: str) -> Counter[str]:
-    left = found.keys() - set(names)
-    own = resolve_url(manifest)[1]
-    count = sum(f"{root}/{name}" != own for name in left)
-    return Counter({_NOT_NAMED: count} if count else {})
+def _unlisted(files: Mapping[str, Any], names: Sequence[str], root: str, manifest_url: str) -> Counter[str]:
+    """Count the files that are not in the manifest; the manifest itself may be below the source too."""
+    unlisted = files.keys() - set(names)
+    manifest_path = resolve_url(manifest_url)[1]
+    count = sum(f"{root}/{name}" != manifest_path for name in unlisted)
+    return Counter({_UNLISTED: count} if count else {})

@@ -1,4 +1,4 @@
-"""A manifest as a table: which of its columns names files, labels, splits and keys, and what they say."""
+"""Read a manifest as a table, and find its columns of files, labels, splits and keys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pyarrow as pa
 from datasvc.errors import ConfigError
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
-from datasvc.shards.sources.common.column_types import converted, is_text, sample_type
+from datasvc.shards.sources.common.column_types import cast_column, is_text, sample_type
 from datasvc.shards.sources.common.files import COMPRESSIONS
 from datasvc.shards.sources.common.source import BadSample
 from datasvc.shards.sources.common.tables import TableSource
 from datasvc.shards.sources.tabular.csv_files import EXTENSIONS as CSV_EXTENSIONS
-from datasvc.shards.sources.tabular.csv_files import CsvFiles
+from datasvc.shards.sources.tabular.csv_files import CsvSource
 from datasvc.shards.sources.tabular.json_lines import EXTENSIONS as JSON_EXTENSIONS
-from datasvc.shards.sources.tabular.json_lines import JsonLines
+from datasvc.shards.sources.tabular.json_lines import JsonLinesSource
 from datasvc.shards.sources.tabular.parquet import EXTENSIONS as PARQUET_EXTENSIONS
 from datasvc.shards.sources.tabular.parquet import ParquetSource
 
@@ -32,17 +32,17 @@ _MAX_LABEL: Final = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class ManifestTable:
-    """A manifest that was read.
+    """The columns of a manifest.
 
     Attributes:
-        table: its columns, with the types that they have in samples.
-        location: of the manifest, for messages.
-        file: column that names the files.
-        key: column that holds the keys, if any.
+        table: all columns, with their types in samples.
+        location: URL of the manifest for messages.
+        file: column of the files.
+        key: column of the keys, if any.
         label: column of class names or integers, if any.
-        split: column of splits, if any.
+        split: column of the splits, if any.
         extras: all other columns.
-        is_csv: whether it is a CSV file, with a header and without types.
+        is_csv: whether it is a CSV file, which has a header line and no types.
     """
 
     table: pa.Table
@@ -56,12 +56,16 @@ class ManifestTable:
 
     @classmethod
     def read(cls, url: str, key: str | None) -> ManifestTable:
-        """Read a CSV, JSON lines or Parquet file; `key`: column that holds the keys.
+        """Read a CSV, JSON lines or Parquet file.
+
+        Args:
+            url: URL of the manifest.
+            key: column of the keys; None: a column called `key`, if any.
 
         Raises:
-            NotFoundError: it is not there, or empty.
-            ConfigError: a line does not parse, or it has no column of files, or no column `key`.
-            UnavailableError: the store does not answer.
+            NotFoundError: the manifest does not exist or is empty.
+            ConfigError: a line does not parse, or a column of files or the column `key` is missing.
+            UnavailableError: the store does not respond.
         """
         location = redact_url(url)
         table = _read_columns(url, location, key)
@@ -71,25 +75,27 @@ class ManifestTable:
             raise ConfigError(f"{location} has no column of files: expected one of {FILE_COLUMNS}; found {names}")
         key = key or (KEY if KEY in names else None)
         if key is not None and key not in names:
-            raise ConfigError(f"{location} has no column {key!r} to take keys from; found {names}")
+            raise ConfigError(f"{location} has no key column {key!r}; found {names}")
         label = next((name for name in LABEL_COLUMNS if name in names and name != key), None)
         split = SPLIT_COLUMN if SPLIT_COLUMN in names else None
         extras = [name for name in names if name not in (file, key, label, split)]
         return cls(table, location, file, key, label, split, extras, _extension(location) in CSV_EXTENSIONS)
 
     def line(self, index: int) -> str:
-        """Return where a sample of the manifest is, for messages."""
+        """Return the position of a sample in the manifest, for messages."""
         return f"line {index + 1 + self.is_csv} of {self.location}"
 
     def texts(self, name: str) -> list[str]:
-        """Return the values of a column of text or integers, as text.
+        """Return the values of a column of text or integers as text.
 
         Raises:
-            ConfigError: it holds something else, or a line has nothing.
+            ConfigError: the column has another type, or a value is empty.
         """
         column = self.table.column(name)
         if not (is_text(column.type) or pa.types.is_integer(column.type)):
-            raise ConfigError(f"column {name!r} of {self.location} is {column.type}; expected text")
+            raise ConfigError(
+                f"column {name!r} of {self.location} has the type {column.type}; expected text or integers"
+            )
         values: list[Any] = column.cast(pa.string()).to_pylist()
         empty = next((index for index, value in enumerate(values) if not value), None)
         if empty is not None:
@@ -104,43 +110,45 @@ class ManifestTable:
         fields += [pa.field(_extra_name(name), self.table.schema.field(name).type) for name in self.extras]
         names = [field.name for field in fields]
         if len(set(names)) < len(names):
-            raise ConfigError(f"the columns of {self.location} would be called {names}; rename those that collide")
+            raise ConfigError(f"the columns of {self.location} would be called {names}; rename the duplicates")
         return pa.schema(fields)
 
     def labels(self) -> tuple[list[int | None], tuple[str, ...]]:
-        """Return each sample's label, None where it has none, and the class names, sorted.
+        """Return the label of each sample (None without one), and the sorted class names.
 
         Raises:
-            ConfigError: labels are neither integers from 0 nor names, or mix them.
+            ConfigError: labels are neither names nor integers from 0, or mix them.
         """
         if self.label is None:
             return [None] * self.table.num_rows, ()
         column = self.table.column(self.label)
         values = column.to_pylist()
         if pa.types.is_integer(column.type):
-            wrong = next(
+            invalid = next(
                 (i for i, value in enumerate(values) if value is not None and not 0 <= value <= _MAX_LABEL), None
             )
-            if wrong is not None:
+            if invalid is not None:
                 raise ConfigError(
-                    f"{self.line(wrong)} has label {values[wrong]}; expected 0 or more, or nothing without a class"
+                    f"{self.line(invalid)} has the label {values[invalid]}; expected 0 to {_MAX_LABEL}, or an empty "
+                    "value without a class"
                 )
             return values, ()
         if not is_text(column.type):
             raise ConfigError(
-                f"column {self.label!r} of {self.location} is {column.type}; expected class names or integers"
+                f"column {self.label!r} of {self.location} has the type {column.type}; expected class names "
+                "or integers"
             )
-        named = [value or None for value in values]
+        class_names = [value or None for value in values]
         if self.is_csv:
-            _check_unmixed(named, self)
-        classes = sorted({value for value in named if value is not None})
+            _check_unmixed(class_names, self)
+        classes = sorted({name for name in class_names if name is not None})
         numbers: dict[str | None, int | None] = {name: number for number, name in enumerate(classes)}
-        return [numbers.get(value) for value in named], tuple(classes)
+        return [numbers.get(name) for name in class_names], tuple(classes)
 
     def values(self, name: str) -> list[Any]:
-        """Return the values of a column, from which Arrow makes the same column again."""
+        """Return the values of a column in a form from which Arrow can rebuild the column."""
         column = self.table.column(name)
-        # Nanoseconds fit no Python date; Arrow takes integers for them.
+        # Python dates cannot hold nanoseconds; as integers, Arrow accepts them again.
         checks = (pa.types.is_timestamp, pa.types.is_duration, pa.types.is_time64)
         is_moment = any(check(column.type) for check in checks)
         values: list[Any] = (column.cast(pa.int64()) if is_moment else column).to_pylist()
@@ -148,7 +156,7 @@ class ManifestTable:
 
 
 def _check_unmixed(names: Sequence[str | None], table: ManifestTable) -> None:
-    """Refuse class names of which some are integers: in a CSV file they are the same column of text."""
+    """Raise ConfigError if only some labels are integers; a CSV file reads both as one text column."""
     integers = [index for index, name in enumerate(names) if name is not None and name.lstrip("-").isdecimal()]
     others = [index for index, name in enumerate(names) if name is not None and not name.lstrip("-").isdecimal()]
     if integers and others:
@@ -168,27 +176,28 @@ def _extension(location: str) -> str:
 
 
 def _read_columns(url: str, location: str, key: str | None) -> pa.Table:
-    """Return a manifest's columns, with the types that they have in samples."""
+    """Return the columns of a manifest, with their types in samples."""
     extension = _extension(location)
     source: TableSource
     if extension in CSV_EXTENSIONS:
-        source = CsvFiles.list(url, texts=[*FILE_COLUMNS, SPLIT_COLUMN, key or KEY])
+        # Names of files, splits and keys are text, even if all of them look like numbers.
+        source = CsvSource.list(url, texts=[*FILE_COLUMNS, SPLIT_COLUMN, key or KEY])
     elif extension in JSON_EXTENSIONS:
-        source = JsonLines.list(url)
+        source = JsonLinesSource.list(url)
     elif extension in PARQUET_EXTENSIONS:
         source = ParquetSource.list(url)
     else:
-        raise ConfigError(f"{location} is no manifest by its name; expected .csv, .tsv, .jsonl or .parquet")
+        raise ConfigError(f"{location} is not a manifest by its name; expected .csv, .tsv, .jsonl or .parquet")
     batches = []
     for part in source.parts:
         for raw in source.read_raw(part):
             if isinstance(raw, BadSample):
-                raise ConfigError(f"{location}: {raw.key}: {raw.reason}; mend that line")
+                raise ConfigError(f"{location}: {raw.key}: {raw.reason}; repair this line")
             batches.append(raw.batch)
     table = pa.Table.from_batches(batches)
     fields = [field.with_type(sample_type(field.type)).remove_metadata() for field in table.schema]
     columns = [
-        pa.chunked_array([converted(chunk, field.type) for chunk in column.chunks], field.type)
+        pa.chunked_array([cast_column(chunk, field.type) for chunk in column.chunks], field.type)
         for column, field in zip(table.columns, fields, strict=True)
     ]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))

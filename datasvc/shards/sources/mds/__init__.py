@@ -1,1 +1,1 @@
-"""Data sets of MosaicML Streaming (MDS) as a source."""
+"""Source of data sets of MosaicML Streaming (MDS)."""

@@ -1,7 +1,7 @@
-"""How MosaicML MDS encodes values, and the columns that they become.
+"""Decode the values of MosaicML MDS, and choose the columns for them.
 
-Images stay as they are encoded; raw ones become PNG. Arrays of one shape are tensors; where each sample has a shape
-of its own they are lists of values, flattened in C order, beside a column NAME.shape. Pickles are never read.
+Encoded images stay unchanged; raw images become PNG. Arrays of one shape are tensors. Arrays whose shape varies are
+lists of values in C order with a second column NAME.shape. Pickles are never read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SCALARS: Final = {
     **{name: name for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")},
     **{name: name for name in ("float16", "float32", "float64")},
 }
-# What a byte says of an array whose type is its own.
+# Type codes of arrays whose type is stored with each value.
 _ARRAY_TYPES: Final = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
-# Bits of a pixel in the modes of raw images that a PNG can hold.
+# Bits per pixel of the modes of raw images that a PNG can hold.
 _MODE_BITS: Final = {"1": 1, "L": 8, "P": 8, "LA": 16, "I;16": 16, "RGB": 24, "RGBA": 32}
 _PNG_LEVEL: Final = 1
 SHAPE_SUFFIX: Final = ".shape"
@@ -40,9 +40,9 @@ class MdsColumn:
     """A column of an index.
 
     Attributes:
-        name: of the column.
-        encoding: "jpeg", "ndarray:float32:3,4".
-        size_bytes: of each value; None: it is written before each.
+        name: name of the column.
+        encoding: such as "jpeg" or "ndarray:float32:3,4".
+        size_bytes: size of each value; None: the size is stored with each sample.
     """
 
     name: str
@@ -55,10 +55,13 @@ class MdsColumn:
         return self.encoding in ("jpeg", "png", "pil")
 
     def fields(self, first: dict[str, Any]) -> list[pa.Field]:
-        """Return the columns that it becomes; `first` is the first sample, as `decode` gives it.
+        """Return the fields of the columns made of this column.
+
+        Args:
+            first: first sample, decoded by `decode`; its arrays give the types that the encoding leaves open.
 
         Raises:
-            ConfigError: the encoding is a pickle, or none that is known.
+            ConfigError: the encoding is a pickle, or unknown.
         """
         kind, _, settings = self.encoding.partition(":")
         if kind == "ndarray":
@@ -72,10 +75,10 @@ class MdsColumn:
         return [pa.field(self.name, _simple(self)[0])]
 
     def decode(self, content: memoryview) -> dict[str, Any]:
-        """Return the values of the columns that it becomes.
+        """Return the values of one sample, by the names of the columns made of this column.
 
         Raises:
-            BadSampleError: `content` is not of this encoding.
+            BadSampleError: `content` does not have this encoding.
         """
         kind, _, settings = self.encoding.partition(":")
         try:
@@ -86,34 +89,35 @@ class MdsColumn:
                 return {self.name: value.item()}
             return {self.name: _simple(self)[1](content)}
         except ValueError as error:
-            raise BadSampleError(f"column {self.name!r} is no {self.encoding}: {error}") from error
+            raise BadSampleError(f"column {self.name!r} is not a valid {self.encoding}: {error}") from error
 
     def _decode_array(self, content: memoryview, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, Any]:
         offset = 0
         if dtype is None:
             dtype, offset = _ARRAY_TYPES.get(_byte(content, 0), ""), 1
             if not dtype:
-                raise ValueError(f"there is no type {content[0]}")
+                raise ValueError(f"its type code {content[0]} is unknown")
         if shape is not None:
             values = _numbers(content, offset, dtype)
             if len(values) != np.prod(shape):
                 raise ValueError(f"it has {len(values)} values; expected the shape {list(shape)}")
             return {self.name: values if len(values) > 1 else values[0]}
+        # One byte packs the number of dimensions (upper 6 bits) and log2 of the bytes of each (lower 2 bits).
         packed = _byte(content, offset)
         offset += 1
         stop = offset + ((packed >> 2) << (packed & 3))
-        found = _numbers(content[:stop], offset, f"uint{8 << (packed & 3)}").tolist()
+        stored_shape = _numbers(content[:stop], offset, f"uint{8 << (packed & 3)}").tolist()
         values = _numbers(content, stop, dtype)
-        if len(found) != packed >> 2 or len(values) != np.prod(found, dtype=object):
-            raise ValueError(f"it has {len(values)} values and the shape {found}")
-        return {self.name: values, self.name + SHAPE_SUFFIX: found}
+        if len(stored_shape) != packed >> 2 or len(values) != np.prod(stored_shape, dtype=object):
+            raise ValueError(f"it has {len(values)} values, but the shape {stored_shape}")
+        return {self.name: values, self.name + SHAPE_SUFFIX: stored_shape}
 
 
 def array_type(name: str, settings: str) -> tuple[str | None, tuple[int, ...] | None]:
-    """Return type and shape that an encoding "ndarray:TYPE:SHAPE" fixes, None where it does not.
+    """Return the type and shape of an encoding "ndarray:TYPE:SHAPE"; None for each that it leaves open.
 
     Raises:
-        ConfigError: there is no such type or shape.
+        ConfigError: the type or the shape is invalid.
     """
     dtype, _, sizes = settings.partition(":")
     try:
@@ -127,7 +131,7 @@ def array_type(name: str, settings: str) -> tuple[str | None, tuple[int, ...] | 
 
 def _byte(content: memoryview, offset: int) -> int:
     if offset >= len(content):
-        raise ValueError("it is cut off")
+        raise ValueError("it is truncated")
     return int(content[offset])
 
 
@@ -138,11 +142,14 @@ def _numbers(content: memoryview, offset: int, dtype: str) -> npt.NDArray[Any]:
 def _simple(column: MdsColumn) -> tuple[pa.DataType, Callable[[memoryview], Any]]:
     if column.encoding == "pkl":
         raise ConfigError(
-            f"column {column.name!r} holds pickles, which run code when they are read: datasvc never does; "
+            f"column {column.name!r} holds pickles, which run code when they are read, so datasvc never reads them; "
             "write it again as bytes, json or ndarray"
         )
     if column.encoding not in _SIMPLE:
-        raise ConfigError(f"column {column.name!r} has the encoding {column.encoding!r}, which datasvc does not know")
+        raise ConfigError(
+            f"column {column.name!r} has the encoding {column.encoding!r}; expected one of {', '.join(_SIMPLE)}, "
+            "ndarray or a number type"
+        )
     return _SIMPLE[column.encoding]
 
 
@@ -151,17 +158,17 @@ def _text(content: memoryview) -> str:
 
 
 def _raw_image(content: memoryview) -> bytes:
-    """Return what MDS calls "pil" (width, height, size of mode: uint32 each; mode; pixels) as a PNG.
+    """Return an MDS "pil" image (uint32 width, height and size of mode; mode; pixels) as a PNG.
 
-    MDS keeps no palette, so indices into one ("P", often classes of pixels) stay what they are, as grey values.
+    MDS stores no palette, so palette indices ("P", often classes of pixels) are kept as grey values.
     """
     width, height, mode_bytes = np.frombuffer(content[:12], "<u4").tolist()
     mode = bytes(content[12 : 12 + mode_bytes]).decode()
     pixels = content[12 + mode_bytes :]
     if mode not in _MODE_BITS:
-        raise ValueError(f"mode {mode!r} does not fit into a PNG; expected {', '.join(_MODE_BITS)}")
+        raise ValueError(f"mode {mode!r} is not supported by PNG; expected {', '.join(_MODE_BITS)}")
     if len(pixels) != (width * _MODE_BITS[mode] + 7) // 8 * height or not len(pixels):
-        raise ValueError(f"{width} x {height} pixels of mode {mode!r} do not take {len(pixels)} bytes")
+        raise ValueError(f"{width} x {height} pixels of mode {mode!r} do not match {len(pixels)} bytes")
     buffer = io.BytesIO()
     Image.frombytes("L" if mode == "P" else mode, (width, height), bytes(pixels)).save(
         buffer, "PNG", compress_level=_PNG_LEVEL
@@ -170,14 +177,14 @@ def _raw_image(content: memoryview) -> bytes:
 
 
 def _pieces(content: memoryview, offset: int) -> list[memoryview]:
-    """Return what a count, that many sizes, and that many pieces hold: uint32 each."""
+    """Return the pieces of a list that is stored as a count, the sizes (uint32 each) and the pieces."""
     (count,) = np.frombuffer(content[offset : offset + 4], "<u4").tolist()
     start = offset + 4 + 4 * count
     if start > len(content):
-        raise ValueError("it is cut off")
+        raise ValueError("it is truncated")
     stops = np.cumsum(np.frombuffer(content[offset + 4 : start], "<u4"), dtype=np.int64) + start
     if (stops[-1] if count else start) != len(content):
-        raise ValueError("the sizes of its pieces do not add up")
+        raise ValueError("the sizes of its pieces do not match its length")
     return [content[begin:stop] for begin, stop in zip([start, *stops[:-1].tolist()], stops.tolist(), strict=False)]
 
 

@@ -1,4 +1,4 @@
-"""MosaicML Streaming's data sets (MDS, version 2), without their library; `mds_shard` has the format."""
+"""Source of MosaicML Streaming data sets (MDS, version 2), read without that library; `shard` defines the format."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _FIRST_SAMPLES: Final = 64
 
 
 @dataclass(frozen=True)
-class MdsDataset(StreamedSource):
-    """An MDS data set: a folder with an index, or with split folders that have one each.
+class MdsSource(StreamedSource):
+    """A listed MDS data set: a folder with an index, or with a folder and an index for each split.
 
     Attributes:
-        url: where it lies.
+        url: URL of the folder.
         schema: `key` (SHARD#ROW unless a column holds it), and the columns.
         parts: one for each shard.
-        columns: of the shards, in the order of their values.
-        names: of the schema's columns, by the name that they decode to; that of the keys is absent.
-        key: what the keys decode to, None: they are made.
+        columns: columns of the shards, in the order of their values.
+        names: names in the schema by decoded names, without the column of the keys.
+        key: decoded name of the column that holds the keys; None: keys are made of shard and row.
     """
 
     kind: ClassVar[str] = "mds"
@@ -53,18 +53,18 @@ class MdsDataset(StreamedSource):
 
     @property
     def keys_are_places(self) -> bool:
-        """Unless a column holds them."""
+        """Whether keys are made of shard and row: true unless a column holds them."""
         return self.key is None
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> MdsDataset:
+    def list(cls, url: str, options: SourceOptions | None = None) -> MdsSource:
         """List the source.
 
         Raises:
-            NotFoundError: there is no index, a shard that it names is missing, or there is no sample.
-            ConfigError: a column holds pickles, an encoding or a compression is unknown, shards differ in columns.
-            CorruptDataError: the index is no JSON, or no first sample can be read.
-            UnavailableError: the store does not answer.
+            NotFoundError: there is no index, a shard that it lists is missing, or there are no samples.
+            ConfigError: a column holds pickles, an encoding or compression is unknown, or shards differ in columns.
+            CorruptDataError: the index is not JSON, or none of the first samples can be read.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         root = url.rstrip("/").removesuffix(f"/{INDEX_FILE}")
@@ -72,23 +72,30 @@ class MdsDataset(StreamedSource):
         reader = FileReader(root)
         shards = _list_shards(reader, files, root)
         columns = {shard.columns for _, shard in shards}
+        # All samples of a source have the same columns.
         if len(columns) > 1:
-            raise ConfigError(f"cannot ingest {redact_url(url)}: its shards have different columns")
+            raise ConfigError(
+                f"cannot ingest {redact_url(url)}: its shards have different columns; ingest them as separate "
+                "data sets"
+            )
         parts = [_part(folder, shard, files, options.split, root) for folder, shard in shards]
         if not sum(part.num_samples or 0 for part in parts):
-            raise NotFoundError(f"cannot ingest {redact_url(url)}: its index names no samples")
-        (only,) = columns
-        schema, names, key = _choose_columns(only, _first_sample(reader, parts, only), options.key)
-        return cls(root, schema, parts, only, names, key)
+            raise NotFoundError(f"cannot ingest {redact_url(url)}: its index lists no samples")
+        (common_columns,) = columns
+        schema, names, key = _choose_columns(
+            common_columns, _first_sample(reader, parts, common_columns), options.key
+        )
+        return cls(root, schema, parts, common_columns, names, key)
 
     def fingerprint(self) -> Digest:
-        """Return a digest of the listing and of what the columns become."""
+        """Return a digest of the listing and of the mapping of columns."""
         columns = [[asdict(column) for column in self.columns], self.names, self.key]
         return self._digest([[asdict(part) for part in self.parts], columns])
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one shard; see `StreamedSource.read`."""
         reader = FileReader(self.url)
+        # Before the samples: a shard with a wrong hash gives none at all.
         problem = check_hashes(reader, part)
         if problem:
             yield BadSample(part.split, part.name, problem)
@@ -111,12 +118,12 @@ class MdsDataset(StreamedSource):
 
 
 def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> list[tuple[str, MdsShard]]:
-    """Return folder and description of each shard; an index at the top speaks for all below."""
+    """Return folder and description of each shard; an index at the top includes all folders below."""
     indexes = (
         [INDEX_FILE] if INDEX_FILE in files else sorted(name for name in files if name.endswith(f"/{INDEX_FILE}"))
     )
     if not indexes:
-        raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no {INDEX_FILE} in it")
+        raise NotFoundError(f"cannot ingest {redact_url(url)}: it has no {INDEX_FILE}")
     shards = []
     for name in indexes:
         path = files[name].path
@@ -124,20 +131,22 @@ def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> 
             (name[: -len(INDEX_FILE)], shard) for shard in parse_index(reader.read(path), reader.location(path))
         ]
     if not shards:
-        raise NotFoundError(f"cannot ingest {redact_url(url)}: its index names no shards")
+        raise NotFoundError(f"cannot ingest {redact_url(url)}: its index lists no shards")
     return shards
 
 
 def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], split: str | None, url: str) -> SourcePart:
-    chosen = next((each for each in (shard.raw, shard.compressed) if each and folder + each.name in files), None)
+    # The uncompressed file is preferred; a data set may hold only one of the two.
+    chosen = next((file for file in (shard.raw, shard.compressed) if file and folder + file.name in files), None)
     if chosen is None:
         raise NotFoundError(
-            f"cannot ingest {redact_url(url)}: its index names {folder}{shard.raw.name}, which is gone"
+            f"cannot ingest {redact_url(url)}: its index lists {folder}{shard.raw.name}, which is missing; copy the "
+            "whole folder"
         )
     if chosen.compression not in (None, *COMPRESSIONS):
         raise ConfigError(
             f"{folder}{chosen.name} is compressed by {chosen.compression!r}; datasvc reads "
-            f"{' and '.join(COMPRESSIONS)}: decompress it beside the index, or write it again"
+            f"{' and '.join(COMPRESSIONS)}: decompress it in its folder, or write it again"
         )
     file = files[folder + chosen.name]
     where = {"path": file.path, "raw_bytes": shard.raw.size_bytes, **asdict(chosen)}
@@ -159,25 +168,28 @@ def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[Md
                 problem = error
             if number >= _FIRST_SAMPLES:
                 break
-    raise CorruptDataError(f"no sample of {reader.location(parts[0].where['path'])} can be read: {problem}")
+    raise CorruptDataError(
+        f"none of the first samples of {reader.location(parts[0].where['path'])} can be read: {problem}; restore "
+        "another copy"
+    )
 
 
 def _choose_columns(
     columns: tuple[MdsColumn, ...], first: dict[str, Any], key: str | None
 ) -> tuple[pa.Schema, dict[str, str], str | None]:
-    """Return the schema, its names by the ones that columns decode to, and what holds the keys."""
-    fields = [each for column in columns for each in column.fields(first)]
-    names = [each.name for each in fields]
+    """Return the schema, its names by decoded names, and the decoded name of the key column."""
+    fields = [field for column in columns for field in column.fields(first)]
+    names = [field.name for field in fields]
     if len(set(names)) < len(names):
-        raise ConfigError(f"two columns would have one name: {sorted(names)}; rename one of them")
+        raise ConfigError(f"two columns would have the same name: {sorted(names)}; rename one of them")
     images = {column.name for column in columns if column.is_image}
     arrays = [
-        # The index says that these are images, whatever the first one looks like.
-        pa.array([b"\xff\xd8\xff" if each.name in images else first[each.name]], each.type)
-        for each in fields
+        # The magic bytes of a JPEG: the index declares these columns as images, whatever the first value is.
+        pa.array([b"\xff\xd8\xff" if field.name in images else first[field.name]], field.type)
+        for field in fields
     ]
     chosen = ColumnMap(pa.schema(fields), pa.table(dict(zip(names, arrays, strict=True))), key=key)
-    kept = [each for each in fields if each.name != chosen.key]
+    kept = [field for field in fields if field.name != chosen.key]
     schema = pa.schema(
         [chosen.schema.field(0)]
         + [

@@ -1,8 +1,9 @@
-"""One shard of a MosaicML MDS data set.
+"""Read one shard of a MosaicML MDS data set.
 
-It is the number of samples, an offset for each and for the end (uint32, little-endian), a JSON of the columns that
-nobody needs, and the samples: sizes of the values that vary, then the values. Hashes that `hashlib` has (md5, sha1,
-sha256, ...) are verified before a shard is read; MosaicML's xxhash ones (xxh64, ...) are not.
+A shard consists of the number of samples, the offset of each sample and of the end (uint32, little-endian), a JSON
+description of the columns (not used here), and the samples. A sample is the sizes of its values of variable size,
+then the values. Hashes of `hashlib` (md5, sha1, sha256, ...) are verified before a shard is read; MosaicML's xxhash
+variants (xxh64, ...) are not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import zstandard
 
 from datasvc.errors import BadSampleError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.sources.common.files import FileReader, decompressed
+from datasvc.shards.sources.common.files import FileReader, decompress
 from datasvc.shards.sources.common.length_framing import read_up_to, skip
 from datasvc.shards.sources.common.source import SourcePart
 from datasvc.shards.sources.common.tensors import MAX_SAMPLE_BYTES
@@ -30,20 +31,22 @@ _STEP_BYTES: Final = 4 << 20
 
 
 def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
-    """Return the values of one sample, by the names that its columns decode to.
+    """Return the values of one sample by decoded name.
 
     Raises:
-        BadSampleError: its sizes do not add up, or a value is not of its encoding.
+        BadSampleError: its sizes do not match its length, or a value does not have the encoding of its column.
     """
     num_varying = sum(column.size_bytes is None for column in columns)
     start = 4 * num_varying
     if start > len(content):
-        raise BadSampleError(f"it has {len(content)} bytes, too few for {num_varying} sizes")
+        raise BadSampleError(f"it has {len(content)} bytes; expected at least {start} for {num_varying} sizes")
     varying = iter(np.frombuffer(content[:start], "<u4").tolist())
     sizes = [next(varying) if column.size_bytes is None else column.size_bytes for column in columns]
     offsets = list(accumulate(sizes, initial=start))
     if offsets[-1] != len(content):
-        raise BadSampleError(f"its values take {offsets[-1] - start} bytes; it has {len(content) - start} for them")
+        raise BadSampleError(
+            f"its sizes sum to {offsets[-1] - start} bytes, but its values have {len(content) - start}"
+        )
     decoded: dict[str, Any] = {}
     for column, (begin, stop) in zip(columns, pairwise(offsets), strict=True):
         decoded.update(column.decode(memoryview(content)[begin:stop]))
@@ -51,24 +54,25 @@ def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, A
 
 
 def check_hashes(reader: FileReader, part: SourcePart) -> str:
-    """Return what differs from the index's hashes, "" where nothing does."""
+    """Return the first mismatch with the hashes in the index; "" if there is none."""
     expected = {name: value for name, value in part.where["hashes"].items() if name in hashlib.algorithms_available}
     hashes = {name: hashlib.new(name) for name in expected if not name.startswith("shake")}
     if not hashes:
         return ""
     offset = 0
     while content := reader.read_range(part.where["path"], offset, _STEP_BYTES):
-        for each in hashes.values():
-            each.update(content)
+        for hasher in hashes.values():
+            hasher.update(content)
         offset += len(content)
-    for name, each in hashes.items():
-        if each.hexdigest() != expected[name]:
-            return f"its {name} is {each.hexdigest()}; the index says {expected[name]}: none of its samples is used"
+    for name, hasher in hashes.items():
+        actual = hasher.hexdigest()
+        if actual != expected[name]:
+            return f"its {name} is {actual}; the index has {expected[name]}; none of its samples is used"
     return ""
 
 
 def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]]:
-    """Yield name and content of each sample of a shard, or what is wrong with it."""
+    """Yield name and content of each sample of a shard, or the problem with it."""
     path, num_samples, row = part.where["path"], part.num_samples or 0, 0
     with map_exceptions("read", reader.location(path)), _open(reader, path, part.where["compression"]) as stream:
         try:
@@ -79,6 +83,7 @@ def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, by
             _check_end(stream, part.where["raw_bytes"])
         except (_UnreadableRestError, EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
             message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
+            # One entry for all that cannot be read; keyed by the shard if not even the first sample was reached.
             yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
 
 
@@ -87,29 +92,29 @@ class _UnreadableRestError(Exception):
 
 
 def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDArray[np.int64]:
-    """Return where each sample starts and the last one ends: `int64[num_samples + 1]`; the first one is next."""
+    """Return the offsets of the samples and of the end, `int64[num_samples + 1]`; the stream is at the first one."""
     head = read_up_to(stream, 4)
-    found = int.from_bytes(head, "little")
-    if len(head) < 4 or found != num_samples:
-        raise _UnreadableRestError(f"it says that it has {found} samples, the index {num_samples}")
+    stored_samples = int.from_bytes(head, "little")
+    if len(head) < 4 or stored_samples != num_samples:
+        raise _UnreadableRestError(f"it declares {stored_samples} samples, the index {num_samples}")
     table = read_up_to(stream, 4 * (num_samples + 1))
     if len(table) < 4 * (num_samples + 1):
-        raise _UnreadableRestError("it is cut off in its header")
+        raise _UnreadableRestError("it is truncated in its header")
     offsets = np.frombuffer(table, "<u4").astype(np.int64)
     header_bytes = 4 + len(table)
     if offsets[0] < header_bytes or np.any(np.diff(offsets) < 0) or offsets[-1] != raw_bytes:
         raise _UnreadableRestError(
-            f"its samples lie between {offsets[0]} and {offsets[-1]}; expected from {header_bytes} or later, in "
-            f"order, to {raw_bytes} as the index says"
+            f"its samples are between {offsets[0]} and {offsets[-1]}; expected a start from {header_bytes}, "
+            f"ascending offsets, and the end {raw_bytes} of the index"
         )
     if skip(stream, int(offsets[0]) - header_bytes) < offsets[0] - header_bytes:
-        raise _UnreadableRestError("it is cut off in its header")
+        raise _UnreadableRestError("it is truncated in its header")
     return offsets
 
 
 def _check_end(stream: BinaryIO, raw_bytes: int) -> None:
     if stream.read(1):
-        raise _UnreadableRestError(f"it goes on behind the {raw_bytes} bytes that the index says")
+        raise _UnreadableRestError(f"it is longer than the {raw_bytes} bytes in the index")
 
 
 def _read_sample(stream: BinaryIO, size_bytes: int) -> bytes | BadSampleError:
@@ -118,14 +123,14 @@ def _read_sample(stream: BinaryIO, size_bytes: int) -> bytes | BadSampleError:
         return BadSampleError(f"it has {size_bytes} bytes; expected at most {MAX_SAMPLE_BYTES}")
     content = read_up_to(stream, size_bytes)
     if len(content) < size_bytes:
-        raise _UnreadableRestError("it is cut off")
+        raise _UnreadableRestError("it is truncated")
     return content
 
 
 def _open(reader: FileReader, path: str, compression: str | None) -> BinaryIO:
-    stream = reader.open(path)  # which decompresses .gz and .zst
+    stream = reader.open(path)  # decompresses .gz and .zst by the name
     if compression == "zstd" and not path.endswith(".zst"):
-        return decompressed(stream, "zstd")
+        return decompress(stream, "zstd")
     if compression == "gz" and not path.endswith(".gz"):
-        return decompressed(stream, "gzip")
+        return decompress(stream, "gzip")
     return stream

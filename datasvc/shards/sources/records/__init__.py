@@ -1,1 +1,1 @@
-"""Sources of single records: TFRecord, and LMDB with Caffe's messages."""
+"""Sources of record files: TFRecord, and LMDB databases, also with Caffe's messages."""

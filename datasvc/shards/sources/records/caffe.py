@@ -1,7 +1,7 @@
-"""Caffe's `Datum`: one image or tensor and its label, a protobuf message.
+"""Parse Caffe's `Datum`: a protobuf message of one image or tensor and its label.
 
-Fields as in caffe.proto: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7. Pixels are
-planes (CHW) in the order blue, green, red.
+Fields as in caffe.proto: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7. Pixels are planes
+(CHW) in the order blue, green, red.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_
 _WIRE_TYPES: Final = {
     1: (VARINT,), 2: (VARINT,), 3: (VARINT,), 4: (BYTES,), 5: (VARINT,), 6: (FIXED32, BYTES), 7: (VARINT,),
 }  # fmt: skip
-# Little is gained by more: these are written once, by one thread, and decoded in every epoch.
+# A higher level saves little: PNGs are encoded once, in one thread, but decoded in every epoch.
 _PNG_LEVEL: Final = 1
 
 
@@ -30,11 +30,11 @@ class Datum:
     """One message.
 
     Attributes:
-        shape: channels, height, width; zeros where an encoded image does not say.
+        shape: channels, height, width; zeros if an encoded image does not declare them.
         data: encoded image, or `uint8[channels, height, width]`.
-        floats: `float32[channels, height, width]`, flattened, in place of `data`.
-        label: class; 0 when absent.
-        is_encoded: `data` is an encoded image.
+        floats: `float32[channels * height * width]` in place of `data`, in C order.
+        label: class index; 0 if absent.
+        is_encoded: whether `data` is an encoded image.
     """
 
     shape: tuple[int, int, int]
@@ -45,22 +45,22 @@ class Datum:
 
     @property
     def is_image(self) -> bool:
-        """Whether it is one image of bytes, grey or coloured."""
+        """Whether the message is one image, encoded or of bytes in 1 or 3 channels."""
         return self.is_encoded or (not len(self.floats) and self.shape[0] in (1, 3))
 
 
 def parse_datum(message: bytes | memoryview) -> Datum:
-    """Return the Datum that `message` is.
+    """Parse a Datum.
 
     Raises:
-        BadSampleError: it is none, or its shape and its values disagree.
+        BadSampleError: `message` is not a Datum, or its shape does not match its number of values.
     """
     numbers = {1: 0, 2: 0, 3: 0, 5: 0, 7: 0}
     data = b""
     floats: list[bytes] = []
     for number, wire_type, value in read_fields(message):
         if wire_type not in _WIRE_TYPES.get(number, ()):
-            raise BadSampleError(f"no Datum: it has a field {number} of wire type {wire_type}")
+            raise BadSampleError(f"not a Datum: it has a field {number} of wire type {wire_type}")
         if isinstance(value, int):
             numbers[number] = to_signed(value, 32)
         elif number == 4:
@@ -69,7 +69,7 @@ def parse_datum(message: bytes | memoryview) -> Datum:
             floats.append(bytes(value))
     joined = b"".join(floats)
     if len(joined) % 4:
-        raise BadSampleError(f"its floats take {len(joined)} bytes; expected 4 each")
+        raise BadSampleError(f"its floats take {len(joined)} bytes; expected a multiple of 4")
     shape = (numbers[1], numbers[2], numbers[3])
     datum = Datum(shape, data, np.frombuffer(joined, "<f4"), numbers[5], bool(numbers[7]))
     _check(datum)
@@ -77,7 +77,7 @@ def parse_datum(message: bytes | memoryview) -> Datum:
 
 
 def is_datum(value: bytes | memoryview) -> bool:
-    """Return whether `value` parses as a Datum that holds what it says."""
+    """Return whether `value` parses as a Datum, and its encoded image, if any, looks like one."""
     try:
         datum = parse_datum(value)
     except BadSampleError:
@@ -86,15 +86,17 @@ def is_datum(value: bytes | memoryview) -> bool:
 
 
 def datum_image(datum: Datum) -> bytes:
-    """Return the encoded image verbatim, or pixels as a PNG, losslessly, in RGB or grey.
+    """Return the encoded image unchanged, or the pixels as a lossless PNG in RGB or grey.
 
     Raises:
-        BadSampleError: it is no image of 1 or 3 channels.
+        BadSampleError: the message is not an image of 1 or 3 channels.
     """
     if datum.is_encoded:
         return datum.data
     if not datum.is_image:
-        raise BadSampleError(f"it is no image: shape {list(datum.shape)}, {len(datum.floats)} floats")
+        raise BadSampleError(
+            f"not an image: shape {list(datum.shape)}, {len(datum.floats)} floats; expected 1 or 3 channels of bytes"
+        )
     planes = np.frombuffer(datum.data, np.uint8).reshape(datum.shape)
     pixels = planes[0] if len(planes) == 1 else planes[::-1].transpose(1, 2, 0)
     buffer = io.BytesIO()
@@ -106,21 +108,21 @@ def datum_values(datum: Datum) -> npt.NDArray[Any]:
     """Return the values of a Datum that is not encoded: `uint8` or `float32[channels * height * width]`.
 
     Raises:
-        BadSampleError: it is an encoded image.
+        BadSampleError: the message is an encoded image.
     """
     if datum.is_encoded:
-        raise BadSampleError("it is an encoded image among tensors")
+        raise BadSampleError("it is an encoded image; expected a tensor, as in the first samples")
     return datum.floats if len(datum.floats) else np.frombuffer(datum.data, np.uint8)
 
 
 def _check(datum: Datum) -> None:
     if datum.is_encoded:
         if not datum.data:
-            raise BadSampleError("it says it is an encoded image, and holds none")
+            raise BadSampleError("it is marked as an encoded image, but it is empty")
         return
     if datum.data and len(datum.floats):
-        raise BadSampleError("it has both bytes and floats")
+        raise BadSampleError("it has both bytes and floats; expected one of them")
     channels, height, width = datum.shape
     num_values = len(datum.floats) or len(datum.data)
     if min(datum.shape) < 1 or channels * height * width != num_values:
-        raise BadSampleError(f"its shape is {list(datum.shape)}, and it holds {num_values} values")
+        raise BadSampleError(f"its shape is {list(datum.shape)}, but it holds {num_values} values")

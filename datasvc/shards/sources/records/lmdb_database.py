@@ -1,7 +1,7 @@
-"""LMDB databases on a local disk: Caffe's (each value a Datum), and plain keys and values.
+"""Source of LMDB databases on a local disk: Caffe's (each value is a Datum), and plain keys and values.
 
-Datums give `image` and `label`, or `data` (a tensor) and `label` where they hold floats or no 1 or 3 channels;
-other values give `image` where all first ones are images, else `value`. Values are never unpickled.
+Datums give `image` and `label`; Datums with floats or with other than 1 or 3 channels give the tensor `data` and
+`label`. Other values give `image` if all of the first ones are images, else `value`. Values are never unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DATA_FILE: Final = "data.mdb"
 _VALUE, _DATA = "value", "data"
 _EXTENSIONS: Final = (".lmdb", ".mdb")
 _LOCK_FILE: Final = "lock.mdb"
-_NAMED_BYTES: Final = 48  # of what the main database keeps of a named one
+_NAMED_BYTES: Final = 48  # size of the record that the main database keeps for a named one
 _FIRST_VALUES: Final = 8
 _PART_BYTES: Final = 64 << 20
 _PART_SAMPLES: Final = 1 << 14
@@ -43,11 +43,11 @@ _PART_SAMPLES: Final = 1 << 14
 
 @dataclass(frozen=True)
 class _Database:
-    """One database as listed.
+    """One database of the source.
 
     Attributes:
-        name: of its folder or file.
-        path: of its data file.
+        name: name of its folder or file.
+        path: path of its data file.
     """
 
     name: str
@@ -56,10 +56,10 @@ class _Database:
 
 @dataclass(frozen=True)
 class LmdbSource(StreamedSource):
-    """One database, or a folder of some: `ilsvrc12_train_lmdb`, `ilsvrc12_val_lmdb`.
+    """One database, or a folder of several: `ilsvrc12_train_lmdb`, `ilsvrc12_val_lmdb`.
 
     Attributes:
-        url: where it lies, on this machine.
+        url: path on this machine.
         schema: `key`, and `image` or `data` with `label`, or `image`, or `value`.
         parts: ranges of keys.
     """
@@ -74,13 +74,13 @@ class LmdbSource(StreamedSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> LmdbSource:
-        """List the source, by one pass over its keys.
+        """List the source by one pass over its keys.
 
         Raises:
-            NotFoundError: nothing is there, or no sample is.
-            ConfigError: it is remote, is no LMDB, has named databases or several values of a key; or its databases
-                hold different things.
-            CorruptDataError: a file is cut off or damaged.
+            NotFoundError: there is no database, or no sample in it.
+            ConfigError: the source is remote or is not LMDB; it has named databases or several values of a key; or
+                its databases differ in their columns.
+            CorruptDataError: a file is truncated or damaged.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
@@ -90,40 +90,41 @@ class LmdbSource(StreamedSource):
                 "copy the database to this machine first"
             )
         databases = _find(reader.root)
-        splits = {each.name: (options.split or split_of(each.name)).lower() for each in databases}
-        in_split = Counter(splits.values())
+        splits = {database.name: (options.split or split_of(database.name)).lower() for database in databases}
+        num_in_split = Counter(splits.values())
         schema: pa.Schema | None = None
         parts: list[SourcePart] = []
-        for each in databases:
-            found, listed = _list_parts(each, splits[each.name], prefixed=in_split[splits[each.name]] > 1)
-            if schema is not None and found is not None and not found.equals(schema, check_metadata=True):
+        for database in databases:
+            split = splits[database.name]
+            own_schema, own_parts = _list_parts(database, split, prefixed=num_in_split[split] > 1)
+            if schema is not None and own_schema is not None and not own_schema.equals(schema, check_metadata=True):
                 raise ConfigError(
-                    f"cannot ingest {redact_url(url)}: {each.name} has the columns {found.names}, other databases "
-                    f"{schema.names}, or they differ in type; ingest them as data sets of their own"
+                    f"cannot ingest {redact_url(url)}: {database.name} has the columns {own_schema.names}, other "
+                    f"databases {schema.names}, or their types differ; ingest them as separate data sets"
                 )
-            schema = found if schema is None else schema
-            parts += listed
+            schema = own_schema if schema is None else schema
+            parts += own_parts
         if schema is None:
-            raise NotFoundError(f"cannot ingest {redact_url(url)}: the database is empty")
+            raise NotFoundError(f"cannot ingest {redact_url(url)}: the database is empty; expected at least one key")
         return cls(url, schema, parts)
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of a range of keys; see `StreamedSource.read`."""
         batcher = SampleBatcher(self.schema, part.split)
-        start, left, is_read = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
-        while left:
+        start, num_missing, is_read = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
+        while num_missing:
             try:
-                pairs = read_pairs(part.where["path"], start, min(left, BATCH_SAMPLES), skip_first=is_read)
+                pairs = read_pairs(part.where["path"], start, min(num_missing, BATCH_SAMPLES), skip_first=is_read)
                 problem = "the database has fewer keys than when it was listed"
             except CorruptDataError as error:
                 pairs, problem = [], str(error)
             if not pairs:
                 yield from batcher.flush()
-                yield BadSample(part.split, part.name, f"{left} samples cannot be read: {problem}")
+                yield BadSample(part.split, part.name, f"{num_missing} samples cannot be read: {problem}")
                 return
             for key, value in pairs:
                 yield from self._add(batcher, part, key, value)
-            start, left, is_read = pairs[-1][0], left - len(pairs), True
+            start, num_missing, is_read = pairs[-1][0], num_missing - len(pairs), True
         yield from batcher.flush()
 
     def _add(
@@ -135,7 +136,7 @@ class LmdbSource(StreamedSource):
                 name = part.where["prefix"] + key.decode()
             sample = self._sample(value)
         except UnicodeDecodeError:
-            yield BadSample(part.split, name, "its key is not UTF-8 (shown in hexadecimal), though the first one is")
+            yield BadSample(part.split, name, "its key is not UTF-8 (shown in hexadecimal), but the first key is")
         except BadSampleError as error:
             yield BadSample(part.split, name, str(error))
         else:
@@ -150,7 +151,7 @@ class LmdbSource(StreamedSource):
         expected = self.schema.field(_DATA)
         values = datum_values(datum)
         if not tensor_field(_DATA, values.dtype, datum.shape).equals(expected, check_metadata=True):
-            raise BadSampleError(f"it is {values.dtype}{list(datum.shape)}; expected {expected.type} as the first")
+            raise BadSampleError(f"it is {values.dtype}{list(datum.shape)}; expected {expected.type} like the first")
         return {_DATA: values if values.size > 1 else values.item(), LABEL: datum.label}
 
 
@@ -162,25 +163,27 @@ def _find(root: str) -> list[_Database]:
             os.stat(root)
             return [_Database(os.path.basename(root), root)]
         with os.scandir(root) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
+            sorted_entries = sorted(entries, key=lambda entry: entry.name)
         databases = []
-        for entry in found:
+        for entry in sorted_entries:
             inner = os.path.join(entry.path, DATA_FILE)
             if entry.is_dir() and os.path.isfile(inner):
                 databases.append(_Database(entry.name, inner))
             elif entry.is_file() and entry.name.endswith(_EXTENSIONS) and entry.name != _LOCK_FILE:
                 databases.append(_Database(entry.name, entry.path))
     if not databases:
-        raise NotFoundError(f"no LMDB is in {root}: looked for {DATA_FILE}, here and one folder below")
-    check_inside(root, [each.path for each in databases])
+        raise NotFoundError(f"no LMDB database in {root}: expected {DATA_FILE} there or one folder below")
+    check_inside(root, [database.path for database in databases])
     return databases
 
 
 def _list_parts(database: _Database, split: str, *, prefixed: bool) -> tuple[pa.Schema | None, list[SourcePart]]:
-    """Return what a database holds (None: nothing) and its parts, by one pass over its keys."""
+    """Return the schema of a database (None if it is empty) and its parts, by one pass over its keys."""
     with open_lmdb(database.path) as env, env.begin(buffers=True) as txn:
-        if env.open_db(None, txn=txn).flags(txn)["dupsort"]:  # type: ignore[call-arg]  # its stub forgets it
-            raise ConfigError(f"{database.path} has several values of one key (DUPSORT); write them under own keys")
+        if env.open_db(None, txn=txn).flags(txn)["dupsort"]:  # type: ignore[call-arg]  # missing in its stub
+            raise ConfigError(
+                f"{database.path} has several values of one key (DUPSORT); write each under its own key"
+            )
         statistics = env.stat()
         num_samples = int(statistics["entries"])
         if not num_samples:
@@ -188,10 +191,12 @@ def _list_parts(database: _Database, split: str, *, prefixed: bool) -> tuple[pa.
         pages = sum(statistics[name] for name in ("branch_pages", "leaf_pages", "overflow_pages"))
         sample_bytes = -(-pages * statistics["psize"] // num_samples)
         per_part = max(1, min(_PART_SAMPLES, _PART_BYTES // sample_bytes))
-        starts = _scan(env, txn, per_part, num_samples, database.path)
+        starts = _scan_keys(env, txn, per_part, num_samples, database.path)
         first = [(bytes(key), bytes(value)) for key, value in islice(txn.cursor(), _FIRST_VALUES)]
         stamp = f"{os.stat(database.path).st_mtime_ns}-{env.info()['last_txnid']}"
+    # Two databases of one split may hold the same keys.
     prefix = f"{database.name}/" if prefixed else ""
+    # The first key decides for all: keys that are not UTF-8 are stored in hexadecimal.
     where = {"path": database.path, "prefix": prefix, "hex_keys": not _is_text(first[0][0])}
     parts = []
     for number, start in enumerate(starts):
@@ -201,20 +206,23 @@ def _list_parts(database: _Database, split: str, *, prefixed: bool) -> tuple[pa.
     return _schema_of([value for _, value in first]), parts
 
 
-def _scan(env: lmdb.Environment, txn: lmdb.Transaction, per_part: int, num_samples: int, path: str) -> list[bytes]:
-    """Return every `per_part`-th key. Values are not touched, only their sizes."""
+def _scan_keys(
+    env: lmdb.Environment, txn: lmdb.Transaction, per_part: int, num_samples: int, path: str
+) -> list[bytes]:
+    """Return every `per_part`-th key. Only the sizes of the values are read."""
     starts, count = [], 0
     for key, value in txn.cursor():
+        # Only a record of this size can be a named database; opening is tried for these alone.
         if len(value) == _NAMED_BYTES and _is_named(env, txn, bytes(key)):
             raise ConfigError(
-                f"{path} holds named databases, such as {bytes(key)!r}; datasvc reads the unnamed one only: "
-                "copy it into a database of its own"
+                f"{path} holds named databases, such as {bytes(key)!r}; datasvc reads only the unnamed one: "
+                "copy each of them into a separate database"
             )
         if count % per_part == 0:
             starts.append(bytes(key))
         count += 1
     if count != num_samples:
-        raise CorruptDataError(f"{path} says it has {num_samples} keys and has {count}; restore another copy")
+        raise CorruptDataError(f"{path} declares {num_samples} keys but has {count}; restore another copy")
     return starts
 
 

@@ -1,8 +1,8 @@
-"""An LMDB file, opened to be read without trusting it.
+"""Open LMDB files safely: a damaged or truncated file is an error, never a crash.
 
-LMDB maps files into memory and dies (SIGBUS) where a file is shorter than it says, so its size is checked before
-each use. A database is open while a batch is read and no longer: one process may open it once only, parts are read
-side by side, and pages that stay mapped would count as the worker's memory.
+LMDB maps files into memory, and the process is killed (SIGBUS) if a file is shorter than it declares, so the size is
+checked on each opening. A database is open only while one batch is read: one process may open it only once, parts are
+read in parallel, and mapped pages count as memory of the worker.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.source import BATCH_BYTES
 
 _MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
-_MAGIC_OFFSETS: Final = (16, 24)  # behind the page header of LMDB 0.9, of 1.0
-# py-lmdb refuses to open a file twice in one process.
+_MAGIC_OFFSETS: Final = (16, 24)  # after the page header of LMDB 0.9, of 1.0
+# One opening at a time: py-lmdb refuses to open a file twice in one process.
 _open_once = threading.Lock()
 
 
 def read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list[tuple[bytes, bytes]]:
-    """Return up to `count` keys and values, copied, from the first key that is not below `start`.
+    """Return copies of up to `count` keys and values, from the first key that is not below `start`.
 
-    They take up to `BATCH_BYTES`, or are one.
+    Args:
+        path: path of the data file.
+        start: lower bound of the keys.
+        count: maximum number of pairs; fewer are returned once the values reach `BATCH_BYTES`.
+        skip_first: whether to leave out the key `start` itself.
+
+    Raises:
+        ConfigError: see `open_lmdb`.
+        CorruptDataError: see `open_lmdb`.
     """
     pairs: list[tuple[bytes, bytes]] = []
     size_bytes = 0
@@ -48,13 +56,13 @@ def open_lmdb(path: str) -> Iterator[lmdb.Environment]:
     """Open a database for reading.
 
     Raises:
-        ConfigError: it is no LMDB, or this process has it open elsewhere.
-        CorruptDataError: it is cut off or damaged.
+        ConfigError: the file is not LMDB, or this process has it open elsewhere.
+        CorruptDataError: the file is truncated or damaged.
     """
     with map_exceptions("open", path), open(path, "rb") as opened:
         head = opened.read(64)
     if not any(head[offset : offset + 4] == _MAGIC for offset in _MAGIC_OFFSETS):
-        raise ConfigError(f"{path} is no LMDB: it starts with {head[:24]!r}; expected a data file of a database")
+        raise ConfigError(f"{path} is not LMDB: it starts with {head[:24]!r}; expected a data file of a database")
     with _open_once:
         try:
             with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, max_dbs=1) as env:
@@ -63,11 +71,13 @@ def open_lmdb(path: str) -> Iterator[lmdb.Environment]:
         except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError) as error:
             raise CorruptDataError(f"{path} is damaged: {error}; restore another copy") from error
         except lmdb.Error as error:
-            raise ConfigError(f"cannot open {path}: {error}") from error
+            raise ConfigError(
+                f"cannot open {path}: {error}; expected a readable LMDB that this process has not open"
+            ) from error
 
 
 def _check_size(env: lmdb.Environment, path: str) -> None:
     expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    found = os.path.getsize(path)
-    if found < expected:
-        raise CorruptDataError(f"{path} is cut off: it has {found} bytes of {expected}; restore another copy")
+    actual = os.path.getsize(path)
+    if actual < expected:
+        raise CorruptDataError(f"{path} is truncated: it has {actual} bytes of {expected}; restore another copy")

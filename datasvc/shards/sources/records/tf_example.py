@@ -1,4 +1,4 @@
-"""TensorFlow's `Example` without TensorFlow: a message of named features, and the columns that they become.
+"""Parse TensorFlow's `Example` without TensorFlow, and choose the columns for its named features.
 
 As in example.proto: Example {Features features = 1}, Features {map<string, Feature> feature = 1}, Feature
 {BytesList = 1 | FloatList = 2 | Int64List = 3}, each list {repeated value = 1}, packed or not.
@@ -20,7 +20,7 @@ from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_
 
 FeatureKind = Literal["bytes", "float", "int64"]
 _KINDS: Final[dict[int, FeatureKind]] = {1: "bytes", 2: "float", 3: "int64"}
-# As the scripts name them that everybody's ImageNet went through.
+# Feature names of TensorFlow's own ImageNet scripts, and the columns that loaders read.
 _USUAL_NAMES: Final = {"image/encoded": "image", "image/class/label": "label"}
 
 
@@ -29,7 +29,7 @@ class Feature:
     """One feature of one example.
 
     Attributes:
-        kind: of its values.
+        kind: type of its values.
         values: a list of bytes, `float32[n]` or `int64[n]`.
     """
 
@@ -38,24 +38,24 @@ class Feature:
 
 
 class SequenceExampleError(BadSampleError):
-    """The message is a SequenceExample, which has no columns."""
+    """The message is a SequenceExample, which cannot be converted to columns."""
 
 
 def parse_example(message: bytes | memoryview) -> dict[str, Feature]:
-    """Return the features of an Example that have a kind, by name.
+    """Return the features of an Example by name; features without a kind are left out.
 
     Raises:
-        SequenceExampleError: it has feature lists.
-        BadSampleError: it is no Example.
+        SequenceExampleError: the message has feature lists.
+        BadSampleError: the message is not an Example.
     """
     features: dict[str, Feature] = {}
     for number, value in _messages(message, "Example"):
         if number == 2:
             raise SequenceExampleError(
-                "it is a SequenceExample; write its steps as Examples, or as lists of an Example"
+                "it is a SequenceExample; write its steps as Examples, or as lists of one Example"
             )
         if number != 1:
-            raise BadSampleError(f"no Example: it has a field {number}")
+            raise BadSampleError(f"not an Example: it has a field {number}")
         for _, entry in _messages(value, "Features"):
             parts = dict(_messages(entry, "feature"))
             feature = _parse_feature(parts.get(2, memoryview(b"")))
@@ -66,13 +66,13 @@ def parse_example(message: bytes | memoryview) -> dict[str, Feature]:
 
 @dataclass(frozen=True)
 class FeatureColumn:
-    """What a feature becomes.
+    """The column for one feature.
 
     Attributes:
-        column: name in the source's schema; None: it is the key.
-        kind: of its values.
-        is_list: several values a sample.
-        is_text: UTF-8 instead of bytes.
+        column: name in the source's schema; None: the feature is the key.
+        kind: type of its values.
+        is_list: whether a sample has several values.
+        is_text: whether bytes are UTF-8 text.
     """
 
     column: str | None
@@ -81,10 +81,10 @@ class FeatureColumn:
     is_text: bool
 
     def value(self, name: str, feature: Feature | None) -> Any:
-        """Return the column's value for one sample; None without feature.
+        """Return the column's value for one sample; None if it lacks the feature.
 
         Raises:
-            BadSampleError: the feature differs from what it was in the first samples.
+            BadSampleError: the feature has another kind, or more values, than in the first samples.
         """
         if feature is None:
             return None
@@ -101,28 +101,29 @@ class FeatureColumn:
 def choose_columns(
     examples: Sequence[Mapping[str, Feature]], key: str | None
 ) -> tuple[dict[str, FeatureColumn], pa.Schema]:
-    """Return what each feature becomes, and the source's schema, from its first samples.
+    """Return the column for each feature, and the schema, from the first samples of a source.
 
-    A feature that has several values somewhere is a list; bytes that are UTF-8 everywhere are text.
+    A feature with several values in some sample is a list; bytes that are UTF-8 in all samples are text.
 
     Args:
         examples: the first samples, at least one.
-        key: feature that holds the keys, None: one called `key`, else keys are made.
+        key: feature that holds the keys; None: one called `key`; without one, the source makes the keys.
 
     Raises:
-        ConfigError: a feature is of two kinds, two would have one name, or `key` is none or no text or integer.
+        ConfigError: a feature is of two kinds, two would have the same name, or `key` is not a feature of text or
+            integers.
     """
     names = list(dict.fromkeys(name for example in examples for name in example))
     shapes = {name: _shape(name, [example[name] for example in examples if name in example]) for name in names}
     renamed = {name: _usual_name(name, names) for name in names}
     arrays = {
-        renamed[name]: pa.array([shape.value(name, each.get(name)) for each in examples], _type(shape))
+        renamed[name]: pa.array([shape.value(name, example.get(name)) for example in examples], _type(shape))
         for name, shape in shapes.items()
     }
     first = pa.table(arrays)
     columns = ColumnMap(first.schema, first, key=renamed.get(key, key) if key is not None else None)
-    finals = iter(columns.schema.names[1:])  # in the order of the raw ones, without the key
-    targets = {name: None if renamed[name] == columns.key else next(finals) for name in names}
+    final_names = iter(columns.schema.names[1:])  # in the order of the raw columns, without the key
+    targets = {name: None if renamed[name] == columns.key else next(final_names) for name in names}
     chosen = {
         name: FeatureColumn(targets[name], shape.kind, shape.is_list, shape.is_text) for name, shape in shapes.items()
     }
@@ -132,7 +133,10 @@ def choose_columns(
 def _shape(name: str, features: Sequence[Feature]) -> FeatureColumn:
     kinds = sorted({feature.kind for feature in features})
     if len(kinds) > 1:
-        raise ConfigError(f"feature {name!r} holds {kinds[0]} in some samples and {kinds[1]} in others")
+        raise ConfigError(
+            f"feature {name!r} holds {kinds[0]} in some samples and {kinds[1]} in others; give it one type"
+        )
+    # Only bytes can be text.
     values = [value for feature in features for value in feature.values] if kinds[0] == "bytes" else []
     is_list = any(len(feature.values) > 1 for feature in features)
     return FeatureColumn(name, kinds[0], is_list, bool(values) and all(map(_is_text, values)))
@@ -149,7 +153,7 @@ def _usual_name(name: str, names: Sequence[str]) -> str:
 
 
 def _is_text(value: bytes) -> bool:
-    """Return whether this is UTF-8, and not zeros, which are too."""
+    """Return whether `value` is UTF-8 without NULs; binary zeros are valid UTF-8 too."""
     try:
         return "\0" not in value.decode()
     except UnicodeDecodeError:
@@ -160,14 +164,14 @@ def _text(name: str, value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise BadSampleError(f"feature {name!r} is not UTF-8, as it is in the first samples: {error}") from error
+        raise BadSampleError(f"feature {name!r} is not UTF-8, but it is in the first samples: {error}") from error
 
 
-def _messages(message: bytes | memoryview, what: str) -> Iterator[tuple[int, memoryview]]:
-    """Yield the fields of a message that has none but messages and strings."""
+def _messages(message: bytes | memoryview, message_type: str) -> Iterator[tuple[int, memoryview]]:
+    """Yield number and content of the fields of a message that consists of messages and strings."""
     for number, _, value in read_fields(message):
         if not isinstance(value, memoryview):
-            raise BadSampleError(f"no {what}: field {number} is a number")
+            raise BadSampleError(f"not a valid {message_type}: field {number} is a number")
         yield number, value
 
 
@@ -182,8 +186,8 @@ def _parse_feature(message: memoryview) -> Feature | None:
     feature = None
     for number, value in _messages(message, "Feature"):
         if number not in _KINDS:
-            raise BadSampleError(f"no Feature: it has a field {number}")
-        feature = Feature(_KINDS[number], _PARSERS[_KINDS[number]](value))  # as in any oneof, the last one counts
+            raise BadSampleError(f"not a valid Feature: it has a field {number}")
+        feature = Feature(_KINDS[number], _PARSERS[_KINDS[number]](value))  # of a protobuf oneof, the last one counts
     return feature
 
 
@@ -195,7 +199,7 @@ def _parse_floats(message: memoryview) -> npt.NDArray[np.float32]:
     pieces = []
     for number, wire_type, value in read_fields(message):
         if number != 1 or wire_type not in (FIXED32, BYTES) or isinstance(value, int) or len(value) % 4:
-            raise BadSampleError(f"no FloatList: field {number} of wire type {wire_type}")
+            raise BadSampleError(f"not a valid FloatList: field {number} of wire type {wire_type}")
         pieces.append(value)
     return np.frombuffer(b"".join(pieces), "<f4")
 
@@ -208,7 +212,7 @@ def _parse_ints(message: memoryview) -> npt.NDArray[np.int64]:
         elif number == 1 and wire_type == BYTES and isinstance(value, memoryview):
             pieces.append(read_packed_varints(value))
         else:
-            raise BadSampleError(f"no Int64List: field {number} of wire type {wire_type}")
+            raise BadSampleError(f"not a valid Int64List: field {number} of wire type {wire_type}")
     return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 

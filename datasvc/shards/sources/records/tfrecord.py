@@ -1,8 +1,8 @@
-"""TFRecord files of `tf.Example` messages, plain, gzip or zlib, without TensorFlow.
+"""Source of TFRecord files of `tf.Example` messages, plain, gzip or zlib, without TensorFlow.
 
-Each message is framed by its length, a checksum of the length, and a checksum of its bytes (CRC32C, masked), and
-both are verified. A message with a bad checksum is a bad sample; behind a bad length nothing can be found, so the
-rest of that file is.
+The frame of a message is its length, a checksum of the length, and a checksum of its bytes (masked CRC32C). Both are
+verified. A message with a bad checksum is one bad sample. After a bad length the next message cannot be located, so
+the rest of the file is one bad sample.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _STEP_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True)
-class TfRecords(StreamedSource):
-    """TFRecord files.
+class TfRecordSource(StreamedSource):
+    """Listed TFRecord files.
 
     Attributes:
-        url: where they lie.
+        url: URL of the source.
         schema: `key` (FILE#ROW unless a feature holds it), and a column for each feature of the first samples.
         parts: one for each file.
-        features: what each feature becomes.
+        features: column of each feature.
     """
 
     kind: ClassVar[str] = "tfrecord"
@@ -74,27 +74,30 @@ class TfRecords(StreamedSource):
     ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> TfRecords:
-        """List the source; columns are decided by the first samples of each split's first file.
+    def list(cls, url: str, options: SourceOptions | None = None) -> TfRecordSource:
+        """List the source; the first samples of each split determine the columns.
 
         Raises:
-            NotFoundError: nothing is there, no file is named like a TFRecord, or none has a sample.
-            ConfigError: they hold no `tf.Example`; or see `tf_example.choose_columns`.
-            UnavailableError: the store does not answer.
+            NotFoundError: no file has the name of a TFRecord, or all are empty.
+            ConfigError: the files hold no `tf.Example`; or see `tf_example.choose_columns`.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
         listed = list_files(url)
         files = [file for file in listed if _NAME.fullmatch(file.name) or file.path == reader.root]
         if not files:
-            raise NotFoundError(f"cannot ingest {redact_url(url)}: no TFRecord among its {len(listed)} files")
+            raise NotFoundError(
+                f"cannot ingest {redact_url(url)}: none of its {len(listed)} files has the name of a TFRecord, "
+                "such as train.tfrecord or train-00000-of-00010"
+            )
         ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
         parts = [_part(file, (options.split or split_of(file.name)).lower()) for file in files]
         features, schema = choose_columns(_first_examples(reader, parts, url), options.key)
         return cls(url, schema, parts, features, ignored=ignored)
 
     def fingerprint(self) -> Digest:
-        """Return a digest of the listing and of what the features become."""
+        """Return a digest of the listing and of the columns of the features."""
         return self._digest([[asdict(part) for part in self.parts], sorted(map(str, self.features.items()))])
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
@@ -114,14 +117,14 @@ class TfRecords(StreamedSource):
     def _sample(self, name: str, example: dict[str, Feature]) -> dict[str, Any]:
         unknown = sorted(example.keys() - self.features.keys())
         if unknown:
-            raise BadSampleError(f"it has features that the first samples have not: {unknown[:10]}")
+            raise BadSampleError(f"it has features that the first samples do not have: {unknown[:10]}")
         sample: dict[str, Any] = {KEY: name}
         for feature, column in self.features.items():
             value = column.value(feature, example.get(feature))
             if column.column is not None:
                 sample[column.column] = value
             elif value is None:
-                raise BadSampleError(f"it has no {feature!r} to take its key from")
+                raise BadSampleError(f"it lacks the feature {feature!r}, which holds its key")
             else:
                 sample[KEY] = str(value)
         return sample
@@ -129,7 +132,7 @@ class TfRecords(StreamedSource):
 
 def masked_crc(content: bytes) -> int:
     """Return the checksum of `content` as TFRecord stores it."""
-    import google_crc32c  # here: other formats are read where it is not installed
+    import google_crc32c  # here, so that other formats work where it is not installed
 
     crc = int(google_crc32c.value(content))
     return (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
@@ -140,25 +143,25 @@ def _part(file: SourceFile, split: str) -> SourcePart:
 
 
 def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> list[dict[str, Feature]]:
-    """Return the first samples of each split, from the first of its files that has some."""
+    """Return the first samples of each split, from the first of its files that has any."""
     examples: list[dict[str, Feature]] = []
     problem = "they are empty"
     for split in dict.fromkeys(part.split for part in parts):
-        found = None
+        examples_of_split: list[dict[str, Feature]] = []
         for part in parts:
-            if part.split != split or found:
+            if part.split != split or examples_of_split:
                 continue
-            found, said = _parse_first(reader, part)
-            problem = said or problem
-            examples += found
+            examples_of_split, problem_of_part = _parse_first(reader, part)
+            problem = problem_of_part or problem
+            examples += examples_of_split
     if not examples:
         error = NotFoundError if problem == "they are empty" else ConfigError
-        raise error(f"cannot ingest {redact_url(url)}: no tf.Example is in its {len(parts)} files: {problem}")
+        raise error(f"cannot ingest {redact_url(url)}: no tf.Example in its {len(parts)} files: {problem}")
     return examples
 
 
 def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, Feature]], str]:
-    """Return the first samples of a file, and what is wrong with others among them."""
+    """Return the first samples of a file, and the last problem with one that does not parse."""
     examples, problem, size_bytes = [], "", 0
     messages = _read_messages(reader, part)
     for name, message in islice(messages, _FIRST_SAMPLES):
@@ -178,7 +181,7 @@ def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, F
 
 
 def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str, bytes | BadSampleError], None, None]:
-    """Yield name and content of each message of a file, or what is wrong with it."""
+    """Yield name and content of each message of a file, or the problem with it."""
     path = part.where["path"]
     with map_exceptions("read", reader.location(path)), _open(reader, path) as stream:
         row = 0
@@ -197,12 +200,12 @@ def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str,
 
 
 class _FramingLostError(Exception):
-    """Where the next message starts is not known any more."""
+    """The start of the next message is unknown."""
 
 
 def _check_header(header: bytes) -> int:
     if len(header) < _HEADER.size:
-        raise _FramingLostError("it is cut off")
+        raise _FramingLostError("it is truncated")
     length, crc = _HEADER.unpack(header)
     if masked_crc(header[:8]) != crc:
         raise _FramingLostError("the checksum of a length does not match")
@@ -211,12 +214,13 @@ def _check_header(header: bytes) -> int:
 
 def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
     if length > MAX_SAMPLE_BYTES:
+        # The length has passed its checksum, so the next message is found after it.
         if skip(stream, length + _CRC.size) < length + _CRC.size:
-            raise _FramingLostError(f"it is cut off in a message of {length} bytes")
+            raise _FramingLostError(f"it is truncated in a message of {length} bytes")
         return BadSampleError(f"it has {length} bytes; expected at most {MAX_SAMPLE_BYTES}")
     content = read_up_to(stream, length + _CRC.size)
     if len(content) < length + _CRC.size:
-        raise _FramingLostError(f"it is cut off in a message of {length} bytes")
+        raise _FramingLostError(f"it is truncated in a message of {length} bytes")
     message = content[:length]
     if masked_crc(message) != _CRC.unpack(content[length:])[0]:
         return BadSampleError("its checksum does not match")
@@ -224,9 +228,9 @@ def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
 
 
 def _open(reader: FileReader, path: str) -> BinaryIO:
-    """Return a file's content, decompressed where its first bytes are no length with its checksum."""
+    """Open a file; decompress it if it does not start with a length and its checksum."""
     if path.lower().endswith(".gz"):
-        return reader.open(path)  # which decompresses it
+        return reader.open(path)  # decompresses it by its name
     head = reader.read_range(path, 0, _HEADER.size)
     is_plain = len(head) == _HEADER.size and masked_crc(head[:8]) == _HEADER.unpack(head)[1]
     if is_plain or head[:1] not in (b"\x1f", b"\x78"):
@@ -235,7 +239,7 @@ def _open(reader: FileReader, path: str) -> BinaryIO:
 
 
 class _Inflated(io.RawIOBase):
-    """What TensorFlow wrote with the compression "GZIP" or "ZLIB", whatever the file is called."""
+    """A stream that TensorFlow compressed with "GZIP" or "ZLIB", whatever the name of the file."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -246,20 +250,20 @@ class _Inflated(io.RawIOBase):
         return True
 
     def readinto(self, target: Any) -> int:
-        wanted = memoryview(target).cast("B")
+        buffer = memoryview(target).cast("B")
         while True:
-            if self._inflater.eof:  # the next member of a gzip file
+            if self._inflater.eof:  # a gzip file may have several members
                 self._compressed = self._inflater.unused_data or self._stream.read(_STEP_BYTES)
                 if not self._compressed:
                     return 0
                 self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
             self._compressed = self._compressed or self._stream.read(_STEP_BYTES)
             if not self._compressed:
-                raise EOFError("the compressed stream is cut off")
-            piece = self._inflater.decompress(self._compressed, len(wanted))
+                raise EOFError("the compressed stream is truncated")
+            piece = self._inflater.decompress(self._compressed, len(buffer))
             self._compressed = self._inflater.unconsumed_tail
             if piece:
-                wanted[: len(piece)] = piece
+                buffer[: len(piece)] = piece
                 return len(piece)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Arrow IPC files and streams, and Feather files of version 2, which are such files.
+"""Source of Arrow IPC files and streams, and of Feather version 2 files, which are IPC files.
 
-Local ones are mapped, so that a record batch of any size is read slice by slice. What was read is given back as the
-reader moves on: mapped pages count as memory of the process otherwise.
+Local files are mapped into memory, so that a record batch of any size is read slice by slice. Pages that were read
+are released while reading: otherwise they count as memory of the process.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
     RawBatch,
     TableSource,
-    all_empty,
     list_tables,
-    look_at,
+    map_files,
+    no_samples_error,
     reason_of,
-    rough_cuts,
     row_keys,
+    split_by_size,
     table_split,
 )
 from datasvc.shards.sources.tabular.features import features_of_files, image_columns, label_column
@@ -40,24 +40,24 @@ from datasvc.shards.sources.tabular.features import features_of_files, image_col
 EXTENSIONS: Final = frozenset({".arrow", ".arrows", ".feather", ".ipc"})
 _MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
-_GIVEN_BACK_BYTES: Final = 16 << 20
+_RELEASE_BYTES: Final = 16 << 20
 _FIRST_SAMPLES: Final = 32
 
 
 @dataclass(frozen=True)
-class ArrowFiles(TableSource):
-    """Listed Arrow files. A sample's key is `FILE#ROW` where no column holds keys."""
+class ArrowSource(TableSource):
+    """Listed Arrow files. Without a key column, the key of a sample is `FILE#ROW`."""
 
     kind: ClassVar[str] = "arrow"
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> ArrowFiles:
-        """List the source: every file's schema is read.
+    def list(cls, url: str, options: SourceOptions | None = None) -> ArrowSource:
+        """List the source: read the schema of every file.
 
         Raises:
-            NotFoundError: nothing is there, or no samples are.
-            ConfigError: a file is no Arrow file, or files differ in their columns; and as `ColumnMap`.
-            UnavailableError: the store does not answer.
+            NotFoundError: there are no files, or no samples in them.
+            ConfigError: a file is not an Arrow file, or the files differ in their columns; or see `ColumnMap`.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS)
@@ -71,10 +71,18 @@ class ArrowFiles(TableSource):
         ignored: Counter[str],
         options: SourceOptions,
         features: Mapping[str, Any] | None = None,
-    ) -> ArrowFiles:
-        """Return a source of listed files; `features`: what Hugging Face says of them, if known. Raises as `list`."""
+    ) -> ArrowSource:
+        """Return the source of files that are listed already. Raise as `list`.
+
+        Args:
+            url: URL of the source.
+            files: files to read.
+            ignored: number of other files by extension.
+            options: how to read it.
+            features: Hugging Face features by column; None: taken from the files.
+        """
         reader = FileReader(url)
-        schemas = look_at(reader, files, lambda file: (file.name, _read_schema(reader, file)))
+        schemas = map_files(reader, files, lambda file: (file.name, _read_schema(reader, file)))
         raw = join_schemas(schemas)
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
@@ -90,7 +98,7 @@ class ArrowFiles(TableSource):
         ]
         first = _first_samples(reader, parts)
         if first is None:
-            raise all_empty(url, files)
+            raise no_samples_error(url, files)
         columns = ColumnMap(raw, first, key=options.key, images=image_columns(features, raw), label=label)
         return cls(url, columns.schema, classes, parts, columns, ignored)
 
@@ -103,35 +111,36 @@ def read_arrow(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadS
     """Yield the raw samples of an Arrow file.
 
     Raises:
-        NotFoundError, UnavailableError: see `storage.translated`.
+        NotFoundError: the file no longer exists.
+        UnavailableError: the store does not respond.
     """
     name, row = part.where["name"], 0
     try:
-        with _opened(reader, part.where["path"]) as (batches, give_back):
-            held_bytes = 0
+        with _open_batches(reader, part.where["path"]) as (batches, release_pages):
+            mapped_bytes = 0
             for batch in batches:
                 batch.validate()
-                for piece in rough_cuts(batch):
+                for piece in split_by_size(batch):
                     yield RawBatch(piece, row_keys(name, row, piece.num_rows))
                     row += piece.num_rows
-                    held_bytes += piece.nbytes
-                    if held_bytes >= _GIVEN_BACK_BYTES:
-                        give_back()
-                        held_bytes = 0
+                    mapped_bytes += piece.nbytes
+                    if mapped_bytes >= _RELEASE_BYTES:
+                        release_pages()
+                        mapped_bytes = 0
     except (pa.ArrowException, OSError) as error:
         yield BadSample(part.split, f"{name}#{row}", f"the file cannot be read from row {row} on: {reason_of(error)}")
 
 
 def _first_samples(reader: FileReader, parts: Sequence[SourcePart]) -> pa.RecordBatch | None:
-    """Return some first samples; None where no part has any."""
+    """Return the first samples of the source; None if no part has any."""
     unreadable = None
     for part in parts:
-        found = next(read_arrow(reader, part), None)
-        if isinstance(found, RawBatch):
-            return found.batch.slice(0, _FIRST_SAMPLES)
-        unreadable = unreadable or found
+        raw = next(read_arrow(reader, part), None)
+        if isinstance(raw, RawBatch):
+            return raw.batch.slice(0, _FIRST_SAMPLES)
+        unreadable = unreadable or raw
     if unreadable is not None:
-        raise ConfigError(f"{unreadable.key}: {unreadable.reason}; mend the file, or leave it out of the source")
+        raise ConfigError(f"{unreadable.key}: {unreadable.reason}; repair the file, or remove it from the source")
     return None
 
 
@@ -141,23 +150,24 @@ def _read_schema(reader: FileReader, file: SourceFile) -> pa.Schema:
             return checked_names(ipc.schema)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file.name} is no readable Arrow file or stream: {reason_of(error)}; mend it, or leave it out of the "
-            "source"
+            f"{file.name} is not a readable Arrow file or stream: {reason_of(error)}; repair it, or remove it from "
+            "the source"
         ) from error
 
 
 @contextmanager
-def _opened(reader: FileReader, path: str) -> Iterator[tuple[Iterator[pa.RecordBatch], Callable[[], None]]]:
-    with _open_ipc(reader, path) as (ipc, give_back):
+def _open_batches(reader: FileReader, path: str) -> Iterator[tuple[Iterator[pa.RecordBatch], Callable[[], None]]]:
+    with _open_ipc(reader, path) as (ipc, release_pages):
+        # A file has random access to its batches, a stream only an iterator.
         if isinstance(ipc, pa.RecordBatchFileReader):
-            yield (ipc.get_batch(number) for number in range(ipc.num_record_batches)), give_back
+            yield (ipc.get_batch(number) for number in range(ipc.num_record_batches)), release_pages
         else:
-            yield iter(ipc), give_back
+            yield iter(ipc), release_pages
 
 
 @contextmanager
 def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """Open a file or stream; yields pyarrow's reader, and what gives back the pages read so far."""
+    """Open a file or stream; yield pyarrow's reader and a function that releases the pages read so far."""
     if reader.is_local:
         with map_exceptions("open", path), open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
@@ -165,15 +175,15 @@ def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[],
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         content = pa.py_buffer(mapped)
         open_reader = _reader_for(content[: len(_MAGIC)].to_pybytes())
-        # Pages that somebody still looks at come back from the file.
+        # Safe while slices are in use: the kernel reads released pages from the file again.
         yield open_reader(content), lambda: mapped.madvise(mmap.MADV_DONTNEED)
         return
     if _is_file(reader.read_range(path, 0, len(_MAGIC))):
         with open_seekable(reader, path) as opened:
-            yield pa.ipc.open_file(opened), _keep
+            yield pa.ipc.open_file(opened), _release_nothing
     else:
         with reader.open(path) as stream:
-            yield pa.ipc.open_stream(stream), _keep
+            yield pa.ipc.open_stream(stream), _release_nothing
 
 
 def _reader_for(start: bytes) -> Callable[[Any], Any]:
@@ -183,9 +193,9 @@ def _reader_for(start: bytes) -> Callable[[Any], Any]:
 
 def _is_file(start: bytes) -> bool:
     if start.startswith(_FEATHER_1):
-        raise pa.ArrowInvalid("Feather version 1 is not read; write it again with a current pyarrow")
+        raise pa.ArrowInvalid("Feather version 1 is not supported; write the file again with a current pyarrow")
     return start == _MAGIC
 
 
-def _keep() -> None:
-    """Give nothing back: nothing is mapped."""
+def _release_nothing() -> None:
+    """Do nothing: a remote file is not mapped."""

@@ -1,6 +1,7 @@
-"""CSV and TSV files with a header line. Types come from the first block of the first file and hold for all.
+"""Source of CSV and TSV files with a header line.
 
-Values are read as bytes and converted here: a reader that converts gives up a whole file for one value.
+The types come from the first block of the first file and hold for all files. Arrow reads the values as bytes and they
+are converted here, since Arrow's own conversion gives up a whole file for one bad value.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from datasvc.shards.sources.common.tables import (
     UNREADABLE,
     RawBatch,
     TableSource,
-    all_empty,
     is_compressed,
     list_tables,
-    look_at,
+    map_files,
+    no_samples_error,
     numbered_keys,
     reason_of,
     table_split,
@@ -46,11 +47,11 @@ _HEADER_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True)
-class CsvFiles(TableSource):
-    """Listed CSV files. A sample's key is `FILE#ROW` where no column holds keys; row 0 follows the header.
+class CsvSource(TableSource):
+    """Listed CSV files. Without a key column, the key of a sample is `FILE#ROW`; row 0 follows the header.
 
     Attributes:
-        raw: names and types of the values.
+        raw: names and types of the columns.
     """
 
     kind: ClassVar[str] = "csv"
@@ -58,29 +59,30 @@ class CsvFiles(TableSource):
     raw: pa.Schema
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None, *, texts: Sequence[str] = ()) -> CsvFiles:
-        """List the source: the header of every file and the first block of the first are read.
+    def list(cls, url: str, options: SourceOptions | None = None, *, texts: Sequence[str] = ()) -> CsvSource:
+        """List the source: read the header of every file and the first block of the first file.
 
         Args:
-            url: where it lies.
-            options: what the user says of it.
-            texts: columns that hold text even where all of it looks like numbers.
+            url: URL of the source.
+            options: how to read it.
+            texts: columns that hold text even if all their values look like numbers.
 
         Raises:
-            NotFoundError: nothing is there, or no samples are.
-            ConfigError: files have different columns, or a file is not UTF-8; and as `ColumnMap`.
-            UnavailableError: the store does not answer.
+            NotFoundError: there are no files, or no samples in them.
+            ConfigError: the files differ in their columns, or a header is not UTF-8; or see `ColumnMap`.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS, compressed=True)
         reader = FileReader(url)
-        headers = look_at(reader, files, lambda file: _read_header(reader, file))
+        headers = map_files(reader, files, lambda file: _read_header(reader, file))
+        # A file without a header line has no samples and no columns.
         filled = [(file, header) for file, header in zip(files, headers, strict=True) if header]
         _check_headers(filled)
-        # As numbers, keys would lose the zeros that they may begin with.
+        # Keys are text: as numbers they would lose leading zeros.
         raw = _infer(reader, [file for file, _ in filled], [*texts, options.key or "key"])
         if raw is None:
-            raise all_empty(url, files)
+            raise no_samples_error(url, files)
         columns = ColumnMap(raw, key=options.key)
         parts = [_part(file, header, table_split(file, options)) for file, header in filled]
         return cls(url, columns.schema, (), parts, columns, ignored, raw)
@@ -106,7 +108,7 @@ class CsvFiles(TableSource):
             for index, reason in misfits:
                 reasons.setdefault(int(rows.numbers[index]), f"column {field.name!r}: {reason}")
         for number in sorted(reasons):
-            # As editors and spreadsheets count: the header is line 1.
+            # Counted from 1 with the header as line 1, as editors and spreadsheets do.
             yield BadSample(part.split, f"{name}#{number}", f"line {number + 2}: {reasons[number]}")
         batch = pa.RecordBatch.from_arrays(columns, schema=self.raw)
         good = ~np.isin(rows.numbers, list(reasons))
@@ -134,7 +136,7 @@ def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
         raise ConfigError(f"{file.name} {error}") from error
     except UNREADABLE as error:
         raise ConfigError(
-            f"{file.name} is no readable CSV file: {reason_of(error)}; mend it, or leave it out of the source"
+            f"{file.name} is not a readable CSV file: {reason_of(error)}; repair it, or remove it from the source"
         ) from error
     if header is not None:
         check_unique(_column_names(header), file.name)
@@ -142,34 +144,34 @@ def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
 
 
 def _column_names(header: Sequence[str]) -> list[str]:
-    """Return names for all columns: pandas writes its index without one."""
+    """Return a name for each column: pandas writes its index without one."""
     return [name or f"column_{number}" for number, name in enumerate(header)]
 
 
 def _check_headers(filled: Sequence[tuple[SourceFile, Sequence[str]]]) -> None:
     for file, header in filled[1:]:
         first, expected = filled[0]
-        lacking = sorted(set(expected) - set(header))
+        missing = sorted(set(expected) - set(header))
         extra = sorted(set(header) - set(expected))
-        if lacking or extra:
+        if missing or extra:
             raise ConfigError(
-                f"{file.name} has other columns than {first.name}: it lacks {lacking} and has {extra} beside; give "
-                "all files the same header, or ingest them apart"
+                f"the columns of {file.name} differ from those of {first.name}: {missing} are missing and {extra} "
+                "are extra; give all files the same header, or ingest them separately"
             )
 
 
 def _infer(reader: FileReader, files: Sequence[SourceFile], texts: Sequence[str]) -> pa.Schema | None:
-    """Return the columns as the first file with a row has them; None where none has."""
+    """Return the schema of the first file that has a row; None if all are empty."""
     for file in files:
         try:
-            found = _first_block(reader, file)
+            schema = _first_block(reader, file)
         except UNREADABLE as error:
             raise ConfigError(f"cannot read {file.name}: {reason_of(error)}") from error
-        if found is not None:
-            names = _column_names(found.names)
+        if schema is not None:
+            names = _column_names(schema.names)
             return pa.schema(
                 (name, pa.string() if name in texts else _value_type(field.type))
-                for name, field in zip(names, found, strict=True)
+                for name, field in zip(names, schema, strict=True)
             )
     return None
 
@@ -194,6 +196,6 @@ def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
     return None
 
 
-def _value_type(found: pa.DataType) -> pa.DataType:
-    # Bytes are text in another encoding: the lines that hold it are reported.
-    return pa.string() if pa.types.is_null(found) or pa.types.is_binary(found) else found
+def _value_type(inferred: pa.DataType) -> pa.DataType:
+    # Arrow infers bytes for text that is not UTF-8; as text columns, only the lines with such text are rejected.
+    return pa.string() if pa.types.is_null(inferred) or pa.types.is_binary(inferred) else inferred

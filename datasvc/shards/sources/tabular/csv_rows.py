@@ -1,4 +1,4 @@
-"""Rows of a CSV file as columns of bytes, each row with its number, and those whose columns do not count up."""
+"""Read the rows of a CSV file as columns of bytes, with row numbers, and the rows with a wrong number of columns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pyarrow.csv
 
 from datasvc.errors import ConfigError
 
-# A row must fit into a block; the next size is tried where one does not.
+# A row must fit into one block; if one does not, the next size is tried.
 BLOCKS_BYTES: Final = (1 << 20, 8 << 20, 64 << 20)
-# Numbers of rows, from 0 behind the header, and what is wrong with each.
+# Row numbers, from 0 after the header, and the reason for skipping each row.
 Skipped = list[tuple[int, str]]
 _TOO_LONG: Final = "straddling object"
 _EMPTY: Final = "Empty CSV file"
@@ -30,9 +30,9 @@ class CsvRows:
 
     Attributes:
         batch: columns of bytes.
-        numbers: of the rows in `batch`, from 0 behind the header, `int64[samples]`.
-        bad: numbers of the rows left out, and what is wrong with each.
-        stop: number behind the last row.
+        numbers: `int64[samples]`, numbers of the rows in `batch`, from 0 after the header.
+        bad: numbers of the rows left out, each with the reason.
+        stop: number after the last row.
     """
 
     batch: pa.RecordBatch
@@ -41,11 +41,11 @@ class CsvRows:
     stop: int
 
     def since(self, first: int) -> CsvRows:
-        """Return the rows from number `first` on."""
+        """Return the rows from number `first` onwards."""
         keep = self.numbers >= first
         if keep.all():
             return self
-        bad = [each for each in self.bad if each[0] >= first]
+        bad = [(number, reason) for number, reason in self.bad if number >= first]
         return replace(self, batch=self.batch.filter(pa.array(keep)), numbers=self.numbers[keep], bad=bad)
 
 
@@ -53,14 +53,14 @@ def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter
     """Yield the rows of a file in order.
 
     Args:
-        open_file: opens it from its start.
-        names: of its header.
-        delimiter: between values.
+        open_file: function that opens the file at its start; called once for each block size tried.
+        names: column names of its header.
+        delimiter: character between values.
 
     Raises:
-        pa.ArrowException: a row is longer than the largest block, or the file is no CSV.
-        ConfigError: it has another header.
-        OSError, EOFError, zlib.error, zstandard.ZstdError: from the file.
+        pa.ArrowException: a row is longer than the largest block, or the file is not CSV.
+        ConfigError: the header has changed.
+        OSError, EOFError, zlib.error, zstandard.ZstdError: the file cannot be read or decompressed.
     """
     first = 0
     for block_bytes in BLOCKS_BYTES:
@@ -74,7 +74,7 @@ def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter
                 raise
             if block_bytes == BLOCKS_BYTES[-1]:
                 limit = f"longer than {block_bytes >> 20} MiB"
-                raise pa.ArrowInvalid(f"a row is {limit}; is a quote never closed?") from error
+                raise pa.ArrowInvalid(f"a row is {limit}; check for a quote that is not closed") from error
         else:
             return
 
@@ -87,24 +87,24 @@ def open_csv(
     types: dict[str, pa.DataType] | None = None,
     skipped: Skipped | None = None,
 ) -> pyarrow.csv.CSVStreamingReader | None:
-    """Open a file for reading block by block; None where it holds nothing.
+    """Open a file for reading block by block; None if it is empty.
 
     Args:
         stream: the file.
-        delimiter: between values.
-        block_bytes: most that is looked at together.
-        types: of the columns; None: as the first block has them.
-        skipped: takes the rows that have too few or too many columns.
+        delimiter: character between values.
+        block_bytes: size of a block; a row must fit into one.
+        types: types of the columns; None: inferred from the first block.
+        skipped: list to which rows with too few or too many columns are appended.
 
     Raises:
-        pa.ArrowInvalid: as `read_rows`.
+        pa.ArrowInvalid: a row is longer than a block, or the file is not CSV.
     """
 
     def skip(row: Any) -> str:
         if skipped is not None:
             counts = f"expected {row.expected_columns} columns, found {row.actual_columns}"
             lines = row.text.count("\n") + 1
-            spans = f" (it spans {lines} lines: is a quote never closed?)" if lines > 1 else ""
+            spans = f" (it spans {lines} lines; check for a quote that is not closed)" if lines > 1 else ""
             # Arrow counts the header as row 1.
             skipped.append((row.number - 2, f"{counts}: {_shown(row.text)}{spans}"))
         return "skip"
@@ -125,11 +125,11 @@ def open_csv(
 
 
 def header_of(start: bytes, delimiter: str) -> list[str] | None:
-    """Return the column names of a file that begins with `start`; None where it holds nothing.
+    """Return the column names of a file that starts with `start`; None if it is empty.
 
     Raises:
-        ConfigError: it is UTF-16, or its names are not UTF-8.
-        pa.ArrowInvalid: it is no CSV.
+        ConfigError: the file is UTF-16, or its column names are not UTF-8.
+        pa.ArrowInvalid: the file is not CSV.
     """
     if start.startswith(_BYTE_ORDER_MARKS):
         raise ConfigError("is UTF-16; convert it to UTF-8, for instance with `iconv -f UTF-16 -t UTF-8`")
@@ -141,7 +141,7 @@ def header_of(start: bytes, delimiter: str) -> list[str] | None:
 
 
 def is_too_long(error: BaseException) -> bool:
-    """Return whether a block was too small for a row."""
+    """Return whether Arrow failed because a row is longer than a block."""
     return _TOO_LONG in str(error)
 
 
@@ -156,16 +156,19 @@ def _read_blocks(
         if opened is None:
             return
         if opened.schema.names != list(names):
-            raise ConfigError(f"its header has changed since it was listed, to {opened.schema.names}; list it again")
+            raise ConfigError(
+                f"its header has changed since it was listed, to {opened.schema.names}; list the source again"
+            )
         for batch in opened:
+            # Arrow does not return row numbers: the rows that it skipped are counted in between.
             candidates = np.arange(start, start + batch.num_rows + len(skipped))
             numbers = candidates[~np.isin(candidates, [number for number, _ in skipped])][: batch.num_rows]
             start = int(numbers[-1]) + 1 if len(numbers) else start
-            yield CsvRows(batch, numbers, [each for each in skipped if each[0] < start], start)
-            skipped[:] = [each for each in skipped if each[0] >= start]
+            yield CsvRows(batch, numbers, [entry for entry in skipped if entry[0] < start], start)
+            skipped[:] = [entry for entry in skipped if entry[0] >= start]
     if skipped:
-        nothing = pa.RecordBatch.from_pylist([], opened.schema)
-        yield CsvRows(nothing, np.arange(0), skipped, skipped[-1][0] + 1)
+        empty = pa.RecordBatch.from_pylist([], opened.schema)
+        yield CsvRows(empty, np.arange(0), skipped, skipped[-1][0] + 1)
 
 
 def _shown(text: str) -> str:

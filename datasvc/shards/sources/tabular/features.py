@@ -1,4 +1,4 @@
-"""What Hugging Face `datasets` says of columns, in the metadata of a schema or in `dataset_info.json`."""
+"""Read the Hugging Face features of columns from the metadata of a schema or from `dataset_info.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LABELS: Final = (LABEL, "labels")
 
 
 def features_of(schema: pa.Schema) -> Mapping[str, Any]:
-    """Return the features by column that a schema's metadata names; none where it says nothing that parses."""
+    """Return the features by column in a schema's metadata; empty if there are none or they do not parse."""
     try:
         described = json.loads((schema.metadata or {}).get(_METADATA, b"{}"))
     except ValueError:
@@ -25,22 +25,22 @@ def features_of(schema: pa.Schema) -> Mapping[str, Any]:
 
 
 def features_of_files(schemas: Iterable[tuple[str, pa.Schema]]) -> Mapping[str, Any]:
-    """Return the features that several files name, each with its raw schema.
+    """Return the features by column of several files, given as pairs of a name and a raw schema.
 
     Raises:
         ConfigError: two files number their classes differently.
     """
-    first, found = "", None
+    first, common = "", None
     for name, schema in schemas:
         features = features_of(schema)
-        if features and found is None:
-            first, found = name, features
-        elif features and found is not None and _classes(features) != _classes(found):
+        if features and common is None:
+            first, common = name, features
+        elif features and common is not None and _classes(features) != _classes(common):
             raise ConfigError(
-                f"{name} has other class names than {first}: {_classes(features)} and {_classes(found)}; "
-                "their labels would mean different things: ingest them apart"
+                f"the class names of {name} and {first} differ: {_classes(features)} and {_classes(common)}; "
+                "the same label would mean different classes: ingest the files separately"
             )
-    return found or {}
+    return common or {}
 
 
 def features_in(info: Any) -> Mapping[str, Any]:
@@ -55,13 +55,14 @@ def image_columns(features: Mapping[str, Any], schema: pa.Schema) -> list[str]:
 
 
 def label_column(features: Mapping[str, Any], schema: pa.Schema) -> tuple[str | None, tuple[str, ...]]:
-    """Return the column that holds the class, and the names of the classes.
+    """Return the column that holds the class index, and the names of the classes.
 
-    Of several columns of classes it is the one called `label` or `labels`, else the first; the others stay
-    integers under their own names.
+    Of several such columns it is the one called `label` or `labels`, else the first; the others stay integer columns
+    under their own names.
     """
     names = [name for name in schema.names if _kind(features.get(name)) == "ClassLabel"]
     names = [name for name in names if pa.types.is_integer(schema.field(name).type)]
+    # An existing column `label` must not be replaced by another class column.
     if not names or (LABEL in schema.names and LABEL not in names):
         return None, ()
     chosen = next((name for name in _LABELS if name in names), names[0])
@@ -81,6 +82,6 @@ def _kind(feature: Any) -> str | None:
 
 
 def _class_names(names: Any) -> tuple[str, ...]:
-    if isinstance(names, dict):  # as the cards of data sets write them: {"0": "cat"}
+    if isinstance(names, dict):  # as in the cards of hub data sets: {"0": "cat"}
         names = [names[number] for number in sorted(names, key=int)]
     return tuple(map(str, names)) if isinstance(names, list) else ()

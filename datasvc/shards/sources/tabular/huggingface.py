@@ -1,8 +1,8 @@
-"""Folders of Hugging Face `datasets` on disk, read without that library.
+"""Source of Hugging Face `datasets` folders, read without that library.
 
-Two layouts: what `save_to_disk` writes (`state.json` names Arrow streams, `dataset_dict.json` one folder a split),
-and what a hub repository holds (Parquet files named by split). Class names come from `dataset_info.json`, or from
-the schema's metadata.
+Two layouts: that of `save_to_disk` (`state.json` lists Arrow streams, `dataset_dict.json` lists one folder a split),
+and that of a hub repository (Parquet files named by split). Class names come from `dataset_info.json` or from the
+metadata of the schema.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.common.tables import RawBatch, TableSource
-from datasvc.shards.sources.tabular.arrow_files import ArrowFiles, read_arrow
+from datasvc.shards.sources.tabular.arrow_files import ArrowSource, read_arrow
 from datasvc.shards.sources.tabular.features import features_in
 from datasvc.shards.sources.tabular.parquet import EXTENSIONS, ParquetSource, read_parquet
 
@@ -33,34 +33,34 @@ _ROW_GROUPS: Final = "row_groups"
 
 
 @dataclass(frozen=True)
-class HuggingFace(TableSource):
-    """A listed folder. A sample's key is `FILE#ROW` where no column holds keys."""
+class HuggingFaceSource(TableSource):
+    """A listed folder. Without a key column, the key of a sample is `FILE#ROW`."""
 
     kind: ClassVar[str] = "huggingface"
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> HuggingFace:
+    def list(cls, url: str, options: SourceOptions | None = None) -> HuggingFaceSource:
         """List the source.
 
         Raises:
-            NotFoundError: it is no such folder, a file that it names is not there, or no samples are.
-            ConfigError: a description does not parse, or splits differ in columns or class names; and as
+            NotFoundError: the folder has neither layout, a file that it lists is missing, or there are no samples.
+            ConfigError: a description does not parse, or splits differ in columns or class names; or see
                 `ColumnMap`.
-            UnavailableError: the store does not answer.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
         files = {file.name: file for file in list_files(url)}
         saved = _saved_splits(reader, files, options)
         if saved:
-            data = {file.name: (split, file) for split, _, of_split in saved for file in of_split}
+            data = {file.name: (split, file) for split, _, split_files in saved for file in split_files}
         else:
             data = {name: (_hub_split(name, options), file) for name, file in files.items() if _is_parquet(file)}
         features = _features(reader, files, [folder for _, folder, _ in saved] or [""])
         if not data:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)} as Hugging Face data: it holds neither {_STATE} or {_DICT} nor "
-                f"Parquet files, but {sorted(files)[:10]}"
+                f"cannot ingest {redact_url(url)} as Hugging Face data: expected {_STATE}, {_DICT} or Parquet files, "
+                f"found {sorted(files)[:10]}"
             )
         ignored = Counter(
             file.extension or "(none)"
@@ -69,10 +69,11 @@ class HuggingFace(TableSource):
         )
         listed = [file for _, file in data.values()]
         table: TableSource = (
-            ArrowFiles.of_files(url, listed, ignored, options, features)
+            ArrowSource.of_files(url, listed, ignored, options, features)
             if saved
             else ParquetSource.of_files(url, listed, ignored, options, features)
         )
+        # The reader derived splits from file names; here the descriptions define them.
         parts = [replace(part, split=data[part.where["name"]][0]) for part in table.parts]
         return cls(url, table.schema, table.classes, parts, table.columns, table.ignored)
 
@@ -85,31 +86,33 @@ class HuggingFace(TableSource):
 def _saved_splits(
     reader: FileReader, files: Mapping[str, SourceFile], options: SourceOptions
 ) -> Sequence[tuple[str, str, Sequence[SourceFile]]]:
-    """Return split, folder and files of each data set that `save_to_disk` wrote; none where it did not."""
+    """Return split, folder and files of each data set of `save_to_disk`; empty for another layout."""
     if _DICT in files:
         names = _parsed(reader, files[_DICT]).get("splits")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{_DICT} does not list its splits; expected a text such as {{'splits': ['train']}}")
+            raise ConfigError(f"{_DICT} does not list its splits; expected text such as {{'splits': ['train']}}")
         return [(options.split or name, f"{name}/", _saved_files(reader, files, f"{name}/")) for name in names]
     if _STATE in files:
         split = _parsed(reader, files[_STATE]).get("_split")
-        named = options.split or (split if isinstance(split, str) else "train")
-        return [(named, "", _saved_files(reader, files, ""))]
+        name = options.split or (split if isinstance(split, str) else "train")
+        return [(name, "", _saved_files(reader, files, ""))]
     return []
 
 
 def _saved_files(reader: FileReader, files: Mapping[str, SourceFile], folder: str) -> Sequence[SourceFile]:
-    """Return the files that a split's state names, in its order, which is the order of its samples."""
+    """Return the files that a split's state lists, in its order, which is the order of the samples."""
     path = f"{folder}{_STATE}"
     if path not in files:
-        raise NotFoundError(f"{path} is not there, though {_DICT} lists the split; copy the whole folder")
+        raise NotFoundError(f"{path} is missing, but {_DICT} lists the split; copy the whole folder")
     entries = _parsed(reader, files[path]).get("_data_files")
     if not isinstance(entries, list):
-        raise ConfigError(f"{path} does not list its data files; was it written by save_to_disk?")
+        raise ConfigError(f"{path} does not list its data files; expected a folder written by save_to_disk")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    lacking = [str(name) for name in names if f"{folder}{name}" not in files]
-    if lacking:
-        raise NotFoundError(f"{path} names {lacking[:10]} ({len(lacking)} files), which are not there")
+    missing = [str(name) for name in names if f"{folder}{name}" not in files]
+    if missing:
+        raise NotFoundError(
+            f"{path} lists {missing[:10]} ({len(missing)} files), which are missing; copy the whole folder"
+        )
     return [files[f"{folder}{name}"] for name in names]
 
 
@@ -118,7 +121,7 @@ def _is_parquet(file: SourceFile) -> bool:
 
 
 def _hub_split(name: str, options: SourceOptions) -> str:
-    """Return the split of a hub's file: any word may be one, as in `unsupervised-00000-of-00001.parquet`."""
+    """Return the split of a file of a hub repository; it may be any word: `unsupervised-00000-of-00001.parquet`."""
     if options.split is not None:
         return options.split
     match = _HUB_NAME.fullmatch(posixpath.basename(name))
@@ -126,17 +129,17 @@ def _hub_split(name: str, options: SourceOptions) -> str:
 
 
 def _features(reader: FileReader, files: Mapping[str, SourceFile], folders: Sequence[str]) -> Mapping[str, Any]:
-    """Return the features that the folders' descriptions agree on; none where they say nothing."""
-    found = [
+    """Return the features in the folders' descriptions, which must be equal; empty if there are none."""
+    descriptions = [
         (folder, features_in(_parsed(reader, files[path])))
         for folder in folders
         if (path := f"{folder}{_INFO}") in files
     ]
-    described = [(folder, features) for folder, features in found if features]
+    described = [(folder, features) for folder, features in descriptions if features]
     for folder, features in described[1:]:
         if features != described[0][1]:
             raise ConfigError(
-                f"{folder}{_INFO} and {described[0][0]}{_INFO} differ in their features; ingest the splits apart"
+                f"{folder}{_INFO} and {described[0][0]}{_INFO} differ in their features; ingest the splits separately"
             )
     return described[0][1] if described else {}
 
@@ -145,7 +148,7 @@ def _parsed(reader: FileReader, file: SourceFile) -> dict[str, Any]:
     try:
         parsed = json.loads(reader.read(file.path))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file.name} is no JSON: {error}; copy the folder again") from error
+        raise ConfigError(f"{file.name} is not JSON: {error}; copy the folder again") from error
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{file.name} holds no JSON object; copy the folder again")
+        raise ConfigError(f"{file.name} is not a JSON object; copy the folder again")
     return parsed

@@ -1,7 +1,7 @@
-"""JSON lines: one object a line. Types come from the first lines of each split and hold from there on.
+"""Source of JSON lines: one object per line.
 
-A line that does not parse, or does not fit these types, is a bad sample of its own. Strings stay strings, also where
-they look like dates.
+The types come from the first lines of each split and hold for all lines. A line that does not parse or does not fit
+the types is a bad sample. Strings stay strings, even if they look like dates.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from datasvc.shards.sources.common.tables import (
     UNREADABLE,
     RawBatch,
     TableSource,
-    all_empty,
     is_compressed,
     list_tables,
+    no_samples_error,
     numbered_keys,
     reason_of,
     table_split,
@@ -39,11 +39,11 @@ RANGE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
-class JsonLines(TableSource):
-    """Listed JSON lines. A sample's key is `FILE#BYTE_OFFSET`, `FILE#LINE` of a compressed file.
+class JsonLinesSource(TableSource):
+    """Listed JSON lines. The key of a sample is `FILE#BYTE_OFFSET`, or `FILE#LINE` in a compressed file.
 
     Attributes:
-        raw: columns of the objects, as they are parsed.
+        raw: columns of the objects as they are parsed.
     """
 
     kind: ClassVar[str] = "json-lines"
@@ -51,14 +51,14 @@ class JsonLines(TableSource):
     raw: pa.Schema
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> JsonLines:
-        """List the source: the first lines of each split are read.
+    def list(cls, url: str, options: SourceOptions | None = None) -> JsonLinesSource:
+        """List the source: read the first lines of each split.
 
         Raises:
-            NotFoundError: nothing is there, or no samples are.
-            ConfigError: a file holds an array, no first line is an object, or a column has several types; and as
-                `ColumnMap`.
-            UnavailableError: the store does not answer.
+            NotFoundError: there are no files, or no samples in them.
+            ConfigError: a file holds an array, none of the first lines is an object, or a column has several types;
+                or see `ColumnMap`.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS, compressed=True)
@@ -66,10 +66,10 @@ class JsonLines(TableSource):
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
             splits.setdefault(table_split(file, options), []).append(file)
-        found = [_infer(reader, of_split) for of_split in splits.values()]
-        schemas = [each for each in found if each is not None]
+        inferred = [_infer(reader, split_files) for split_files in splits.values()]
+        schemas = [name_and_schema for name_and_schema in inferred if name_and_schema is not None]
         if not schemas:
-            raise all_empty(url, files)
+            raise no_samples_error(url, files)
         joined = join_json_schemas(schemas)
         raw = pa.schema([field.with_type(sample_type(field.type)) for field in joined])
         columns = ColumnMap(raw, key=options.key)
@@ -79,14 +79,14 @@ class JsonLines(TableSource):
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
         reader, where = FileReader(self.url), part.where
-        place = None
+        last_block = None
         try:
             with reader.open(where["path"], start=max(where["start"] - 1, 0)) as stream:
                 for block in read_line_blocks(stream, start=where["start"], stop=where["stop"]):
-                    place = block
+                    last_block = block
                     yield from self._parse_block(part, block)
         except UNREADABLE as error:
-            number = 0 if place is None else _number(part, place)
+            number = 0 if last_block is None else _number(part, last_block)
             yield BadSample(
                 part.split, f"{where['name']}#{number}", f"the file cannot be read to its end: {reason_of(error)}"
             )
@@ -102,6 +102,7 @@ class JsonLines(TableSource):
         if not filled:
             return
         numbers = _numbers(part, block, lines)[filled]
+        # The whole block first: bad lines are rare, and parsing them one by one is slow.
         batch = parse_json(block.content, self.raw, num_lines=len(filled))
         if isinstance(batch, pa.RecordBatch):
             yield RawBatch(batch, numbered_keys(name, numbers))
@@ -109,7 +110,7 @@ class JsonLines(TableSource):
             yield from self._parse_lines(part, [lines[index] for index in filled], numbers)
 
     def _parse_lines(self, part: SourcePart, lines: Sequence[bytes], numbers: Any) -> Iterator[RawBatch | BadSample]:
-        """Find the lines that do not parse by halving."""
+        """Parse lines; find those that do not parse by bisection."""
         name = part.where["name"]
         batch = parse_json(b"\n".join(lines), self.raw, num_lines=len(lines))
         if isinstance(batch, pa.RecordBatch):
@@ -121,20 +122,21 @@ class JsonLines(TableSource):
             yield from self._parse_lines(part, lines[:middle], numbers[:middle])
             yield from self._parse_lines(part, lines[middle:], numbers[middle:])
 
-    def _reason(self, line: bytes, found: str) -> str:
+    def _reason(self, line: bytes, arrow_reason: str) -> str:
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
-            return f"the line is no JSON object: {found}"
+            return f"the line is not a JSON object: {arrow_reason}"
         if not isinstance(parsed, dict):
-            return "the line is no JSON object"
+            return "the line is not a JSON object"
         unknown = sorted(parsed.keys() - set(self.raw.names))
         if unknown:
             return f"has unknown columns {unknown[:10]}, which the first lines do not have"
-        return f"does not fit the columns of the first lines: {found}"
+        return f"does not fit the columns of the first lines: {arrow_reason}"
 
 
 def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
+    # A compressed file cannot be read from the middle: it is one part.
     compressed = is_compressed(file)
     length = file.size_bytes if compressed else RANGE_BYTES
     parts = []
@@ -158,7 +160,7 @@ def _number(part: SourcePart, block: LineBlock) -> int:
 
 
 def _numbers(part: SourcePart, block: LineBlock, lines: Sequence[bytes]) -> Any:
-    """Return where each line is, for its key: line number or offset, `int64[lines]`."""
+    """Return the position of each line for its key: line number or byte offset, `int64[lines]`."""
     if part.where["lines"]:
         return block.line + np.arange(len(lines))
     lengths = np.fromiter(map(len, lines), np.int64, len(lines)) + 1
@@ -166,28 +168,29 @@ def _numbers(part: SourcePart, block: LineBlock, lines: Sequence[bytes]) -> Any:
 
 
 def _infer(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Schema] | None:
-    """Return the name and the columns of the first file that holds a line; None where none does."""
-    found = None
+    """Return the name and the columns of the first file that holds a line; None if all are empty."""
+    first = None
     for number, file in enumerate(files):
-        if found is not None and file.extension != ".json":
+        # Only a .json file may hold an array; of the others, one with a line is enough.
+        if first is not None and file.extension != ".json":
             continue
         try:
             with reader.open(file.path) as stream:
                 block = _first_block(stream)
         except UNREADABLE as error:
             if number + 1 < len(files):
-                continue  # reading it will say so
+                continue  # the ingest reports it
             raise ConfigError(f"cannot read {file.name}: {reason_of(error)}") from error
         if block is None:
             continue
         if block.content is not None and block.content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             raise ConfigError(
-                f"{file.name} holds one array, not one object a line; write it so, for instance with "
+                f"{file.name} holds one array; expected one object per line; convert it, for instance with "
                 "`jq -c '.[]' IN.json > OUT.jsonl`"
             )
-        if found is None:
-            found = file.name, infer_json_types(block.content or b"", file.name)
-    return found
+        if first is None:
+            first = file.name, infer_json_types(block.content or b"", file.name)
+    return first
 
 
 def _first_block(stream: BinaryIO) -> LineBlock | None:

@@ -1,4 +1,4 @@
-"""Types of the columns of JSON objects, found from some of them and held by the rest."""
+"""Infer the types of the columns of JSON objects from some of them, and parse objects by these types."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import pyarrow.json as pj
 
 from datasvc.errors import ConfigError
 
-# Arrow's parser calls itself for each level while it does not know the types, and falls over a few thousand.
+# Arrow's parser recurses once per level while it infers types, and crashes at a few thousand levels.
 _MAX_DEPTH: Final = 64
 _TEXT: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _ARROW_DETAIL: Final = "JSON parse error: "
 
 
 def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> pa.RecordBatch | str:
-    """Return objects, one a line, as a batch; a text that says why where that fails.
+    """Return objects, one per line, as a batch; or the reason as text if that fails.
 
     Args:
-        content: lines, blank ones among them.
-        schema: of the objects; None: find it.
-        num_lines: that are not blank.
+        content: lines; they may include blank ones.
+        schema: columns of the objects; None: inferred.
+        num_lines: number of lines that are not blank.
     """
     options = pj.ParseOptions(
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
     )
-    block_bytes = len(content) + 1  # one block: what is found is one batch
+    block_bytes = len(content) + 1  # one block, so that the result is one batch
     try:
         table = pj.read_json(
             io.BytesIO(content), pj.ReadOptions(use_threads=False, block_size=block_bytes), options
@@ -43,36 +43,38 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
 
 
 def infer_json_types(content: bytes, name: str) -> pa.Schema:
-    """Return the columns of some lines, those of their fields together.
+    """Return the union of the columns of some lines.
 
-    Lines that do not parse are left out: they are bad samples.
+    Lines that do not parse are left out: they become bad samples when they are read.
 
     Raises:
         ConfigError: no line is an object, or the values of a column have several types.
     """
     lines = [line for line in content.split(b"\n") if line and not line.isspace()]
+    # Lines nested too deeply would crash Arrow's parser.
     flat = [line for line in lines if _depth(line) <= _MAX_DEPTH]
     batch = parse_json(b"\n".join(flat), None, num_lines=len(flat)) if flat else "nested too deeply"
     if isinstance(batch, pa.RecordBatch):
         schema = _json_schema(batch.schema)
     else:
-        each = [parse_json(line, None, num_lines=1) for line in flat]
-        schemas = [_json_schema(found.schema) for found in each if isinstance(found, pa.RecordBatch)]
+        # Some line does not parse: infer from those that do.
+        batches = [parse_json(line, None, num_lines=1) for line in flat]
+        schemas = [_json_schema(parsed.schema) for parsed in batches if isinstance(parsed, pa.RecordBatch)]
         if not schemas:
             raise ConfigError(
-                f"no line at the start of {name} is a JSON object ({batch}); expected one object a line"
+                f"no line at the start of {name} is a JSON object ({batch}); expected one object per line"
             )
-        schema = join_json_schemas((name, found) for found in schemas)
+        schema = join_json_schemas((name, schema_of_line) for schema_of_line in schemas)
     if not schema.names:
-        raise ConfigError(f"the objects at the start of {name} have no fields")
+        raise ConfigError(f"the objects at the start of {name} have no fields; expected at least one")
     return schema
 
 
 def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Return the columns of all; a number is a float where any is.
+    """Return the union of the columns; a column of integers and floats is float.
 
     Args:
-        schemas: a file's name and its columns.
+        schemas: pairs of a file's name and its columns.
 
     Raises:
         ConfigError: a column has two types.
@@ -85,7 +87,7 @@ def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
             detail = str(error).removeprefix("Unable to merge: ")
             places = name if name == first or not first else f"{first} and {name}"
             raise ConfigError(
-                f"the first lines of {places} do not agree: {detail}; give each column one type"
+                f"the first lines of {places} differ in their types: {detail}; give each column one type"
             ) from error
         first = first or name
     return joined
@@ -95,19 +97,19 @@ def _json_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([pa.field(field.name, _json_type(field.type)) for field in schema])
 
 
-def _json_type(found: pa.DataType) -> pa.DataType:
-    """Return a type that Arrow found, with text for what it takes for dates."""
-    if pa.types.is_timestamp(found):
+def _json_type(inferred: pa.DataType) -> pa.DataType:
+    """Return a type that Arrow inferred, with text in place of timestamps: strings stay strings."""
+    if pa.types.is_timestamp(inferred):
         return pa.string()
-    if pa.types.is_list(found):
-        return pa.list_(_json_type(found.value_type))
-    if pa.types.is_struct(found):
-        return pa.struct([(field.name, _json_type(field.type)) for field in found.fields])
-    return found
+    if pa.types.is_list(inferred):
+        return pa.list_(_json_type(inferred.value_type))
+    if pa.types.is_struct(inferred):
+        return pa.struct([(field.name, _json_type(field.type)) for field in inferred.fields])
+    return inferred
 
 
 def _depth(line: bytes) -> int:
-    """Return how deeply a line is nested, 0 where that cannot be too deep."""
+    """Return the nesting depth of a line; 0 if it has too few brackets to exceed `_MAX_DEPTH`."""
     if line.count(b"[") + line.count(b"{") <= _MAX_DEPTH:
         return 0
     signs = np.frombuffer(_TEXT.sub(b"", line), np.uint8)

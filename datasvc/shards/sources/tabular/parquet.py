@@ -1,4 +1,4 @@
-"""Parquet files: runs of row groups, decoded in small batches whatever the size of a row group."""
+"""Source of Parquet files: ranges of row groups, decoded in small batches whatever the size of a row group."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from datasvc.shards.sources.common.tables import (
     EMPTY,
     RawBatch,
     TableSource,
-    all_empty,
     list_tables,
-    look_at,
+    map_files,
+    no_samples_error,
     reason_of,
     row_keys,
     table_split,
@@ -33,17 +33,17 @@ from datasvc.shards.sources.tabular.partitions import Partitions
 
 EXTENSIONS: Final = frozenset({".parquet", ".pq"})
 PART_BYTES: Final = 16 << 20
-# Each column of an open part is read through a buffer of its own; pages that are larger pass it by.
+# Each column of an open part has a read buffer of this size; larger pages bypass it.
 _BUFFER_BYTES: Final = 64 << 10
 _PROBED_SAMPLES: Final = 32
 
 
 @dataclass(frozen=True)
 class ParquetSource(TableSource):
-    """Listed Parquet files. A sample's key is `FILE#ROW` where no column holds keys.
+    """Listed Parquet files. Without a key column, the key of a sample is `FILE#ROW`.
 
     Attributes:
-        partitions: columns that stand in folder names.
+        partitions: partition columns in the folder names.
     """
 
     kind: ClassVar[str] = "parquet"
@@ -52,12 +52,12 @@ class ParquetSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> ParquetSource:
-        """List the source: every file's footer is read.
+        """List the source: read the footer of every file.
 
         Raises:
-            NotFoundError: nothing is there, or no samples are.
-            ConfigError: a file is no Parquet file, or files differ in their columns; and as `ColumnMap`.
-            UnavailableError: the store does not answer.
+            NotFoundError: there are no files, or no samples in them.
+            ConfigError: a file is not a Parquet file, or the files differ in their columns; or see `ColumnMap`.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS)
@@ -72,12 +72,20 @@ class ParquetSource(TableSource):
         options: SourceOptions,
         features: Mapping[str, Any] | None = None,
     ) -> ParquetSource:
-        """Return a source of listed files; `features`: what Hugging Face says of them, if known. Raises as `list`."""
+        """Return the source of files that are listed already. Raise as `list`.
+
+        Args:
+            url: URL of the source.
+            files: files to read.
+            ignored: number of other files by extension.
+            options: how to read it.
+            features: Hugging Face features by column; None: taken from the files.
+        """
         reader = FileReader(url)
-        footers = look_at(reader, files, lambda file: read_footer(reader, file))
+        footers = map_files(reader, files, lambda file: read_footer(reader, file))
         filled = [(file, footer) for file, footer in zip(files, footers, strict=True) if footer.num_samples]
         if not filled:
-            raise all_empty(url, files)
+            raise no_samples_error(url, files)
         schemas = [(file.name, footer.schema) for file, footer in filled]
         raw = join_schemas(schemas)
         partitions = Partitions([file.name for file, _ in filled])
@@ -87,11 +95,11 @@ class ParquetSource(TableSource):
         label, classes = label_column(features, raw)
         parts = [part for file, footer in filled for part in plan_parts(file, footer, table_split(file, options))]
         first = next(read_parquet(reader, parts[0]))
-        # Where it is not to be read, reading it will report what is wrong.
-        seen = partitions.add(first.batch, filled[0][0].name) if isinstance(first, RawBatch) else None
-        columns = ColumnMap(raw, seen, key=options.key, images=image_columns(features, raw), label=label)
-        left_out = ignored + Counter({EMPTY: len(files) - len(filled)})
-        return cls(url, columns.schema, classes or partitions.classes, parts, columns, left_out, partitions)
+        # If it cannot be read, the ingest reports the reason; listing does not fail.
+        first_samples = partitions.add(first.batch, filled[0][0].name) if isinstance(first, RawBatch) else None
+        columns = ColumnMap(raw, first_samples, key=options.key, images=image_columns(features, raw), label=label)
+        ignored_or_empty = ignored + Counter({EMPTY: len(files) - len(filled)})
+        return cls(url, columns.schema, classes or partitions.classes, parts, columns, ignored_or_empty, partitions)
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
@@ -104,11 +112,11 @@ class ParquetSource(TableSource):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """What a footer says of a row group.
+    """A row group according to the footer.
 
     Attributes:
-        num_samples: rows.
-        decoded_bytes: about how much it is once decompressed.
+        num_samples: number of rows.
+        decoded_bytes: approximate size after decompression.
     """
 
     num_samples: int
@@ -117,11 +125,11 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Footer:
-    """What is to be known of a Parquet file.
+    """Columns and row groups of a Parquet file.
 
     Attributes:
         schema: raw columns.
-        row_groups: in the file's order.
+        row_groups: in the order of the file.
     """
 
     schema: pa.Schema
@@ -129,16 +137,17 @@ class Footer:
 
     @property
     def num_samples(self) -> int:
-        """Rows over all row groups."""
+        """Number of rows over all row groups."""
         return sum(group.num_samples for group in self.row_groups)
 
 
 def read_footer(reader: FileReader, file: SourceFile) -> Footer:
-    """Return a Parquet file's columns and row groups.
+    """Read the footer of a Parquet file.
 
     Raises:
-        ConfigError: it is no Parquet file, or cut off.
-        NotFoundError, UnavailableError: see `storage.translated`.
+        ConfigError: the file is not a Parquet file, or it is truncated.
+        NotFoundError: the file does not exist.
+        UnavailableError: the store does not respond.
     """
     try:
         with open_seekable(reader, file.path) as opened, pq.ParquetFile(opened, pre_buffer=False) as parquet:
@@ -147,20 +156,20 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
             return Footer(checked_names(parquet.schema_arrow), groups)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file.name} is no readable Parquet file: {reason_of(error)}; mend it, or leave it out of the source"
+            f"{file.name} is not a readable Parquet file: {reason_of(error)}; repair it, or remove it from the source"
         ) from error
 
 
 def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]:
-    """Cut a file between row groups into parts; small row groups are joined up to `PART_BYTES`."""
+    """Divide a file at row group boundaries into parts; small row groups are joined up to `PART_BYTES`."""
     runs: list[list[int]] = []
-    room = 0
+    free_bytes = 0
     for number, group in enumerate(footer.row_groups):
-        if not runs or group.decoded_bytes > room:
+        if not runs or group.decoded_bytes > free_bytes:
             runs.append([])
-            room = PART_BYTES
+            free_bytes = PART_BYTES
         runs[-1].append(number)
-        room -= group.decoded_bytes
+        free_bytes -= group.decoded_bytes
     total_bytes = sum(group.decoded_bytes for group in footer.row_groups)
     parts, row = [], 0
     for run in runs:
@@ -177,21 +186,22 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]
 
 
 def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadSample]:
-    """Yield the raw samples of a part that `plan_parts` made.
+    """Yield the raw samples of a part from `plan_parts`.
 
     Raises:
-        ConfigError: the file has other row groups than when it was listed.
-        NotFoundError, UnavailableError: see `storage.translated`.
+        ConfigError: the row groups of the file have changed since it was listed.
+        NotFoundError: the file no longer exists.
+        UnavailableError: the store does not respond.
     """
     name, row = part.where["name"], part.where["row"]
     stop = row + (part.num_samples or 0)
     try:
         for batch in _batches(reader, part):
-            counted = batch.slice(0, max(stop - row, 0))  # a wrong footer must not give two samples one key
+            counted = batch.slice(0, max(stop - row, 0))  # rows beyond the footer's count would repeat keys
             if counted.num_rows:
                 yield RawBatch(counted, row_keys(name, row, counted.num_rows))
             row += batch.num_rows
-        reason = "" if row == stop else f"its row groups hold other counts of rows than the footer says, at row {row}"
+        reason = "" if row == stop else f"the row counts in its footer are wrong: its row groups end at row {row}"
     except (pa.ArrowException, OSError) as error:
         reason = f"its rows {row} to {stop - 1} cannot be read: {reason_of(error)}"
     if reason:
@@ -203,29 +213,29 @@ def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
     with open_seekable(reader, part.where["path"]) as opened:
         metadata = pq.read_metadata(opened)
         if groups[-1] >= metadata.num_row_groups:
-            raise ConfigError(f"{part.name} has changed since it was listed; list it again")
+            raise ConfigError(f"{part.name} has changed since it was listed; list the source again")
         listed = [_row_group(metadata.row_group(number)) for number in groups]
         sample_bytes = sum(group.decoded_bytes for group in listed) / max(1, part.num_samples or 0)
-        # Footers count values that repeat once: look how large samples are when they are decoded.
-        few = min(_PROBED_SAMPLES, _num_samples(sample_bytes))
-        probe = next(_open(opened, metadata).iter_batches(few, groups, use_threads=False))
+        # Footers count a repeated value once, so decoded samples may be larger: measure a few of them.
+        num_probed = min(_PROBED_SAMPLES, _num_samples(sample_bytes))
+        probe = next(_open(opened, metadata).iter_batches(num_probed, groups, use_threads=False))
         sample_bytes = max(sample_bytes, probe.nbytes / max(1, probe.num_rows))
         del probe
         yield from _open(opened, metadata).iter_batches(_num_samples(sample_bytes), groups, use_threads=False)
 
 
 def _num_samples(sample_bytes: float) -> int:
-    """Return how many samples of this size a batch may hold."""
+    """Return the number of samples of this size that a batch may hold."""
     return max(1, min(BATCH_SAMPLES, int(BATCH_BYTES / max(sample_bytes, 1))))
 
 
 def _open(opened: pa.NativeFile, metadata: Any) -> pq.ParquetFile:
-    # Without a buffer size, whole column chunks are read at once.
+    # Without a buffer size, Arrow reads whole column chunks at once.
     return pq.ParquetFile(
         opened, metadata=metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
     )
 
 
 def _row_group(metadata: Any) -> RowGroup:
-    # What it says of single columns is not asked for: pyarrow ends the process where that is damaged.
+    # The metadata of single columns is not read: pyarrow aborts the process if it is damaged.
     return RowGroup(metadata.num_rows, max(metadata.total_byte_size, 0))

@@ -1,4 +1,4 @@
-"""Columns that stand in folder names, as Hive writes them: `label=cat/part-0.parquet`."""
+"""Read Hive partition columns from folder names: `label=cat/part-0.parquet`."""
 
 from __future__ import annotations
 
@@ -18,62 +18,66 @@ Values = Mapping[str, str | None]
 
 
 def partition_of(name: str) -> dict[str, str | None]:
-    """Return the columns that the folders of a file name say, by column."""
+    """Return the partition columns in the folders of a file name, as values by column."""
     pairs = [folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder]
     return {unquote(column): None if value == _NULL else unquote(value) for column, _, value in pairs if column}
 
 
 class Partitions:
-    """The columns that the folders of a source's files name; text, but for a label, which becomes an index.
+    """The partition columns of a source's files; text, except a label, which becomes a class index.
 
     Args:
-        names: of all files.
+        names: names of all files.
 
     Attributes:
-        schema: the columns.
-        classes: names of the label, sorted; empty where no folder names one.
+        schema: the partition columns.
+        classes: sorted class names; empty if no partition column is a label.
 
     Raises:
-        ConfigError: files name different columns.
+        ConfigError: files have different partition columns.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         values = {name: partition_of(name) for name in names}
         first = next(iter(values), "")
         columns = list(values[first]) if values else []
-        for name, found in values.items():
-            if list(found) != columns:
+        for name, columns_of_file in values.items():
+            # All samples of a source have the same columns.
+            if list(columns_of_file) != columns:
                 raise ConfigError(
-                    f"the folders of {name} name the columns {list(found)}, those of {first} {columns}; "
-                    "ingest them as two sources, or move them"
+                    f"the folders of {name} have the partition columns {list(columns_of_file)}, those of {first} "
+                    f"{columns}; ingest them as two sources, or move the files"
                 )
         label = next((column for column in _LABELS if column in columns), None)
         self._label = label
         self.classes: tuple[str, ...] = ()
         if label is not None:
-            self.classes = tuple(sorted({str(found[label]) for found in values.values() if found[label] is not None}))
+            names_of_label = {str(by_column[label]) for by_column in values.values() if by_column[label] is not None}
+            self.classes = tuple(sorted(names_of_label))
         self.schema = pa.schema(
             [(LABEL, pa.int32()) if column == label else (column, pa.string()) for column in columns]
         )
 
     def add(self, batch: pa.RecordBatch, name: str) -> pa.RecordBatch:
-        """Return `batch` of the file `name` with the columns of its folders."""
+        """Return `batch` of the file `name` with its partition columns appended."""
         for column, value in partition_of(name).items():
             if column == self._label:
                 number = None if value is None else self.classes.index(value)
-                batch = _with(batch, LABEL, pa.array([number] * batch.num_rows, pa.int32()))
+                batch = _append(batch, LABEL, pa.array([number] * batch.num_rows, pa.int32()))
             else:
-                batch = _with(batch, column, pa.array([value] * batch.num_rows, pa.string()))
+                batch = _append(batch, column, pa.array([value] * batch.num_rows, pa.string()))
         return batch
 
     def check_new(self, raw: pa.Schema) -> None:
-        """Raise ConfigError where a file holds a column that its folder names too."""
-        twice = sorted(set(self.schema.names) & set(raw.names))
-        if twice:
-            raise ConfigError(f"the columns {twice} stand in the files and in their folders' names; drop one of them")
+        """Raise ConfigError if a partition column is also a column of the files."""
+        duplicates = sorted(set(self.schema.names) & set(raw.names))
+        if duplicates:
+            raise ConfigError(
+                f"the columns {duplicates} are both in the files and in folder names; remove one of them"
+            )
 
 
-def _with(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
+def _append(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(
         [*batch.columns, column], schema=batch.schema.append(pa.field(name, column.type))
     )

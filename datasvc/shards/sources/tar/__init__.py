@@ -1,1 +1,1 @@
-"""Sources in tars: WebDataset, and the tar reader itself."""
+"""Sources of tars: WebDataset, and the streaming tar reader."""

@@ -1,8 +1,7 @@
-"""Tars as streams: one member at a time, in bounded memory, and never an end that is not said to be one.
+"""Read tars as streams: one member at a time, in bounded memory; a damaged or truncated tar is always an error.
 
-A reader of our own, because the standard library's ends without an error where a header is broken or the tar is cut
-off at a header: the samples behind it would be lost in silence. Links and devices are never followed, whatever their
-target.
+The standard library is not used: its reader ends without an error if a header is damaged or the tar is truncated at a
+header, so that the remaining samples would be lost silently. Links and devices are never followed.
 """
 
 from __future__ import annotations
@@ -18,30 +17,31 @@ import zstandard
 
 from datasvc.errors import CorruptDataError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.sources.common.files import FileReader, decompressed
+from datasvc.shards.sources.common.files import FileReader, decompress
 from datasvc.shards.sources.tar import tar_header
 from datasvc.shards.sources.tar.tar_header import BLOCK_BYTES, padded
 
-LARGEST_MEMBER_BYTES: Final = 1 << 30
+MAX_MEMBER_BYTES: Final = 1 << 30
 
 _T = TypeVar("_T")
 _ZEROS: Final = bytes(BLOCK_BYTES)
 _PIECE_BYTES: Final = 16 << 20
-_WORTH_A_SEEK_BYTES: Final = 1 << 16
-_LARGEST_EXTENSION_BYTES: Final = 1 << 20  # of a pax header or a long name
+_MIN_SEEK_BYTES: Final = 1 << 16  # a shorter distance is read, not skipped by a seek
+_MAX_EXTENSION_BYTES: Final = 1 << 20  # of a pax header or a long name
 _DECOMPRESSION_ERRORS: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """A member of a tar that is no folder.
+    """A member of a tar, except folders.
 
     Attributes:
-        name: as stored; bytes that are not UTF-8 are shown escaped.
-        offset: of its content in the tar, decompressed.
-        size_bytes: of its content.
-        problem: why it must not be used: it is no regular file, or its name climbs, is absolute or not UTF-8.
+        name: name in the header, with bytes that are not UTF-8 escaped.
+        offset: offset of its content in the decompressed tar.
+        size_bytes: size of its content.
+        problem: reason why it must not be used (not a regular file, or a name that is absolute, has `..` or is not
+            UTF-8); None for a valid member.
     """
 
     name: str
@@ -51,16 +51,16 @@ class TarMember:
 
 
 class TarReader:
-    """Iterates over the members of a tar, once.
+    """Iterator over the members of a tar; can be used once.
 
     Args:
-        stream: at the tar's start. Where it can seek, large contents that nobody reads are not read.
-        location: of the tar, for messages.
+        stream: stream at the start of the tar. If it can seek, large contents are skipped unless they are read.
+        location: path of the tar for messages.
 
     Raises:
-        CorruptDataError: by iterating and `read`: the tar is truncated, no tar, or broken; says where. Nothing can be
-            read behind that place.
-        UnavailableError: likewise: the store failed.
+        CorruptDataError: by iteration and `read`: the tar is truncated, damaged or not a tar. The message has the
+            offset; nothing can be read after it.
+        UnavailableError: by iteration and `read`: the store does not respond.
     """
 
     def __init__(self, stream: BinaryIO, location: str) -> None:
@@ -75,7 +75,7 @@ class TarReader:
             yield member
 
     def read(self, member: TarMember) -> bytes:
-        """Return the content of the member that the iteration gave last; once. Raises as the class says."""
+        """Return the content of the member that the iteration yielded last, once. Raise as the class."""
         assert self._position == member.offset
         return self._read_exactly(member.size_bytes)
 
@@ -88,6 +88,7 @@ class TarReader:
                 pax.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
             elif kind == tar_header.PAX_GLOBAL:
                 self._defaults.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
+                # Values for the next member override global ones.
                 pax = {**self._defaults, **pax}
             elif kind == tar_header.LONG_NAME:
                 long_name = tar_header.terminated(self._read_extension(size_bytes))
@@ -104,12 +105,12 @@ class TarReader:
         return None
 
     def _member(self, header: bytes, name: bytes, size_bytes: int, pax: dict[bytes, bytes]) -> TarMember | None:
-        """Return the member, or None for a folder; the position is at its content afterwards."""
+        """Return the member, or None for a folder; afterwards the position is at its content."""
         kind = tar_header.kind_of(header)
         if kind == tar_header.FOLDER or (kind in tar_header.FILE and name.endswith(b"/")):
             return None
         if kind == tar_header.SPARSE:
-            self._pass_sparse_map(header)
+            self._skip_sparse_map(header)
         if kind in tar_header.WITHOUT_CONTENT:
             size_bytes = 0
         self._next_header = self._position + padded(size_bytes)
@@ -117,8 +118,8 @@ class TarReader:
         return TarMember(name.decode(errors="backslashreplace"), self._position, size_bytes, problem)
 
     def _read_header(self) -> bytes | None:
-        """Return the next header block; None where the tar ends as it should."""
-        self._pass_to(self._next_header)
+        """Return the next header block; None at the end mark."""
+        self._skip_to(self._next_header)
         start = self._position
         header = self._take(BLOCK_BYTES)
         self._next_header = self._position
@@ -126,9 +127,10 @@ class TarReader:
             self._check_end()
             return None
         if not header:
-            raise self._broken(start, "ends without its end mark: it is truncated" if start else "is empty")
+            raise self._broken(start, "ends without an end mark: it is truncated" if start else "is empty")
+        # At the start a wrong checksum means another format, later a damaged tar.
         if start == 0 and not tar_header.has_right_checksum(header):
-            raise self._broken(start, f"is no tar: it starts with {header[:16]!r}")
+            raise self._broken(start, f"is not a tar: it starts with {header[:16]!r}")
         if len(header) < BLOCK_BYTES:
             raise self._broken(start, "ends within a header: it is truncated")
         if not tar_header.has_right_checksum(header):
@@ -136,43 +138,45 @@ class TarReader:
         return header
 
     def _check_end(self) -> None:
-        """Read on to the end: a compressed stream is checked only there, and behind the end mark nothing may be."""
+        """Read to the end: a compressed stream is verified only there, and only zeros may follow the end mark."""
         while piece := self._take(_PIECE_BYTES):
             if piece.count(0) < len(piece):
                 raise self._broken(
                     self._position - len(piece.lstrip(b"\0")),
-                    "goes on behind its end mark, where no reader looks; concatenated tars must be split again",
+                    "has content after its end mark, which no reader reads; split concatenated tars again",
                 )
 
-    def _pass_to(self, offset: int) -> None:
-        if offset - self._position > _WORTH_A_SEEK_BYTES and self._stream.seekable():
-            # Seeking behind the end succeeds; the header that is missing there says so.
+    def _skip_to(self, offset: int) -> None:
+        if offset - self._position > _MIN_SEEK_BYTES and self._stream.seekable():
+            # A seek beyond the end succeeds; the missing header there reveals the truncation.
             self._guarded(self._stream.seek, offset - self._position, io.SEEK_CUR)
             self._position = offset
         while self._position < offset:
             if not self._take(min(offset - self._position, _PIECE_BYTES)):
                 raise self._broken(self._position, "ends within a member: it is truncated")
 
-    def _pass_sparse_map(self, header: bytes) -> None:
-        goes_on = header[482]
-        while goes_on:
-            goes_on = self._read_exactly(BLOCK_BYTES)[504]
+    def _skip_sparse_map(self, header: bytes) -> None:
+        is_continued = header[482]
+        while is_continued:
+            is_continued = self._read_exactly(BLOCK_BYTES)[504]
 
     def _read_extension(self, length: int) -> bytes:
-        if length > _LARGEST_EXTENSION_BYTES:
-            raise self._broken(self._position, f"has a header that claims {length} bytes")
+        if length > _MAX_EXTENSION_BYTES:
+            raise self._broken(
+                self._position, f"has a header of {length} bytes; expected at most {_MAX_EXTENSION_BYTES}"
+            )
         self._next_header = self._position + padded(length)
         return self._read_exactly(length)
 
     def _read_exactly(self, length: int) -> bytes:
-        start, pieces, left = self._position, [], length
-        while left:
-            # A claimed size allocates nothing: only what is there is held.
-            piece = self._take(min(left, _PIECE_BYTES))
+        start, pieces, remaining_bytes = self._position, [], length
+        while remaining_bytes:
+            # Read piecewise, so that a false size cannot allocate more than the stream holds.
+            piece = self._take(min(remaining_bytes, _PIECE_BYTES))
             if not piece:
                 raise self._broken(start, f"ends within a member of {length} bytes: it is truncated")
             pieces.append(piece)
-            left -= len(piece)
+            remaining_bytes -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _take(self, length: int) -> bytes:
@@ -193,26 +197,27 @@ class TarReader:
         try:
             return parse(content)
         except ValueError as error:
-            raise self._broken(self._position, f"has a broken header: {error}") from error
+            raise self._broken(self._position, f"has a damaged header: {error}") from error
 
-    def _broken(self, offset: int, what: str) -> CorruptDataError:
-        return CorruptDataError(f"the tar {self._location} {what} (at byte {offset})")
+    def _broken(self, offset: int, problem: str) -> CorruptDataError:
+        return CorruptDataError(f"the tar {self._location} {problem} (at byte {offset})")
 
 
 def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
-    """Return the tar at `path`, or within its bytes `start` to `stop`, as a stream to close after use.
+    """Open the tar at `path`, or in its bytes `start` to `stop`, as a stream that the caller closes.
 
-    It is decompressed where its first bytes say that it is compressed, as "x.tgz" and misnamed tars are.
+    It is decompressed according to its first bytes, whatever its name: "x.tgz" and misnamed tars.
 
     Raises:
-        NotFoundError, UnavailableError: see `FileReader.open`.
+        NotFoundError: see `FileReader.open`.
+        UnavailableError: see `FileReader.open`.
     """
     stream = reader.open(path, start=start, stop=stop)
     with map_exceptions("read", reader.location(path)):
         try:
             first = cast("Any", stream).peek(4)[:4]
         except _DECOMPRESSION_ERRORS:
-            return stream  # reading it will say so
+            return stream  # the first read raises the error with its offset
     if first.startswith(_GZIP_MAGIC):
-        return decompressed(stream, "gzip")
-    return decompressed(stream, "zstd") if first == _ZSTD_MAGIC else stream
+        return decompress(stream, "gzip")
+    return decompress(stream, "zstd") if first == _ZSTD_MAGIC else stream

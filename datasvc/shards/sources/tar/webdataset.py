@@ -1,12 +1,11 @@
-"""WebDataset: tars in which consecutive files with one key are one sample.
+"""Source of WebDataset tars, in which consecutive files with the same key are one sample.
 
-A file's key is its path up to the first dot of its base name, its field is what follows, lower-cased: "a/b.seg.png"
+The key of a file is its path up to the first dot of its base name; its field is the rest in lower case: "a/b.seg.png"
 is the field "seg.png" of the sample "a/b". Names without a dot or starting with one, and WebDataset's own `__meta__`
-files, are passed over. Fields become columns by their extensions, see `webdataset_fields`.
+files, are skipped. Fields become columns by their extensions, see `webdataset_fields`.
 
-The key is kept as it is, or is what the field "key.txt" says, where there is one: `datasvc export` writes it for keys
-that no such path can say. WebDataset lets keys repeat from tar to tar; a data set does not, so that the ingest
-reports the second one.
+A field "key.txt" overrides the key: `datasvc export` writes it for keys that cannot be a path. WebDataset allows the
+same key in several tars; a data set does not, so the ingest reports the second one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from datasvc.shards.sources.common.files import FileReader, list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import split_of
-from datasvc.shards.sources.tar.tar import LARGEST_MEMBER_BYTES, TarMember, TarReader, open_tar
+from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReader, open_tar
 from datasvc.shards.sources.tar.webdataset_fields import KEY_FIELD, choose_columns, field_value
 
 _TAR_EXTENSIONS: Final = frozenset({".tar", ".tgz"})
@@ -41,11 +40,11 @@ class WebDatasetSource(StreamedSource):
 
     Attributes:
         url: a tar, a folder of tars, a `*` pattern or brace notation.
-        parts: by name.
+        parts: ordered by name.
         schema: columns of the samples.
         columns: column of each field.
-        classes: empty: WebDataset does not name its classes.
-        ignored: how many files of each other extension were left out.
+        classes: empty: WebDataset has no class names.
+        ignored: number of files left out, by extension.
     """
 
     kind: ClassVar[str] = "webdataset"
@@ -59,21 +58,21 @@ class WebDatasetSource(StreamedSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> WebDatasetSource:
-        """List the tars and read the first samples of each split, which decide the columns.
+        """List the tars, and read the first samples of each split, which determine the columns.
 
         Raises:
-            NotFoundError: nothing is there, no tar is, or no tar of a split holds a sample.
+            NotFoundError: there is no tar, or no tar of a split holds a sample.
             ConfigError: see `list_files`.
-            CorruptDataError: the only tar that could have shown samples cannot be read.
-            UnavailableError: the store does not answer.
+            CorruptDataError: a split has no readable sample, and one of its tars is damaged.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         files = list_files(url)
         tars = [file for file in files if file.extension in _TAR_EXTENSIONS]
         if not tars:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: no tar is in it ({len(files)} other files); looked for .tar, "
-                ".tar.gz, .tgz and .tar.zst"
+                f"cannot ingest {redact_url(url)}: no tar among its {len(files)} files; expected .tar, "
+                ".tar.gz, .tgz or .tar.zst"
             )
         ignored = Counter(file.extension or "(none)" for file in files if file.extension not in _TAR_EXTENSIONS)
         parts = [
@@ -116,7 +115,7 @@ class WebDatasetSource(StreamedSource):
         yield from batcher.flush()
 
     def _sample(self, group: Group) -> dict[str, Any]:
-        """Return the group's columns. Raises BadSampleError."""
+        """Return the columns of a group. Raise BadSampleError."""
         if group.problem is not None:
             raise BadSampleError(group.problem)
         sample: dict[str, Any] = {KEY: group.key}
@@ -127,8 +126,8 @@ class WebDatasetSource(StreamedSource):
             column = self.columns.get(name)
             if column is None:
                 raise BadSampleError(
-                    f"its field {name!r} is in none of the first samples, which decided the columns; put a sample "
-                    "that has it into the first tar, or ingest the tars that have it as another data set"
+                    f"its field {name!r} is in none of the first samples, which determine the columns; put a sample "
+                    "with it into the first tar, or ingest the tars that contain it as another data set"
                 )
             if column in sample:
                 raise BadSampleError(f"two of its fields {sorted(group.contents)} would be the column {column!r}")
@@ -144,10 +143,10 @@ class Group:
     """The files of one sample.
 
     Attributes:
-        key: the sample's.
-        contents: of each field, in the tar's order.
-        size_bytes: of all contents.
-        problem: why it is no sample; the contents are not complete then.
+        key: key of the sample.
+        contents: content of each field, in the order of the tar.
+        size_bytes: size of all contents.
+        problem: reason why it is not a valid sample; the contents are incomplete then.
     """
 
     key: str
@@ -160,11 +159,11 @@ def group_by_key(tar: TarReader, *, with_contents: bool = True) -> Iterator[Grou
     """Yield the samples of a tar, one at a time.
 
     Args:
-        tar: to read.
-        with_contents: False: fields have no bytes, and nothing is read where the stream can seek.
+        tar: tar to read.
+        with_contents: whether to read the contents; if not, they are empty and skipped where the stream can seek.
 
     Raises:
-        CorruptDataError: see `TarReader`; the message names the sample that may be incomplete, which is not yielded.
+        CorruptDataError: see `TarReader`; the message names the incomplete sample, which is not yielded.
     """
     group: Group | None = None
     try:
@@ -177,6 +176,7 @@ def group_by_key(tar: TarReader, *, with_contents: bool = True) -> Iterator[Grou
                 if group is not None:
                     yield group
                 group = Group(key)
+            # The first problem is kept: the sample is lost, and the rest of its files is not read.
             group.problem = group.problem or _problem(group, member, name)
             group.size_bytes += member.size_bytes
             if group.problem is None:
@@ -191,7 +191,7 @@ def group_by_key(tar: TarReader, *, with_contents: bool = True) -> Iterator[Grou
 
 
 def split_name(path: str) -> tuple[str, str] | None:
-    """Return key and field of a file, None where WebDataset passes it over."""
+    """Return key and field of a file; None if WebDataset skips it."""
     folder, slash, base = path.rpartition("/")
     stem, dot, extension = base.partition(".")
     if not stem or not dot or _META.match(path):
@@ -200,23 +200,24 @@ def split_name(path: str) -> tuple[str, str] | None:
 
 
 def _problem(group: Group, member: TarMember, name: str) -> str | None:
-    """Return why `member` must not become the field `name` of the group; None: it may."""
+    """Return why `member` must not become the field `name` of the group; None if it may."""
     if member.problem is not None:
         return f"{member.name} {member.problem}"
     if not name:
         return f"{member.name} has no extension"
     if name in group.contents:
-        return f"its field {name!r} is there twice"
-    if group.size_bytes + member.size_bytes > LARGEST_MEMBER_BYTES:
-        return f"{member.name} makes it larger than {LARGEST_MEMBER_BYTES} bytes"
+        return f"its field {name!r} occurs twice"
+    if group.size_bytes + member.size_bytes > MAX_MEMBER_BYTES:
+        return f"with {member.name} it is larger than {MAX_MEMBER_BYTES} bytes"
     return None
 
 
 def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[str]]:
-    """Return the fields of some first samples of a split's parts. Raises NotFoundError, CorruptDataError."""
+    """Return the fields of the first samples of a split's parts. Raise NotFoundError or CorruptDataError."""
     samples: list[list[str]] = []
     size_bytes, broken = 0, None
     for number, part in enumerate(parts):
+        # Bounds of samples, bytes and tars, so that listing stays fast; tars without samples are passed over.
         if len(samples) >= _FIRST_SAMPLES or size_bytes >= _FIRST_BYTES or (samples and number >= _FIRST_PARTS):
             break
         with open_tar(reader, part.where["path"]) as stream:
@@ -230,12 +231,12 @@ def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[
                     if len(samples) >= _FIRST_SAMPLES or (samples and size_bytes >= _FIRST_BYTES):
                         break
             except CorruptDataError as error:
-                broken = broken or error  # `read` reports it; here the next tar may show samples
+                broken = broken or error  # `read` reports it; the next tar may still have samples
     if not samples and broken is not None:
         raise broken
     if not samples:
         raise NotFoundError(
-            f"no sample is in {parts[0].name} ({len(parts)} tars); expected files with a key and an extension, "
+            f"no sample in {parts[0].name} ({len(parts)} tars); expected files with a key and an extension, "
             "such as 0001.jpg and 0001.cls"
         )
     return samples

@@ -1,14 +1,14 @@
-"""Which columns the fields of WebDataset samples become, by the last extension of a field.
+"""Choose the columns for the fields of WebDataset samples, by the last extension of a field.
 
-- Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field with nothing but an image's
-  extension; several such fields are one column where no sample has two of them (0.jpg here, 1.png there). Without
-  one it is the only image at all. Other image fields ("seg.png") are columns of their own names.
-- "cls" is an integer, the field of just that name the column `label`.
-- "txt", "text" and "json" are text. JSON is kept as it is written, not parsed: its structure may differ from sample
-  to sample, a column's type may not.
-- Everything else is bytes.
+- Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field whose name is only an image
+  extension. Several such fields are one column if no sample has two of them (0.jpg and 1.png). Without such a field,
+  `image` is the only image field, if there is exactly one. Other image fields ("seg.png") keep their names.
+- "cls" is an integer; the field with exactly this name is the column `label`.
+- "txt", "text" and "json" are text. JSON is not parsed: its structure may differ from sample to sample, while a
+  column has one type.
+- All others are bytes.
 
-A field called like one of these columns or like `key` gets the prefix "source_"; "key.txt" is the key.
+A field with the name of one of these columns or `key` gets the prefix "source_"; "key.txt" is the key.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
 _DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")
 _SOURCE_PREFIX: Final = "source_"
-_OFTEN: Final = 10  # every tenth sample
+_NULLABLE_FROM_ONE_IN: Final = 10  # samples
 
 
 def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], pa.Schema]:
     """Return the column of each field, and the schema.
 
+    A field may be absent in later samples, except an image field that all of `samples` have. The column `image` is
+    nullable only if at least one sample in ten lacks it: otherwise a sample without an image is a bad sample.
+
     Args:
-        samples: the fields of each of some first samples. Every field but an image may be absent later, and an image
-            that is absent in one of these; the column `image` only where one in ten lacks it: a lone sample
-            without its image is a bad one.
+        samples: field names of each of the first samples.
     """
     count = Counter(name for fields in samples for name in fields if name != KEY_FIELD)
     images = _main_images(samples, [name for name in count if _last(name) in _IMAGES])
@@ -48,18 +49,18 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
     fields = {KEY: pa.field(KEY, pa.string(), nullable=False)}
     for name, column in columns.items():
         num_without = len(samples) - (sum(count[image] for image in images) if column == IMAGE else count[name])
-        nullable = num_without * _OFTEN >= len(samples) if column == IMAGE else num_without > 0
+        nullable = num_without * _NULLABLE_FROM_ONE_IN >= len(samples) if column == IMAGE else num_without > 0
         fields[column] = _field(name, column, nullable=nullable)
     return columns, pa.schema(list(fields.values()))
 
 
 def field_value(name: str, content: bytes) -> bytes | str | int:
-    """Return the content of the field `name` as its column holds it. Raises BadSampleError."""
+    """Return the content of the field `name` as a value of its column. Raise BadSampleError."""
     last = _last(name)
     if last == _INTEGER:
         digits = _DIGITS.fullmatch(content)
         if digits is None:
-            raise BadSampleError(f"its field {name!r} is no integer: {content[:40]!r}")
+            raise BadSampleError(f"its field {name!r} is not an integer: {content[:40]!r}")
         return int(digits[1])
     if last in _TEXTS:
         try:
@@ -71,10 +72,10 @@ def field_value(name: str, content: bytes) -> bytes | str | int:
 
 def _main_images(samples: Sequence[Collection[str]], images: Sequence[str]) -> Sequence[str]:
     """Return the fields that are the column `image`."""
-    plain = [name for name in images if "." not in name]
-    if not plain:
+    without_prefix = [name for name in images if "." not in name]
+    if not without_prefix:
         return images if len(images) == 1 else []
-    if len(plain) == 1 or all(sum(name in plain for name in fields) <= 1 for fields in samples):
+    if len(without_prefix) == 1 or all(sum(name in without_prefix for name in fields) <= 1 for fields in samples):
         return sorted(_IMAGES)
     return []
 

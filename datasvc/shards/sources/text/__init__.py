@@ -1,1 +1,1 @@
-"""Text as a source: documents become packed blocks of tokens."""
+"""Source of text: documents are tokenized and packed into blocks."""

@@ -1,7 +1,7 @@
-"""Documents of text files: a `.txt` is one, a `.jsonl` has one a line.
+"""Read documents from text files: a `.txt` is one document, a `.jsonl` has one per line.
 
-A piece is a file or a range of one. A line belongs to the piece in which its first byte lies, so that pieces that
-meet have each line once.
+A piece is a file or a range of one. A line belongs to the piece that contains its first byte, so adjacent pieces
+yield each line exactly once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasvc.shards.sources.common.length_framing import read_up_to
 from datasvc.shards.sources.common.line_blocks import LINE_BYTES, read_line_blocks
 
 TEXT, LINES = ".txt", (".jsonl", ".ndjson")
-# A tokenizer takes a document at once, and some hundred bytes a token for it.
+# A tokenizer encodes a whole document in memory and needs some hundred bytes per token.
 MAX_DOCUMENT_BYTES: Final = LINE_BYTES
 _Failure = (EOFError, gzip.BadGzipFile, zstandard.ZstdError)
 
@@ -32,10 +32,10 @@ class DocumentRange:
     """A file, or the lines of it that start in a range.
 
     Attributes:
-        name: of the file below the source's root.
-        path: on the source's file system.
-        start: offset of its first byte.
-        stop: offset behind its last; None: the end of the file.
+        name: path of the file below the source's root.
+        path: path on the source's file system.
+        start: offset of the first byte.
+        stop: offset after the last byte; None: the end of the file.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Document:
 
     Attributes:
         name: FILE, or FILE@OFFSET of its line.
-        text: of it.
+        text: content of the document.
     """
 
     name: str
@@ -58,18 +58,19 @@ class Document:
 
 
 def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list[DocumentRange], int, str]]:
-    """Cut and group files into parts of about `part_bytes`: pieces, bytes and stamp of each.
+    """Divide and group files into parts of about `part_bytes`; return pieces, size and stamp of each part.
 
-    Files of lines that are not compressed are cut; others are too short, or cannot be.
+    Only uncompressed files of lines are divided; a compressed file and a `.txt` are read from their start.
     """
     groups: list[list[DocumentRange]] = []
     sizes: list[int] = []
     stamps: list[list[str]] = []
     for file in files:
-        can_cut = file.extension in LINES and os.path.splitext(file.name)[1].lower() not in COMPRESSIONS
-        step = part_bytes if can_cut else max(file.size_bytes, 1)
+        is_divisible = file.extension in LINES and os.path.splitext(file.name)[1].lower() not in COMPRESSIONS
+        step = part_bytes if is_divisible else max(file.size_bytes, 1)
         for start in range(0, max(file.size_bytes, 1), step):
             stop = min(start + step, file.size_bytes)
+            # Small files share a part, so that padding and overhead per part stay small.
             if not groups or sizes[-1] + stop - start > part_bytes:
                 groups.append([])
                 sizes.append(0)
@@ -81,7 +82,7 @@ def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list
 
 
 def check_column(reader: FileReader, piece: DocumentRange, column: str) -> None:
-    """Raise ConfigError where the first line of a piece has other columns than `column`; other faults are later's."""
+    """Raise ConfigError if the first line is an object without `column`; other faults are found on reading."""
     with map_exceptions("read", reader.location(piece.path)):
         _, line = next(_read_lines(reader, piece), ("", b""))
     try:
@@ -89,21 +90,22 @@ def check_column(reader: FileReader, piece: DocumentRange, column: str) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(values, dict) and column not in values:
-        raise ConfigError(f"{piece.name} has no column {column!r} to take texts from; found {sorted(values)}")
+        raise ConfigError(f"{piece.name} has no text column {column!r}; found {sorted(values)}")
 
 
 def read_documents(
     reader: FileReader, piece: DocumentRange, column: str
 ) -> Iterator[Document | tuple[str, BadSampleError]]:
-    """Yield the documents of a piece in order, and name and fault of what is none.
+    """Yield the documents of a piece in order, and name and error of each that cannot be read.
 
     Args:
-        reader: of the source.
-        piece: to be read.
-        column: of JSON lines that holds the text.
+        reader: reader of the source.
+        piece: file or range to read.
+        column: column of JSON lines that holds the text.
 
     Raises:
-        NotFoundError, UnavailableError: see `storage.translated`.
+        NotFoundError: the file no longer exists.
+        UnavailableError: the store does not respond.
     """
     is_text = os.path.splitext(piece.name.lower().removesuffix(".gz").removesuffix(".zst"))[1] == TEXT
     with map_exceptions("read", reader.location(piece.path)):
@@ -133,7 +135,7 @@ def _read_text(reader: FileReader, piece: DocumentRange) -> Document | tuple[str
 
 
 def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str, bytes | BadSampleError]]:
-    """Yield name and content of the lines that start in a piece; blank ones are left out."""
+    """Yield name and content of the lines that start in a piece, without blank lines."""
     offset = piece.start
     with reader.open(piece.path, start=max(piece.start - 1, 0)) as stream:
         try:
@@ -154,20 +156,20 @@ def _text_of(line: bytes, column: str) -> str:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadSampleError(f"is no JSON: {error}") from error
+        raise BadSampleError(f"is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise BadSampleError(f"is a JSON {type(values).__name__}; expected an object with {column!r}")
     text = values.get(column)
     if not isinstance(text, str):
-        raise BadSampleError(f"has no text in {column!r}: it has {sorted(values)[:10]}")
+        raise BadSampleError(f"has no text in {column!r}: its columns are {sorted(values)[:10]}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadSampleError(f"is no Unicode text: {error}") from error
+        raise BadSampleError(f"is not Unicode text: {error}") from error
     return text
 
 
 def _too_large() -> BadSampleError:
     return BadSampleError(
-        f"is one document of over {MAX_DOCUMENT_BYTES >> 20} MiB; cut it into documents, one a line of JSON lines"
+        f"is a document of over {MAX_DOCUMENT_BYTES >> 20} MiB; divide it into documents, one per line of JSON lines"
     )

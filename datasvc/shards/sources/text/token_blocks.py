@@ -1,6 +1,6 @@
-"""Packed token blocks: documents end to end, cut where a block is full, so that training wastes nothing on padding.
+"""Pack documents into token blocks: documents are concatenated and divided at full blocks, to avoid padding.
 
-Nothing is lost or repeated: the real tokens of all blocks, one after the other, are the documents.
+No token is lost or repeated: the real tokens of all blocks in order are the concatenated documents.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Blocks:
-    """Some blocks in a row.
+    """Consecutive blocks.
 
     Attributes:
         tokens: `uint16` or `uint32[blocks, block_tokens]`.
-        lengths: `int32[blocks]`: real tokens; fewer than all in the last block of a part alone.
-        starts: `int32[documents]`: positions in its block of each document that starts in one of them.
-        start_offsets: `int32[blocks + 1]`: where each block's `starts` begin.
+        lengths: `int32[blocks]`, number of real tokens; only the last block of a part may have fewer than all.
+        starts: `int32[documents]`, position in its block of each document that starts in one of the blocks.
+        start_offsets: `int32[blocks + 1]`, index of each block's first entry in `starts`.
     """
 
     tokens: npt.NDArray[Any]
@@ -33,8 +33,8 @@ class BlockPacker:
     """Packs documents into blocks.
 
     Args:
-        block_tokens: tokens of a block.
-        dtype: of a token.
+        block_tokens: tokens per block.
+        dtype: type of a token.
         padding: token that fills the last block.
     """
 
@@ -46,41 +46,41 @@ class BlockPacker:
 
     @property
     def num_full(self) -> int:
-        """Blocks that are full and not taken yet."""
+        """Number of full blocks that can be taken."""
         return self._num_tokens // self._block_tokens
 
     def add(self, tokens: npt.NDArray[Any]) -> None:
-        """Take a document: `int[tokens]`, not empty, with the token that ends it."""
+        """Add a document: `int[tokens]`, not empty, including the end-of-text token."""
         assert len(tokens)
         self._starts.append(self._num_tokens)
         self._documents.append(tokens.astype(self._dtype, copy=False))
         self._num_tokens += len(tokens)
 
     def take(self, num_blocks: int) -> Blocks:
-        """Return the first `num_blocks` full blocks; at least 1, and there must be as many."""
+        """Remove and return the first `num_blocks` full blocks, from 1 to `num_full`."""
         assert 1 <= num_blocks <= self.num_full
-        taken = num_blocks * self._block_tokens
+        num_taken = num_blocks * self._block_tokens
         tokens = self._documents[0] if len(self._documents) == 1 else np.concatenate(self._documents)
-        num_starts = int(np.searchsorted(self._starts, taken))
-        blocks = self._cut(tokens[:taken], np.array(self._starts[:num_starts], np.int64))
-        self._documents = [tokens[taken:]]
-        self._starts = [start - taken for start in self._starts[num_starts:]]
-        self._num_tokens -= taken
+        num_starts = int(np.searchsorted(self._starts, num_taken))
+        blocks = self._to_blocks(tokens[:num_taken], np.array(self._starts[:num_starts], np.int64))
+        self._documents = [tokens[num_taken:]]
+        self._starts = [start - num_taken for start in self._starts[num_starts:]]
+        self._num_tokens -= num_taken
         return blocks
 
     def finish(self) -> Blocks | None:
-        """Return the last block, padded, when less than one is left; None when nothing is."""
+        """Return the remaining tokens as one padded block; None if there are none."""
         assert not self.num_full
         if not self._num_tokens:
             return None
         tokens = np.full(self._block_tokens, self._padding, self._dtype)
         tokens[: self._num_tokens] = np.concatenate(self._documents)
-        blocks = self._cut(tokens, np.array(self._starts, np.int64))
+        blocks = self._to_blocks(tokens, np.array(self._starts, np.int64))
         blocks.lengths[-1] = self._num_tokens
         self._documents, self._starts, self._num_tokens = [], [], 0
         return blocks
 
-    def _cut(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
+    def _to_blocks(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
         num_blocks = len(tokens) // self._block_tokens
         counts = np.bincount(starts // self._block_tokens, minlength=num_blocks)
         return Blocks(

@@ -1,9 +1,9 @@
-"""Text to packed token blocks, by a Hugging Face `tokenizer.json`.
+"""Source of packed token blocks, made from text by a Hugging Face `tokenizer.json`.
 
-Documents are encoded whole, without truncation, padding or the special tokens of its template, each followed by the
-token that ends a text where the tokenizer has one, and packed (see `blocks`). Parts are packed on their own: each
-but wastes the rest of its last block. The digest of `tokenizer.json` is part of the schema, so that a model's data
-says what its tokens mean.
+Documents are encoded without truncation, padding or the special tokens of the tokenizer's template. Each is followed
+by the end-of-text token, if the tokenizer has one, and packed (see `token_blocks`). Each part is packed on its own,
+so only the last block of a part has padding. The digest of `tokenizer.json` is part of the schema: it defines the
+meaning of the tokens.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _ENDS_OF_TEXT: Final = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 _PART_BYTES: Final = 64 << 20
 _BATCH_TEXT: Final = 1 << 20
 _BATCH_DOCUMENTS: Final = 256
-# At worst a document starts with every token; what a key takes beside the part's name, and the length.
+# Upper bound of a document's starts per token, and of a key and the length beside the part's name.
 _START_BYTES: Final = 4
 _KEY_BYTES: Final = 40
 _MAX_BLOCK_TOKENS: Final = 1 << 24
 
 
 @dataclass(frozen=True)
-class TokenFiles(StreamedSource):
-    """Text files as token blocks.
+class TokenSource(StreamedSource):
+    """Listed text files, read as token blocks.
 
     Attributes:
-        url: where they lie.
+        url: URL of the source.
         schema: `key` (PART#BLOCK), `tokens`, `length` and `document_starts`.
         parts: groups of files, or ranges of lines.
-        tokenizer_url: of `tokenizer.json`.
-        tokenizer_digest: of its content.
-        block_tokens: tokens of a block.
+        tokenizer_url: URL of `tokenizer.json`.
+        tokenizer_digest: digest of its content.
+        block_tokens: tokens per block.
         text: column of JSON lines that holds the text.
     """
 
@@ -80,18 +80,18 @@ class TokenFiles(StreamedSource):
     ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def list(cls, url: str, options: SourceOptions | None = None) -> TokenFiles:
+    def list(cls, url: str, options: SourceOptions | None = None) -> TokenSource:
         """List the source.
 
         Raises:
-            NotFoundError: nothing is there, no text is, or no tokenizer.
-            ConfigError: no tokenizer is named, it is none, or `block_tokens` is out of range; or the first line of
-                JSON has no such column.
-            UnavailableError: the store does not answer.
+            NotFoundError: there are no files, no text in them, or no tokenizer.
+            ConfigError: no tokenizer is set or it is not a valid one; `block_tokens` is out of range; or the first
+                JSON line has no column `text`.
+            UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         if options.tokenizer is None:
-            raise ConfigError("text becomes tokens by a tokenizer: name a Hugging Face tokenizer.json")
+            raise ConfigError("text needs a tokenizer; expected the URL of a Hugging Face tokenizer.json")
         if not 2 <= options.block_tokens <= _MAX_BLOCK_TOKENS:
             raise ConfigError(f"block_tokens is {options.block_tokens}; expected 2 to {_MAX_BLOCK_TOKENS}")
         content = _read_url(options.tokenizer)
@@ -99,7 +99,9 @@ class TokenFiles(StreamedSource):
         listed = list_files(url)
         files = [file for file in listed if file.extension in (TEXT, *LINES)]
         if not sum(file.size_bytes for file in files):
-            raise NotFoundError(f"cannot ingest {redact_url(url)}: no text in its {len(listed)} files (.txt, .jsonl)")
+            raise NotFoundError(
+                f"cannot ingest {redact_url(url)}: no text in its {len(listed)} files; expected .txt or .jsonl"
+            )
         first_lines = next((file for file in files if file.extension in LINES), None)
         if first_lines is not None:
             check_column(FileReader(url), DocumentRange(first_lines.name, first_lines.path), options.text)
@@ -107,12 +109,16 @@ class TokenFiles(StreamedSource):
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
             splits.setdefault((options.split or split_of(file.name)).lower(), []).append(file)
-        parts = [_part(split, *group) for split, each in splits.items() for group in plan_pieces(each, _PART_BYTES)]
+        parts = [
+            _part(split, *group)
+            for split, split_files in splits.items()
+            for group in plan_pieces(split_files, _PART_BYTES)
+        ]
         schema = _schema(load_tokenizer(content, redact_url(options.tokenizer)), digest, options.block_tokens)
         return cls(url, schema, parts, options.tokenizer, digest, options.block_tokens, options.text, ignored=ignored)
 
     def fingerprint(self) -> Digest:
-        """Return a digest of the listing, the tokenizer and what is read."""
+        """Return a digest of the listing, the tokenizer and the options that change the blocks."""
         parts = [asdict(part) for part in self.parts]
         return self._digest([self.tokenizer_digest, self.block_tokens, self.text, parts])
 
@@ -126,11 +132,11 @@ class TokenFiles(StreamedSource):
         block_bytes = self.block_tokens * (token_type.bit_width // 8 + _START_BYTES) + len(part.name) + _KEY_BYTES
         step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // block_bytes))
         number = 0
-        for found in self._encoded(tokenizer, end, reader, part):
-            if isinstance(found, BadSample):
-                yield found
+        for tokens in self._encoded(tokenizer, end, reader, part):
+            if isinstance(tokens, BadSample):
+                yield tokens
                 continue
-            packer.add(found)
+            packer.add(tokens)
             while packer.num_full >= step:
                 yield self._batch(part, number, packer.take(step))
                 number += step
@@ -145,16 +151,16 @@ class TokenFiles(StreamedSource):
     def _encoded(
         self, tokenizer: Tokenizer, end: int | None, reader: FileReader, part: SourcePart
     ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
-        """Yield the tokens of each document, with the one that ends it."""
+        """Yield the tokens of each document, with the end-of-text token."""
         documents: list[Document] = []
         size = 0
         for piece in part.where["pieces"]:
-            for found in read_documents(reader, DocumentRange(**piece), self.text):
-                if isinstance(found, tuple):
-                    yield BadSample(part.split, found[0], str(found[1]))
+            for document in read_documents(reader, DocumentRange(**piece), self.text):
+                if isinstance(document, tuple):
+                    yield BadSample(part.split, document[0], str(document[1]))
                     continue
-                documents.append(found)
-                size += len(found.text)
+                documents.append(document)
+                size += len(document.text)
                 if size >= _BATCH_TEXT or len(documents) >= _BATCH_DOCUMENTS:
                     yield from _encode(tokenizer, end, documents, part.split)
                     documents, size = [], 0
@@ -169,36 +175,40 @@ class TokenFiles(StreamedSource):
             pa.ListArray.from_arrays(pa.array(blocks.start_offsets), pa.array(blocks.starts)),
         ]
         return pa.RecordBatch.from_arrays(
-            [column.cast(wanted.type) for column, wanted in zip(columns, self.schema, strict=True)],
+            [column.cast(field.type) for column, field in zip(columns, self.schema, strict=True)],
             schema=self.schema,
         )
 
 
 def load_tokenizer(content: bytes, location: str) -> Tokenizer:
-    """Return the tokenizer that a `tokenizer.json` describes, without its truncation and padding.
+    """Load a tokenizer from the content of a `tokenizer.json`, without its truncation and padding.
+
+    Args:
+        content: content of the file.
+        location: URL of the file for messages.
 
     Raises:
-        ConfigError: it describes none, or the package `tokenizers` is missing.
+        ConfigError: `content` is not a tokenizer, or the package `tokenizers` is missing.
     """
-    # Workers are the parallelism; its threads beside them, after a fork, are a deadlock.
+    # Worker processes give the parallelism; the tokenizer's own threads can deadlock after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"text becomes tokens by the package tokenizers, which is missing ({error}): {how_to_install('text')}"
+            f"text needs the package tokenizers, which is missing ({error}): {how_to_install('text')}"
         ) from error
     try:
         tokenizer = Tokenizer.from_str(content.decode())
-    except Exception as error:  # it raises nothing narrower
-        raise ConfigError(f"{location} is no Hugging Face tokenizer.json: {error}") from error
+    except Exception as error:  # the library raises plain `Exception`
+        raise ConfigError(f"{location} is not a valid Hugging Face tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the token that ends a text, of the usual names among the tokens that were added; None without."""
+    """Return the end-of-text token: the first of the usual names among the added tokens; None if there is none."""
     added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
     return next((added[name] for name in _ENDS_OF_TEXT if name in added), None)
 
@@ -211,6 +221,7 @@ def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) 
 
 def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    # Half the size where the vocabulary permits it.
     token = pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
     fields = [
         pa.field(KEY, pa.string(), nullable=False),
@@ -241,5 +252,5 @@ def _read_url(url: str) -> bytes:
 def _tokenizer(url: str, digest: Digest) -> Tokenizer:
     content = _read_url(url)
     if digest_of(content) != digest:
-        raise ConfigError(f"{redact_url(url)} has changed since the source was listed; list it again")
+        raise ConfigError(f"{redact_url(url)} has changed since the source was listed; list the source again")
     return load_tokenizer(content, redact_url(url))

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.shards.sources import SourceOptions
-from datasvc.shards.sources.arrays.numpy_files import NumpyFiles
+from datasvc.shards.sources.arrays.numpy_files import NumpySource
 from datasvc.shards.sources.common.tensors import shape_of
 from tests.shards.sources import reading
 
@@ -42,7 +42,7 @@ def test_arrays_of_a_folder_are_the_columns_of_its_split(tmp_path):
         save(tmp_path / split / "x.npy", IMAGES[chosen])
         save(tmp_path / split / "y.npy", LABELS[chosen])
     (tmp_path / "readme.md").write_text("notes")
-    source = NumpyFiles.list(str(tmp_path))
+    source = NumpySource.list(str(tmp_path))
     table, bad = read_all(source)
     assert not bad
     assert [(part.split, part.num_samples) for part in source.parts] == [("train", 40), ("val", 10)]
@@ -69,7 +69,7 @@ def test_a_split_in_the_names_is_left_out_of_them(tmp_path, template, is_archive
     else:
         for name, values in named.items():
             save(tmp_path / f"{name}.npy", values)
-    source = NumpyFiles.list(str(tmp_path))
+    source = NumpySource.list(str(tmp_path))
     table, bad = read_all(source)
     assert not bad
     assert {part.split: part.num_samples for part in source.parts} == {"train": 40, "test": 10}
@@ -86,7 +86,7 @@ def test_archives_are_read_array_beside_array(tmp_path, save_archive, scheme):
     url = str(tmp_path)
     if scheme == "memory":
         url = reading.to_memory(tmp_path, f"memory://numpy-{save_archive.__name__}")
-    source = pickle.loads(pickle.dumps(NumpyFiles.list(url)))
+    source = pickle.loads(pickle.dumps(NumpySource.list(url)))
     table, bad = read_all(source)
     assert not bad
     assert source.schema.names == ["key", "images", "label", "weight"]
@@ -101,8 +101,8 @@ def test_a_single_file_is_a_source_and_remote_ones_are_read_by_ranges(tmp_path, 
     monkeypatch.setattr("datasvc.shards.sources.arrays.numpy_files._PART_BYTES", 1000)
     save(tmp_path / "data" / "images.npy", IMAGES)
     url = reading.to_memory(tmp_path / "data", "memory://numpy-single")
-    local = NumpyFiles.list(str(tmp_path / "data" / "images.npy"))
-    remote = NumpyFiles.list(f"{url}/images.npy")
+    local = NumpySource.list(str(tmp_path / "data" / "images.npy"))
+    remote = NumpySource.list(f"{url}/images.npy")
     assert [part.num_samples for part in local.parts] == [6] * 8 + [2]
     tables = [read_all(source)[0] for source in (local, remote)]
     assert tables[0].equals(tables[1])
@@ -113,13 +113,13 @@ def test_a_single_file_is_a_source_and_remote_ones_are_read_by_ranges(tmp_path, 
 def test_large_samples_come_in_batches_of_bounded_size(tmp_path):
     values = np.random.default_rng(0).random((7, 300_000), np.float32)
     save(tmp_path / "x.npy", values)
-    source = NumpyFiles.list(str(tmp_path))
+    source = NumpySource.list(str(tmp_path))
     assert np.array_equal(tensors(read_all(source)[0], source), values)
 
 
 def test_small_samples_come_in_batches_of_bounded_size_keys_included(tmp_path):
     save(tmp_path / "x.npy", np.zeros((9000, 256), np.uint8))
-    assert read_all(NumpyFiles.list(str(tmp_path)))[0].num_rows == 9000
+    assert read_all(NumpySource.list(str(tmp_path)))[0].num_rows == 9000
 
 
 def test_text_numbers_and_flags_are_plain_columns(tmp_path):
@@ -128,7 +128,7 @@ def test_text_numbers_and_flags_are_plain_columns(tmp_path):
         flag=np.array([True, False, True]),
         half=np.array([0.5, 1, 2], np.float16), big=np.array([1, 2, 3], ">i4"), one=np.array([[[7]], [[8]], [[9]]]),
     )  # fmt: skip
-    source = NumpyFiles.list(str(tmp_path))
+    source = NumpySource.list(str(tmp_path))
     table, _ = read_all(source)
     assert table.drop_columns("key").to_pydict() == {
         "big": [1, 2, 3], "flag": [True, False, True], "half": [0.5, 1, 2], "name": ["où", "b", ""], "one": [7, 8, 9],
@@ -139,24 +139,24 @@ def test_text_numbers_and_flags_are_plain_columns(tmp_path):
 
 def test_keys_come_from_an_array_where_one_is_named(tmp_path):
     np.savez(tmp_path / "a.npz", id=np.array([5, 6]), name=np.array(["a", "b"]), x=np.zeros((2, 2)))
-    assert read_all(NumpyFiles.list(str(tmp_path), SourceOptions(key="id")))[0].column("key").to_pylist() == [
+    assert read_all(NumpySource.list(str(tmp_path), SourceOptions(key="id")))[0].column("key").to_pylist() == [
         "5",
         "6",
     ]
-    by_name = NumpyFiles.list(str(tmp_path), SourceOptions(key="name"))
+    by_name = NumpySource.list(str(tmp_path), SourceOptions(key="name"))
     assert read_all(by_name)[0].column("key").to_pylist() == ["a", "b"]
     assert by_name.schema.names == ["key", "id", "x"]
-    with pytest.raises(ConfigError, match="there is no array 'gone' to take keys from"):
-        NumpyFiles.list(str(tmp_path), SourceOptions(key="gone"))
+    with pytest.raises(ConfigError, match="the key array 'gone' does not exist"):
+        NumpySource.list(str(tmp_path), SourceOptions(key="gone"))
     with pytest.raises(ConfigError, match=r"array 'x' cannot hold keys: it is float64\[2, 2\]"):
-        NumpyFiles.list(str(tmp_path), SourceOptions(key="x"))
+        NumpySource.list(str(tmp_path), SourceOptions(key="x"))
 
 
 def test_a_label_that_does_not_fit_is_a_bad_sample_and_the_others_are_kept(tmp_path):
     labels = np.arange(1000)
     labels[437] = 1 << 40
     save(tmp_path / "y.npy", labels)
-    table, bad = read_all(NumpyFiles.list(str(tmp_path)))
+    table, bad = read_all(NumpySource.list(str(tmp_path)))
     assert table.column("label").to_pylist() == [*range(437), *range(438, 1000)]
     assert [each.key for each in bad] == ["y.npy#437"]
 
@@ -165,7 +165,7 @@ def test_text_that_is_no_unicode_is_a_bad_sample(tmp_path):
     names = np.array(["a", "b", "c"])
     names.view(np.uint32)[1] = 0xD800
     save(tmp_path / "name.npy", names)
-    table, bad = read_all(NumpyFiles.list(str(tmp_path)))
+    table, bad = read_all(NumpySource.list(str(tmp_path)))
     assert table.column("name").to_pylist() == ["a", "c"]
     assert [each.key for each in bad] == ["name.npy#1"]
 
@@ -180,8 +180,8 @@ class Trap:
 @pytest.mark.parametrize("write", [np.save, lambda path, array: np.savez(path.with_suffix(".npz"), x=array)])
 def test_objects_are_refused_and_never_unpickled(tmp_path, write):
     write(tmp_path / "x.npy", np.array([Trap(), 1], dtype=object))
-    with pytest.raises(ConfigError, match="holds Python objects, which numpy pickles"):
-        NumpyFiles.list(str(tmp_path))
+    with pytest.raises(ConfigError, match="holds Python objects, which numpy stores as pickles"):
+        NumpySource.list(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -193,42 +193,42 @@ def test_objects_are_refused_and_never_unpickled(tmp_path, write):
         (np.zeros(3, [("a", "i4"), ("b", "f4")]), "expected bool, integers, floats or text"),
         (np.zeros(3, np.longdouble), "expected bool, integers or floats"),
         (np.asfortranarray(np.zeros((3, 4))), "Fortran order"),
-        (np.array([["a", "b"]]), "several texts a sample"),
-        (np.zeros((3, 0)), "expected positive sizes"),
-        (np.zeros((1, 300 << 20), np.uint8), "over 256 MiB; the first axis must be the samples"),
+        (np.array([["a", "b"]]), "several texts per sample"),
+        (np.zeros((3, 0)), "expected positive dimensions"),
+        (np.zeros((1, 300 << 20), np.uint8), "over 256 MiB; expected the samples along the first axis"),
     ],
 )
 def test_arrays_that_hold_no_samples_are_refused(tmp_path, array, message):
     np.save(tmp_path / "x.npy", array)
     with pytest.raises(ConfigError, match=message):
-        NumpyFiles.list(str(tmp_path))
+        NumpySource.list(str(tmp_path))
 
 
 def test_arrays_of_different_lengths_are_refused(tmp_path):
     save(tmp_path / "x.npy", IMAGES)
     save(tmp_path / "y.npy", LABELS[:-1])
     with pytest.raises(ConfigError, match=r"differ in length: {'x': 50, 'y': 49}"):
-        NumpyFiles.list(str(tmp_path))
+        NumpySource.list(str(tmp_path))
 
 
 def test_splits_of_different_columns_are_refused(tmp_path):
     save(tmp_path / "train" / "x.npy", IMAGES)
     save(tmp_path / "val" / "x.npy", IMAGES[:, :4])
     with pytest.raises(
-        ConfigError, match=r"val/x.npy has the columns {'x': 'uint8\[50, 4, 6, 3\]'}; train/x.npy has"
+        ConfigError, match=r"val/x.npy has the columns {'x': 'uint8\[50, 4, 6, 3\]'}, but train/x.npy has"
     ):
-        NumpyFiles.list(str(tmp_path))
+        NumpySource.list(str(tmp_path))
     with pytest.raises(ConfigError, match=r"two arrays would be the columns \['x'\] of split 'all'"):
         np.savez(tmp_path / "m.npz", x_train=IMAGES, x_test=IMAGES)
-        NumpyFiles.list(str(tmp_path / "m.npz"), SourceOptions(split="all"))
+        NumpySource.list(str(tmp_path / "m.npz"), SourceOptions(split="all"))
 
 
 def test_nothing_is_said_to_be_nothing(tmp_path):
     save(tmp_path / "x.npy", IMAGES[:0])
     with pytest.raises(NotFoundError, match=r"no samples in its 1 .npy and .npz files"):
-        NumpyFiles.list(str(tmp_path))
-    with pytest.raises(NotFoundError, match="nothing is"):
-        NumpyFiles.list(str(tmp_path / "gone"))
+        NumpySource.list(str(tmp_path))
+    with pytest.raises(NotFoundError, match="there is no file or folder at"):
+        NumpySource.list(str(tmp_path / "gone"))
 
 
 def test_a_file_cut_off_anywhere_is_refused(tmp_path):
@@ -236,20 +236,22 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path):
     whole = (tmp_path / "x.npy").read_bytes()
     for length in (0, 5, 60, 127, 128, 200, len(whole) - 1):
         (tmp_path / "x.npy").write_bytes(whole[:length])
-        with pytest.raises(CorruptDataError, match=r"x.npy is (no array|cut off)"):
-            NumpyFiles.list(str(tmp_path))
+        with pytest.raises(CorruptDataError, match=r"x.npy is (not a numpy array|truncated)"):
+            NumpySource.list(str(tmp_path))
 
 
 def test_a_file_cut_off_after_the_listing_gives_what_is_there_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("datasvc.shards.sources.arrays.numpy_files.BATCH_SAMPLES", 10)
     save(tmp_path / "a.npy", LABELS)
     save(tmp_path / "b.npy", LABELS)
-    source = NumpyFiles.list(str(tmp_path))
+    source = NumpySource.list(str(tmp_path))
     whole = (tmp_path / "b.npy").read_bytes()
     (tmp_path / "b.npy").write_bytes(whole[: 128 + 25 * 8])
     table, bad = read_all(source)
     assert table.num_rows == 20
-    assert [(each.key, each.reason) for each in bad] == [("a.npy#20", "30 samples cannot be read: b.npy is cut off")]
+    assert [(each.key, each.reason) for each in bad] == [
+        ("a.npy#20", "30 samples cannot be read: b.npy is truncated")
+    ]
 
 
 @pytest.mark.parametrize("save_archive", [np.savez, np.savez_compressed])
@@ -258,42 +260,42 @@ def test_an_archive_cut_off_anywhere_is_refused(tmp_path, save_archive):
     whole = (tmp_path / "a.npz").read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 1):
         (tmp_path / "a.npz").write_bytes(whole[:length])
-        with pytest.raises(CorruptDataError, match=r"a.npz cannot be unpacked"):
-            NumpyFiles.list(str(tmp_path))
+        with pytest.raises(CorruptDataError, match=r"a.npz cannot be decompressed"):
+            NumpySource.list(str(tmp_path))
 
 
 @pytest.mark.parametrize("save_archive", [np.savez, np.savez_compressed])
 def test_a_flipped_byte_of_an_archive_is_found_before_a_sample_is_used(tmp_path, save_archive, monkeypatch):
     monkeypatch.setattr("datasvc.shards.sources.arrays.numpy_files.BATCH_SAMPLES", 10)
     save_archive(tmp_path / "a.npz", x=IMAGES)
-    source = NumpyFiles.list(str(tmp_path))
+    source = NumpySource.list(str(tmp_path))
     content = bytearray((tmp_path / "a.npz").read_bytes())
     content[len(content) * 3 // 4] ^= 1
     (tmp_path / "a.npz").write_bytes(content)
     table, bad = read_all(source)
     assert not table.num_rows
     assert [each.key for each in bad] == ["a.npz#0"]
-    assert "50 samples cannot be read: a.npz cannot be unpacked" in bad[0].reason
+    assert "50 samples cannot be read: a.npz cannot be decompressed" in bad[0].reason
 
 
 def test_an_archive_that_claims_absurdly_much_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("datasvc.shards.sources.arrays.npy._MAX_UNBOUND_BYTES", 1 << 20)
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros((40, 1 << 18), np.uint8))
     with pytest.raises(ConfigError, match="refused as a zip bomb"):
-        NumpyFiles.list(str(tmp_path))
+        NumpySource.list(str(tmp_path))
 
 
 def test_an_array_whose_header_and_size_disagree_is_refused(tmp_path):
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (1 << 40,)})
     (tmp_path / "x.npy").write_bytes(header.getvalue())
-    with pytest.raises(CorruptDataError, match="is cut off: it has 128 of"):
-        NumpyFiles.list(str(tmp_path))
+    with pytest.raises(CorruptDataError, match="is truncated: it has 128 of"):
+        NumpySource.list(str(tmp_path))
     (tmp_path / "x.npy").unlink()
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("x.npy", header.getvalue())
-    with pytest.raises(CorruptDataError, match="it takes 128"):
-        NumpyFiles.list(str(tmp_path))
+    with pytest.raises(CorruptDataError, match="has 128 bytes, but its header declares"):
+        NumpySource.list(str(tmp_path))
 
 
 def test_an_archive_that_is_encrypted_is_refused(tmp_path):
@@ -303,18 +305,18 @@ def test_an_archive_that_is_encrypted_is_refused(tmp_path):
         content[content.index(signature) + offset] |= 1
     (tmp_path / "a.npz").write_bytes(content)
     with pytest.raises(CorruptDataError, match="encrypted"):
-        NumpyFiles.list(str(tmp_path))
+        NumpySource.list(str(tmp_path))
 
 
 def test_the_fingerprint_follows_files_and_keys(tmp_path):
     np.savez(tmp_path / "a.npz", y=LABELS, target=LABELS)
-    before = NumpyFiles.list(str(tmp_path)).fingerprint()
-    assert before == NumpyFiles.list(str(tmp_path)).fingerprint()
-    keyed = [NumpyFiles.list(str(tmp_path), SourceOptions(key=key)) for key in ("y", "target")]
+    before = NumpySource.list(str(tmp_path)).fingerprint()
+    assert before == NumpySource.list(str(tmp_path)).fingerprint()
+    keyed = [NumpySource.list(str(tmp_path), SourceOptions(key=key)) for key in ("y", "target")]
     assert keyed[0].schema == keyed[1].schema
     assert keyed[0].fingerprint() != keyed[1].fingerprint()
     np.savez(tmp_path / "a.npz", y=LABELS[1:], target=LABELS[1:])
-    assert before != NumpyFiles.list(str(tmp_path)).fingerprint()
+    assert before != NumpySource.list(str(tmp_path)).fingerprint()
 
 
 dtypes = st.one_of(
@@ -330,7 +332,7 @@ def test_any_array_of_numbers_comes_back(tmp_path_factory, array, is_archive):
         np.savez(folder / "x.npz", x=array)
     else:
         np.save(folder / "x.npy", array)
-    source = NumpyFiles.list(str(folder))
+    source = NumpySource.list(str(folder))
     table, bad = read_all(source)
     assert not bad
     found = tensors(table, source).reshape(array.shape)

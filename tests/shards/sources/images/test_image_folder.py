@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.shards.sources.images import image_folder
-from datasvc.shards.sources.images.image_folder import ImageFolder
+from datasvc.shards.sources.images.image_folder import ImageFolderSource
 
 
 @given(st.text("./aJpg", max_size=12))
@@ -21,7 +21,7 @@ def test_keys_begin_below_the_split_and_classes_are_the_folders_there(tmp_path):
         path = Path(tmp_path, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(name.encode())
-    listed = ImageFolder.list(str(tmp_path))
+    listed = ImageFolderSource.list(str(tmp_path))
     assert listed.classes == ("a", "b", "c")
     assert {split: [(file.key, file.label) for file in files] for split, files in listed.splits.items()} == {
         "train": [("a/3.PNG", 0), ("b/2.jpg", 1), ("b/deep/1.jpg", 1)],

@@ -12,7 +12,7 @@ from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BATCH_BYTES, BadSample
 from datasvc.shards.sources.images import imagenet as module
-from datasvc.shards.sources.images.imagenet import ImageNet
+from datasvc.shards.sources.images.imagenet import ImageNetSource
 from tests.samples import jpeg
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -102,7 +102,7 @@ def root(request, tmp_path):
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
 def test_the_training_tar_gives_a_part_per_class_and_every_image_with_its_label(root, form):
-    source = ImageNet.list(put(f"{root}/{TRAIN}", train_tar(format=form)))
+    source = ImageNetSource.list(put(f"{root}/{TRAIN}", train_tar(format=form)))
     assert source.classes == CLASSES
     assert [part.name for part in source.parts] == [f"{TRAIN}/{name}.tar" for name in CLASSES]
     assert source.schema.names == ["key", "image", "label"]
@@ -113,7 +113,7 @@ def test_the_training_tar_gives_a_part_per_class_and_every_image_with_its_label(
 
 def test_any_part_can_be_read_before_another_and_tells_where_it_lies(root):
     url = put(f"{root}/{TRAIN}", train_tar())
-    source = ImageNet.list(url)
+    source = ImageNetSource.list(url)
     with fsspec.open(url, "rb") as file:
         whole = file.read()
     for part in reversed(source.parts):
@@ -133,14 +133,14 @@ def test_only_headers_are_read_to_list_the_training_tar(tmp_path, monkeypatch):
         return real(self, path, offset, length)
 
     monkeypatch.setattr(FileReader, "read_range", counted)
-    assert len(ImageNet.list(url).parts) == 20
+    assert len(ImageNetSource.list(url).parts) == 20
     assert sum(lengths) < 20 * 1024 + 2 * 10240
     assert len(lengths) < 20 * 2 + 5
 
 
 def test_the_validation_tar_is_labelled_by_ground_truth_and_synsets(root):
     ids = [3, 1, 1, 2, 3]
-    source = ImageNet.list(put(f"{root}/{VAL}", val_tar(range(1, 6))), val_options(root, ids))
+    source = ImageNetSource.list(put(f"{root}/{VAL}", val_tar(range(1, 6))), val_options(root, ids))
     assert source.classes == CLASSES
     assert [(part.split, part.num_samples) for part in source.parts] == [("val", 5)]
     assert read(source) == (expected_val(ids), [])
@@ -153,38 +153,38 @@ def test_a_folder_with_both_tars_and_the_devkit_is_both_splits(root):
     put(f"{root}/ILSVRC2012_devkit_t12/data/{GROUND_TRUTH}", "\r\n".join(map(str, ids)))
     put(f"{root}/synsets.txt", "\ufeff" + "\n".join(SYNSETS) + "\n\n")
     put(f"{root}/n01440764/unpacked.JPEG", jpeg())
-    source = ImageNet.list(root)
+    source = ImageNetSource.list(root)
     assert source.classes == CLASSES
     assert read(source) == (expected_train() + expected_val(ids), [])
-    assert read(ImageNet.list(f"{root}/{VAL}"))[0] == expected_val(ids)
+    assert read(ImageNetSource.list(f"{root}/{VAL}"))[0] == expected_val(ids)
 
 
 def test_the_order_of_images_in_the_validation_tar_does_not_matter(tmp_path):
     ids, numbers = [1, 2, 3, 3, 2, 1, 1], list(range(1, 8))
     random.Random(4).shuffle(numbers)
-    source = ImageNet.list(put(tmp_path / VAL, val_tar(numbers)), val_options(tmp_path, ids))
+    source = ImageNetSource.list(put(tmp_path / VAL, val_tar(numbers)), val_options(tmp_path, ids))
     assert sorted(read(source)[0]) == expected_val(ids)
 
 
 def test_one_split_for_all_when_the_user_says_so(tmp_path):
-    source = ImageNet.list(put(tmp_path / TRAIN, train_tar()), SourceOptions(split="pretrain"))
+    source = ImageNetSource.list(put(tmp_path / TRAIN, train_tar()), SourceOptions(split="pretrain"))
     assert {part.split for part in source.parts} == {"pretrain"}
 
 
 def test_the_fingerprint_changes_with_the_ground_truth(tmp_path):
     url = put(tmp_path / VAL, val_tar(range(1, 3)))
-    before = ImageNet.list(url, val_options(tmp_path, [1, 2])).fingerprint()
-    assert ImageNet.list(url, val_options(tmp_path, [1, 2])).fingerprint() == before
-    assert ImageNet.list(url, val_options(tmp_path, [2, 2])).fingerprint() != before
+    before = ImageNetSource.list(url, val_options(tmp_path, [1, 2])).fingerprint()
+    assert ImageNetSource.list(url, val_options(tmp_path, [1, 2])).fingerprint() == before
+    assert ImageNetSource.list(url, val_options(tmp_path, [2, 2])).fingerprint() != before
 
 
 def test_a_validation_tar_without_labels_says_what_to_give(root):
     url = put(f"{root}/{VAL}", val_tar([1]))
     with pytest.raises(NotFoundError, match=r"--synsets.*meta\.mat.*scipy"):
-        ImageNet.list(url)
+        ImageNetSource.list(url)
     put(f"{root}/synset_words.txt", "\n".join(SYNSETS))
     with pytest.raises(NotFoundError, match=f"--ground-truth, the devkit's {GROUND_TRUTH}"):
-        ImageNet.list(url)
+        ImageNetSource.list(url)
 
 
 def test_a_binary_synset_list_says_how_to_make_a_text(tmp_path):
@@ -192,8 +192,8 @@ def test_a_binary_synset_list_says_how_to_make_a_text(tmp_path):
     options = SourceOptions(
         synsets=put(tmp_path / "meta.mat", b"MATLAB\xff\xfe\0"), ground_truth=str(tmp_path / "gt")
     )
-    with pytest.raises(ConfigError, match=r"no text file.*scipy"):
-        ImageNet.list(url, options)
+    with pytest.raises(ConfigError, match=r"not a text file.*scipy"):
+        ImageNetSource.list(url, options)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +212,16 @@ def test_a_binary_synset_list_says_how_to_make_a_text(tmp_path):
 def test_nonsense_in_ground_truth_or_synsets_is_named_by_its_numbers(ids, synsets, says, tmp_path):
     url = put(tmp_path / VAL, val_tar([1]))
     with pytest.raises(ConfigError, match=says):
-        ImageNet.list(url, val_options(tmp_path, ids, synsets))
+        ImageNetSource.list(url, val_options(tmp_path, ids, synsets))
 
 
 def test_a_list_in_alphabetical_order_is_refused_for_it_would_label_every_image_wrongly(tmp_path):
     url = put(tmp_path / VAL, val_tar([1]))
     names = [f"n{number:08d}" for number in range(1000)]
     with pytest.raises(ConfigError, match="every label would be wrong"):
-        ImageNet.list(url, val_options(tmp_path, [1], names))
+        ImageNetSource.list(url, val_options(tmp_path, [1], names))
     devkit = names[::-1]
-    source = ImageNet.list(url, val_options(tmp_path, [1], [*devkit, "n09999999"]))  # an inner node follows
+    source = ImageNetSource.list(url, val_options(tmp_path, [1], [*devkit, "n09999999"]))  # an inner node follows
     assert source.classes == tuple(names)
     assert source.val_labels == (999,)
 
@@ -230,16 +230,16 @@ def test_a_synset_list_of_other_classes_than_the_training_tar_is_refused(tmp_pat
     put(tmp_path / TRAIN, train_tar(SYNSETS[:2]))
     put(tmp_path / VAL, val_tar([1]))
     with pytest.raises(
-        ConfigError, match="list has 3 classes, the training tar 2; only one of them has 1, such as n01440764"
+        ConfigError, match="list has 3 classes, the training tar 2; 1 are in only one of them, such as n01440764"
     ):
-        ImageNet.list(str(tmp_path), val_options(tmp_path, [1]))
+        ImageNetSource.list(str(tmp_path), val_options(tmp_path, [1]))
 
 
 def test_more_images_than_ground_truth_is_an_error_and_fewer_are_reported(tmp_path):
     url = put(tmp_path / VAL, val_tar([1, 2, 3]))
     with pytest.raises(ConfigError, match="is validation image 3, but the ground truth has 2 lines"):
-        read(ImageNet.list(url, val_options(tmp_path, [1, 2])))
-    samples, bad = read(ImageNet.list(url, val_options(tmp_path, [1, 2, 3, 1])))
+        read(ImageNetSource.list(url, val_options(tmp_path, [1, 2])))
+    samples, bad = read(ImageNetSource.list(url, val_options(tmp_path, [1, 2, 3, 1])))
     assert len(samples) == 3
     assert [(found.key, found.reason) for found in bad] == [(VAL, "holds 3 images, but the ground truth has 4 lines")]
 
@@ -253,25 +253,25 @@ def test_bad_members_of_a_class_tar_are_named_and_the_others_kept(tmp_path):
         ("._n01440764_1.JPEG", b"?"),
         ("../3.JPEG", b""),
     ]
-    samples, bad = read(ImageNet.list(put(tmp_path / TRAIN, tar_of([("n01440764.tar", tar_of(files))]))))
+    samples, bad = read(ImageNetSource.list(put(tmp_path / TRAIN, tar_of([("n01440764.tar", tar_of(files))]))))
     assert samples == [("train", "n01440764/n01440764_1.JPEG", png, 0)]
     assert [found.key for found in bad] == ["n01440764/n01440764_2.JPEG", "n01440764/notes.txt", "n01440764/3.JPEG"]
-    assert [word in found.reason for word, found in zip(["link", "no image", "climbs"], bad, strict=True)] == [
+    assert [word in found.reason for word, found in zip(["link", "no image", "leads out"], bad, strict=True)] == [
         True
     ] * 3
 
 
 def test_an_image_larger_than_the_limit_is_bad_and_never_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LARGEST_MEMBER_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_MEMBER_BYTES", 1000)
     files = [("n01440764_1.JPEG", bytes(1001)), ("n01440764_2.JPEG", bytes(1000))]
-    samples, bad = read(ImageNet.list(put(tmp_path / TRAIN, tar_of([("n01440764.tar", tar_of(files))]))))
+    samples, bad = read(ImageNetSource.list(put(tmp_path / TRAIN, tar_of([("n01440764.tar", tar_of(files))]))))
     assert [sample[1] for sample in samples] == ["n01440764/n01440764_2.JPEG"]
-    assert ["1001 bytes, more than 1000" in found.reason for found in bad] == [True]
+    assert ["1001 bytes; expected at most 1000" in found.reason for found in bad] == [True]
 
 
 def test_a_validation_image_without_a_number_is_bad(tmp_path):
     url = put(tmp_path / VAL, tar_of([(val_name(1), jpeg()), ("cat.JPEG", jpeg()), (val_name(0), jpeg())]))
-    samples, bad = read(ImageNet.list(url, val_options(tmp_path, [1, 1, 1])))
+    samples, bad = read(ImageNetSource.list(url, val_options(tmp_path, [1, 1, 1])))
     assert len(samples) == 1
     assert [found.key for found in bad] == ["cat.JPEG", val_name(0)]
 
@@ -280,7 +280,7 @@ def test_a_broken_class_tar_ends_its_part_and_no_other(tmp_path):
     cut = tar_of(train_images("n02100735").items())[:3000]
     files = [("n01440764.tar", tar_of(train_images("n01440764").items())), ("n02100735.tar", cut)]
     files += [("n02119789.tar", tar_of(train_images("n02119789").items()))]
-    samples, bad = read(ImageNet.list(put(tmp_path / TRAIN, tar_of(files))))
+    samples, bad = read(ImageNetSource.list(put(tmp_path / TRAIN, tar_of(files))))
     assert [found.key for found in bad] == [f"{TRAIN}/n02100735.tar"]
     assert "truncated" in bad[0].reason
     whole = [sample for sample in expected_train() if "n02100735" not in sample[1]]
@@ -296,14 +296,14 @@ def test_a_truncated_training_tar_is_refused_at_once(cut, root):
     whole = train_tar()
     assert len(whole) > cut
     with pytest.raises(CorruptDataError, match="truncated"):
-        ImageNet.list(put(f"{root}/{TRAIN}", whole[:cut]))
+        ImageNetSource.list(put(f"{root}/{TRAIN}", whole[:cut]))
 
 
 @pytest.mark.parametrize(
     ("files", "error", "says"),
     [
-        ([("cats.tar", b"")], ConfigError, "cats.tar is not called like a synset"),
-        ([("n01440764.tar", b""), ("x/n01440764.tar", b"")], ConfigError, "has class n01440764 twice"),
+        ([("cats.tar", b"")], ConfigError, "cats.tar is not named after a synset"),
+        ([("n01440764.tar", b""), ("x/n01440764.tar", b"")], ConfigError, "has the class n01440764 twice"),
         ([(link("n01440764.tar"), b"")], ConfigError, "n01440764.tar is a symbolic link"),
         ([("README.md", b"")], CorruptDataError, "starts with 'README.md'; expected a class tar"),
         ([], CorruptDataError, "starts with 'nothing'"),
@@ -311,25 +311,29 @@ def test_a_truncated_training_tar_is_refused_at_once(cut, root):
 )
 def test_what_is_no_tar_of_imagenet_is_refused(files, error, says, tmp_path):
     with pytest.raises(error, match=says):
-        ImageNet.list(put(tmp_path / TRAIN, tar_of(files)))
+        ImageNetSource.list(put(tmp_path / TRAIN, tar_of(files)))
 
 
 def test_other_files_in_the_training_tar_are_counted(tmp_path):
     files = [("n01440764.tar", tar_of([])), ("README.md", b""), ("LICENSE", b""), ("._n01440764.tar", b"")]
-    assert dict(ImageNet.list(put(tmp_path / TRAIN, tar_of(files))).ignored) == {".md": 1, "(none)": 1, ".tar": 1}
+    assert dict(ImageNetSource.list(put(tmp_path / TRAIN, tar_of(files))).ignored) == {
+        ".md": 1,
+        "(none)": 1,
+        ".tar": 1,
+    }
 
 
 def test_what_is_not_there_is_not_found(tmp_path):
-    with pytest.raises(NotFoundError, match=f"neither {TRAIN} nor {VAL}"):
-        ImageNet.list(str(tmp_path))
+    with pytest.raises(NotFoundError, match=f"expected {TRAIN} or {VAL}"):
+        ImageNetSource.list(str(tmp_path))
     with pytest.raises(NotFoundError):
-        ImageNet.list(str(tmp_path / TRAIN))
+        ImageNetSource.list(str(tmp_path / TRAIN))
 
 
 def test_batches_hold_at_most_a_mebibyte_or_one_image(tmp_path):
     sizes = [400_000] * 5 + [2 * BATCH_BYTES, 10]
     files = [(f"n01440764_{number}.JPEG", bytes(size)) for number, size in enumerate(sizes)]
-    source = ImageNet.list(put(tmp_path / TRAIN, tar_of([("n01440764.tar", tar_of(files))])))
+    source = ImageNetSource.list(put(tmp_path / TRAIN, tar_of([("n01440764.tar", tar_of(files))])))
     batches = list(source.read(source.parts[0]))
     assert sum(batch.num_rows for batch in batches) == len(sizes)
     for batch in batches:

@@ -10,7 +10,7 @@ import pytest
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.images.manifest import Manifest
+from datasvc.shards.sources.images.manifest import ManifestSource
 from tests.samples import jpeg
 from tests.shards.sources.reading import to_memory
 
@@ -29,7 +29,7 @@ def images(tmp_path):
 def listed(images, content, name="manifest.csv", **options):
     path = images.parent / name
     path.write_text(content)
-    return Manifest.list(str(images), SourceOptions(manifest=str(path), **options))
+    return ManifestSource.list(str(images), SourceOptions(manifest=str(path), **options))
 
 
 def facts(source):
@@ -65,8 +65,8 @@ def test_a_remote_source_and_manifest_read_as_local_ones(images):
     content = "".join(f"{json.dumps({'file': name, 'label': number})}\n" for number, name in enumerate(NAMES))
     (images / "index.jsonl").write_text(content)
     url = to_memory(images, "memory://manifest")
-    local = Manifest.list(str(images), SourceOptions(manifest=str(images / "index.jsonl")))
-    remote = pickle.loads(pickle.dumps(Manifest.list(url, SourceOptions(manifest=f"{url}/index.jsonl"))))
+    local = ManifestSource.list(str(images), SourceOptions(manifest=str(images / "index.jsonl")))
+    remote = pickle.loads(pickle.dumps(ManifestSource.list(url, SourceOptions(manifest=f"{url}/index.jsonl"))))
     assert facts(remote) == facts(local)
     assert local.classes == ()
     assert not local.ignored
@@ -88,7 +88,7 @@ def test_columns_of_a_parquet_manifest_keep_their_types(images):
     )
     path = images.parent / "manifest.parquet"
     pq.write_table(table, path)
-    source = Manifest.list(str(images), SourceOptions(manifest=str(path)))
+    source = ManifestSource.list(str(images), SourceOptions(manifest=str(path)))
     wanted = {"kind": pa.string(), "raw": pa.large_binary()}
     assert source.schema.names == ["key", "image", *table.column_names[1:]]
     for number, name in enumerate(table.column_names[1:]):
@@ -107,7 +107,7 @@ def test_columns_that_samples_have_already_are_kept_under_another_name(images):
 def test_keys_are_taken_from_a_column(images):
     source = listed(images, "file,id\na.jpg,007\nsub/b.jpg,003\n", key="id")
     assert facts(source) == {"train": [("003", None, ()), ("007", None, ())]}
-    with pytest.raises(ConfigError, match="'7' is there twice in split 'train'"):
+    with pytest.raises(ConfigError, match="'7' occurs twice in split 'train'"):
         listed(images, "file,key\na.jpg,7\nsub/b.jpg,7\n")
 
 
@@ -134,7 +134,7 @@ def test_files_are_named_by_any_of_their_columns(images, column):
 
 MISTAKES = {
     "no column of files": ("name\na.jpg\n", r"no column of files.*found \['name'\]"),
-    "file twice": ("file\na.jpg\nsub/b.jpg\n./a.jpg\n", r"line 4 of .*names 'a\.jpg' again, after line 2 of"),
+    "file twice": ("file\na.jpg\nsub/b.jpg\n./a.jpg\n", r"line 4 of .*lists 'a\.jpg' again, after line 2 of"),
     "climbs": ("file\na.jpg\nsub/../../x.jpg\n", r"line 3 of .*'sub/\.\./\.\./x\.jpg'.*below the source"),
     "absolute": ("file\n/etc/passwd\n", r"line 2 of .*'/etc/passwd'"),
     "a URL": ("file\ns3://bucket/a.jpg\n", r"line 2 of .*below the source"),
@@ -144,11 +144,11 @@ MISTAKES = {
         "file,label\na.jpg,1\nsub/b.jpg,cat\n",
         r"mix integers and names: '1' in line 2 of .*'cat' in line 3",
     ),
-    "negative label": ("file,label\na.jpg,0\nsub/b.jpg,-1\n", r"line 3 of .* has label -1"),
-    "large label": (f"file,label\na.jpg,{1 << 40}\n", r"line 2 of .* has label"),
-    "no label": ("file,label\na.jpg,1.5\n", r"'label' of .* is double"),
+    "negative label": ("file,label\na.jpg,0\nsub/b.jpg,-1\n", r"line 3 of .* has the label -1"),
+    "large label": (f"file,label\na.jpg,{1 << 40}\n", r"line 2 of .* has the label"),
+    "no label": ("file,label\na.jpg,1.5\n", r"'label' of .* has the type double"),
     "broken line": ("file,x\na.jpg,1\nsub/b.jpg\n", r"line 3: expected 2 columns, found 1"),
-    "missing key": ("file,x\na.jpg,1\n", r"no column 'id'"),
+    "missing key": ("file,x\na.jpg,1\n", r"no key column 'id'"),
 }
 
 
@@ -171,7 +171,7 @@ def test_names_of_classes_in_json_may_look_like_numbers(images):
 
 def test_files_that_are_not_there_are_counted_and_some_named(images):
     content = "file\na.jpg\n" + "".join(f"gone-{number:02}.jpg\n" for number in range(25))
-    with pytest.raises(NotFoundError, match=r"25 of 26 files.*gone-00\.jpg.*gone-09\.jpg and 15 more$"):
+    with pytest.raises(NotFoundError, match=r"25 of 26 files.*gone-00\.jpg.*gone-09\.jpg and 15 more; add them"):
         listed(images, content)
 
 
@@ -179,7 +179,7 @@ def test_a_link_out_of_the_source_is_refused(images):
     secret = images.parent / "secret.jpg"
     secret.write_bytes(jpeg())
     os.symlink(secret, images / "link.jpg")
-    with pytest.raises(ConfigError, match="leads out of the source"):
+    with pytest.raises(ConfigError, match="is a link out of the source"):
         listed(images, "file\nlink.jpg\n")
 
 
@@ -190,7 +190,7 @@ def test_a_link_out_of_the_source_is_refused(images):
         ("manifest.csv", "file\n", NotFoundError, "no samples"),
         ("manifest.txt", "a.jpg\n", ConfigError, r"expected \.csv"),
         ("manifest.json", '[{"file": "a.jpg"}]', ConfigError, "holds one array"),
-        ("manifest.parquet", "PAR1", ConfigError, "no readable Parquet"),
+        ("manifest.parquet", "PAR1", ConfigError, "not a readable Parquet"),
     ],
 )
 def test_a_manifest_that_cannot_be_read_is_named(images, name, content, error, message):
@@ -200,7 +200,7 @@ def test_a_manifest_that_cannot_be_read_is_named(images, name, content, error, m
 
 def test_a_manifest_or_source_that_is_not_there_is_not_found(images, tmp_path):
     with pytest.raises(NotFoundError, match=r"none\.csv"):
-        Manifest.list(str(images), SourceOptions(manifest=str(tmp_path / "none.csv")))
+        ManifestSource.list(str(images), SourceOptions(manifest=str(tmp_path / "none.csv")))
     with pytest.raises(NotFoundError, match="no such folder"):
         listed(tmp_path / "none", "file\na.jpg\n")
 

@@ -29,7 +29,7 @@ from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources import BadSample, SourceOptions
 from datasvc.shards.sources.common.tensors import shape_of
 from datasvc.shards.sources.mds.encodings import MdsColumn
-from datasvc.shards.sources.mds.mds import MdsDataset
+from datasvc.shards.sources.mds.mds import MdsSource
 from tests.samples import jpeg
 from tests.shards.sources import reading
 
@@ -101,12 +101,12 @@ def texts(source):
 
 def test_a_shard_made_by_hand_is_read(tmp_path):
     by_hand(tmp_path)
-    source = MdsDataset.list(str(tmp_path))
+    source = MdsSource.list(str(tmp_path))
     samples, bad = read_all(source)
     assert not bad
     assert samples == [{"key": f"shard.00000.mds#{n}", "t": text} for n, text in enumerate(["one", "two", "three"])]
     assert [part.num_samples for part in source.parts] == [3]
-    assert texts(MdsDataset.list(str(tmp_path / "index.json"))) == texts(source)
+    assert texts(MdsSource.list(str(tmp_path / "index.json"))) == texts(source)
 
 
 def test_images_and_labels_of_the_real_writer_keep_their_bytes(tmp_path, mosaicml):
@@ -114,7 +114,7 @@ def test_images_and_labels_of_the_real_writer_keep_their_bytes(tmp_path, mosaicm
     samples = [{"x": image, "class": n % 3} for n, image in enumerate(images)]
     for split, chosen in (("train", samples[:15]), ("val", samples[15:])):
         write(mosaicml, tmp_path / split, {"x": "jpeg", "class": "int"}, chosen, size_limit=6000)
-    source = pickle.loads(pickle.dumps(MdsDataset.list(str(tmp_path))))
+    source = pickle.loads(pickle.dumps(MdsSource.list(str(tmp_path))))
     assert {part.split for part in source.parts} == {"train", "val"}
     assert len(source.parts) == 4
     found, bad = read_all(source)
@@ -159,7 +159,7 @@ def test_every_encoding_of_the_real_writer_is_read(tmp_path, mosaicml):
          "lj": [red] * n, "lp": [red] * n, "ja": [jpeg(seed=n), jpeg(seed=9)]}
         for n in range(4)
     ]  # fmt: skip
-    source = MdsDataset.list(write(mosaicml, tmp_path / "all", columns, samples))
+    source = MdsSource.list(write(mosaicml, tmp_path / "all", columns, samples))
     found, bad = read_all(source)
     assert not bad
     for wanted, got in zip(samples, found, strict=True):
@@ -184,19 +184,19 @@ def test_every_encoding_of_the_real_writer_is_read(tmp_path, mosaicml):
 
 def test_what_the_index_calls_an_image_is_one_whatever_the_first_sample_holds(tmp_path, mosaicml):
     url = write(mosaicml, tmp_path / "x", {"x": "jpeg"}, [{"x": b"junk"}, {"x": jpeg()}])
-    assert is_image(MdsDataset.list(url).schema.field("image"))
+    assert is_image(MdsSource.list(url).schema.field("image"))
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path, mosaicml):
     sample = {"x": np.zeros(2, np.int8), "x.shape": 1}
     url = write(mosaicml, tmp_path / "x", {"x": "ndarray", "x.shape": "int"}, [sample])
-    with pytest.raises(ConfigError, match="two columns would have one name"):
-        MdsDataset.list(url)
+    with pytest.raises(ConfigError, match="two columns would have the same name"):
+        MdsSource.list(url)
 
 
 def test_a_size_of_zero_means_that_sizes_vary_as_to_the_real_reader(tmp_path):
     by_hand(tmp_path, column_sizes=[0])
-    assert texts(MdsDataset.list(str(tmp_path))) == (["one", "two", "three"], [])
+    assert texts(MdsSource.list(str(tmp_path))) == (["one", "two", "three"], [])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_raw_images_become_png_without_loss(tmp_path, mosaicml, mode):
     size = (13, 5)
     num_bytes = len(Image.new(mode, size).tobytes())
     image = Image.frombytes(mode, size, np.random.default_rng(1).bytes(num_bytes))
-    found, bad = read_all(MdsDataset.list(write(mosaicml, tmp_path / "raw", {"x": "pil"}, [{"x": image}])))
+    found, bad = read_all(MdsSource.list(write(mosaicml, tmp_path / "raw", {"x": "pil"}, [{"x": image}])))
     assert not bad
     opened = Image.open(io.BytesIO(found[0]["image"]))
     assert (opened.format, opened.size) == ("PNG", size)
@@ -226,10 +226,10 @@ def test_a_raw_image_that_lies_about_its_size_is_a_bad_sample(tmp_path, mosaicml
     url = write(
         mosaicml, tmp_path / "raw", {"x": "pil"}, [{"x": each} for each in (good, bomb, float_image, b"", good)]
     )
-    found, bad = read_all(MdsDataset.list(url))
+    found, bad = read_all(MdsSource.list(url))
     assert [sample["key"][-2:] for sample in found] == ["#0", "#4"]
     assert [each.key[-2:] for each in bad] == ["#1", "#2", "#3"]
-    assert "mode 'F' does not fit into a PNG" in bad[1].reason
+    assert "mode 'F' is not supported by PNG" in bad[1].reason
 
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd:7", "gz", "gz:1"])
@@ -249,7 +249,7 @@ def test_compressed_shards_are_read(tmp_path, mosaicml, compression, scheme):
     assert not any(name.endswith(".mds") for name in names)
     if scheme == "memory":
         url = reading.to_memory(tmp_path / "z", f"memory://mds-{compression.replace(':', '-')}")
-    source = MdsDataset.list(url)
+    source = MdsSource.list(url)
     assert len(source.parts) > 2
     assert texts(source) == ([sample["t"] for sample in samples], [])
 
@@ -258,7 +258,7 @@ def test_other_compressions_are_refused_by_name(tmp_path):
     by_hand(tmp_path, compression="br:3", zip_data={"basename": "shard.00000.mds.br", "bytes": 5, "hashes": {}})
     (tmp_path / "shard.00000.mds").rename(tmp_path / "shard.00000.mds.br")
     with pytest.raises(ConfigError, match="is compressed by 'br'; datasvc reads gz and zstd"):
-        MdsDataset.list(str(tmp_path))
+        MdsSource.list(str(tmp_path))
 
 
 def test_a_shard_that_was_decompressed_already_is_read_as_it_is(tmp_path, mosaicml):
@@ -266,7 +266,7 @@ def test_a_shard_that_was_decompressed_already_is_read_as_it_is(tmp_path, mosaic
     compressed = tmp_path / "z" / "shard.00000.mds.zstd"
     (tmp_path / "z" / "shard.00000.mds").write_bytes(zstandard.ZstdDecompressor().decompress(compressed.read_bytes()))
     compressed.unlink()
-    assert texts(MdsDataset.list(url)) == (["a"], [])
+    assert texts(MdsSource.list(url)) == (["a"], [])
 
 
 class Trap:
@@ -279,13 +279,13 @@ class Trap:
 def test_pickles_are_refused_and_never_run(tmp_path, mosaicml):
     url = write(mosaicml, tmp_path / "p", {"t": "pkl", "n": "int"}, [{"t": Trap(), "n": 1}])
     with pytest.raises(ConfigError, match="column 't' holds pickles, which run code"):
-        MdsDataset.list(url)
+        MdsSource.list(url)
 
 
 @pytest.mark.parametrize("algorithm", ["md5", "sha1", "sha256"])
 def test_a_flipped_byte_is_found_by_the_hash_of_the_index(tmp_path, mosaicml, algorithm):
     url = write(mosaicml, tmp_path / "h", {"t": "str"}, [{"t": "x" * 100}] * 50, hashes=[algorithm], size_limit=3000)
-    source = MdsDataset.list(url)
+    source = MdsSource.list(url)
     path = tmp_path / "h" / "shard.00001.mds"
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
@@ -293,7 +293,7 @@ def test_a_flipped_byte_is_found_by_the_hash_of_the_index(tmp_path, mosaicml, al
     samples, bad = read_all(source)
     assert len(samples) == 50 - source.parts[1].num_samples
     assert [each.key for each in bad] == ["shard.00001.mds"]
-    assert f"its {algorithm} is {hashlib.new(algorithm, content).hexdigest()}; the index says" in bad[0].reason
+    assert f"its {algorithm} is {hashlib.new(algorithm, content).hexdigest()}; the index has" in bad[0].reason
 
 
 def test_hashes_that_hashlib_lacks_are_passed_over(tmp_path):
@@ -301,12 +301,12 @@ def test_hashes_that_hashlib_lacks_are_passed_over(tmp_path):
     index = json.loads((tmp_path / "index.json").read_text())
     index["shards"][0]["raw_data"]["hashes"] = {"xxh64": "0" * 16, "shake_128": "0"}
     (tmp_path / "index.json").write_text(json.dumps(index))
-    assert len(texts(MdsDataset.list(str(tmp_path)))[0]) == 3
+    assert len(texts(MdsSource.list(str(tmp_path)))[0]) == 3
 
 
 def test_a_shard_cut_off_anywhere_gives_what_is_before_and_says_so(tmp_path):
     raw = by_hand(tmp_path)
-    source = MdsDataset.list(str(tmp_path))
+    source = MdsSource.list(str(tmp_path))
     starts = np.frombuffer(raw[4:20], "<u4").tolist()
     for length in range(len(raw)):
         (tmp_path / "shard.00000.mds").write_bytes(raw[:length])
@@ -319,14 +319,14 @@ def test_a_shard_cut_off_anywhere_gives_what_is_before_and_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"samples": 2}, "it says that it has 3 samples, the index 2"),
-        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 40, "hashes": {}}}, "to 40 as the index says"),
+        ({"samples": 2}, "it declares 3 samples, the index 2"),
+        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 40, "hashes": {}}}, "the end 40 of the index"),
     ],
 )
 def test_a_shard_that_disagrees_with_the_index_is_not_used(tmp_path, changes, reason):
     by_hand(tmp_path / "a")
     by_hand(tmp_path / "b", **changes)
-    found, bad = texts(MdsDataset.list(str(tmp_path)))
+    found, bad = texts(MdsSource.list(str(tmp_path)))
     assert found == ["one", "two", "three"]
     assert [each.key for each in bad] == ["b/shard.00000.mds"]
     assert reason in bad[0].reason
@@ -335,23 +335,23 @@ def test_a_shard_that_disagrees_with_the_index_is_not_used(tmp_path, changes, re
 def test_bytes_behind_the_last_sample_are_reported(tmp_path):
     raw = by_hand(tmp_path)
     (tmp_path / "shard.00000.mds").write_bytes(raw + b"more")
-    found, bad = texts(MdsDataset.list(str(tmp_path)))
+    found, bad = texts(MdsSource.list(str(tmp_path)))
     assert len(found) == 3
     assert len(bad) == 1
-    assert bad[0].reason.endswith(f"it goes on behind the {len(raw)} bytes that the index says")
+    assert bad[0].reason.endswith(f"it is longer than the {len(raw)} bytes in the index")
 
 
 @pytest.mark.parametrize("offsets", [(20, 10, 34, 43), (8, 27, 34, 43), (20, 27, 34, 4_000_000_000)])
 def test_offsets_that_make_no_sense_are_no_crash(tmp_path, offsets):
     raw = bytearray(by_hand(tmp_path))
-    source = MdsDataset.list(str(tmp_path))
+    source = MdsSource.list(str(tmp_path))
     raw[4:20] = np.array(offsets, "<u4").tobytes()
     (tmp_path / "shard.00000.mds").write_bytes(raw)
     found, bad = texts(source)
     assert not found
-    assert "its samples lie between" in bad[0].reason
-    with pytest.raises(CorruptDataError, match=r"no sample of .* can be read"):
-        MdsDataset.list(str(tmp_path))
+    assert "its samples are between" in bad[0].reason
+    with pytest.raises(CorruptDataError, match=r"none of the first samples of .* can be read"):
+        MdsSource.list(str(tmp_path))
 
 
 def test_samples_whose_sizes_or_values_are_wrong_are_named(tmp_path):
@@ -360,18 +360,18 @@ def test_samples_whose_sizes_or_values_are_wrong_are_named(tmp_path):
     raw[first] += 1
     raw[second + 4] = 0xFF
     (tmp_path / "shard.00000.mds").write_bytes(raw)
-    found, bad = texts(MdsDataset.list(str(tmp_path)))
+    found, bad = texts(MdsSource.list(str(tmp_path)))
     assert found == ["three"]
     assert [each.key[-2:] for each in bad] == ["#0", "#1"]
-    assert bad[0].reason == "its values take 4 bytes; it has 3 for them"
-    assert bad[1].reason.startswith("column 't' is no str")
+    assert bad[0].reason == "its sizes sum to 4 bytes, but its values have 3"
+    assert bad[1].reason.startswith("column 't' is not a valid str")
 
 
 def test_keys_come_from_a_column_where_one_is_named(tmp_path, mosaicml):
     url = write(mosaicml, tmp_path / "k", {"id": "int", "t": "str"}, [{"id": n, "t": str(n)} for n in range(3)])
-    source = MdsDataset.list(url, SourceOptions(key="id"))
+    source = MdsSource.list(url, SourceOptions(key="id"))
     assert read_all(source)[0] == [{"key": str(n), "t": str(n)} for n in range(3)]
-    assert source.fingerprint() != MdsDataset.list(url, SourceOptions(key="t")).fingerprint()
+    assert source.fingerprint() != MdsSource.list(url, SourceOptions(key="t")).fingerprint()
 
 
 def test_a_merged_index_speaks_for_the_folders_below_it(tmp_path):
@@ -383,7 +383,7 @@ def test_a_merged_index_speaks_for_the_folders_below_it(tmp_path):
         shard["raw_data"]["basename"] = f"{split}/shard.00000.mds"
         shards.append(shard)
     (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
-    source = MdsDataset.list(str(tmp_path))
+    source = MdsSource.list(str(tmp_path))
     assert [(part.split, part.name) for part in source.parts] == [
         ("train", "train/shard.00000.mds"),
         ("val", "val/shard.00000.mds"),
@@ -395,69 +395,73 @@ def test_a_merged_index_speaks_for_the_folders_below_it(tmp_path):
 def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path, basename):
     by_hand(tmp_path, raw_data={"basename": basename, "bytes": 43, "hashes": {}})
     with pytest.raises(ConfigError, match="which is outside its folder"):
-        MdsDataset.list(str(tmp_path))
+        MdsSource.list(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        ("{", CorruptDataError, "is no JSON"),
-        ("[]", ConfigError, "is no index of MDS shards"),
-        ('{"version": 1, "shards": []}', ConfigError, "is of version 1"),
-        ('{"version": 2, "shards": []}', NotFoundError, "names no shards"),
-        ('{"version": 2, "shards": [{}]}', ConfigError, "is no index of MDS shards"),
+        ("{", CorruptDataError, "is not JSON"),
+        ("[]", ConfigError, "is not an index of MDS shards"),
+        ('{"version": 1, "shards": []}', ConfigError, "has version 1"),
+        ('{"version": 2, "shards": []}', NotFoundError, "lists no shards"),
+        ('{"version": 2, "shards": [{}]}', ConfigError, "is not an index of MDS shards"),
         ('{"version": 2, "shards": [{"version": 2, "format": "json"}]}', ConfigError, "format 'json'"),
-        ('{"version": 2, "shards": 5}', ConfigError, "is no index of MDS shards"),
+        ('{"version": 2, "shards": 5}', ConfigError, "is not an index of MDS shards"),
     ],
 )
 def test_what_is_no_index_of_mds_is_refused(tmp_path, index, error, message):
     (tmp_path / "index.json").write_text(index)
     with pytest.raises(error, match=message):
-        MdsDataset.list(str(tmp_path))
+        MdsSource.list(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"samples": -1}, ConfigError, "-1 where a count should be"),
+        ({"samples": -1}, ConfigError, "has -1 as a count"),
         ({"column_sizes": []}, ConfigError, "columns without encodings or sizes"),
-        ({"column_encodings": ["magic"]}, ConfigError, "encoding 'magic', which datasvc does not know"),
+        ({"column_encodings": ["magic"]}, ConfigError, "encoding 'magic'; expected one of"),
         ({"column_encodings": ["ndarray:object"]}, ConfigError, "has arrays of 'object'"),
         ({"column_encodings": ["ndarray:int8:x"]}, ConfigError, "has the shape 'x'; expected numbers"),
-        ({"column_encodings": ["ndarray:int8:-2"]}, ConfigError, "expected positive sizes"),
-        ({"raw_data": {"basename": "gone.mds", "bytes": 3, "hashes": {}}}, NotFoundError, "gone.mds, which is gone"),
-        ({"samples": 0}, NotFoundError, "its index names no samples"),
+        ({"column_encodings": ["ndarray:int8:-2"]}, ConfigError, "expected positive dimensions"),
+        (
+            {"raw_data": {"basename": "gone.mds", "bytes": 3, "hashes": {}}},
+            NotFoundError,
+            "gone.mds, which is missing",
+        ),
+        ({"samples": 0}, NotFoundError, "its index lists no samples"),
     ],
 )
 def test_an_index_with_a_wrong_shard_is_refused(tmp_path, changes, error, message):
     by_hand(tmp_path, **changes)
     with pytest.raises(error, match=message):
-        MdsDataset.list(str(tmp_path))
+        MdsSource.list(str(tmp_path))
 
 
 def test_shards_of_different_columns_and_folders_without_index_are_refused(tmp_path):
     by_hand(tmp_path / "a")
     by_hand(tmp_path / "b", column_names=["other"])
     with pytest.raises(ConfigError, match="its shards have different columns"):
-        MdsDataset.list(str(tmp_path))
+        MdsSource.list(str(tmp_path))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "x.mds").write_bytes(b"")
-    with pytest.raises(NotFoundError, match=r"there is no index.json in it"):
-        MdsDataset.list(str(tmp_path / "c"))
+    with pytest.raises(NotFoundError, match=r"it has no index.json"):
+        MdsSource.list(str(tmp_path / "c"))
 
 
 def test_the_fingerprint_follows_the_shards(tmp_path):
     by_hand(tmp_path)
-    before = MdsDataset.list(str(tmp_path)).fingerprint()
-    assert before == MdsDataset.list(str(tmp_path)).fingerprint()
+    before = MdsSource.list(str(tmp_path)).fingerprint()
+    assert before == MdsSource.list(str(tmp_path)).fingerprint()
     by_hand(tmp_path, contents=[b"one", b"two"])
-    assert before != MdsDataset.list(str(tmp_path)).fingerprint()
+    assert before != MdsSource.list(str(tmp_path)).fingerprint()
 
 
 def test_remote_data_sets_are_read_alike(tmp_path):
     by_hand(tmp_path / "val")
     url = reading.to_memory(tmp_path, "memory://mds-by-hand")
-    assert read_all(MdsDataset.list(url)) == read_all(MdsDataset.list(str(tmp_path)))
+    assert read_all(MdsSource.list(url)) == read_all(MdsSource.list(str(tmp_path)))
     assert fsspec.filesystem("memory").exists("/mds-by-hand/val/index.json")
 
 
@@ -491,6 +495,6 @@ def test_any_bytes_decode_or_are_a_bad_sample(encoding, content):
 
 def test_a_bad_sample_is_of_its_split(tmp_path):
     raw = by_hand(tmp_path / "val")
-    source = MdsDataset.list(str(tmp_path))
+    source = MdsSource.list(str(tmp_path))
     (tmp_path / "val" / "shard.00000.mds").write_bytes(raw[:-1])
     assert [piece.split for piece in source.read(source.parts[0]) if isinstance(piece, BadSample)] == ["val"]

@@ -19,7 +19,7 @@ from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources import BadSample, SourceOptions
 from datasvc.shards.sources.common.protobuf import read_fields, read_packed_varints, to_signed
 from datasvc.shards.sources.records.tf_example import parse_example
-from datasvc.shards.sources.records.tfrecord import TfRecords, masked_crc
+from datasvc.shards.sources.records.tfrecord import TfRecordSource, masked_crc
 from tests.samples import jpeg
 from tests.shards.sources import reading
 
@@ -65,7 +65,7 @@ def test_features_become_columns_of_their_kind(tmp_path):
          "n": (-n, "int"), "x": (n / 4, "float"), "many": (list(range(n)), "int"), "words": ([b"a", b"b"], "byte")}
         for n in range(5)
     ]  # fmt: skip
-    source = TfRecords.list(write(tmp_path / "a.tfrecord", examples))
+    source = TfRecordSource.list(write(tmp_path / "a.tfrecord", examples))
     samples, bad = read_all(source)
     assert not bad
     assert samples == [
@@ -90,7 +90,7 @@ def test_imagenet_as_everybody_has_it(tmp_path):
         ]  # fmt: skip
         write(tmp_path / f"{split}-00000-of-00128", examples)
     (tmp_path / "labels.txt").write_text("cat")
-    source = TfRecords.list(str(tmp_path))
+    source = TfRecordSource.list(str(tmp_path))
     samples, bad = read_all(source)
     assert not bad
     assert [part.split for part in source.parts] == ["train", "validation"]
@@ -113,7 +113,7 @@ def test_files_are_known_by_their_usual_names(tmp_path, name):
     write(path, numbers(3))
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress(path.read_bytes()))
-    assert [sample["n"] for sample in read_all(TfRecords.list(str(tmp_path / "source")))[0]] == [0, 1, 2]
+    assert [sample["n"] for sample in read_all(TfRecordSource.list(str(tmp_path / "source")))[0]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_compressed_files_are_known_by_their_content(tmp_path, compress):
     path = tmp_path / "a.tfrecord"
     write(path, numbers(500))
     path.write_bytes(compress(path.read_bytes()))
-    samples, bad = read_all(TfRecords.list(str(path)))
+    samples, bad = read_all(TfRecordSource.list(str(path)))
     assert not bad
     assert [sample["n"] for sample in samples] == list(range(500))
 
@@ -131,17 +131,17 @@ def test_compressed_files_are_known_by_their_content(tmp_path, compress):
 def test_keys_come_from_a_feature_where_one_is_named(tmp_path):
     examples = [{"id": (f"k{n}".encode(), "byte"), "n": (n, "int")} for n in range(70)] + [{"n": (70, "int")}]
     url = write(tmp_path / "a.tfrecord", examples)
-    samples, bad = read_all(TfRecords.list(url, SourceOptions(key="id")))
+    samples, bad = read_all(TfRecordSource.list(url, SourceOptions(key="id")))
     assert samples == [{"key": f"k{n}", "n": n} for n in range(70)]
-    assert bad == [BadSample("train", "a.tfrecord#70", "it has no 'id' to take its key from")]
-    assert read_all(TfRecords.list(url, SourceOptions(key="n")))[0][2] == {"key": "2", "id": "k2"}
-    with pytest.raises(ConfigError, match="no column 'gone'"):
-        TfRecords.list(url, SourceOptions(key="gone"))
+    assert bad == [BadSample("train", "a.tfrecord#70", "it lacks the feature 'id', which holds its key")]
+    assert read_all(TfRecordSource.list(url, SourceOptions(key="n")))[0][2] == {"key": "2", "id": "k2"}
+    with pytest.raises(ConfigError, match="the key column 'gone' does not exist"):
+        TfRecordSource.list(url, SourceOptions(key="gone"))
 
 
 def test_a_feature_that_is_absent_is_null(tmp_path):
     url = write(tmp_path / "a.tfrecord", [{"n": (1, "int"), "x": (0.5, "float")}, {"n": (2, "int")}])
-    assert read_all(TfRecords.list(url))[0] == [
+    assert read_all(TfRecordSource.list(url))[0] == [
         {"key": "a.tfrecord#0", "n": 1, "x": 0.5},
         {"key": "a.tfrecord#1", "n": 2, "x": None},
     ]
@@ -153,7 +153,7 @@ def test_a_record_with_a_bad_checksum_is_left_out_and_those_behind_it_are_read(t
     size = len(content) // 10
     content[4 * size + 14] ^= 1
     (tmp_path / "a.tfrecord").write_bytes(content)
-    samples, bad = read_all(TfRecords.list(url))
+    samples, bad = read_all(TfRecordSource.list(url))
     assert [sample["key"] for sample in samples] == [f"a.tfrecord#{n}" for n in (0, 1, 2, 3, 5, 6, 7, 8, 9)]
     assert bad == [BadSample("train", "a.tfrecord#4", "its checksum does not match")]
 
@@ -164,7 +164,7 @@ def test_behind_a_bad_length_the_file_ends(tmp_path, flipped):
     content = bytearray((tmp_path / "a.tfrecord").read_bytes())
     content[4 * (len(content) // 10) + flipped] ^= 0x10
     (tmp_path / "a.tfrecord").write_bytes(content)
-    samples, bad = read_all(TfRecords.list(url))
+    samples, bad = read_all(TfRecordSource.list(url))
     assert [sample["n"] for sample in samples] == [0, 1, 2, 3]
     assert [(each.key, each.reason) for each in bad] == [
         ("a.tfrecord#4", "the rest of the file cannot be read: the checksum of a length does not match")
@@ -180,11 +180,11 @@ def test_a_file_cut_off_anywhere_gives_what_is_before_and_says_so(tmp_path, comp
         (tmp_path / "a.tfrecord").write_bytes(whole[:length])
         if compress is not bytes and not _inflates_one(whole[:length], raw_size):
             continue
-        samples, bad = read_all(TfRecords.list(url))
+        samples, bad = read_all(TfRecordSource.list(url))
         assert [sample["n"] for sample in samples] == list(range(len(samples)))
         is_at_end_of_a_record = compress is bytes and length % raw_size == 0
         assert len(bad) == (0 if is_at_end_of_a_record else 1)
-        assert all("cut off" in each.reason for each in bad)
+        assert all("truncated" in each.reason for each in bad)
         if compress is bytes:
             assert len(samples) == length // raw_size
 
@@ -198,7 +198,7 @@ def test_a_gzip_file_cut_off_is_noticed_by_its_name_too(tmp_path):
     content = gzip.compress((tmp_path / "a.tfrecord").read_bytes())
     write(tmp_path / "b" / "a.tfrecord", numbers(3))
     (tmp_path / "b" / "b.tfrecord.gz").write_bytes(content[: len(content) // 2])
-    samples, bad = read_all(TfRecords.list(str(tmp_path / "b")))
+    samples, bad = read_all(TfRecordSource.list(str(tmp_path / "b")))
     assert len(samples) >= 3
     assert [each.key.partition("#")[0] for each in bad] == ["b.tfrecord.gz"]
     assert "the rest of the file cannot be read" in bad[0].reason
@@ -209,16 +209,16 @@ def test_an_absurd_length_with_a_good_checksum_takes_no_memory(tmp_path):
     length = struct.pack("<Q", 1 << 60)
     with open(url, "ab") as opened:
         opened.write(length + struct.pack("<I", masked_crc(length)) + b"x" * 100)
-    samples, bad = read_all(TfRecords.list(url))
+    samples, bad = read_all(TfRecordSource.list(url))
     assert len(samples) == 2
     assert [each.key for each in bad] == ["a.tfrecord#2"]
-    assert "cut off in a message of" in bad[0].reason
+    assert "truncated in a message of" in bad[0].reason
 
 
 def test_a_record_over_the_bound_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr("datasvc.shards.sources.records.tfrecord.MAX_SAMPLE_BYTES", 1000)
     url = write(tmp_path / "a.tfrecord", [{"x": (b"a" * size, "byte")} for size in (10, 2000, 20)])
-    samples, bad = read_all(TfRecords.list(url))
+    samples, bad = read_all(TfRecordSource.list(url))
     assert [len(sample["x"]) for sample in samples] == [10, 20]
     assert [each.key for each in bad] == ["a.tfrecord#1"]
     assert "expected at most 1000" in bad[0].reason
@@ -231,34 +231,34 @@ def test_samples_unlike_the_first_ones_are_named(tmp_path):
         {"t": (b"\xff", "byte")}, {"new": (1, "int")}, {"n": (64, "int")},
         {"l": (5, "int")},
     ]  # fmt: skip
-    samples, bad = read_all(TfRecords.list(write(tmp_path / "a.tfrecord", first + later)))
+    samples, bad = read_all(TfRecordSource.list(write(tmp_path / "a.tfrecord", first + later)))
     assert [sample["n"] for sample in samples] == [*range(65), None]
     assert samples[-1]["l"] == [5]
     assert [(each.key, each.reason.partition(":")[0]) for each in bad] == [
         ("a.tfrecord#64", "feature 'n' has 2 values; the first samples have one"),
         ("a.tfrecord#65", "feature 'n' holds float; the first samples have int64"),
-        ("a.tfrecord#66", "feature 't' is not UTF-8, as it is in the first samples"),
-        ("a.tfrecord#67", "it has features that the first samples have not"),
+        ("a.tfrecord#66", "feature 't' is not UTF-8, but it is in the first samples"),
+        ("a.tfrecord#67", "it has features that the first samples do not have"),
     ]
 
 
 def test_the_first_samples_of_every_split_decide(tmp_path):
     write(tmp_path / "train.tfrecord", [{"n": (1, "int")}])
     write(tmp_path / "val.tfrecord", [{"n": ([1, 2], "int"), "more": (1, "int")}])
-    samples, bad = read_all(TfRecords.list(str(tmp_path)))
+    samples, bad = read_all(TfRecordSource.list(str(tmp_path)))
     assert not bad
     assert [(sample["n"], sample["more"]) for sample in samples] == [([1], None), ([1, 2], 1)]
 
 
 def test_a_usual_name_gives_way_to_a_feature_of_the_name_that_it_would_get(tmp_path):
     url = write(tmp_path / "a.tfrecord", [{"image/class/label": (1, "int"), "label": (2, "int")}])
-    assert read_all(TfRecords.list(url))[0] == [{"key": "a.tfrecord#0", "image/class/label": 1, "label": 2}]
+    assert read_all(TfRecordSource.list(url))[0] == [{"key": "a.tfrecord#0", "image/class/label": 1, "label": 2}]
 
 
 def test_a_feature_of_two_kinds_in_the_first_samples_is_refused(tmp_path):
     url = write(tmp_path / "a.tfrecord", [{"n": (1, "int")}, {"n": (1.5, "float")}])
     with pytest.raises(ConfigError, match="feature 'n' holds float in some samples and int64 in others"):
-        TfRecords.list(url)
+        TfRecordSource.list(url)
 
 
 def test_sequence_examples_are_refused(tmp_path):
@@ -266,16 +266,16 @@ def test_sequence_examples_are_refused(tmp_path):
     writer.write({"n": (1, "int")}, {"steps": ([[1, 2], [3]], "int")})
     writer.close()
     with pytest.raises(ConfigError, match=r"a.tfrecord#0: it is a SequenceExample"):
-        TfRecords.list(str(tmp_path))
+        TfRecordSource.list(str(tmp_path))
 
 
 def test_what_is_no_example_is_refused_and_named_among_others(tmp_path):
     (tmp_path / "a.tfrecord").write_bytes(framed(b"hello") + framed(b"\xff\xff"))
-    with pytest.raises(ConfigError, match=r"no tf.Example is in its 1 files: a.tfrecord#1"):
-        TfRecords.list(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no tf.Example in its 1 files: a.tfrecord#1"):
+        TfRecordSource.list(str(tmp_path))
     good = framed(serialized({"n": (1, "int")}))
     (tmp_path / "a.tfrecord").write_bytes(framed(b"hello") + good)
-    samples, bad = read_all(TfRecords.list(str(tmp_path)))
+    samples, bad = read_all(TfRecordSource.list(str(tmp_path)))
     assert [sample["key"] for sample in samples] == ["a.tfrecord#1"]
     assert [each.key for each in bad] == ["a.tfrecord#0"]
 
@@ -283,25 +283,25 @@ def test_what_is_no_example_is_refused_and_named_among_others(tmp_path):
 def test_nothing_is_said_to_be_nothing(tmp_path):
     (tmp_path / "a.tfrecord").write_bytes(b"")
     with pytest.raises(NotFoundError, match="they are empty"):
-        TfRecords.list(str(tmp_path))
+        TfRecordSource.list(str(tmp_path))
     (tmp_path / "a.tfrecord").rename(tmp_path / "a.bin")
-    with pytest.raises(NotFoundError, match="no TFRecord among its 1 files"):
-        TfRecords.list(str(tmp_path))
-    with pytest.raises(NotFoundError, match="nothing is"):
-        TfRecords.list(str(tmp_path / "gone"))
+    with pytest.raises(NotFoundError, match="none of its 1 files has the name of a TFRecord"):
+        TfRecordSource.list(str(tmp_path))
+    with pytest.raises(NotFoundError, match="there is no file or folder at"):
+        TfRecordSource.list(str(tmp_path / "gone"))
 
 
 @pytest.mark.parametrize("content", [b"junk", b"junk" * 100, b"\x1f\x8bjunk" * 10, b"\x78" + b"junk" * 10])
 def test_junk_is_refused(tmp_path, content):
     (tmp_path / "a.tfrecord").write_bytes(content)
     with pytest.raises(ConfigError, match="the rest of the file cannot be read"):
-        TfRecords.list(str(tmp_path))
+        TfRecordSource.list(str(tmp_path))
 
 
 def test_an_empty_shard_among_others_does_no_harm(tmp_path):
     write(tmp_path / "a.tfrecord", [])
     write(tmp_path / "b.tfrecord", numbers(2))
-    assert [sample["key"] for sample in read_all(TfRecords.list(str(tmp_path)))[0]] == [
+    assert [sample["key"] for sample in read_all(TfRecordSource.list(str(tmp_path)))[0]] == [
         "b.tfrecord#0",
         "b.tfrecord#1",
     ]
@@ -311,8 +311,8 @@ def test_files_in_memory_are_read_alike_after_a_journey_to_a_worker(tmp_path):
     memory = fsspec.filesystem("memory")
     write(tmp_path / "a.tfrecord", [{"x": (np.random.default_rng(n).bytes(100_000), "byte")} for n in range(60)])
     memory.put(str(tmp_path / "a.tfrecord"), "/tfrecord-test/a.tfrecord")
-    local = read_all(TfRecords.list(str(tmp_path)))
-    source = pickle.loads(pickle.dumps(TfRecords.list("memory://tfrecord-test")))
+    local = read_all(TfRecordSource.list(str(tmp_path)))
+    source = pickle.loads(pickle.dumps(TfRecordSource.list("memory://tfrecord-test")))
     assert read_all(source) == local
     assert len(local[0]) == 60
 
@@ -320,13 +320,13 @@ def test_files_in_memory_are_read_alike_after_a_journey_to_a_worker(tmp_path):
 def test_the_fingerprint_follows_files_and_columns(tmp_path):
     example = {"cls": (1, "int"), "class": (1, "int")}
     url = write(tmp_path / "a.tfrecord", [example])
-    before = TfRecords.list(url).fingerprint()
-    assert before == TfRecords.list(url).fingerprint()
-    keyed = [TfRecords.list(url, SourceOptions(key=key)) for key in example]
+    before = TfRecordSource.list(url).fingerprint()
+    assert before == TfRecordSource.list(url).fingerprint()
+    keyed = [TfRecordSource.list(url, SourceOptions(key=key)) for key in example]
     assert keyed[0].schema == keyed[1].schema
     assert keyed[0].fingerprint() != keyed[1].fingerprint()
     write(tmp_path / "a.tfrecord", [example] * 2)
-    assert before != TfRecords.list(url).fingerprint()
+    assert before != TfRecordSource.list(url).fingerprint()
 
 
 features = st.dictionaries(

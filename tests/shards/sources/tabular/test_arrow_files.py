@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.tabular.arrow_files import ArrowFiles
+from datasvc.shards.sources.tabular.arrow_files import ArrowSource
 from tests.examples import examples
 from tests.samples import jpeg
 from tests.shards.sources.reading import read_all, to_memory
@@ -32,7 +32,7 @@ def write(folder, name, table, *, form="file", batch=None, **options):
 @given(table=tables(), batch=st.integers(1, 7))
 def test_samples_are_the_rows_of_any_table(tmp_path_factory, form, table, batch):
     path = write(tmp_path_factory.mktemp("arrow"), "a.arrow", table, form=form, batch=batch)
-    samples, bad = read_all(ArrowFiles.list(str(path)))
+    samples, bad = read_all(ArrowSource.list(str(path)))
     assert not bad
     assert samples.column("key").to_pylist() == [f"a.arrow#{row}" for row in range(table.num_rows)]
     assert samples.drop(["key"]).to_pylist() == table.to_pylist()
@@ -45,8 +45,8 @@ def test_remote_files_read_as_local_ones(tmp_path, form, compression):
     table = {"x": range(10_000), "image": [jpeg(seed=0)] * 10_000}
     write(tmp_path, "train/a.arrow", table, form=form, batch=700, compression=compression)
     write(tmp_path, "val/b.arrows", {"x": [1], "image": [jpeg()]}, form=form, compression=compression)
-    remote = ArrowFiles.list(to_memory(tmp_path, f"memory://arrow-{form}-{compression}"))
-    local = ArrowFiles.list(str(tmp_path))
+    remote = ArrowSource.list(to_memory(tmp_path, f"memory://arrow-{form}-{compression}"))
+    local = ArrowSource.list(str(tmp_path))
     assert read_all(pickle.loads(pickle.dumps(remote))) == read_all(local)
     assert [part.split for part in remote.parts] == ["train", "val"]
     assert remote.schema.names == ["key", "x", "image"]
@@ -54,10 +54,10 @@ def test_remote_files_read_as_local_ones(tmp_path, form, compression):
 
 def test_feather_files_are_read_and_those_of_version_1_refused(tmp_path):
     pyarrow.feather.write_feather(pa.table({"x": [1, 2]}), tmp_path / "a.feather")
-    assert read_all(ArrowFiles.list(str(tmp_path)))[0].column("x").to_pylist() == [1, 2]
+    assert read_all(ArrowSource.list(str(tmp_path)))[0].column("x").to_pylist() == [1, 2]
     (tmp_path / "b.feather").write_bytes(b"FEA1" + bytes(100))
     with pytest.raises(ConfigError, match=r"b\.feather.*version 1"):
-        ArrowFiles.list(str(tmp_path))
+        ArrowSource.list(str(tmp_path))
 
 
 def test_categories_are_decoded_however_long_their_words(tmp_path):
@@ -65,7 +65,7 @@ def test_categories_are_decoded_however_long_their_words(tmp_path):
     long = pa.DictionaryArray.from_arrays(pa.array([0] * 300), ["." * 200_000])
     tags = pa.ListArray.from_arrays(pa.array(range(301), pa.int32()), words)
     write(tmp_path, "a.arrow", {"colour": words, "long": long, "tags": tags})
-    source = ArrowFiles.list(str(tmp_path))
+    source = ArrowSource.list(str(tmp_path))
     before = pa.total_allocated_bytes()
     held = [pa.total_allocated_bytes() - before for part in source.parts for _ in source.read(part)]
     assert max(held) < 8 << 20
@@ -80,7 +80,7 @@ def test_categories_are_decoded_however_long_their_words(tmp_path):
 def test_a_huge_batch_is_never_held(tmp_path, form):
     noise = np.random.default_rng(0).integers(0, 256, (100, 1 << 20), np.uint8)
     write(tmp_path, "a.arrow", {"x": [sample.tobytes() for sample in noise]}, form=form)
-    source = ArrowFiles.list(str(tmp_path))
+    source = ArrowSource.list(str(tmp_path))
     held = []
     for found in source.read(source.parts[0]):
         assert found.column("x")[0].as_py() == noise[len(held)].tobytes()
@@ -102,24 +102,24 @@ def _mapped_bytes(name):
 
 def test_a_sample_of_two_splits_keeps_its_place_in_its_file(tmp_path):
     write(tmp_path, "a.arrow", {"x": range(10)}, batch=3)
-    samples, _ = read_all(ArrowFiles.list(str(tmp_path), SourceOptions(split="all")))
+    samples, _ = read_all(ArrowSource.list(str(tmp_path), SourceOptions(split="all")))
     assert samples.column("key").to_pylist() == [f"a.arrow#{row}" for row in range(10)]
 
 
 def test_files_that_differ_in_their_columns_are_named(tmp_path):
     write(tmp_path, "a.arrow", {"x": [1], "y": [1]})
     write(tmp_path, "b.arrow", {"x": [1]}, form="stream")
-    with pytest.raises(ConfigError, match=r"b\.arrow has other columns than a\.arrow: it lacks \['y'\]"):
-        ArrowFiles.list(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"columns of b\.arrow differ from those of a\.arrow: \['y'\] are missing"):
+        ArrowSource.list(str(tmp_path))
 
 
 def test_files_without_samples_are_not_found_unless_another_has_some(tmp_path):
     (tmp_path / "zero.arrow").touch()
     write(tmp_path, "none.arrow", {"x": pa.array([], pa.int64())})
     with pytest.raises(NotFoundError, match=r"no samples.*none\.arrow"):
-        ArrowFiles.list(str(tmp_path))
+        ArrowSource.list(str(tmp_path))
     write(tmp_path, "some.arrow", {"x": [1]})
-    source = ArrowFiles.list(str(tmp_path))
+    source = ArrowSource.list(str(tmp_path))
     assert read_all(source)[0].num_rows == 1
     assert source.ignored == {"(empty)": 1}
 
@@ -127,15 +127,15 @@ def test_files_without_samples_are_not_found_unless_another_has_some(tmp_path):
 @pytest.mark.parametrize("content", [b"no table at all", b"ARROW1", b"ARROW1\0\0" + bytes(100), b"\xff" * 100])
 def test_a_file_that_is_no_arrow_is_named_when_listed(tmp_path, content):
     (tmp_path / "a.arrow").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"a\.arrow is no readable Arrow file"):
-        ArrowFiles.list(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"a\.arrow is not a readable Arrow file"):
+        ArrowSource.list(str(tmp_path))
 
 
 def test_a_file_without_its_end_is_named_when_listed(tmp_path):
     path = write(tmp_path, "a.arrow", {"x": range(1000)})
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"a\.arrow is no readable Arrow file"):
-        ArrowFiles.list(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"a\.arrow is not a readable Arrow file"):
+        ArrowSource.list(str(tmp_path))
 
 
 @pytest.mark.parametrize("scheme", ["local", "memory"])
@@ -143,7 +143,7 @@ def test_a_stream_that_is_cut_off_ends_with_a_bad_sample(tmp_path, scheme):
     path = write(tmp_path, "a.arrow", {"x": range(1000)}, form="stream", batch=100)
     path.write_bytes(path.read_bytes()[:-300])
     url = str(tmp_path) if scheme == "local" else to_memory(tmp_path, "memory://arrow-cut")
-    samples, (bad,) = read_all(ArrowFiles.list(url))
+    samples, (bad,) = read_all(ArrowSource.list(url))
     assert samples.column("x").to_pylist() == list(range(900))
     assert bad.key == "a.arrow#900"
     assert "from row 900 on" in bad.reason
@@ -159,7 +159,7 @@ def test_any_flipped_byte_is_an_error_or_a_value_but_never_a_crash(tmp_path_fact
     raw[int(place * len(raw))] ^= flip
     path.write_bytes(raw)
     try:
-        samples, bad = read_all(ArrowFiles.list(str(path)))
+        samples, bad = read_all(ArrowSource.list(str(path)))
     except (ConfigError, NotFoundError):
         return
     assert samples.num_rows + len(bad) > 0
@@ -172,7 +172,7 @@ def test_offsets_that_lead_astray_are_bad_samples(tmp_path):
     offsets = np.array([0, 2, 4, 6], np.int32).tobytes()
     assert raw.count(offsets) == 1
     path.write_bytes(raw.replace(offsets, np.array([0, 2, 1 << 30, 6], np.int32).tobytes()))
-    samples, bad = read_all(ArrowFiles.list(str(path)))
+    samples, bad = read_all(ArrowSource.list(str(path)))
     assert samples.num_rows + len(bad) == 3
     assert bad
     assert samples.column("text").to_pylist() == ["aa"]

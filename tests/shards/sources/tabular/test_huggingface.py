@@ -7,7 +7,7 @@ import pytest
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.tabular.huggingface import HuggingFace
+from datasvc.shards.sources.tabular.huggingface import HuggingFaceSource
 from tests.samples import jpeg
 from tests.shards.sources.reading import read_all, to_memory
 
@@ -77,7 +77,7 @@ def test_a_saved_data_set_of_splits_is_read(tmp_path):
     splits = {"train": samples_of(0, 5), "unsupervised": samples_of(5, 3)}
     folder = save_dict(tmp_path / "saved", splits)
     for url in (str(folder), to_memory(folder, "memory://huggingface-dict")):
-        source = pickle.loads(pickle.dumps(HuggingFace.list(url)))
+        source = pickle.loads(pickle.dumps(HuggingFaceSource.list(url)))
         assert source.classes == ("cat", "dog")
         assert source.schema.names == ["key", "image", "label", "tags"]
         assert source.schema.field("label").type == pa.int32()
@@ -93,7 +93,7 @@ def test_a_saved_data_set_is_read_in_the_order_of_its_state(tmp_path):
     state["_data_files"].reverse()
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "cache-0123.arrow").write_bytes(b"left behind")
-    source = HuggingFace.list(str(folder))
+    source = HuggingFaceSource.list(str(folder))
     assert values(source) == shards[1] + shards[0]
     assert {part.split for part in source.parts} == {"validation"}
     assert source.ignored == {".arrow": 1}
@@ -101,14 +101,14 @@ def test_a_saved_data_set_is_read_in_the_order_of_its_state(tmp_path):
 
 def test_class_names_come_from_the_schema_where_the_description_has_none(tmp_path):
     folder = save(tmp_path / "saved", [samples_of(0, 2)], info=None)
-    assert HuggingFace.list(str(folder)).classes == ("cat", "dog")
+    assert HuggingFaceSource.list(str(folder)).classes == ("cat", "dog")
     (folder / "dataset_info.json").unlink()
-    assert HuggingFace.list(str(folder)).classes == ("cat", "dog")
+    assert HuggingFaceSource.list(str(folder)).classes == ("cat", "dog")
 
 
 def test_class_names_come_from_the_description_where_the_schema_has_none(tmp_path):
     folder = save(tmp_path / "saved", [samples_of(0, 2)], features=None)
-    assert HuggingFace.list(str(folder)).classes == ("cat", "dog")
+    assert HuggingFaceSource.list(str(folder)).classes == ("cat", "dog")
 
 
 def test_a_folder_of_the_hub_is_read_by_the_splits_of_its_names(tmp_path):
@@ -116,18 +116,18 @@ def test_a_folder_of_the_hub_is_read_by_the_splits_of_its_names(tmp_path):
         (tmp_path / "data").mkdir(exist_ok=True)
         pq.write_table(table_of(samples_of(0, 2)), tmp_path / "data" / f"{name}.parquet")
     (tmp_path / "README.md").write_text("---\n---\n")
-    source = HuggingFace.list(str(tmp_path))
+    source = HuggingFaceSource.list(str(tmp_path))
     assert [part.split for part in source.parts] == ["test", "train", "train", "unsupervised"]
     assert source.classes == ("cat", "dog")
     assert values(source) == samples_of(0, 2) * 4
     assert source.ignored == {".md": 1}
-    assert {part.split for part in HuggingFace.list(str(tmp_path), SourceOptions(split="all")).parts} == {"all"}
+    assert {part.split for part in HuggingFaceSource.list(str(tmp_path), SourceOptions(split="all")).parts} == {"all"}
 
 
 def test_names_of_classes_may_be_numbered_as_cards_write_them(tmp_path):
     features = {"label": {"names": {"1": "dog", "0": "cat", "10": "owl"}, "_type": "ClassLabel"}}
     pq.write_table(table_of(samples_of(0, 2), features), tmp_path / "train.parquet")
-    assert HuggingFace.list(str(tmp_path)).classes == ("cat", "dog", "owl")
+    assert HuggingFaceSource.list(str(tmp_path)).classes == ("cat", "dog", "owl")
 
 
 def test_of_several_columns_of_classes_the_first_is_the_label_unless_one_is_called_so(tmp_path):
@@ -137,7 +137,7 @@ def test_of_several_columns_of_classes_the_first_is_the_label_unless_one_is_call
         table = pa.table({name: [0] for name in names})
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
         pq.write_table(table, tmp_path / "train.parquet")
-        source = HuggingFace.list(str(tmp_path))
+        source = HuggingFaceSource.list(str(tmp_path))
         assert source.classes == (chosen,)
         assert source.schema.names == ["key", *("label" if name == chosen else name for name in names)]
 
@@ -146,7 +146,7 @@ def test_an_image_of_which_only_the_path_is_stored_is_a_bad_sample(tmp_path):
     table = table_of(samples_of(0, 2))
     images = pa.array([{"bytes": jpeg(seed=0), "path": None}, {"bytes": None, "path": "far/away.jpg"}], FILE)
     pq.write_table(table.set_column(0, "image", images), tmp_path / "train.parquet")
-    samples, (bad,) = read_all(HuggingFace.list(str(tmp_path)))
+    samples, (bad,) = read_all(HuggingFaceSource.list(str(tmp_path)))
     assert samples.num_rows == 1
     assert bad.key == "train.parquet#1"
     assert "far/away.jpg" in bad.reason
@@ -156,7 +156,7 @@ def test_images_are_known_by_their_feature_also_where_the_first_is_not_there(tmp
     table = table_of(samples_of(0, 2))
     images = pa.array([None, {"bytes": jpeg(seed=1), "path": None}], FILE)
     pq.write_table(table.set_column(0, "image", images), tmp_path / "train.parquet")
-    source = HuggingFace.list(str(tmp_path))
+    source = HuggingFaceSource.list(str(tmp_path))
     assert source.schema.field("image").metadata
     assert [sample["image"] for sample in values(source)] == [None, jpeg(seed=1)]
 
@@ -166,7 +166,7 @@ def test_splits_that_differ_in_their_classes_are_refused(tmp_path):
     other = {**FEATURES, "label": {"names": ["dog", "cat"], "_type": "ClassLabel"}}
     save(folder / "test", [samples_of(2, 2)], info=other)
     with pytest.raises(ConfigError, match=r"test/dataset_info\.json and train/dataset_info\.json differ"):
-        HuggingFace.list(str(folder))
+        HuggingFaceSource.list(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ def test_splits_that_differ_in_their_classes_are_refused(tmp_path):
         (
             lambda folder: (folder / "train/data-00000-of-00001.arrow").unlink(),
             NotFoundError,
-            r"names \['data-00000-",
+            r"lists \['data-00000-",
         ),
-        (lambda folder: (folder / "train/state.json").unlink(), NotFoundError, r"train/state\.json is not there"),
-        (lambda folder: (folder / "train/state.json").write_text("{"), ConfigError, r"train/state\.json is no JSON"),
-        (lambda folder: (folder / "train/state.json").write_text("[]"), ConfigError, "no JSON object"),
+        (lambda folder: (folder / "train/state.json").unlink(), NotFoundError, r"train/state\.json is missing"),
+        (lambda folder: (folder / "train/state.json").write_text("{"), ConfigError, r"train/state\.json is not JSON"),
+        (lambda folder: (folder / "train/state.json").write_text("[]"), ConfigError, "not a JSON object"),
         (lambda folder: (folder / "train/state.json").write_text("{}"), ConfigError, "does not list its data files"),
         (lambda folder: (folder / "dataset_dict.json").write_text("{}"), ConfigError, "does not list its splits"),
         (
@@ -195,10 +195,10 @@ def test_a_folder_that_was_not_copied_whole_is_refused(tmp_path, break_it, error
     folder = save_dict(tmp_path / "saved", {"train": samples_of(0, 2)})
     break_it(folder)
     with pytest.raises(error, match=message):
-        HuggingFace.list(str(folder))
+        HuggingFaceSource.list(str(folder))
 
 
 def test_another_folder_is_not_taken_for_one(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(NotFoundError, match=r"neither state\.json.*a\.txt"):
-        HuggingFace.list(str(tmp_path))
+    with pytest.raises(NotFoundError, match=r"expected state\.json.*found.*a\.txt"):
+        HuggingFaceSource.list(str(tmp_path))

@@ -14,7 +14,7 @@ from datasvc.shards.sources.common import line_blocks
 from datasvc.shards.sources.common.line_blocks import read_line_blocks
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.tabular import json_lines
-from datasvc.shards.sources.tabular.json_lines import JsonLines
+from datasvc.shards.sources.tabular.json_lines import JsonLinesSource
 from tests.examples import examples
 from tests.shards.sources.reading import read_all, to_memory
 
@@ -33,7 +33,7 @@ def lines(samples):
 
 
 def listed(tmp_path, content, **options):
-    return JsonLines.list(str(write(tmp_path, "a.jsonl", content)), SourceOptions(**options))
+    return JsonLinesSource.list(str(write(tmp_path, "a.jsonl", content)), SourceOptions(**options))
 
 
 def values(source):
@@ -58,7 +58,7 @@ SAMPLE = st.fixed_dictionaries(
 @given(st.lists(SAMPLE, min_size=1, max_size=10))
 def test_samples_are_the_objects_that_were_written(tmp_path_factory, samples):
     path = write(tmp_path_factory.mktemp("json"), "a.jsonl", lines(samples))
-    found, bad = read_all(JsonLines.list(str(path)))
+    found, bad = read_all(JsonLinesSource.list(str(path)))
     assert not bad
     assert found.drop(["key"]).to_pylist() == samples
     content = path.read_bytes()
@@ -94,7 +94,7 @@ def test_a_large_file_is_cut_into_ranges_that_hold_each_line_once(tmp_path, monk
     samples = [{"x": number, "text": "." * (number % 700)} for number in range(10_000)]
     write(tmp_path, "a.jsonl", lines(samples))
     for url in (str(tmp_path), to_memory(tmp_path, "memory://json-ranges")):
-        source = JsonLines.list(url)
+        source = JsonLinesSource.list(url)
         assert len(source.parts) == 4
         assert sum(part.size_bytes for part in source.parts) == len(lines(samples))
         assert values(source) == (samples, {})
@@ -107,7 +107,7 @@ def test_compressed_and_remote_files_read_as_plain_ones(tmp_path, packed):
     content = content.replace(b"\n", b"\n\n", 1)
     write(tmp_path, f"test/a.jsonl{packed}", PACKED[packed](content))
     for url in (str(tmp_path), to_memory(tmp_path, f"memory://json-{packed}")):
-        found, bad = read_all(pickle.loads(pickle.dumps(JsonLines.list(url))))
+        found, bad = read_all(pickle.loads(pickle.dumps(JsonLinesSource.list(url))))
         assert not bad
         assert found.drop(["key"]).to_pylist() == samples
         last = 50_001 if packed else content.rstrip().rfind(b"\n") + 1
@@ -115,21 +115,21 @@ def test_compressed_and_remote_files_read_as_plain_ones(tmp_path, packed):
 
 
 BAD_LINES = {
-    b'{"x": 1': "no JSON object",
-    b"[1]": "no JSON object",
-    b"word": "no JSON object",
+    b'{"x": 1': "not a JSON object",
+    b"[1]": "not a JSON object",
+    b"word": "not a JSON object",
     b'{"x": "one"}': "does not fit",
     b'{"x": 1.5}': "does not fit",
     b'{"x": 99999999999999999999}': "does not fit",
     b'{"y": 1}': r"unknown columns ['y']",
     b'{"s": {"b": 1}}': "does not fit",
-    b'{"x": 1}{"x": 2}': "no JSON object",
+    b'{"x": 1}{"x": 2}': "not a JSON object",
     b'{"x": 1, "x": 2}': "does not fit",
     b'{"t": "\xff"}': "UTF",
     b'{"t": "\\ud800"}': "does not fit",
-    b'{"t": "\0"}': "no JSON object",
-    b'{"s": ' + b"[" * 100_000: "no JSON object",
-    b'{"z": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "no JSON object",
+    b'{"t": "\0"}': "not a JSON object",
+    b'{"s": ' + b"[" * 100_000: "not a JSON object",
+    b'{"z": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "not a JSON object",
 }
 
 
@@ -203,7 +203,7 @@ def test_an_array_is_refused_with_a_way_out(tmp_path, content):
     write(tmp_path, "a.json", '{"x": 1}\n')
     write(tmp_path, "b.json", content)
     with pytest.raises(ConfigError, match=r"b\.json holds one array.*jq -c"):
-        JsonLines.list(str(tmp_path))
+        JsonLinesSource.list(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["word\nword\n", '{\n"x": 1\n}\n', "\x00\x01\x02", b"\xff\xfe{\0}\0"])
@@ -214,21 +214,21 @@ def test_a_file_without_objects_on_its_lines_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize("other", ['{"x": "1"}\n', '{"x": [1]}\n', '{"x": {"a": 1}}\n'])
 def test_columns_of_several_types_are_refused(tmp_path, other):
-    with pytest.raises(ConfigError, match=r"first lines of a\.jsonl do not agree.*x"):
+    with pytest.raises(ConfigError, match=r"first lines of a\.jsonl differ in their types.*x"):
         listed(tmp_path, '{"x": 1}\n' + other)
 
 
 def test_splits_share_their_columns_and_differing_types_are_named(tmp_path):
     write(tmp_path, "train.jsonl", '{"x": 1, "label": 3, "no": null}\n')
     write(tmp_path, "test.jsonl", '{"x": 1.5, "no": ["a"]}\n')
-    source = JsonLines.list(str(tmp_path))
+    source = JsonLinesSource.list(str(tmp_path))
     assert source.schema.field("label").type == pa.int32()
     found, bad = values(source)
     assert not bad
     assert found == [{"x": 1.5, "no": ["a"], "label": None}, {"x": 1.0, "no": None, "label": 3}]
     write(tmp_path, "val.jsonl", '{"x": "a"}\n')
-    with pytest.raises(ConfigError, match=r"test\.jsonl and val\.jsonl do not agree"):
-        JsonLines.list(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"test\.jsonl and val\.jsonl differ in their types"):
+        JsonLinesSource.list(str(tmp_path))
 
 
 def test_a_key_column_serves(tmp_path):
@@ -242,9 +242,9 @@ def test_files_without_lines_are_passed_over_unless_all_are(tmp_path):
     write(tmp_path, "b.jsonl", "\n \n")
     write(tmp_path, "c.jsonl.gz", gzip.compress(b""))
     with pytest.raises(NotFoundError, match="no samples"):
-        JsonLines.list(str(tmp_path))
+        JsonLinesSource.list(str(tmp_path))
     write(tmp_path, "d.jsonl", '{"x": 1}\n')
-    assert values(JsonLines.list(str(tmp_path))) == ([{"x": 1}], {})
+    assert values(JsonLinesSource.list(str(tmp_path))) == ([{"x": 1}], {})
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_a_compressed_file_that_is_cut_off_ends_with_a_bad_sample(tmp_path, pack
     samples = [{"x": number * 7919 % 1_000_003} for number in range(400_000)]
     path = write(tmp_path, f"a.jsonl{packed}", PACKED[packed](lines(samples).encode()))
     path.write_bytes(path.read_bytes()[:-1000])
-    found, bad = values(JsonLines.list(str(path)))
+    found, bad = values(JsonLinesSource.list(str(path)))
     assert 0 < len(found) < 400_000
     assert found == samples[: len(found)]
     ((key, reason),) = bad.items()
@@ -264,7 +264,7 @@ def test_a_compressed_file_that_is_cut_off_ends_with_a_bad_sample(tmp_path, pack
 def test_descriptions_of_hugging_face_are_no_samples(tmp_path):
     write(tmp_path, "dataset_info.json", "{}")
     write(tmp_path, "a.json", '{"x": 1}\n')
-    source = JsonLines.list(str(tmp_path))
+    source = JsonLinesSource.list(str(tmp_path))
     assert [part.name for part in source.parts] == ["a.json"]
     assert source.ignored == {".json": 1}
 

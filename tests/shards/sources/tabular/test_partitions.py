@@ -46,7 +46,7 @@ def test_files_whose_folders_name_different_columns_are_refused(repository, tmp_
 
 def test_a_column_in_files_and_folders_is_refused(repository, tmp_path):
     write(tmp_path / "source", "value=1/0.parquet", value=[1])
-    with pytest.raises(ConfigError, match="in the files and in their folders' names"):
+    with pytest.raises(ConfigError, match="both in the files and in folder names"):
         ingest(repository, str(tmp_path / "source"), "odd")
 
 

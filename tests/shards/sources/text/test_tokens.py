@@ -18,7 +18,7 @@ from datasvc.shards.sources import BadSample, SourceOptions
 from datasvc.shards.sources.common.files import FileReader, list_files
 from datasvc.shards.sources.text.documents import Document, DocumentRange, plan_pieces, read_documents
 from datasvc.shards.sources.text.token_blocks import BlockPacker
-from datasvc.shards.sources.text.tokens import TOKENIZER, TokenFiles, end_of_text
+from datasvc.shards.sources.text.tokens import TOKENIZER, TokenSource, end_of_text
 from tests.shards.sources import reading
 
 TEXTS = ["the cat sat on the mat", "a dog", "où est le chat ? 猫", "the end of the story\n\nand of the line"] * 8
@@ -80,7 +80,7 @@ def expected(tokenizer_url, texts, end=True):
 
 def test_blocks_hold_the_encoded_documents_end_to_end_and_say_where_each_starts(tmp_path, tokenizer_url):
     write_lines(tmp_path / "train.jsonl", TEXTS)
-    source = TokenFiles.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16))
+    source = TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16))
     batches, bad = read_all(source)
     assert not bad
     assert unpack(batches) == expected(tokenizer_url, TEXTS)
@@ -100,10 +100,10 @@ def test_the_schema_and_the_fingerprint_name_the_tokenizer(tmp_path, tokenizer_u
     other = tmp_path / "other.json"
     train(other, words=["zebra"])
     options = SourceOptions(tokenizer=tokenizer_url)
-    source = TokenFiles.list(str(tmp_path / "a.jsonl"), options)
-    again = TokenFiles.list(str(tmp_path / "a.jsonl"), options)
-    changed = TokenFiles.list(str(tmp_path / "a.jsonl"), SourceOptions(tokenizer=str(other)))
-    smaller = TokenFiles.list(str(tmp_path / "a.jsonl"), SourceOptions(tokenizer=tokenizer_url, block_tokens=512))
+    source = TokenSource.list(str(tmp_path / "a.jsonl"), options)
+    again = TokenSource.list(str(tmp_path / "a.jsonl"), options)
+    changed = TokenSource.list(str(tmp_path / "a.jsonl"), SourceOptions(tokenizer=str(other)))
+    smaller = TokenSource.list(str(tmp_path / "a.jsonl"), SourceOptions(tokenizer=tokenizer_url, block_tokens=512))
     with open(tokenizer_url, "rb") as opened:
         assert source.schema.metadata[TOKENIZER].decode() == digest_of(opened.read())
     assert source.fingerprint() == again.fingerprint()
@@ -112,7 +112,7 @@ def test_the_schema_and_the_fingerprint_name_the_tokenizer(tmp_path, tokenizer_u
 
 def test_a_document_longer_than_a_block_goes_on_in_the_next_without_a_start(tmp_path, tokenizer_url):
     (tmp_path / "one.txt").write_text("the cat sat on the mat " * 10)
-    source = TokenFiles.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=8))
+    source = TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=8))
     batches, _ = read_all(source)
     blocks = [block for batch in batches for block in batch.to_pylist()]
     assert len(blocks) > 2
@@ -123,7 +123,7 @@ def test_batches_of_blocks_are_bounded_however_short_the_documents_are(tmp_path,
     for module in ("datasvc.shards.sources.text.tokens", "tests.shards.sources.reading"):
         monkeypatch.setattr(f"{module}.BATCH_BYTES", 4096)
     write_lines(tmp_path / "a.jsonl", ["a"] * 2000)
-    batches, _ = read_all(TokenFiles.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16)))
+    batches, _ = read_all(TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16)))
     assert len(unpack(batches)) == 2000
     assert max(batch.num_rows for batch in batches) > 1
     keys = [key for batch in batches for key in batch.column("key").to_pylist()]
@@ -136,7 +136,7 @@ def test_each_text_file_is_one_document_and_files_of_a_split_are_packed_together
         for number, text in enumerate(texts):
             (tmp_path / split / f"{number}.txt").write_text(text)
     (tmp_path / "notes.pdf").write_bytes(b"%PDF")
-    source = TokenFiles.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16))
+    source = TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16))
     assert [(part.split, len(part.where["pieces"])) for part in source.parts] == [("train", 3), ("val", 2)]
     assert source.ignored == {".pdf": 1}
     train_blocks = list(source.read(source.parts[0]))
@@ -148,7 +148,7 @@ def test_truncation_padding_and_template_of_the_tokenizer_neither_cut_nor_add(tm
     assert len(tokenizer.encode(TEXTS[0]).ids) == 16, "the tokenizer itself would cut and pad"
     write_lines(tmp_path / "a.jsonl", TEXTS[:4])
     options = SourceOptions(tokenizer=str(tmp_path / "tokenizer.json"), block_tokens=16)
-    batches, _ = read_all(TokenFiles.list(str(tmp_path / "a.jsonl"), options))
+    batches, _ = read_all(TokenSource.list(str(tmp_path / "a.jsonl"), options))
     plain = train(tmp_path / "plain.json")
     end = plain.token_to_id("<|endoftext|>")
     assert unpack(batches) == [[*plain.encode(text, add_special_tokens=False).ids, end] for text in TEXTS[:4]]
@@ -159,7 +159,7 @@ def test_without_an_end_token_documents_are_not_separated_and_zeros_pad(tmp_path
     train(tmp_path / "tokenizer.json", special=["[PAD]", "<custom>"])
     write_lines(tmp_path / "a.jsonl", TEXTS[:4])
     options = SourceOptions(tokenizer=str(tmp_path / "tokenizer.json"), block_tokens=64)
-    batches, _ = read_all(TokenFiles.list(str(tmp_path / "a.jsonl"), options))
+    batches, _ = read_all(TokenSource.list(str(tmp_path / "a.jsonl"), options))
     assert unpack(batches) == expected(str(tmp_path / "tokenizer.json"), TEXTS[:4], end=False)
     last = batches[-1].to_pylist()[-1]
     assert set(last["tokens"][last["length"] :]) == {0}
@@ -178,7 +178,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     types = {}
     for name in ("small", "large"):
         options = SourceOptions(tokenizer=str(tmp_path / f"{name}.json"), block_tokens=16)
-        source = TokenFiles.list(str(tmp_path / "a.jsonl"), options)
+        source = TokenSource.list(str(tmp_path / "a.jsonl"), options)
         batches, _ = read_all(source)
         types[name] = str(source.schema.field("tokens").type.value_type)
     assert types == {"small": "uint16", "large": "uint32"}
@@ -202,16 +202,16 @@ def test_bad_documents_are_named_and_the_others_kept(tmp_path, tokenizer_url):
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "c.txt").write_bytes(b"")
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(good * 100)[:-12])
-    source = TokenFiles.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=8))
+    source = TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=8))
     batches, bad = read_all(source)
     assert len(unpack(batches)) == 2
     offset = len(good) + 1
     assert bad[0] == BadSample("train", f"a.jsonl@{offset}", bad[0].reason)
     named = [(each.key.partition("@")[0], each.reason.partition(":")[0]) for each in bad]
     assert sorted(named) == sorted([
-        ("a.jsonl", "is no JSON"), ("a.jsonl", "has no text in 'text'"),
+        ("a.jsonl", "is not JSON"), ("a.jsonl", "has no text in 'text'"),
         ("a.jsonl", "is a JSON list; expected an object with 'text'"),
-        ("a.jsonl", "is no JSON"), ("a.jsonl", "is no Unicode text"), ("a.jsonl", "is empty"),
+        ("a.jsonl", "is not JSON"), ("a.jsonl", "is not Unicode text"), ("a.jsonl", "is empty"),
         ("b.txt", "is not UTF-8"), ("c.txt", "is empty"), ("d.jsonl.gz", "the rest of the file does not decompress"),
     ])  # fmt: skip
 
@@ -220,37 +220,37 @@ def test_a_document_that_is_absurdly_large_is_left_out_with_advice(tmp_path, tok
     monkeypatch.setattr("datasvc.shards.sources.text.documents.MAX_DOCUMENT_BYTES", 100)
     (tmp_path / "a.txt").write_text("cat " * 26)
     (tmp_path / "b.txt").write_text("cat " * 25)
-    source = TokenFiles.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url))
+    source = TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url))
     batches, bad = read_all(source)
     assert [each.key for each in bad] == ["a.txt"]
-    assert "one a line of JSON lines" in bad[0].reason
+    assert "one per line of JSON lines" in bad[0].reason
     assert len(unpack(batches)) == 1
 
 
 def test_what_is_missing_is_said_before_anything_is_read(tmp_path, tokenizer_url):
     write_lines(tmp_path / "a.jsonl", TEXTS, column="content")
     url = str(tmp_path / "a.jsonl")
-    with pytest.raises(ConfigError, match=r"name a Hugging Face tokenizer.json"):
-        TokenFiles.list(url)
-    with pytest.raises(ConfigError, match=r"no column 'text' to take texts from; found \['content'\]"):
-        TokenFiles.list(url, SourceOptions(tokenizer=tokenizer_url))
+    with pytest.raises(ConfigError, match=r"expected the URL of a Hugging Face tokenizer.json"):
+        TokenSource.list(url)
+    with pytest.raises(ConfigError, match=r"no text column 'text'; found \['content'\]"):
+        TokenSource.list(url, SourceOptions(tokenizer=tokenizer_url))
     with pytest.raises(NotFoundError, match="nothing is there"):
-        TokenFiles.list(url, SourceOptions(tokenizer=str(tmp_path / "gone.json"), text="content"))
-    with pytest.raises(ConfigError, match=r"is no Hugging Face tokenizer.json"):
-        TokenFiles.list(url, SourceOptions(tokenizer=url, text="content"))
+        TokenSource.list(url, SourceOptions(tokenizer=str(tmp_path / "gone.json"), text="content"))
+    with pytest.raises(ConfigError, match=r"is not a valid Hugging Face tokenizer.json"):
+        TokenSource.list(url, SourceOptions(tokenizer=url, text="content"))
     with pytest.raises(ConfigError, match="block_tokens is 1"):
-        TokenFiles.list(url, SourceOptions(tokenizer=tokenizer_url, block_tokens=1))
+        TokenSource.list(url, SourceOptions(tokenizer=tokenizer_url, block_tokens=1))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.txt").write_bytes(b"")
     with pytest.raises(NotFoundError, match="no text in its 1 files"):
-        TokenFiles.list(str(tmp_path / "empty"), SourceOptions(tokenizer=tokenizer_url))
+        TokenSource.list(str(tmp_path / "empty"), SourceOptions(tokenizer=tokenizer_url))
 
 
 def test_a_tokenizer_that_changes_after_the_listing_is_noticed(tmp_path):
     train(tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text("the cat")
     options = SourceOptions(tokenizer=str(tmp_path / "tokenizer.json"))
-    source = TokenFiles.list(str(tmp_path / "a.txt"), options)
+    source = TokenSource.list(str(tmp_path / "a.txt"), options)
     train(tmp_path / "tokenizer.json", words=["zebra"])
     with pytest.raises(ConfigError, match="has changed since the source was listed"):
         list(source.read(source.parts[0]))
@@ -263,7 +263,7 @@ def test_sources_and_tokenizers_in_memory_are_read_alike(tmp_path, tokenizer_url
     write_lines(tmp_path / "a.jsonl", TEXTS)
     memory.pipe_file("/tokens-test/data/a.jsonl.gz", gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     options = SourceOptions(tokenizer="memory://tokens-test/tokenizer.json", block_tokens=32)
-    source = pickle.loads(pickle.dumps(TokenFiles.list("memory://tokens-test/data", options)))
+    source = pickle.loads(pickle.dumps(TokenSource.list("memory://tokens-test/data", options)))
     batches, bad = read_all(source)
     assert not bad
     assert unpack(batches) == expected(tokenizer_url, TEXTS)
