@@ -1,4 +1,4 @@
-"""What the columns of samples are to the formats they leave for: text, JSON, or neither."""
+"""Classify the columns of samples for export formats: labels, images, text, lists, JSON."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _LISTS: Final = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_siz
 
 
 def given_columns(schema: pa.Schema) -> list[pa.Field]:
-    """Return the columns that are neither the key nor measured of the image: whoever reads it measures again."""
+    """Return the columns other than the key and the measures of the image, which a reader can measure again."""
     measured = (WIDTH, HEIGHT) if IMAGE in schema.names else ()
     return [field for field in schema if field.name != KEY and field.name not in measured]
 
 
 def is_label(column: pa.Field) -> bool:
-    """Return whether a column holds class numbers."""
+    """Return whether a column holds class indices."""
     return bool(column.name == LABEL and pa.types.is_integer(column.type))
 
 
 def has_label(schema: pa.Schema) -> bool:
-    """Return whether there is a column of class numbers."""
+    """Return whether there is a column of class indices."""
     return any(is_label(column) for column in schema)
 
 
@@ -48,12 +48,12 @@ def is_text(data_type: pa.DataType) -> bool:
 
 
 def is_list(data_type: pa.DataType) -> bool:
-    """Return whether values are lists of one type, of fixed length or not."""
+    """Return whether values are lists, of fixed length or not."""
     return any(check(data_type) for check in _LISTS)
 
 
 def is_json(data_type: pa.DataType) -> bool:
-    """Return whether JSON holds values of this type so that they are read back as they were."""
+    """Return whether JSON stores values of this type without loss."""
     if pa.types.is_dictionary(data_type) or is_list(data_type):
         return is_json(data_type.value_type)
     if pa.types.is_struct(data_type):
@@ -67,25 +67,25 @@ def encode_json(value: Any, key: str) -> bytes:
     """Return `value` as compact JSON.
 
     Raises:
-        ConfigError: it holds NaN or an infinity, which JSON has no words for; `key` names the sample.
+        ConfigError: `value` holds NaN or an infinity, which JSON cannot represent; `key` names the sample.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except ValueError as error:
         raise ConfigError(
-            f"sample {key!r} holds NaN or an infinity in {value!r}, which JSON cannot; export it as parquet"
+            f"sample {key!r} holds NaN or an infinity in {value!r}, which JSON cannot represent; export it as parquet"
         ) from error
 
 
-def refused_column(export_format: str, column: pa.Field, able: str = "parquet") -> ConfigError:
-    """Return the error that a format cannot hold a column; `able` names the formats that can."""
+def refused_column(export_format: str, column: pa.Field, supported_by: str = "parquet") -> ConfigError:
+    """Return the error for a column that a format cannot hold; `supported_by` lists formats that can."""
     return ConfigError(
-        f"{export_format} cannot hold the column {column.name!r} of {column.type}; formats that can: {able}"
+        f"{export_format} cannot hold the column {column.name!r} of {column.type}; formats that can: {supported_by}"
     )
 
 
-def refused_null(export_format: str, column: str, key: str, able: str) -> ConfigError:
-    """Return the error that a format cannot hold a null; `able` names the formats that can."""
+def refused_null(export_format: str, column: str, key: str, supported_by: str) -> ConfigError:
+    """Return the error for a null that a format cannot hold; `supported_by` lists formats that can."""
     return ConfigError(
-        f"{export_format} cannot hold a null: sample {key!r} has no {column!r}; formats that can: {able}"
+        f"{export_format} cannot hold a null: sample {key!r} has no {column!r}; formats that can: {supported_by}"
     )

@@ -1,4 +1,4 @@
-"""Where an export goes: a local folder or any fsspec URL, in which each file is whole or absent."""
+"""Destination of an export: a local folder or any fsspec URL, in which each file is complete or absent."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from datasvc.repository.store.storage import redact_url
 
 
 class Destination:
-    """A folder that is being filled. Names in it are relative, with forward slashes.
+    """A folder that an export writes. Names in it are relative, with forward slashes.
 
     Args:
-        url: a local folder or any fsspec URL.
+        url: local folder or any fsspec URL.
 
     Raises:
-        ConfigError: no driver for the URL.
+        ConfigError: no driver for the URL is installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -32,38 +32,40 @@ class Destination:
 
     @property
     def is_local(self) -> bool:
-        """Whether it lies on a file system of this machine."""
+        """Whether the destination is on a file system of this machine."""
         return self.storage.is_local
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether only this process sees it."""
+        """Whether the destination is in the memory of this process, where worker processes cannot write."""
         return self.storage.url.startswith("memory:")
 
     @property
     def location(self) -> str:
-        """Return where it is, for messages: without credentials."""
+        """The URL for messages, without credentials."""
         return redact_url(self.storage.url)
 
     @property
     def folder(self) -> Path:
-        """The local folder. Raises ConfigError for other destinations."""
+        """The local folder. Raise ConfigError for other destinations."""
         folder = self.storage.local_path("")
         if folder is None:
-            raise ConfigError(f"{self.location} is no local folder; name one, and upload it afterwards")
+            raise ConfigError(
+                f"{self.location} is not a local folder; export into a local folder, and upload it afterwards"
+            )
         return folder
 
     def put(self, name: str, content: bytes | memoryview) -> int:
-        """Write a file whole; returns its size in bytes. Raises ConfigError, UnavailableError."""
+        """Write a complete file; return its size in bytes. Raise ConfigError or UnavailableError."""
         self.storage.put_bytes(name, content)
         return memoryview(content).nbytes
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file of any size that is there, whole, once the block ends well, and never else.
+        """Open a file of any size for writing; it appears complete when the block succeeds, and not at all if not.
 
         Raises:
-            ConfigError: not allowed there.
+            ConfigError: writing is not permitted.
             UnavailableError: the store failed, or the disk is full.
         """
         path = self.storage.local_path(name)
@@ -73,19 +75,20 @@ class Destination:
                 with durable.replacing(path) as file:
                     yield file
                 return
+        # A store needs the complete content: write it to a local file first.
         with tempfile.TemporaryDirectory(prefix="datasvc-export-") as folder:
-            whole = Path(folder) / "whole"
-            with map_exceptions("write", str(whole)), whole.open("xb") as file:
+            local_file = Path(folder) / "whole"
+            with map_exceptions("write", str(local_file)), local_file.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            self.storage.adopt(name, whole)
+            self.storage.adopt(name, local_file)
 
     def sweep(self) -> None:
-        """Remove the temporary files that a killed export left. Raises UnavailableError."""
+        """Remove the temporary files of a killed export. Raise UnavailableError."""
         if not self.is_local:
             return
-        with map_exceptions("sweep", self.location):
+        with map_exceptions("clean up", self.location):
             for path in sorted(self.folder.rglob(f"{durable.TEMPORARY_PREFIX}*")):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)

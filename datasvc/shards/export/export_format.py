@@ -1,4 +1,4 @@
-"""What a format of exports does; one file per format implements it."""
+"""Interface of an export format; each format implements it in a module of its own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from datasvc.shards.versions.dataset import Split
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What was written of a unit, or to join a split.
+    """The files that were written for a unit, or to join a split.
 
     Attributes:
-        num_samples: samples in it.
-        num_files: files.
-        size_bytes: bytes of these files.
-        about: JSON values that the format wants to have when it joins the split.
+        num_samples: number of samples in them.
+        num_files: number of files.
+        size_bytes: total size of the files.
+        about: JSON values that `ExportFormat.join` of the same format reads.
     """
 
     num_samples: int
@@ -30,12 +30,12 @@ class WrittenFiles:
 
 
 class ExportFormat(ABC):
-    """A format. Has no state, so that any process can have its own.
+    """A format of exports. It has no state, so that each worker process can use its own instance.
 
     Attributes:
-        name: for `--format`.
-        is_local_only: it cannot be written to a URL.
-        is_one_per_split: a split is one unit, else each shard is one.
+        name: name for `--format`.
+        is_local_only: whether it can be written only to a local folder.
+        is_one_per_split: whether a unit is a whole split; otherwise each shard is a unit.
     """
 
     name: ClassVar[str]
@@ -44,23 +44,29 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def check(self, split: Split) -> None:
-        """Raise ConfigError, naming the column, where the format cannot hold the samples of `split`."""
+        """Raise ConfigError, with the name of the column, if the format cannot hold the samples of `split`."""
 
     @abstractmethod
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write the samples of a unit, the same bytes each time, replacing what an interrupted export left.
+        """Write the samples of a unit: the same bytes each time, replacing those of an interrupted export.
 
         Raises:
-            ConfigError: a sample holds what the format cannot; names it.
-            CorruptDataError, NotFoundError: its shard is.
+            ConfigError: the format cannot hold a value; the message names the sample.
+            CorruptDataError: a shard of the unit is damaged.
+            NotFoundError: a shard of the unit is missing.
             UnavailableError: a store failed, or the disk is full.
         """
 
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
-        """Write what joins the units of a split, whose `WrittenFiles`s come in order, once all are there.
+        """Write the files that join the units of a split, after all units are written.
+
+        Args:
+            split: split to join.
+            written: results of `write`, in the order of the units.
+            destination: folder of the export.
 
         Raises:
-            ConfigError: together they are something the format cannot hold.
+            ConfigError: the format cannot hold the units together.
             UnavailableError: a store failed, or the disk is full.
         """
         del split, written, destination

@@ -1,6 +1,6 @@
-"""Data-set versions out again, in the formats that others read: planned here, written by one worker per shard.
+"""Export data-set versions to other formats: the units are planned here and written by one worker per shard.
 
-Files depend on the version and the format alone, whatever the number of workers and however often it was interrupted.
+The files depend only on the version and the format, not on the number of workers or interruptions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from datasvc.shards.versions.dataset import DatasetVersion, Split, choose_split,
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
-        version: that was exported.
-        format: as which.
-        destination: where to, without credentials.
-        splits: samples, files and bytes of each split.
+        version: version that was exported.
+        format: name of the format.
+        destination: URL of the destination, without credentials.
+        splits: numbers of samples, files and bytes by split.
     """
 
     version: Resolved
@@ -43,59 +43,64 @@ def export(
     repository: Repository,
     ref: str,
     destination: str,
-    format: str,  # noqa: A002 - what everybody calls it
+    format: str,  # noqa: A002 - the usual name, as in `--format`
     *,
     split: str | None = None,
     workers: int = 1,
     report: Callable[[int], None] | None = None,
 ) -> ExportReport:
-    """Write a data-set version, deleted samples left out, as files of another format.
+    """Write a data-set version as files of another format, without its deleted samples.
 
-    The destination is complete once it has `datasvc-export.json`. After a kill the same call goes on with the shards
-    that are not yet written.
+    The destination is complete when it contains `datasvc-export.json`. After an interruption, the same call continues
+    with the shards that are not yet written.
 
     Args:
-        repository: where the version is.
+        repository: repository of the version.
         ref: NAME, NAME@VERSION or NAME@TAG.
         destination: a new or empty local folder or fsspec URL.
         format: one of `FORMATS`.
-        split: only this one.
-        workers: processes that write; 1: this one.
-        report: called with the stored bytes of each shard as it is done.
+        split: the only split to export; None: all.
+        workers: number of processes that write; 1: only the calling process.
+        report: called with the stored bytes of each shard when it is written.
 
     Raises:
         ConfigError: the format cannot hold a column or a sample, or the destination is not empty.
-        NotFoundError: no such version, split or shard.
-        CorruptDataError: a shard was changed; nothing that looks complete is left.
-        ConflictError: another process is exporting into the destination.
-        UnavailableError: a store failed, the disk is full, or a worker was killed: the same call goes on.
+        NotFoundError: the version, the split or a shard does not exist.
+        CorruptDataError: a shard is damaged; the destination stays incomplete.
+        ConflictError: another process exports into the destination.
+        UnavailableError: a store failed, the disk is full, or a worker was killed; the same call continues.
     """
-    chosen = choose_format(format)
+    export_format = choose_format(format)
     if workers < 1:
         raise ConfigError(f"an export needs at least 1 worker; got {workers}")
     dataset = open_dataset(repository, ref)
     splits = choose_split(dataset, split)
     target = Destination(destination)
-    if chosen.is_local_only and not target.is_local:
+    if export_format.is_local_only and not target.is_local:
         raise ConfigError(
-            f"{format} is written to local folders only; {target.location} is none: upload it afterwards"
+            f"{format} is written to local folders only; {target.location} is not one: export into a local folder, "
+            "and upload it afterwards"
         )
-    for each in splits:
-        chosen.check(each)
-    plan = {"version": str(dataset.resolved), "format": format, "tables": {each.name: each.digest for each in splits}}
+    for chosen in splits:
+        export_format.check(chosen)
+    tables = {chosen.name: chosen.digest for chosen in splits}
+    plan = {"version": str(dataset.resolved), "format": format, "tables": tables}
     with open_progress(target, plan) as progress:
+        # A previous run was killed after the summary: only the removal of its records is left.
         if progress.summary is not None:
             progress.tidy()
-            return _report_again(dataset, progress.summary, target)
-        units = [unit for each in splits for unit in plan_units(each, chosen)]
-        _write_units(units, chosen, target, progress, workers, report or (lambda _bytes: None))
-        written = {each.name: _join(each, units, chosen, target, progress) for each in splits}
-        progress.finish({"splits": {each.name: _describe(each, written[each.name]) for each in splits}})
+            return _repeat_report(dataset, progress.summary, target)
+        units = [unit for chosen in splits for unit in plan_units(chosen, export_format)]
+        _write_units(units, export_format, target, progress, workers, report or (lambda _bytes: None))
+        written = {chosen.name: _join(chosen, units, export_format, target, progress) for chosen in splits}
+        # Commit point: the summary is written after all files.
+        progress.finish({"splits": {chosen.name: _describe(chosen, written[chosen.name]) for chosen in splits}})
     return ExportReport(dataset.resolved, format, target.location, written)
 
 
 def plan_units(split: Split, export_format: ExportFormat) -> list[ExportUnit]:
-    """Return the units of a split: those shards that have samples, in table order."""
+    """Return the units of a split: its shards that have samples, in table order."""
+    # A shard whose samples are all deleted gives no file.
     shards = np.flatnonzero(split.table.samples_per_shard).tolist()
     groups = [tuple(shards)] if export_format.is_one_per_split else [(shard,) for shard in shards]
     return [ExportUnit(split, group, number, len(groups)) for number, group in enumerate(groups)]
@@ -109,13 +114,14 @@ def _write_units(
     workers: int,
     report: Callable[[int], None],
 ) -> None:
-    """Write the units that are not yet written, and record each."""
+    """Write the units that are not yet written, and record each of them."""
     missing = []
     for unit in units:
         if progress.written(unit.split.name, unit.number) is None:
             missing.append(unit)
         else:
             report(unit.stored_bytes)
+    # Other processes cannot write into the memory of this one.
     in_processes = workers > 1 and len(missing) > 1 and not destination.is_in_memory
     done = (
         write_in_processes(missing, export_format, destination, min(workers, len(missing)))
@@ -134,15 +140,15 @@ def _join(
     destination: Destination,
     progress: ExportRecords,
 ) -> WrittenFiles:
-    """Join the units of a split; returns what it takes all in all."""
+    """Join the units of a split; return the totals of the split."""
     records = [progress.written(split.name, unit.number) for unit in units if unit.split is split]
     parts = [record for record in records if record is not None]
     assert len(parts) == len(records)
-    every = [*parts, export_format.join(split, parts, destination)]
+    all_files = [*parts, export_format.join(split, parts, destination)]
     return WrittenFiles(
-        sum(each.num_samples for each in every),
-        sum(each.num_files for each in every),
-        sum(each.size_bytes for each in every),
+        sum(files.num_samples for files in all_files),
+        sum(files.num_files for files in all_files),
+        sum(files.size_bytes for files in all_files),
     )
 
 
@@ -156,8 +162,10 @@ def _describe(split: Split, written: WrittenFiles) -> dict[str, Any]:
     }
 
 
-def _report_again(dataset: DatasetVersion, summary: Mapping[str, Any], destination: Destination) -> ExportReport:
+def _repeat_report(dataset: DatasetVersion, summary: Mapping[str, Any], destination: Destination) -> ExportReport:
+    """Return the report of a finished export from its summary."""
     splits = {
-        name: WrittenFiles(each["samples"], each["files"], each["bytes"]) for name, each in summary["splits"].items()
+        name: WrittenFiles(totals["samples"], totals["files"], totals["bytes"])
+        for name, totals in summary["splits"].items()
     }
     return ExportReport(dataset.resolved, summary["format"], destination.location, splits)

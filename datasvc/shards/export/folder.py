@@ -1,7 +1,7 @@
-"""A folder of image files, verbatim: `SPLIT/CLASS/KEY.jpg`, and what else is known of them in `SPLIT/metadata.jsonl`.
+"""Export format of image folders: unchanged images as `SPLIT/CLASS/KEY.jpg`, other columns in `SPLIT/metadata.jsonl`.
 
-The metadata are as Hugging Face's image folder wants them, `file_name` and columns; they are there when a sample has
-more than its image and label, or a name differs from its key.
+The metadata have the layout of Hugging Face's image folder: `file_name` and columns. They are written if a sample has
+more than its image and label, or a file name that differs from its key.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from datasvc.shards.versions.dataset import Split
 
 METADATA_FILE: Final = "metadata.jsonl"
 FILE_NAME: Final = "file_name"
-_ABLE: Final = "parquet, webdataset"
-# Waiting for the disk, or for a store, once per file is what takes the time.
-_FILES_AT_ONCE: Final = 16
+_SUPPORTED_BY: Final = "parquet, webdataset"
+# In parallel: most of the time is spent waiting for the disk or the store, once per file.
+_WRITING_THREADS: Final = 16
 
 
-class Folder(ExportFormat):
-    """Image files; see the module."""
+class FolderExport(ExportFormat):
+    """Image files; see the module docstring."""
 
     name: ClassVar[str] = "folder"
 
     def check(self, split: Split) -> None:
-        """Raise ConfigError without images, or for columns that JSON cannot hold."""
+        """Raise ConfigError if there are no images, or for columns that JSON cannot hold."""
         schema = split.table.sample_schema
         if not has_images(schema):
             raise ConfigError(
-                f"folder writes images and {split} has no column {IMAGE!r}; "
+                f"folder writes images, but {split} has no column {IMAGE!r}; "
                 "formats that can: webdataset, parquet, mds, tfrecord"
             )
         for column in given_columns(schema):
@@ -58,32 +58,32 @@ class Folder(ExportFormat):
                 raise refused_column(self.name, column)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write the images of a shard, and their metadata for `join`. Raises as `ExportFormat.write`."""
+        """Write the images of a shard, and their metadata for `join`. Raise as `ExportFormat.write`."""
         split_name = safe_part(unit.split.name)
         lines: list[bytes] = []
         size_bytes = 0
         is_plain = not _extra_columns(unit.split)
-        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="datasvc-export") as pool:
+        with ThreadPoolExecutor(_WRITING_THREADS, thread_name_prefix="datasvc-export") as pool:
             for batch in unit.batches():
                 samples = list(samples_of(batch))
                 files = [_file_name(sample, unit.split) for sample in samples]
                 is_plain = is_plain and all(file == sample[KEY] for file, sample in zip(files, samples, strict=True))
                 paths = [f"{split_name}/{file}" for file in files]
-                # All results of a batch before the next: what waits holds a batch's memory.
+                # Finish a batch before the next: pending writes hold the memory of their batch.
                 size_bytes += sum(pool.map(destination.put, paths, [sample[IMAGE] for sample in samples]))
                 lines += map(partial(_metadata_line, split=unit.split), samples, files)
         destination.put(unit_path(unit.split.name, unit.number, "jsonl"), b"".join(lines))
         return WrittenFiles(len(lines), len(lines), size_bytes, {"is_plain": is_plain})
 
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
-        """Write the split's metadata where they say more than the files.
+        """Write the metadata of the split, unless the files hold everything.
 
         Raises:
-            ConfigError: two samples have one file name.
+            ConfigError: two samples have the same file name.
             UnavailableError: a store failed, or the disk is full.
         """
         _check_unique(split, len(written), destination)
-        if all(each.about["is_plain"] for each in written):
+        if all(files.about["is_plain"] for files in written):
             return WrittenFiles(0, 0, 0)
         with destination.writing(f"{safe_part(split.name)}/{METADATA_FILE}") as file:
             for number in range(len(written)):
@@ -97,30 +97,30 @@ def _extra_columns(split: Split) -> list[str]:
 
 
 def _file_name(sample: Mapping[str, Any], split: Split) -> str:
-    """Return where a sample's image goes, below its split. Raises ConfigError."""
+    """Return the path of a sample's image below its split. Raise ConfigError."""
     image = sample[IMAGE]
     key: str = sample[KEY]
     if image is None:
-        raise refused_null("folder", IMAGE, key, _ABLE)
+        raise refused_null("folder", IMAGE, key, _SUPPORTED_BY)
     folder = ""
     if has_label(split.table.sample_schema):
         name = _class_name(sample, split)
         key, folder = key.removeprefix(f"{name}/"), f"{safe_part(name)}/"
     extension = image_extension(image)
-    stem, own = split_extension(key, extension)
-    return f"{folder}{safe_path(stem)}" + (f".{own or extension}" if extension else "")
+    stem, key_extension = split_extension(key, extension)
+    return f"{folder}{safe_path(stem)}" + (f".{key_extension or extension}" if extension else "")
 
 
 def _class_name(sample: Mapping[str, Any], split: Split) -> str:
     label = sample[LABEL]
     if label is None:
-        raise refused_null("folder", LABEL, sample[KEY], _ABLE)
+        raise refused_null("folder", LABEL, sample[KEY], _SUPPORTED_BY)
     if not split.classes:
         return str(label)
     if not 0 <= label < len(split.classes):
         raise ConfigError(
-            f"folder cannot hold the label {label} of sample {sample[KEY]!r}: {split} names {len(split.classes)} "
-            f"classes; formats that can: {_ABLE}"
+            f"folder cannot hold the label {label} of sample {sample[KEY]!r}: {split} has {len(split.classes)} "
+            f"classes; formats that can: {_SUPPORTED_BY}"
         )
     name: str = split.classes[label]
     return name
@@ -131,28 +131,29 @@ def _metadata_line(sample: Mapping[str, Any], file: str, *, split: Split) -> byt
     if has_label(split.table.sample_schema):
         described[LABEL] = _class_name(sample, split) if split.classes else sample[LABEL]
     values = {name: sample[name] for name in _extra_columns(split) if name not in described}
-    held = {name: value for name, value in values.items() if value is not None}
-    return encode_json({**described, **held}, sample[KEY]) + b"\n"
+    present = {name: value for name, value in values.items() if value is not None}
+    return encode_json({**described, **present}, sample[KEY]) + b"\n"
 
 
 def _check_unique(split: Split, num_units: int, destination: Destination) -> None:
-    """Raise ConfigError when two samples have one file name, as "1" and "1.jpg" do."""
+    """Raise ConfigError if two samples have the same file name, such as "1" and "1.jpg"."""
     names = _all_names(split, num_units, destination)
+    # Digests and not names, so that a split of many samples fits into memory.
     digests = np.frombuffer(b"".join(blake3(name.encode()).digest(16) for name in names), "V16")
     ordered = np.sort(digests)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        wanted = bytes(twice[0])
+    duplicates = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(duplicates):
+        digest = bytes(duplicates[0])
         names = _all_names(split, num_units, destination)
-        name = next(name for name in names if blake3(name.encode()).digest(16) == wanted)
+        name = next(name for name in names if blake3(name.encode()).digest(16) == digest)
         raise ConfigError(
-            f"folder cannot hold {split}: {len(twice)} samples would get the file name of another, such as {name!r}; "
-            f"formats that can: {_ABLE}"
+            f"folder cannot hold {split}: {len(duplicates)} samples would have the file name of another, such as "
+            f"{name!r}; formats that can: {_SUPPORTED_BY}"
         )
 
 
 def _all_names(split: Split, num_units: int, destination: Destination) -> Iterator[str]:
-    yield METADATA_FILE  # written last: it would replace an image of that name
+    yield METADATA_FILE  # written last, so it would replace an image of this name
     for number in range(num_units):
         yield from _names(split, number, destination)
 

@@ -1,4 +1,4 @@
-"""Which formats there are."""
+"""The supported export formats by name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from typing import Final
 
 from datasvc.errors import ConfigError
 from datasvc.shards.export.export_format import ExportFormat
-from datasvc.shards.export.folder import Folder
+from datasvc.shards.export.folder import FolderExport
 from datasvc.shards.export.lmdb_database import LmdbExport
-from datasvc.shards.export.mds import Mds
+from datasvc.shards.export.mds import MdsExport
 from datasvc.shards.export.parquet import ParquetExport
-from datasvc.shards.export.tfrecord import TfRecord
+from datasvc.shards.export.tfrecord import TfRecordExport
 from datasvc.shards.export.webdataset import WebDatasetExport
 
 FORMATS: Final[Mapping[str, ExportFormat]] = {
-    each.name: each for each in (WebDatasetExport(), ParquetExport(), Mds(), LmdbExport(), Folder(), TfRecord())
+    export_format.name: export_format
+    for export_format in (
+        WebDatasetExport(),
+        ParquetExport(),
+        MdsExport(),
+        LmdbExport(),
+        FolderExport(),
+        TfRecordExport(),
+    )
 }
 
 
 def choose_format(name: str) -> ExportFormat:
-    """Return the format of that name. Raises ConfigError."""
+    """Return the format called `name`. Raise ConfigError."""
     if name not in FORMATS:
-        raise ConfigError(f"cannot export as {name!r}; formats: {', '.join(FORMATS)}")
+        raise ConfigError(f"cannot export as {name!r}; expected one of {', '.join(FORMATS)}")
     return FORMATS[name]

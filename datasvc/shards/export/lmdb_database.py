@@ -1,4 +1,4 @@
-"""LMDB as Caffe writes it: one database per split, Datum messages under `00000000_KEY`, images verbatim."""
+"""Export format of Caffe's LMDB: a database per split, Datum messages under `00000000_KEY`, unchanged images."""
 
 from __future__ import annotations
 
@@ -27,38 +27,40 @@ from datasvc.shards.versions.dataset import Split
 _DATA, _LABEL, _ENCODED = 4, 5, 7  # fields of Datum in caffe.proto
 _MAX_KEY_BYTES: Final = 511
 _PAGE_BYTES: Final = 4096
-_ABLE: Final = "webdataset, parquet, mds, tfrecord"
+_SUPPORTED_BY: Final = "webdataset, parquet, mds, tfrecord"
 _TRANSACTION_BYTES: Final = 64 << 20
 
 
 class LmdbExport(ExportFormat):
-    """`SPLIT/data.mdb`; see the module."""
+    """`SPLIT/data.mdb`; see the module docstring."""
 
     name: ClassVar[str] = "lmdb"
     is_local_only: ClassVar[bool] = True
     is_one_per_split: ClassVar[bool] = True
 
     def check(self, split: Split) -> None:
-        """Raise ConfigError for anything but images and integer labels."""
+        """Raise ConfigError for columns other than images and integer labels."""
         schema = split.table.sample_schema
         if not has_images(schema):
             raise ConfigError(
-                f"lmdb holds images as Caffe's Datum and {split} has no column {IMAGE!r}; formats that can: {_ABLE}"
+                f"lmdb holds images as Caffe's Datum, but {split} has no column {IMAGE!r}; formats that can: "
+                f"{_SUPPORTED_BY}"
             )
         for column in given_columns(schema):
             if column.name != IMAGE and not is_label(column):
-                raise refused_column(self.name, column, _ABLE)
+                raise refused_column(self.name, column, _SUPPORTED_BY)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write the database of a split. Raises as `ExportFormat.write`."""
+        """Write the database of a split. Raise as `ExportFormat.write`."""
         target = destination.folder / safe_part(unit.split.name)
         table = unit.split.table
-        # An upper bound; LMDB takes no more of the disk than it needs. A sample wastes at most a page and its entry.
-        room_bytes = table.size_bytes + unit.num_samples * 3 * _PAGE_BYTES + (64 << 20)
+        # An upper bound: a sample wastes at most a page and its entry. LMDB allocates only what it uses.
+        map_bytes = table.size_bytes + unit.num_samples * 3 * _PAGE_BYTES + (64 << 20)
         digits = max(8, len(str(unit.num_samples)))
-        with _replacing_folder(target) as folder, _opened(folder, room_bytes) as database:
+        with _replacing_folder(target) as folder, _open_database(folder, map_bytes) as database:
             samples = enumerate(unit.samples())
             is_more = True
+            # Several transactions, since LMDB keeps the pages of an open one in memory.
             while is_more:
                 with database.begin(write=True) as transaction:
                     is_more = _fill(transaction, samples, digits)
@@ -66,14 +68,14 @@ class LmdbExport(ExportFormat):
 
 
 def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digits: int) -> bool:
-    """Put samples until the transaction is full; returns whether it is."""
+    """Put samples until the transaction is full; return whether it is, or false when no samples remain."""
     size_bytes = 0
     for number, sample in samples:
         name = f"{number:0{digits}d}_{sample[KEY]}".encode()
         if len(name) > _MAX_KEY_BYTES:
             raise ConfigError(
-                f"lmdb keys take at most {_MAX_KEY_BYTES} bytes and {name[:60]!r}... takes {len(name)}; "
-                f"formats that can: {_ABLE}"
+                f"lmdb keys have at most {_MAX_KEY_BYTES} bytes, but {name[:60]!r}... has {len(name)}; "
+                f"formats that can: {_SUPPORTED_BY}"
             )
         datum = _datum(sample)
         transaction.put(name, datum, append=True)
@@ -85,39 +87,39 @@ def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digit
 
 def _datum(sample: dict[str, Any]) -> bytes:
     if sample[IMAGE] is None:
-        raise refused_null("lmdb", IMAGE, sample[KEY], _ABLE)
+        raise refused_null("lmdb", IMAGE, sample[KEY], _SUPPORTED_BY)
     label = sample.get(LABEL)
     fields = [bytes_field(_DATA, sample[IMAGE]), varint_field(_ENCODED, 1)]
     if label is not None:
         fields.insert(1, varint_field(_LABEL, label))
     elif LABEL in sample:
-        raise refused_null("lmdb", LABEL, sample[KEY], _ABLE)  # a Datum without a label has label 0
+        raise refused_null("lmdb", LABEL, sample[KEY], _SUPPORTED_BY)  # Caffe reads a missing label as 0
     return b"".join(fields)
 
 
 @contextmanager
-def _opened(folder: Path, room_bytes: int) -> Iterator[Any]:
-    """Open a new database and sync it once at its end. Raises UnavailableError."""
+def _open_database(folder: Path, map_bytes: int) -> Iterator[Any]:
+    """Open a new database; sync it once when the block ends. Raise UnavailableError."""
     try:
-        # Nobody else sees it before it is whole: no lock file, no sync before the end.
-        with lmdb.open(str(folder), map_size=room_bytes, lock=False, sync=False, metasync=False) as database:
+        # No lock file and no sync before the end: the folder has a temporary name until it is complete.
+        with lmdb.open(str(folder), map_size=map_bytes, lock=False, sync=False, metasync=False) as database:
             yield database
             database.sync(True)
     except lmdb.Error as error:
-        # LMDB calls a full disk an input/output error.
-        free = shutil.disk_usage(folder).free
-        raise UnavailableError(f"cannot write {folder}: {error}; {free} bytes are free on its disk") from error
+        # LMDB reports a full disk as an input/output error.
+        free_bytes = shutil.disk_usage(folder).free
+        raise UnavailableError(f"cannot write {folder}: {error}; {free_bytes} bytes are free on its disk") from error
 
 
 @contextmanager
 def _replacing_folder(target: Path) -> Iterator[Path]:
-    """Make a folder that becomes `target` once the block ends well. Raises ConfigError, UnavailableError."""
+    """Create a folder that becomes `target` when the block succeeds. Raise ConfigError or UnavailableError."""
     temporary = target.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     with map_exceptions("write", str(target)):
         try:
             durable.make_folder(temporary)
             yield temporary
-            if target.is_dir():  # of an export that was interrupted before it could say that it had this one
+            if target.is_dir():  # complete, but its export was interrupted before recording it
                 shutil.rmtree(target)
             durable.fsync_folder(temporary)
             os.rename(temporary, target)

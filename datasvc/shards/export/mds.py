@@ -1,8 +1,8 @@
-"""MosaicML's MDS: one `.mds` file per shard, and an `index.json` per split that says how to read them.
+"""Export format of MosaicML's MDS: one `.mds` file per shard, and an `index.json` per split that describes them.
 
-A file is the number of samples, where each starts and the last ends (uint32 throughout, little-endian), the
-description of its columns as JSON, and the samples: the sizes of the columns of no fixed size, then all values, in
-the order of the column names. The encodings are chosen for each shard by what it holds.
+A file consists of the number of samples, the offset of each sample and of the end (uint32 throughout, little-endian),
+the description of its columns as JSON, and the samples. A sample is the sizes of its values of variable size, then
+all values, in the order of the column names. The encodings are chosen for each shard from its values.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _SIZE = np.dtype("<u4")
 
 @dataclass(frozen=True)
 class _ColumnEncoding:
-    """How the values of a column are encoded in one file.
+    """The encoding of a column in one file.
 
     Attributes:
-        field: of the samples.
-        encoding: its name in MDS, "ndarray:int32:1024".
-        dtype: of the numbers it holds; None where it holds none.
-        size_bytes: of each value; None where they differ.
+        field: column of the samples.
+        encoding: name in MDS, such as "ndarray:int32:1024".
+        dtype: numpy type of numbers; None for other values.
+        size_bytes: size of each value; None if sizes vary.
     """
 
     field: pa.Field
@@ -56,21 +56,21 @@ class _ColumnEncoding:
     size_bytes: int | None = None
 
 
-class Mds(ExportFormat):
-    """`SPLIT/shard.00000.mds` and `SPLIT/index.json`; see the module."""
+class MdsExport(ExportFormat):
+    """`SPLIT/shard.00000.mds` and `SPLIT/index.json`; see the module docstring."""
 
     name: ClassVar[str] = "mds"
 
     def check(self, split: Split) -> None:
-        """Raise ConfigError for columns that are neither blobs nor numbers nor text nor JSON."""
+        """Raise ConfigError for columns that are not blobs, numbers, text or JSON."""
         for column in given_columns(split.table.sample_schema):
             if not is_blob(column.type) and not is_json(column.type):
                 raise refused_column(self.name, column)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write one file. Raises as `ExportFormat.write`."""
+        """Write one file. Raise as `ExportFormat.write`."""
         schema = unit.split.table.sample_schema
-        batches = list(unit.batches())  # views of the shard
+        batches = list(unit.batches())  # views of the mapped shard
         fields = sorted([schema.field(KEY), *given_columns(schema)], key=lambda field: field.name)
         columns = [_choose_column(field, batches, unit.split) for field in fields]
         described = {
@@ -91,7 +91,7 @@ class Mds(ExportFormat):
         name = f"shard.{unit.number:05d}.mds"
         if offsets[-1] > _MAX_FILE_BYTES:
             raise ConfigError(
-                f"mds files take less than 4 GiB and a shard of {unit.split} would take {offsets[-1]} bytes; "
+                f"mds files have less than 4 GiB, but a shard of {unit.split} would have {offsets[-1]} bytes; "
                 "ingest it with a smaller --shard-size, or export it as webdataset"
             )
         with destination.writing(f"{safe_part(unit.split.name)}/{name}") as file:
@@ -108,19 +108,20 @@ class Mds(ExportFormat):
         )
 
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
-        """Write the split's `index.json`. Raises as `ExportFormat.join`."""
-        index = {"version": _VERSION, "shards": [dict(each.about) for each in written]}
+        """Write the split's `index.json`. Raise as `ExportFormat.join`."""
+        index = {"version": _VERSION, "shards": [dict(files.about) for files in written]}
         content = json.dumps(index, sort_keys=True).encode()
         return WrittenFiles(0, 1, destination.put(f"{safe_part(split.name)}/index.json", content))
 
 
 def _choose_column(field: pa.Field, batches: list[pa.RecordBatch], split: Split) -> _ColumnEncoding:
-    """Return the closest encoding that holds the values of all `batches`."""
+    """Return the most specific encoding that holds the values of all `batches`."""
     arrays = [batch.column(field.name) for batch in batches]
     data_type = field.type
     if is_blob(data_type):
         kinds = frozenset(split.table.image_kinds if field.name == IMAGE else ())
         return _ColumnEncoding(field, _IMAGE_ENCODINGS.get(kinds, "bytes"))
+    # Only JSON has a value for null.
     if any(array.null_count for array in arrays):
         return _ColumnEncoding(field, "json")
     if is_text(data_type):
@@ -128,7 +129,7 @@ def _choose_column(field: pa.Field, batches: list[pa.RecordBatch], split: Split)
     if _is_number(data_type):
         dtype = np.dtype(data_type.to_pandas_dtype())
         return _ColumnEncoding(field, dtype.name, dtype, dtype.itemsize)
-    if is_list(data_type) and _is_number(data_type.value_type) and not any(_has_holes(array) for array in arrays):
+    if is_list(data_type) and _is_number(data_type.value_type) and not any(map(_has_empty_or_null, arrays)):
         dtype = np.dtype(data_type.value_type.to_pandas_dtype())
         if pa.types.is_fixed_size_list(data_type):
             length = data_type.list_size
@@ -141,14 +142,14 @@ def _is_number(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
 
 
-def _has_holes(array: pa.Array) -> bool:
-    """Return whether a list is empty or holds a null: MDS has no such arrays."""
+def _has_empty_or_null(array: pa.Array) -> bool:
+    """Return whether a list is empty or holds a null; an MDS array can be neither."""
     lengths = array.value_lengths()
     return bool(array.flatten().null_count) or bool(len(lengths) and lengths.to_numpy().min() == 0)
 
 
 def _encode_batch(batch: pa.RecordBatch, columns: list[_ColumnEncoding]) -> list[list[Any]]:
-    """Return the pieces of each sample, blobs as views."""
+    """Return the pieces of each sample; blobs are views."""
     keys = batch.column(KEY).to_pylist()
     encoded = [_encode_column(batch.column(column.field.name), column, keys) for column in columns]
     varying = [values for values, column in zip(encoded, columns, strict=True) if column.size_bytes is None]
@@ -168,11 +169,12 @@ def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) ->
         return [text.encode() for text in array.to_pylist()]
     if column.dtype is None:
         return [encode_json(value, key) for value, key in zip(array.to_pylist(), keys, strict=True)]
-    little = column.dtype.newbyteorder("<")
+    little_endian = column.dtype.newbyteorder("<")
     if not is_list(array.type):
-        raw = array.to_numpy(zero_copy_only=False).astype(little).tobytes()
-        return [raw[start : start + little.itemsize] for start in range(0, len(raw), little.itemsize)]
-    values = array.flatten().to_numpy(zero_copy_only=False).astype(little).tobytes()
+        raw = array.to_numpy(zero_copy_only=False).astype(little_endian).tobytes()
+        width = little_endian.itemsize
+        return [raw[start : start + width] for start in range(0, len(raw), width)]
+    values = array.flatten().to_numpy(zero_copy_only=False).astype(little_endian).tobytes()
     stops = np.cumsum(array.value_lengths().to_numpy()) * column.dtype.itemsize
     parts = [values[start:stop] for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)]
     if column.size_bytes is not None:
@@ -181,6 +183,6 @@ def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) ->
 
 
 def _shape(length: int) -> bytes:
-    """Return the shape of a list as MDS writes it: dimensions and width of their type in a byte, the length."""
+    """Return the shape of a list as in MDS: a byte of dimensions and log2 of the length's bytes, and the length."""
     width = next(number for number in range(4) if length < 1 << (8 << number))
     return bytes([1 << 2 | width]) + length.to_bytes(1 << width, "little")

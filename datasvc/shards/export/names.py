@@ -1,7 +1,7 @@
-"""File names out of keys: any key gives a name below the destination, and two keys never give one name.
+"""Derive file names from keys: every key gives a name below the destination, and different keys give different names.
 
-What a file system, a URL or a shell could misread is percent-encoded, byte by byte of its UTF-8. A `%` that is not
-followed by two hex digits marks what has no other name: an empty part, and what was cut for its length.
+Characters that are special in a file system, a URL or a shell are percent-encoded, byte by byte of their UTF-8. A `%`
+without two hexadecimal digits marks what cannot be encoded: an empty part, or a name that was shortened.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Final
 from blake3 import blake3
 
 _UNSAFE: Final = re.compile(r'[\x00-\x1f\x7f%/\\:*?"<>|]|^\.|[. ]$')
-# File systems take 255 bytes for a name; an extension is still to come.
+# File systems allow 255 bytes per name; the rest is left for an extension.
 _MAX_PART_BYTES: Final = 200
 _MAX_PATH_BYTES: Final = 1000
-# Of a name that is cut: legible, and short enough with three bytes for each.
+# Start of a shortened name: readable, and short enough even if each byte is encoded by three.
 _KEPT_BYTES: Final = 50
 _MAGIC: Final = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp"}
 _SPELLINGS: Final = {
@@ -29,22 +29,22 @@ _SPELLINGS: Final = {
 
 
 def safe_part(text: str) -> str:
-    """Return `text` as one part of a path: no folder, not hidden, 200 bytes at most."""
+    """Return `text` as one part of a path: without slashes, not hidden, at most 200 bytes."""
     return _cut(_UNSAFE.sub(percent_encoded, text) or "%", _MAX_PART_BYTES)
 
 
 def safe_path(key: str) -> str:
-    """Return a key as a relative path; its slashes make folders, everything else is as `safe_part` says."""
+    """Return a key as a relative path; slashes separate folders, and each part is encoded by `safe_part`."""
     return _cut("/".join(safe_part(part) for part in key.split("/")), _MAX_PATH_BYTES)
 
 
 def percent_encoded(match: re.Match[str]) -> str:
-    """Return the bytes of a match as %XX."""
+    """Return the bytes of a match, each as %XX."""
     return "".join(f"%{byte:02X}" for byte in match[0].encode())
 
 
 def image_extension(blob: Any) -> str | None:
-    """Return the extension that belongs to an encoded image, "jpg"; None where `blob` starts like none."""
+    """Return the usual extension of an encoded image, such as "jpg"; None if `blob` does not start like one."""
     start = bytes(memoryview(blob)[:16])
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
         return "webp"
@@ -54,14 +54,14 @@ def image_extension(blob: Any) -> str | None:
 
 
 def split_extension(key: str, extension: str | None) -> tuple[str, str]:
-    """Return a key as stem and own extension, which counts only where it spells `extension` in some way.
+    """Split a key into its stem and its extension; an extension counts only if it is a spelling of `extension`.
 
     `("a/1.JPEG", "jpg")` gives `("a/1", "JPEG")`; `("a/1.0", "jpg")` gives `("a/1.0", "")`.
     """
-    stem, dot, own = key.rpartition(".")
+    stem, dot, key_extension = key.rpartition(".")
     base = stem.rpartition("/")[2]
-    if dot and base and extension is not None and own.lower() in _SPELLINGS[extension]:
-        return stem, own
+    if dot and base and extension is not None and key_extension.lower() in _SPELLINGS[extension]:
+        return stem, key_extension
     return key, ""
 
 
@@ -69,6 +69,7 @@ def _cut(name: str, limit_bytes: int) -> str:
     raw = name.encode()
     if len(raw) <= limit_bytes:
         return name
+    # The digest keeps shortened names different.
     kept = raw[:_KEPT_BYTES].decode(errors="ignore").replace("/", "%2F")
-    # An escape that the cut has halved would read as a mark.
+    # Remove an incomplete escape at the end: it would look like a mark.
     return f"{re.sub('%[0-9A-F]?$', '', kept)}%~{blake3(raw).hexdigest(16)}"

@@ -1,4 +1,4 @@
-"""Parquet: one file per shard with all columns as they are, named and described as Hugging Face reads them."""
+"""Export format of Parquet: one file per shard with all columns, named and described as Hugging Face reads them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from datasvc.shards.versions.dataset import Split
 
 
 class ParquetExport(ExportFormat):
-    """`SPLIT-00000-of-00010.parquet`; row groups of a few megabytes."""
+    """`SPLIT-00000-of-00010.parquet`, with row groups of a few megabytes."""
 
     name: ClassVar[str] = "parquet"
 
     def check(self, split: Split) -> None:
-        """Raise ConfigError for structs without fields: all else that Arrow holds, Parquet holds too."""
+        """Raise ConfigError for structs without fields, the only values of Arrow that Parquet cannot hold."""
         for column in given_columns(split.table.sample_schema):
             if _has_empty_struct(column.type):
-                raise refused_column("parquet", column, "none: leave it out")
+                raise refused_column("parquet", column, "none; export a version without this column")
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write one file. Raises as `ExportFormat.write`."""
+        """Write one file. Raise as `ExportFormat.write`."""
         schema = described_schema(unit.split)
-        # Dictionaries gain nothing on encoded images, and cost.
-        small = [field.name for field in schema if not is_blob(field.type)]
+        # A dictionary of encoded images costs time and saves nothing.
+        dictionary_columns = [field.name for field in schema if not is_blob(field.type)]
         name = f"{safe_part(unit.split.name)}-{unit.number:05d}-of-{unit.num_units:05d}.parquet"
         with destination.writing(name) as file:
-            with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=small) as writer:
+            with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=dictionary_columns) as writer:
                 for batch in unit.batches():
                     writer.write_batch(batch.cast(schema))  # a row group
             size_bytes = file.tell()
@@ -43,15 +43,13 @@ class ParquetExport(ExportFormat):
 
 
 def described_schema(split: Split) -> pa.Schema:
-    """Return the columns of a split; with the names of the classes where there are some.
-
-    Hugging Face `datasets` takes these only for a column that is exactly as its own are: int64, nulls allowed.
-    """
+    """Return the columns of a split, with the class names in Hugging Face's metadata if there are any."""
     schema = split.table.sample_schema
     if not split.classes or not has_label(schema):
         return schema
     features = {LABEL: {"names": list(split.classes), "_type": "ClassLabel"}}
     described = json.dumps({"info": {"features": features}}, ensure_ascii=False).encode()
+    # `datasets` applies class names only to a column of its own type: int64, nullable.
     labelled = schema.set(schema.get_field_index(LABEL), pa.field(LABEL, pa.int64()))
     return labelled.with_metadata({**(schema.metadata or {}), b"huggingface": described})
 

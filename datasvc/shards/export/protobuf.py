@@ -1,4 +1,4 @@
-"""Protocol Buffers on the wire, the writing side; `sources.protobuf` reads it.
+"""Encode Protocol Buffers messages; `sources.common.protobuf` decodes them.
 
 After https://protobuf.dev/programming-guides/encoding/. Enough for Caffe's Datum and TensorFlow's Example.
 """
@@ -16,31 +16,31 @@ _GROUPS: Final = np.arange(10, dtype=np.uint64)  # an int64 takes up to ten grou
 
 
 def varint(number: int) -> bytes:
-    """Return an integer of up to 64 bits; a negative one as its two's complement."""
-    rest = number & 0xFFFF_FFFF_FFFF_FFFF
+    """Encode an integer of up to 64 bits; a negative one as its two's complement."""
+    remaining = number & 0xFFFF_FFFF_FFFF_FFFF
     groups = bytearray()
-    while rest > 0x7F:
-        groups.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    groups.append(rest)
+    while remaining > 0x7F:
+        groups.append(remaining & 0x7F | 0x80)
+        remaining >>= 7
+    groups.append(remaining)
     return bytes(groups)
 
 
 def packed_varints(numbers: npt.NDArray[np.int64]) -> bytes:
-    """Return the varints of `int64[n]`, one after the other."""
+    """Return the concatenated varints of `int64[n]`."""
     groups = (numbers.view(np.uint64)[:, None] >> (_GROUPS * np.uint64(7))) & np.uint64(0x7F)
     last = np.where(groups.any(axis=1), 9 - np.argmax(groups[:, ::-1] != 0, axis=1), 0)[:, None]
-    goes_on = (np.arange(10) < last).astype(np.uint8) << 7
-    raw: bytes = (groups.astype(np.uint8) | goes_on)[np.arange(10) <= last].tobytes()
+    is_continued = (np.arange(10) < last).astype(np.uint8) << 7
+    raw: bytes = (groups.astype(np.uint8) | is_continued)[np.arange(10) <= last].tobytes()
     return raw
 
 
 def varint_field(number: int, value: int) -> bytes:
-    """Return a field that holds an integer."""
+    """Encode a field that holds an integer."""
     return varint(number << 3 | _VARINT) + varint(value)
 
 
 def bytes_field(number: int, *pieces: Any) -> bytes:
-    """Return a field that holds bytes, text or a message, given in pieces."""
+    """Encode a field that holds bytes, text or a message; the content is the concatenation of `pieces`."""
     size = sum(len(piece) for piece in pieces)
     return b"".join([varint(number << 3 | _BYTES), varint(size), *pieces])

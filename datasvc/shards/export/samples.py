@@ -1,4 +1,4 @@
-"""The samples that an export writes: those of some shards that are not deleted, in the shards' own order."""
+"""Read the samples of an export unit: those of its shards that are not deleted, in shard order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from datasvc.shards.versions.dataset import Split
 
 @dataclass(frozen=True)
 class ExportUnit:
-    """What one worker writes at a time, mostly one file.
+    """The samples that one worker writes at a time, usually one file.
 
     Attributes:
-        split: the samples' split.
-        shards: numbers in its table.
-        number: of this unit among those of the split.
-        num_units: of the split.
+        split: split of the samples.
+        shards: shard numbers in the table of the split.
+        number: index of this unit among those of the split.
+        num_units: number of units of the split.
     """
 
     split: Split
@@ -33,16 +33,16 @@ class ExportUnit:
 
     @property
     def num_samples(self) -> int:
-        """Live samples of its shards."""
+        """Number of samples in its shards that are not deleted."""
         return self._total(self.split.table.samples_per_shard)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of its shards' files."""
+        """Size of its shards' files in bytes."""
         return self._total(self.split.table.bytes_per_shard)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the live samples in order, as batches of the table's sample schema, each a few megabytes.
+        """Yield the samples that are not deleted, in order, as batches of the sample schema of a few megabytes.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: see `OriginShards.open_shard`.
@@ -53,13 +53,13 @@ class ExportUnit:
             rows = _live_rows(self.split, number)
             start = 0
             for batch in shard.batches:
-                live = batch if rows is None else _take(batch, rows, start)
+                remaining = batch if rows is None else _take(batch, rows, start)
                 start += batch.num_rows
-                if live.num_rows:
-                    yield _conformed(live, schema)
+                if remaining.num_rows:
+                    yield _with_schema(remaining, schema)
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Yield the live samples in order: blobs as views of the shard, all else as Python values."""
+        """Yield the samples that are not deleted in order: blobs as views of the shard, others as Python values."""
         for batch in self.batches():
             yield from samples_of(batch)
 
@@ -68,14 +68,14 @@ class ExportUnit:
 
 
 def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a batch: blobs as views of the shard, all else as Python values."""
+    """Yield the samples of a batch: blobs as views of the shard, other values as Python values."""
     columns = [blob_views(column) if is_blob(column.type) else column.to_pylist() for column in batch.columns]
     for values in zip(*columns, strict=True):
         yield dict(zip(batch.schema.names, values, strict=True))
 
 
 def _live_rows(split: Split, number: int) -> Integers | None:
-    """Return the stored rows that are not deleted, ascending; None for all."""
+    """Return the stored rows that are not deleted, ascending; None if none is deleted."""
     if not split.table.deleted_per_shard[number]:
         return None
     return np.sort(split.stored_rows(number, np.arange(split.table.samples_per_shard[number])))
@@ -86,8 +86,8 @@ def _take(batch: pa.RecordBatch, rows: Integers, start: int) -> pa.RecordBatch:
     return batch.take(pa.array(rows[first:last] - start))
 
 
-def _conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a batch with the columns of `schema`; a shard from before a column was added lacks it."""
+def _with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Return a batch with the columns of `schema`, null where an older shard does not have a column."""
     columns = [
         batch.column(field.name) if field.name in batch.schema.names else pa.nulls(batch.num_rows, field.type)
         for field in schema

@@ -1,7 +1,7 @@
-"""TFRecord: one file of `tf.Example` messages per shard, a feature for each column, absent where it is null.
+"""Export format of TFRecord: one file of `tf.Example` messages per shard, with a feature for each non-null column.
 
-`tf.Example` knows bytes, float32 and int64. Text is UTF-8, truth is 0 or 1, lists are features of many values;
-what these cannot hold exactly is refused.
+`tf.Example` has bytes, float32 and int64. Text is stored as UTF-8, booleans as 0 or 1, lists as features of several
+values. A column whose values would lose precision is refused.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from datasvc.shards.sources.records.tfrecord import masked_crc
 from datasvc.shards.versions.dataset import Split
 
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # of Feature in TensorFlow's feature.proto
-_ABLE: Final = "parquet, webdataset, mds"
+_SUPPORTED_BY: Final = "parquet, webdataset, mds"
 
 _Encoder = Callable[[Sequence[Any]], bytes]
 
 
-class TfRecord(ExportFormat):
-    """`SPLIT-00000-of-00010.tfrecord`; see the module."""
+class TfRecordExport(ExportFormat):
+    """`SPLIT-00000-of-00010.tfrecord`; see the module docstring."""
 
     name: ClassVar[str] = "tfrecord"
 
     def check(self, split: Split) -> None:
-        """Raise ConfigError for columns whose values no feature holds exactly."""
+        """Raise ConfigError for columns whose values a feature cannot hold exactly."""
         for column in given_columns(split.table.sample_schema):
             if _encoder(column.type) is None:
-                raise refused_column(self.name, column, _ABLE if is_json(column.type) else "parquet")
+                raise refused_column(self.name, column, _SUPPORTED_BY if is_json(column.type) else "parquet")
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write one file. Raises as `ExportFormat.write`."""
+        """Write one file. Raise as `ExportFormat.write`."""
         schema = unit.split.table.sample_schema
         columns = [schema.field(KEY), *given_columns(schema)]
         size_bytes = 0
@@ -64,26 +64,27 @@ def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
     entries = []
     for column in columns:
         value = sample[column.name]
+        # An absent feature is the null of `tf.Example`.
         if value is None:
             continue
         values = value if is_list(column.type) else [value]
         if None in values:
-            raise refused_null("tfrecord", f"{column.name}[]", sample[KEY], _ABLE)
+            raise refused_null("tfrecord", f"{column.name}[]", sample[KEY], _SUPPORTED_BY)
         encode = _encoder(column.type)
         assert encode is not None
         try:
             feature = encode(values)
         except OverflowError as error:
             raise ConfigError(
-                f"tfrecord cannot hold {column.name!r} of sample {sample[KEY]!r}: it takes integers of 63 bits and a "
-                f"sign; formats that can: {_ABLE}"
+                f"tfrecord cannot hold {column.name!r} of sample {sample[KEY]!r}: its integers have 63 bits and a "
+                f"sign; formats that can: {_SUPPORTED_BY}"
             ) from error
         entries.append(bytes_field(1, bytes_field(1, column.name.encode()), bytes_field(2, feature)))
     return bytes_field(1, *entries)
 
 
 def _encoder(data_type: pa.DataType) -> _Encoder | None:
-    """Return what makes a Feature of values of a type, or of lists of it; None where no feature holds them."""
+    """Return the function that encodes values of a type, or lists of it, as a Feature; None if there is none."""
     inner = data_type.value_type if is_list(data_type) else data_type
     if is_blob(inner):
         return _bytes_feature

@@ -1,8 +1,8 @@
-"""WebDataset: one tar per shard, the files of a sample side by side, the same bytes each time.
+"""Export format of WebDataset: one tar per shard, the files of a sample next to each other, the same bytes each time.
 
-WebDataset takes what stands before the first dot of a file's name as the sample's key, so a key may have no dots
-there: an image's own extension goes, other dots are percent-encoded, and the exact key follows as `NAME.key.txt`
-wherever the name alone is not the key.
+WebDataset takes the part of a file name before the first dot as the key of the sample. Therefore the extension of an
+image is removed from the key, and other dots are percent-encoded. Where the name differs from the key, the exact key
+follows as `NAME.key.txt`.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from datasvc.shards.versions.dataset import Split
 
 _BLOCK_BYTES: Final = 512
 _RECORD_BYTES: Final = 20 * _BLOCK_BYTES
-# WebDataset makes extensions lower-case, and takes their parts apart at dots.
+# WebDataset reads extensions in lower case and splits them at dots.
 _EXTENSION: Final = re.compile(r"[a-z0-9_-]+")
 _DOT: Final = re.compile(r"\.")
-_SKIPPED: Final = re.compile(r"^_(?=_)")  # __meta__ is left out by readers
+_SKIPPED: Final = re.compile(r"^_(?=_)")  # readers skip names like __meta__
 
 
 class WebDatasetExport(ExportFormat):
-    """`SPLIT-000000.tar`; see the module."""
+    """`SPLIT-000000.tar`; see the module docstring."""
 
     name: ClassVar[str] = "webdataset"
 
     def check(self, split: Split) -> None:
-        """Raise ConfigError for columns that neither a file nor JSON holds."""
+        """Raise ConfigError for columns that neither a file nor JSON can hold."""
         for column in given_columns(split.table.sample_schema):
             if not _is_file(column) and not is_json(column.type):
                 raise refused_column(self.name, column)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write one tar. Raises as `ExportFormat.write`."""
+        """Write one tar. Raise as `ExportFormat.write`."""
         columns = given_columns(unit.split.table.sample_schema)
-        taken: set[str] = set()
+        used_names: set[str] = set()
         with destination.writing(f"{safe_part(unit.split.name)}-{unit.number:06d}.tar") as file:
             tar = _TarWriter(file)
             for sample in unit.samples():
                 name = _member_name(sample[KEY], _image_kind(sample))
-                while name in taken:  # "a.jpg" and "a"
+                while name in used_names:  # "a.jpg" and "a" give the same name
                     name += "%"
-                taken.add(name)
+                used_names.add(name)
                 for extension, content in _members(sample, name, columns):
                     tar.add(f"{name}.{extension}", content)
             tar.close()
-        return WrittenFiles(len(taken), 1, tar.size_bytes)
+        return WrittenFiles(len(used_names), 1, tar.size_bytes)
 
 
 class _TarWriter:
-    """A tar without times, owners or anything else that differs from run to run."""
+    """Writer of tars without times, owners or other values that change from run to run."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -74,6 +74,7 @@ class _TarWriter:
 
     def close(self) -> None:
         self._write(bytes(2 * _BLOCK_BYTES))
+        # tar pads a file to whole records of 20 blocks.
         self._write(bytes(-self.size_bytes % _RECORD_BYTES))
 
     def _write(self, content: Any) -> None:
@@ -82,7 +83,7 @@ class _TarWriter:
 
 
 def _is_file(column: pa.Field) -> bool:
-    """Return whether a column leaves as a file of its own beside the others."""
+    """Return whether a column is written as a separate file of the sample."""
     if is_label(column):
         return True
     if not is_blob(column.type) and not is_text(column.type):
@@ -92,18 +93,18 @@ def _is_file(column: pa.Field) -> bool:
 
 def _image_kind(sample: dict[str, Any]) -> str | None:
     image = sample.get(IMAGE)
-    return image_extension(image) if isinstance(image, memoryview) else None  # other types are no blobs
+    return image_extension(image) if isinstance(image, memoryview) else None  # only blobs are views
 
 
 def _member_name(key: str, extension: str | None) -> str:
-    """Return the name of a sample's files, up to the dot."""
+    """Return the name of a sample's files up to the dot."""
     folder, slash, base = safe_path(split_extension(key, extension)[0]).rpartition("/")
     path = f"{folder}{slash}{_DOT.sub(percent_encoded, base)}"
     return _SKIPPED.sub(percent_encoded, path)
 
 
 def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iterator[tuple[str, Any]]:
-    """Yield extension and content of the files of a sample; null columns have none."""
+    """Yield extension and content of the files of a sample, none for null columns."""
     num_members = 0
     values = {}
     for column in columns:
@@ -113,10 +114,10 @@ def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iter
         elif value is not None:
             yield _file_extension(column, value), _content(value)
             num_members += 1
-    held = {column: value for column, value in values.items() if value is not None}
-    if held:
-        yield "json", encode_json(held, sample[KEY])
-    if name != sample[KEY] or not (num_members or held):
+    present = {column: value for column, value in values.items() if value is not None}
+    if present:
+        yield "json", encode_json(present, sample[KEY])
+    if name != sample[KEY] or not (num_members or present):
         yield "key.txt", sample[KEY].encode()
 
 

@@ -1,4 +1,4 @@
-"""Worker processes that write the units of an export."""
+"""Write the units of an export in worker processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from datasvc.shards.versions.dataset import Split, open_dataset
 
 @dataclass(frozen=True)
 class _UnitTask:
-    """A unit on its way to a worker process: names only."""
+    """A unit as it is pickled to a worker process: names and numbers only."""
 
     repository: str
     version: str
@@ -36,22 +36,22 @@ class _UnitTask:
 def write_in_processes(
     units: Sequence[ExportUnit], export_format: ExportFormat, destination: Destination, workers: int
 ) -> Iterator[tuple[ExportUnit, WrittenFiles]]:
-    """Write units in processes of their own; yields each as it is done, in any order.
+    """Write units in worker processes; yield each when it is written, in any order.
 
     Raises:
         UnavailableError: a worker was killed.
-        DatasvcError: the first that a unit raised; no further ones are begun.
+        DatasvcError: the first error of a unit; units that have not started are cancelled.
     """
-    # Spawned, never forked: clients of object stores do not survive a fork.
+    # Spawned, not forked: clients of object stores do not work after a fork.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
     try:
-        under_way = {pool.submit(_write_unit, _task(unit, export_format, destination)): unit for unit in units}
-        for future in as_completed(under_way):
-            yield under_way[future], future.result()
+        futures = {pool.submit(_write_unit, _task(unit, export_format, destination)): unit for unit in units}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
     except BrokenProcessPool as error:
         raise UnavailableError(
-            "a worker process was killed, perhaps for lack of memory; call again, with fewer workers: "
-            "it goes on where it stopped"
+            "a worker process was killed, perhaps for lack of memory; repeat the export with fewer workers: "
+            "it continues with the shards that are not yet written"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -78,5 +78,5 @@ def _write_unit(task: _UnitTask) -> WrittenFiles:
 
 @lru_cache(maxsize=1)
 def _open_split(repository: str, version: str, split: str) -> Split:
-    """Return a split that a worker keeps: its table is read once."""
+    """Return a split, cached so that a worker reads its table only once."""
     return open_dataset(Repository.open(repository), version)[split]

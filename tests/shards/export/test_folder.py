@@ -111,7 +111,7 @@ def test_class_names_are_made_safe_too(repository, tmp_path):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_two_samples_of_one_file_name_are_refused(repository, tmp_path, shards):
     dataset = write_photos(repository, ["cat/1", "x", "cat/1.jpg", "y"], shards=shards)
-    with pytest.raises(ConfigError, match=r"1 samples would get the file name of another, such as 'cat/1.jpg'"):
+    with pytest.raises(ConfigError, match=r"1 samples would have the file name of another, such as 'cat/1.jpg'"):
         exported(dataset, tmp_path / "out", "folder")
     assert not (tmp_path / "out" / "datasvc-export.json").exists()
 
@@ -135,7 +135,7 @@ def test_labels_without_names_are_folders_of_numbers(repository, tmp_path):
     [
         ({"image": None}, "sample 'r/2' has no 'image'"),
         ({"label": None}, "sample 'r/2' has no 'label'"),
-        ({"label": 2}, "label 2 of sample 'r/2'.* names 2 classes"),
+        ({"label": 2}, "label 2 of sample 'r/2'.* has 2 classes"),
     ],
 )
 def test_what_a_folder_cannot_hold_is_refused_by_name(repository, tmp_path, change, message):
