@@ -1,1 +1,1 @@
-"""The process of a node, `datasvc serve`: serves its cache to peers, stages on request, says how it is."""
+"""The process of a node, `datasvc serve`: serves its cache to peers, runs staging jobs, reports its status."""

@@ -1,4 +1,4 @@
-"""What asks a node how it is."""
+"""HTTP client for the status of a node."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from datasvc.cache.peers.membership import parse_node
 from datasvc.errors import ConfigError, UnavailableError
 
 _TIMEOUT_S = 10.0
-
-
-_MAX_ANSWER_BYTES = 64 << 20
+_MAX_RESPONSE_BYTES = 64 << 20
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows none: the token would go with the request to whoever is named."""
+    """Follows no redirects: the request would carry the token to the host in the redirect."""
 
     def redirect_request(self, *_request: Any) -> None:
         return None
 
 
 class NodeClient:
-    """One node.
+    """Client of one node.
 
     Args:
-        url: its base URL.
-        token: what it asks for; None where it asks for nothing.
-        ca_file: certificates that vouch for it; None takes the system's.
+        url: base URL of the node.
+        token: its bearer token; None if it requires none.
+        ca_file: CA certificates for the node; None: those of the system.
 
     Raises:
-        ConfigError: `url` is none, or the certificates cannot be read.
+        ConfigError: `url` is not a valid node URL, or the certificates cannot be read.
     """
 
     def __init__(self, url: str, *, token: str | None = None, ca_file: Path | None = None) -> None:
@@ -44,8 +42,8 @@ class NodeClient:
         try:
             tls = ssl.create_default_context(cafile=ca_file)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"cannot read certificates from {ca_file}: {error}") from error
-        # No proxies: a node is a neighbour, and its token is for nobody else.
+            raise ConfigError(f"cannot read certificates from {ca_file}: {error}; expected a PEM file") from error
+        # No proxies: a node is in the local network, and a proxy would see the token.
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirects()
         )
@@ -54,21 +52,22 @@ class NodeClient:
         """Return the status document.
 
         Raises:
-            ConfigError: it does not take our token, or is no node.
-            UnavailableError: it does not answer.
+            ConfigError: the node rejects the token, or the server is not a node.
+            UnavailableError: the node does not respond.
         """
         request = urllib.request.Request(f"{self._url}/status", headers=self._headers)  # noqa: S310 - http(s) only
         try:
-            with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
-                found = json.loads(answer.read(_MAX_ANSWER_BYTES))
+            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+                document = json.loads(response.read(_MAX_RESPONSE_BYTES))
         except urllib.error.HTTPError as error:
+            # A wrong token is the user's to correct; other errors may pass.
             if error.code == http.client.UNAUTHORIZED:
-                raise ConfigError(f"{self._url} does not take our token; give its own with --token-file") from error
-            raise UnavailableError(f"{self._url} answers {error.code} {error.reason}") from error
+                raise ConfigError(f"{self._url} rejects the token; give its token with --token-file") from error
+            raise UnavailableError(f"{self._url} responds {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise UnavailableError(f"{self._url} does not answer: {error}") from error
+            raise UnavailableError(f"{self._url} does not respond: {error}") from error
         except ValueError as error:
-            raise ConfigError(f"{self._url} is no node of datasvc: it answers something else") from error
-        if not isinstance(found, dict) or "cache" not in found:
-            raise ConfigError(f"{self._url} is no node of datasvc: it answers something else")
-        return found
+            raise ConfigError(f"{self._url} is not a node of datasvc: its response is not JSON") from error
+        if not isinstance(document, dict) or "cache" not in document:
+            raise ConfigError(f"{self._url} is not a node of datasvc: its response is not a status document")
+        return document

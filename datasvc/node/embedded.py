@@ -1,12 +1,12 @@
-"""A node's server beside a job, without anybody's having started one: it lives exactly as long as who started it.
+"""Run a node's server as a child process of a job, for as long as the job runs.
 
-It is a program of its own (`python -m datasvc.node.embedded`) and ends when the job ends: see `ChildProcess`.
+The child is a program of its own (`python -m datasvc.node.embedded`) and exits with the job: see `ChildProcess`.
 """
 
 from __future__ import annotations
 
 import os
-import pickle  # between a job and its own child
+import pickle  # only between a job and its own child
 import sys
 import threading
 
@@ -20,11 +20,11 @@ class EmbeddedNode:
     """A running server of this machine's cache.
 
     Args:
-        settings: of the node.
+        settings: settings of the node.
 
     Raises:
-        ConfigError: it could not start; the reason is on standard error.
-        OSError: no process could be made.
+        ConfigError: the server did not start; the reason is on standard error.
+        OSError: the process cannot be created.
     """
 
     def __init__(self, settings: NodeSettings) -> None:
@@ -33,33 +33,33 @@ class EmbeddedNode:
         if not self.url:
             self.close()
             raise ConfigError(
-                f"the server of the cache {settings.folder} did not start; why is on standard error. Where "
-                "`datasvc serve` runs already, name the nodes instead"
+                f"the server of the cache {settings.folder} did not start; the reason is on standard error. If "
+                "`datasvc serve` is already running, pass the URLs of the nodes instead"
             )
 
     def close(self) -> None:
-        """End the server; closing again does nothing, nor does a forked child."""
+        """Stop the server; a second call does nothing, nor does a call in a forked child."""
         self._program.close()
 
 
 def _end_with_input() -> None:
-    # Not through the buffer, which Python wants back at its end; nothing comes after the settings.
+    # Not through the buffered reader: Python would need its lock at exit. Nothing follows the settings.
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os._exit(0)  # the cache survives its server's end at any instant
+    os._exit(0)  # safe: the cache survives a kill of its server at any time
 
 
 def main() -> None:
-    """Serve with the settings that come first on standard input."""
+    """Serve with the pickled settings on standard input."""
     settings: NodeSettings = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
     threading.Thread(target=_end_with_input, daemon=True, name="datasvc-parent").start()
     try:
-        ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - what the parent waits for
+        ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - the parent reads this line
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
     if not ended:
-        os._exit(0)
+        os._exit(0)  # some threads still run; do not wait for them
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One `datasvc serve` per cache folder: a lock that the kernel frees when the process ends, however it ends."""
+"""Lock that allows one `datasvc serve` per cache folder; the kernel releases it whenever the process ends."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _NAME = "serve.lock"
 
 
 @contextmanager
-def only_server_of(folder: Path) -> Iterator[None]:
-    """Keep a cache folder locked for serving while the block runs.
+def lock_for_serving(folder: Path) -> Iterator[None]:
+    """Hold the server lock of a cache folder while the block runs.
 
     Raises:
-        ConfigError: another process serves it, or the folder has no locks.
+        ConfigError: another process serves the folder, or its file system has no locks.
     """
     path = folder / _NAME
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ConfigError(f"cannot lock {path}: {error}") from error
+        raise ConfigError(f"cannot lock {path}: {error}; check the permissions of the cache folder") from error
     try:
         _lock(descriptor, path)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
-        # The file stays: removing it would let two servers lock two files of one name.
+        # The file stays: if it were removed, two servers could lock two files of the same name.
         os.close(descriptor)
 
 
@@ -41,8 +41,8 @@ def _lock(descriptor: int, path: Path) -> None:
     except BlockingIOError as error:
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
         raise ConfigError(
-            f"process {holder} serves the cache {path.parent} already (it holds {path.name}); stop it first, or "
-            "give this one a folder of its own"
+            f"process {holder} already serves the cache {path.parent} (it holds {path.name}); stop it first, or "
+            "use another cache folder"
         ) from error
     except OSError as error:
         raise ConfigError(f"cannot lock {path}: {error}; put the cache on a local disk with file locks") from error

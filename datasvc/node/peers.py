@@ -1,4 +1,4 @@
-"""Peers as commands name them: their text form, and the token from the environment."""
+"""Open the peers that a command names, with the token from the environment."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
 
 
 def open_peers(text: str) -> Peers:
-    """Return the nodes that `text` names, see `parse_membership`; the token is that of `DATASVC_TOKEN`.
+    """Open the nodes in `text` (see `parse_membership`), with the token of `DATASVC_TOKEN`.
 
     Raises:
-        ConfigError, UnavailableError: as `parse_membership`; the token is none.
+        ConfigError: `text` or the token is not valid.
+        UnavailableError: see `parse_membership`.
     """
     settings = PeerSettings(token=load_token(None, os.environ.get(TOKEN_VARIABLE)))
     return Peers(parse_membership(text), settings)

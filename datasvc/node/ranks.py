@@ -1,7 +1,7 @@
-"""The nodes of a training job as each other's peers, found over the job's own process group.
+"""Make the nodes of a training job each other's peers, by its process group.
 
-Nothing has to be set up: the first rank of each node starts a server beside it, the addresses are gathered, and every
-rank gets the same list. The servers end with the ranks that started them.
+No configuration is needed: the first rank of each node starts a server, the addresses are gathered, and every rank
+gets the same list. The servers end with the ranks that started them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _RankNode:
-    """Where a rank runs, and where its node's server would listen. Ranks of one machine and folder share one.
+    """Machine, cache folder and server address of a rank. Ranks with the same machine and folder share one server.
 
     Attributes:
-        machine: boot of the machine.
-        inode: device and number of the folder: in two containers equal paths may be different folders.
+        machine: boot id of the machine.
+        inode: device and inode of the folder: in two containers, equal paths may be different folders.
         folder: path of the cache.
         host: address of the machine.
-        port: one that is free.
-        token: rank 0's is everybody's.
+        port: a free port.
+        token: random token; the one of rank 0 is used by all ranks.
     """
 
     machine: str
@@ -53,40 +53,40 @@ class _RankNode:
 
     @classmethod
     def of(cls, folder: str | Path, address: str | None) -> _RankNode:
-        """Return this rank's. Raises OSError, ConfigError."""
-        place = Path(folder).expanduser().resolve()
-        place.mkdir(parents=True, exist_ok=True)
-        status = place.stat()
+        """Return that of the calling rank. Raise OSError or ConfigError."""
+        path = Path(folder).expanduser().resolve()
+        path.mkdir(parents=True, exist_ok=True)
+        status = path.stat()
         host = address or _address()
         inode = status.st_dev, status.st_ino
-        return cls(boot_id(), inode, str(place), host, _free_port(host), secrets.token_hex(32))
+        return cls(boot_id(), inode, str(path), host, _free_port(host), secrets.token_hex(32))
 
     @property
     def url(self) -> str:
-        """Of the server."""
+        """URL of the server."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}"
 
-    def is_one_cache(self, other: _RankNode) -> bool:
-        """Return whether both are on one machine and in one folder."""
+    def shares_cache(self, other: _RankNode) -> bool:
+        """Return whether both ranks are on the same machine and use the same folder."""
         return (self.machine, self.inode) == (other.machine, other.inode)
 
 
 class RankNodes:
-    """The servers of a job's nodes. Every rank makes one, in the same order among its collectives.
+    """The servers of a job's nodes. Every rank creates one, in the same order among its collectives.
 
     Args:
-        folder: of this node's cache.
-        repositories: what the nodes may read for each other.
-        budget: of the cache, as `Cache` takes it.
-        group: process group of all ranks of the job, over any backend that gathers objects (gloo); None makes one.
-        address: that other nodes reach this one at; None asks the way to the job's first rank.
+        folder: cache folder of this node.
+        repositories: repositories that the nodes may read for each other.
+        budget: budget of the cache, as for `Cache`.
+        group: process group of all ranks of the job, over a backend that gathers objects (gloo); None creates one.
+        address: address of this node for other nodes; None: the local address on the route to the job's first rank.
 
     Attributes:
-        peers: for `Cache(folder, peers=...)` of this rank.
+        peers: for `Cache(folder, peers=...)` on this rank.
 
     Raises:
-        ConfigError: there is no process group; or a server did not start, on any node: then on every rank.
+        ConfigError: there is no process group, or a server of any node did not start; raised on every rank.
     """
 
     def __init__(
@@ -100,10 +100,11 @@ class RankNodes:
     ) -> None:
         self._group = group or _new_group()
         self._node: EmbeddedNode | None = None
-        plan = self._gathered(lambda: _RankNode.of(folder, address))
+        plan = self._gather(lambda: _RankNode.of(folder, address))
         rank, token = self._rank(), plan[0].token
         own = plan[rank]
-        leaders = [min(number for number, each in enumerate(plan) if each.is_one_cache(place)) for place in plan]
+        # The leader of a node is its first rank, which starts the server.
+        leaders = [min(number for number, other in enumerate(plan) if other.shares_cache(node)) for node in plan]
         nodes = list(dict.fromkeys(plan[leader].url for leader in leaders))
         _check_reachable(plan, nodes)
 
@@ -123,14 +124,14 @@ class RankNodes:
             self._node = EmbeddedNode(settings)
 
         try:
-            self._gathered(start)
+            self._gather(start)
         except ConfigError:
             self.close()
             raise
         self.peers = Peers(FixedMembership(nodes, own=plan[leaders[rank]].url), PeerSettings(token=token))
 
     def close(self) -> None:
-        """End the server that this rank started, if it did; other ranks then go to the origin."""
+        """Stop the server that this rank started, if any; other ranks then read from the origin."""
         if self._node is not None:
             self._node.close()
             self._node = None
@@ -143,22 +144,23 @@ class RankNodes:
     ) -> None:
         self.close()
 
-    def _gathered(self, make: Callable[[], _T]) -> list[_T]:
-        """Return what `make` gave on each rank. Raises ConfigError on every rank where it failed on any."""
+    def _gather(self, make: Callable[[], _T]) -> list[_T]:
+        """Return the results of `make` on all ranks. Raise ConfigError on every rank if it failed on any."""
         import torch.distributed as dist
 
-        made: _T | None = None
+        result: _T | None = None
         failure = ""
         try:
-            made = make()
+            result = make()
         except (DatasvcError, OSError) as error:
             failure = f"rank {self._rank()} on {socket.gethostname()}: {error}"
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, (made, failure), group=self._group)
-        failures = [each for _, each in gathered if each]
+        # Failures are gathered too: a rank that raised alone would leave the others waiting in the collective.
+        dist.all_gather_object(gathered, (result, failure), group=self._group)
+        failures = [failure for _, failure in gathered if failure]
         if failures:
-            raise ConfigError(f"{len(failures)} ranks cannot serve their node's cache: {'; '.join(failures)}")
-        return [each for each, _ in gathered]
+            raise ConfigError(f"{len(failures)} ranks cannot serve the cache of their node: {'; '.join(failures)}")
+        return [result for result, _ in gathered]
 
     def _rank(self) -> int:
         import torch.distributed as dist
@@ -170,20 +172,18 @@ def _new_group() -> ProcessGroup:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        raise ConfigError(
-            "the ranks find each other over torch.distributed: call init_process_group or hvd.init first"
-        )
+        raise ConfigError("the ranks connect through torch.distributed: call init_process_group or hvd.init first")
     group: ProcessGroup = dist.new_group(backend="gloo")
     return group
 
 
 def _address() -> str:
-    """Return this machine's address on the way to the job's first rank."""
-    (family, _, _, _, there), *_ = socket.getaddrinfo(
+    """Return this machine's address on the route to the job's first rank."""
+    (family, _, _, _, first_rank), *_ = socket.getaddrinfo(
         os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM
     )
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)  # sends nothing
+        probe.connect(first_rank)  # a datagram socket: chooses the route and sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -194,10 +194,10 @@ def _free_port(host: str) -> int:
 
 
 def _check_reachable(plan: Sequence[_RankNode], nodes: Sequence[str]) -> None:
-    """Refuse addresses that only mean something on one machine where there are several."""
-    local = [place.url for place in plan if place.url in nodes and is_loopback(place.host)]
-    if local and len({place.machine for place in plan}) > 1:
+    """Raise ConfigError for loopback addresses in a job of several machines."""
+    local = [node.url for node in plan if node.url in nodes and is_loopback(node.host)]
+    if local and len({node.machine for node in plan}) > 1:
         raise ConfigError(
-            f"{', '.join(local)} cannot be reached from the other machines: give each rank's `address`, or let "
-            "MASTER_ADDR be an address that all machines reach"
+            f"{', '.join(local)} cannot be reached from the other machines: set `address` on each rank, or set "
+            "MASTER_ADDR to an address that all machines can reach"
         )

@@ -1,4 +1,4 @@
-"""Listen, answer, and stop in good order: `serve` is the whole life of a node's process."""
+"""Run a node: listen, respond, and shut down gracefully."""
 
 from __future__ import annotations
 
@@ -13,49 +13,51 @@ from datasvc.errors import ConfigError
 from datasvc.node.service import Service
 from datasvc.node.settings import NodeSettings
 
-# A connection that asks nothing for so long is closed; peers that go on ask again.
+# An idle connection is closed after this time; peers open a new one for the next request.
 _IDLE_S = 60.0
 _HANDSHAKE_S = 10.0
 
 
 def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
-    """Run a node until SIGTERM or SIGINT: then new work is refused, and transfers under way get a grace to end.
+    """Run a node until SIGTERM or SIGINT; then refuse new work, and give transfers in progress time to end.
 
     Args:
-        settings: of the node.
-        ready: called with the node's URL once it listens.
+        settings: settings of the node.
+        ready: called with the node's URL when it listens.
 
     Returns:
-        Whether all threads have ended; otherwise end the process without waiting for them.
+        Whether all threads have ended; if not, end the process without waiting for them.
 
     Raises:
-        ConfigError: another process serves this cache, or the address cannot be used; or as `Cache`.
-        NotFoundError, UnavailableError: an origin cannot be opened.
+        ConfigError: another process serves this cache, or the address cannot be used; or see `Cache`.
+        NotFoundError: an origin does not exist.
+        UnavailableError: an origin does not respond.
     """
     return asyncio.run(_serve_until_signal(settings, ready))
 
 
-async def run_node(settings: NodeSettings, ready: Callable[[str], None], told_to_stop: asyncio.Event) -> bool:
-    """Run a node until an event is set; otherwise as `serve`."""
+async def run_node(settings: NodeSettings, ready: Callable[[str], None], stop_requested: asyncio.Event) -> bool:
+    """Run a node until `stop_requested` is set; otherwise as `serve`."""
+    # First: a wrong certificate should fail before the cache is opened.
     context = settings.tls()
     service = Service(settings)
     try:
-        await _answer_until(told_to_stop, service, settings, context, ready)
+        await _respond_until(stop_requested, service, settings, context, ready)
     finally:
         ended = await asyncio.to_thread(service.close)
     return ended
 
 
 async def _serve_until_signal(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
-    told_to_stop = asyncio.Event()
+    stop_requested = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_stop.set)
-    return await run_node(settings, ready, told_to_stop)
+        loop.add_signal_handler(number, stop_requested.set)
+    return await run_node(settings, ready, stop_requested)
 
 
-async def _answer_until(
-    told_to_stop: asyncio.Event,
+async def _respond_until(
+    stop_requested: asyncio.Event,
     service: Service,
     settings: NodeSettings,
     context: ssl.SSLContext | None,
@@ -72,8 +74,9 @@ async def _answer_until(
     try:
         listener = await _listen(service, runner, settings, context)
         ready(_url(listener, is_secure=context is not None))
-        await told_to_stop.wait()
+        await stop_requested.wait()
         service.stop()
+        # No new connections; `cleanup` waits up to the grace period for the open ones.
         listener.close()
     finally:
         await runner.cleanup()
@@ -85,7 +88,7 @@ async def _listen(
     assert runner.server is not None
     try:
         return await asyncio.get_running_loop().create_server(
-            service.bound(runner.server),
+            service.limit_connections(runner.server),
             settings.host,
             settings.port,
             ssl=context,

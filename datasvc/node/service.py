@@ -1,4 +1,4 @@
-"""What a node is made of, put together and taken apart: cache, origins, peers, jobs, and the web application."""
+"""Create and close the parts of a node: cache, origins, peers, jobs, and the web application."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from datasvc.cache import Cache
 from datasvc.cache.peers.membership import parse_membership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
-from datasvc.node.folder_lock import only_server_of
+from datasvc.node.folder_lock import lock_for_serving
 from datasvc.node.http.connection_limit import BoundedConnections
-from datasvc.node.http.error_responses import answer_errors, check_token
+from datasvc.node.http.error_responses import check_token, respond_to_errors
 from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
 from datasvc.node.http.object_routes import ObjectRoutes
 from datasvc.node.http.stage_routes import StageRoutes
@@ -33,14 +33,15 @@ _MAX_BODY_BYTES = 64 << 10
 
 
 class Service:
-    """A node's parts. Make it where an event loop runs, and close it.
+    """The parts of a node. Create it in a running event loop, and close it.
 
     Args:
-        settings: of the node.
+        settings: settings of the node.
 
     Raises:
-        ConfigError: another process serves this cache; or as `Cache` and `parse_membership`.
-        NotFoundError, UnavailableError: an origin or the peers cannot be found.
+        ConfigError: another process serves this cache; or see `Cache` and `parse_membership`.
+        NotFoundError: an origin does not exist.
+        UnavailableError: an origin or the list of peers cannot be read.
     """
 
     def __init__(self, settings: NodeSettings) -> None:
@@ -51,8 +52,8 @@ class Service:
         self._origins = Origins(settings.repositories, rate_bytes_s=settings.origin_rate_bytes_s)
         with ExitStack() as opening:
             cache = opening.enter_context(Cache(settings.folder, budget=settings.budget, tenant=settings.tenant))
-            opening.enter_context(only_server_of(settings.folder))
-            # What is staged may come from peers. What peers ask for may not, see `fetching`.
+            opening.enter_context(lock_for_serving(settings.folder))
+            # Staging may read from peers. Fetches for peers must not, see `fetching`.
             staging = opening.enter_context(Cache(settings.folder, tenant=settings.tenant, peers=self._peers))
             self._closing = opening.pop_all()
         self._cache = cache
@@ -64,53 +65,54 @@ class Service:
 
     def application(self) -> web.Application:
         """Return the application of all routes."""
-        middlewares: list[Middleware] = [check_token(self._settings.token), answer_errors]
+        middlewares: list[Middleware] = [check_token(self._settings.token), respond_to_errors]
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
         objects = ObjectRoutes(self._residency, self._fetches, self._origins, self._sender, self._cache.check)
         application.add_routes(objects.routes())
         application.add_routes(StageRoutes(self._jobs, self._origins).routes())
         application.add_routes(
             [
-                web.get("/healthz", self._answer_health),
-                web.get("/status", self._answer_status),
-                web.get("/metrics", self._answer_metrics),
+                web.get("/healthz", self._get_health),
+                web.get("/status", self._get_status),
+                web.get("/metrics", self._get_metrics),
             ]
         )
         return application
 
-    def bound(self, server: web.Server) -> BoundedConnections:
-        """Return what makes the connections of `server`."""
+    def limit_connections(self, server: web.Server) -> BoundedConnections:
+        """Return the protocol factory of `server` with the limit of connections."""
         self._connections = BoundedConnections(server, self._settings.max_connections)
         return self._connections
 
     def stop(self) -> None:
-        """Let `/healthz` say so, jobs end, and reads that wait for their turn fail; what is being sent goes on."""
+        """Report "stopping" in `/healthz`, cancel jobs, and fail reads that wait for bandwidth; sending continues."""
         self._is_stopping = True
         self._jobs.cancel_all()
         self._origins.close()
 
     def close(self) -> bool:
-        """Let go of everything, after a grace for what is under way.
+        """Release everything, after waiting up to `grace_s` for fetches and jobs in progress.
 
         Returns:
-            Whether all threads have ended. Otherwise the cache stays open below them, until the process ends.
+            Whether all threads have ended. If not, the cache stays open for them until the process ends.
         """
+        # First, so that nothing new starts while the rest ends.
         self.stop()
         self._sender.close()
         self._residency.close()
-        ended = [each.close(self._settings.grace_s) for each in (self._fetches, self._jobs)]
+        ended = [part.close(self._settings.grace_s) for part in (self._fetches, self._jobs)]
         if all(ended):
             self._closing.close()
         return all(ended)
 
-    async def _answer_health(self, _request: web.Request) -> web.Response:
+    async def _get_health(self, _request: web.Request) -> web.Response:
         status, text = (503, "stopping") if self._is_stopping else (200, "ok")
         return web.json_response({"status": text}, status=status)
 
-    async def _answer_status(self, _request: web.Request) -> web.Response:
+    async def _get_status(self, _request: web.Request) -> web.Response:
         return web.json_response(await asyncio.to_thread(self._status.describe))
 
-    async def _answer_metrics(self, _request: web.Request) -> web.Response:
+    async def _get_metrics(self, _request: web.Request) -> web.Response:
         body = await asyncio.to_thread(render_metrics, self._status.describe)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
@@ -120,7 +122,7 @@ class Service:
             "num_connections": connections.num_open if connections else 0,
             "num_refused_connections": connections.num_refused if connections else 0,
             "max_connections": self._settings.max_connections,
-            "num_fetches": self._fetches.num_under_way,
+            "num_fetches": self._fetches.num_in_progress,
         }
 
     def _peer_reports(self) -> dict[str, Any]:
@@ -131,5 +133,5 @@ class Service:
 def _peers(settings: NodeSettings) -> Peers | None:
     if settings.peers is None:
         return None
-    talk = PeerSettings(token=settings.token, ca_file=settings.ca_file, tls_name=settings.tls_name)
-    return Peers(parse_membership(settings.peers, own=settings.own_url), talk)
+    peer_settings = PeerSettings(token=settings.token, ca_file=settings.ca_file, tls_name=settings.tls_name)
+    return Peers(parse_membership(settings.peers, own=settings.own_url), peer_settings)

@@ -1,4 +1,4 @@
-"""What a node is told when it starts."""
+"""Settings of a node."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ DEFAULT_PORT = 8765
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
-    """Settings of one node, checked when made.
+    """Settings of one node, checked when they are created.
 
     Attributes:
-        folder: of the cache that it serves.
-        repositories: the only origins that it reads from.
+        folder: folder of the cache that it serves.
+        repositories: URLs of the only origins that it reads.
         host: address to listen on.
-        port: 0 for any that is free.
-        token: what a caller must know; None lets everybody in who can connect.
-        certificate: PEM file of the node and its issuers; None for plain HTTP.
-        certificate_key: PEM file of its private key.
-        ca_file: certificates that vouch for peers with "https"; None takes the system's.
-        tls_name: the name in the peers' certificates; None expects each to have its host's.
-        budget: of the cache, as `Cache` takes it; None as it was.
-        tenant: on whose account staging is.
-        peers: the nodes, as text: a list of URLs, "file:PATH" or "dns:NAME:PORT".
-        own_url: this node, spelled as in `peers`; None looks for this machine there.
-        max_connections: more are refused at once.
-        peer_rate_bytes_s: cap of what is sent to peers, all together; None for no cap.
-        origin_rate_bytes_s: cap of what is read from the origins, all together; None for no cap.
-        grace_s: what running transfers get to end when the node is told to stop.
+        port: port to listen on; 0: any free one.
+        token: bearer token of all requests; None: no token is required.
+        certificate: PEM file of the node's certificate and its issuers; None: plain HTTP.
+        certificate_key: PEM file of the private key.
+        ca_file: CA certificates for peers with "https"; None: those of the system.
+        tls_name: name in the certificates of all peers; None: each has the name of its host.
+        budget: budget of the cache, as for `Cache`; None: unchanged.
+        tenant: tenant whose quota staging uses.
+        peers: the nodes as text: a list of URLs, "file:PATH" or "dns:NAME:PORT".
+        own_url: URL of this node as in `peers`; None: found by the addresses of this machine.
+        max_connections: maximum number of open connections; further ones are refused.
+        peer_rate_bytes_s: limit for sending to all peers together; None: no limit.
+        origin_rate_bytes_s: limit for reading from all origins together; None: no limit.
+        grace_s: time that running transfers have to end after a request to stop.
 
     Raises:
         ConfigError: a setting is out of range or contradicts another.
@@ -61,35 +61,38 @@ class NodeSettings:
     def __post_init__(self) -> None:
         check_exposure(self.host, self.token)
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port {self.port} is out of range: expected 0 to 65535")
+            raise ConfigError(f"port {self.port} is out of range; expected 0 to 65535")
         if self.max_connections < 1:
-            raise ConfigError(f"{self.max_connections} connections let nobody in: expected 1 or more")
+            raise ConfigError(f"the limit of {self.max_connections} connections is out of range; expected 1 or more")
         for rate in (self.peer_rate_bytes_s, self.origin_rate_bytes_s):
             if rate is not None and rate < 1:
-                raise ConfigError(f"a cap of {rate} bytes a second lets nothing through: leave it away for no cap")
+                raise ConfigError(
+                    f"the limit of {rate} bytes per second is out of range; expected 1 or more, or leave it out"
+                )
         if self.grace_s < 0:
-            raise ConfigError(f"a grace of {self.grace_s} s is out of range: expected 0 or more")
+            raise ConfigError(f"the grace period of {self.grace_s} s is out of range; expected 0 or more")
         if (self.certificate is None) != (self.certificate_key is None):
-            raise ConfigError("TLS needs both --tls-cert and --tls-key")
+            raise ConfigError("TLS needs both --tls-cert and --tls-key; give both or neither")
         if self.peers is None and self.own_url is not None:
-            raise ConfigError("--url says which of --peers this node is: give both")
+            raise ConfigError("--url identifies this node among --peers; give --peers too, or leave out --url")
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return what to listen with, None for plain HTTP. Raises ConfigError."""
+        """Return the TLS context of the listener; None for plain HTTP. Raise ConfigError."""
         if self.certificate is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # No tickets: they would look like the beginning of an answer to a peer that listens for a sign of life.
+        # No session tickets: a peer that waits for the first byte of a response would take one for it.
         context.num_tickets = 0
         try:
-            # Without a callback for the password OpenSSL would ask on the terminal.
+            # Without a password callback, OpenSSL would prompt on the terminal.
             context.load_cert_chain(self.certificate, self.certificate_key, password=_no_password)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
-                f"cannot use the certificate {self.certificate} with the key {self.certificate_key}: {error}"
+                f"cannot use the certificate {self.certificate} with the key {self.certificate_key}: {error}; "
+                "expected PEM files that match"
             ) from error
         return context
 
 
 def _no_password() -> bytes:
-    raise ssl.SSLError("the key is encrypted; give one that is not")
+    raise ssl.SSLError("the key is encrypted; use an unencrypted key")

@@ -1,4 +1,4 @@
-"""What a node says of itself: one JSON document, for `/status`, `/metrics` and `datasvc top`."""
+"""Build the status of a node: one JSON document for `/status`, `/metrics` and `datasvc top`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def describe_cache(status: CacheStatus) -> dict[str, Any]:
 
 
 class StatusSource:
-    """Puts the document together; its calls of the cache block, so ask it from a thread.
+    """Builds the status document; it blocks on the cache, so call it in a thread.
 
     Args:
-        cache: of the node.
-        jobs: of the node.
-        sent: what was sent to peers.
-        traffic: returns connections and fetches under way now.
-        peers: returns what is known of each peer, by its URL.
+        cache: cache of the node.
+        jobs: staging jobs of the node.
+        sent: counters of the sender.
+        traffic: returns the current connections and fetches.
+        peers: returns the reports of the peers by URL.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StatusSource:
         self._started = time.monotonic()
 
     def describe(self) -> dict[str, Any]:
-        """Return the document. Raises UnavailableError when the catalogue does not answer."""
+        """Return the document. Raise UnavailableError if the catalogue does not respond."""
         return {
             "version": version("datasvc"),
             "process": os.getpid(),

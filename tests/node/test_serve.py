@@ -91,7 +91,7 @@ def test_a_stopping_node_ends_what_it_sends(serving, origin):
 def test_of_two_nodes_on_one_folder_the_second_is_refused(serving, origin, tmp_path):
     process, _ = serving()
     second = run_to_end("serve", "--cache", tmp_path / "cache", "--repo", origin[0].url, "--port", 0)
-    assert (second.returncode, f"process {process.pid} serves" in second.stderr) == (2, True), second.stderr
+    assert (second.returncode, f"process {process.pid} already serves" in second.stderr) == (2, True), second.stderr
     process.kill()
     process.wait()
     again, _ = serving()

@@ -1,4 +1,4 @@
-"""A bound on open connections, idle ones included: those above it get one answer and are closed."""
+"""Limit of open connections, including idle ones; a connection above it gets a 503 response and is closed."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Final
 from aiohttp import web
 
 _BODY: Final = b'{"error": "too many connections"}'
-_ANSWER: Final = (
+_RESPONSE: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
 )
 
 
 class _Refusal(asyncio.Protocol):
-    """Answers before a request was read."""
+    """Protocol that sends the 503 response without reading a request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(_ANSWER)
+        transport.write(_RESPONSE)
         transport.close()
 
 
 class BoundedConnections:
-    """Makes the protocol of each new connection: pass it to `loop.create_server`.
+    """Protocol factory for `loop.create_server` that limits the connections.
 
     Args:
-        server: of aiohttp, which knows its open connections.
-        max_connections: more are refused.
+        server: aiohttp server, which counts its open connections.
+        max_connections: maximum number of open connections; further ones are refused.
     """
 
     def __init__(self, server: web.Server, max_connections: int) -> None:
@@ -37,13 +37,14 @@ class BoundedConnections:
         self.num_refused = 0
 
     def __call__(self) -> asyncio.Protocol:
-        """Return what talks on a new connection."""
+        """Return the protocol of a new connection."""
         if self.num_open < self._max:
             return self._server()
+        # A response, not a closed port: the peer learns that it may try again.
         self.num_refused += 1
         return _Refusal()
 
     @property
     def num_open(self) -> int:
-        """Connections that are open now."""
+        """Number of open connections."""
         return len(self._server.connections)

@@ -1,4 +1,4 @@
-"""What goes wrong, as answers of HTTP: our errors and aiohttp's become JSON, once, for all handlers."""
+"""Map exceptions of all handlers to JSON error responses, and check the bearer token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from datasvc.errors import (
 )
 from datasvc.node.http.auth import is_authorized
 
-# The first that fits. A peer that gets any of them asks another source.
+# The first match counts. A peer that gets any of these tries another source.
 _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (CacheFullError, 507),
     (NotFoundError, 404),
@@ -26,44 +26,44 @@ _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (UnavailableError, 503),
     (DatasvcError, 500),
 )
-# Looked at by load balancers and kubelets, which have no token; it says nothing.
+# For load balancers and kubelets, which have no token; it reveals only whether the node runs.
 OPEN_PATHS: Final = frozenset({"/healthz"})
 
 
 def status_of(error: DatasvcError) -> int:
-    """Return the HTTP status that tells of an error."""
+    """Return the HTTP status for an error."""
     return next(status for kind, status in _STATUS if isinstance(error, kind))
 
 
-def error_answer(status: int, message: str) -> web.Response:
+def error_response(status: int, message: str) -> web.Response:
     """Return `{"error": message}`."""
     return web.json_response({"error": message}, status=status)
 
 
 @web.middleware
-async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer what a handler raises."""
+async def respond_to_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Convert exceptions of a handler to error responses."""
     try:
         return await handler(request)
     except DatasvcError as error:
-        return error_answer(status_of(error), str(error))
+        return error_response(status_of(error), str(error))
     except web.HTTPException as error:
-        answer = error_answer(error.status, error.reason)
+        response = error_response(error.status, error.reason)
         if "Allow" in error.headers:
-            answer.headers["Allow"] = error.headers["Allow"]
-        return answer
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
 
 
 def check_token(token: str | None) -> Middleware:
-    """Return a middleware that lets in only who knows `token`; everybody where it is None."""
+    """Return a middleware that requires the bearer token `token`; None: no token is required."""
 
     @web.middleware
     async def checking(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Before anything else is looked at: without the token not even a bad path is told from a good one.
+        # First of all checks: without the token, a response must not reveal whether a path exists.
         if request.path in OPEN_PATHS or is_authorized(request.headers.get("Authorization"), token):
             return await handler(request)
-        answer = error_answer(401, "this node asks for a token: Authorization: Bearer TOKEN")
-        answer.headers["WWW-Authenticate"] = "Bearer"
-        return answer
+        response = error_response(401, "this node requires a token: Authorization: Bearer TOKEN")
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
     return checking

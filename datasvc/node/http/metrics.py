@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus: the status document as metrics, from a registry of its own."""
+"""Prometheus metrics for `/metrics`: the status document in a separate registry."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
-# Status name, metric name, what it is. Counters of the cache are those of all processes of the node.
+# Name in the status, name of the metric, help text. Counters of the cache include all processes of the node.
 _CACHE_COUNTERS: Final = (
-    ("hits", "cache_hits", "Objects that were resident when wanted"),
+    ("hits", "cache_hits", "Objects that were resident when requested"),
     ("misses", "cache_misses", "Objects that had to be fetched"),
     ("origin_bytes", "cache_origin_bytes", "Bytes fetched from origins"),
     ("peer_bytes", "cache_peer_bytes", "Bytes fetched from peers"),
     ("served_bytes", "cache_served_bytes", "Bytes served to peers by all servers of this cache"),
-    ("corrupt", "cache_corrupt_objects", "Objects found with wrong bytes, never served"),
+    ("corrupt", "cache_corrupt_objects", "Objects found damaged; they are never served"),
     ("evicted", "cache_evicted_objects", "Objects evicted"),
     ("evicted_bytes", "cache_evicted_bytes", "Bytes evicted"),
-    ("refused", "cache_refused", "Objects that did not fit beside what is held"),
+    ("refused", "cache_refused", "Objects that did not fit beside pinned and used ones"),
 )
 _SENT_COUNTERS: Final = (
     ("size_bytes", "sent_bytes", "Bytes sent to peers by this process"),
-    ("num_objects", "sent_objects", "Whole answers sent to peers by this process"),
-    ("num_broken", "sent_broken", "Answers to peers that were cut short"),
-    ("num_refused_connections", "refused_connections", "Connections refused because there were too many"),
+    ("num_objects", "sent_objects", "Complete responses sent to peers by this process"),
+    ("num_broken", "sent_broken", "Responses to peers that were cut short"),
+    ("num_refused_connections", "refused_connections", "Connections refused because of the limit"),
 )
 _NOW: Final = (
-    ("num_streams", "streams", "Answers to peers under way"),
+    ("num_streams", "streams", "Responses to peers in progress"),
     ("num_connections", "connections", "Open connections"),
-    ("num_fetches", "peer_fetches", "Objects that are fetched for peers now"),
+    ("num_fetches", "peer_fetches", "Objects being fetched for peers"),
 )
 _PEER_COUNTERS: Final = (
-    ("num_ok", "ok", "Objects that a peer gave bytes of and that were right"),
+    ("num_ok", "ok", "Objects received from a peer that were correct"),
     ("num_missing", "missing", "Objects that a peer did not have"),
-    ("num_failed", "failed", "Requests that a peer refused, or did not answer to the end and in time"),
-    ("num_lying", "lying", "Objects that a peer gave bytes of and that were wrong"),
-    ("bytes_received", "received_bytes", "Bytes that a peer gave"),
+    ("num_failed", "failed", "Requests that a peer refused, or did not complete in time"),
+    ("num_lying", "lying", "Objects received from a peer that were wrong"),
+    ("bytes_received", "received_bytes", "Bytes received from a peer"),
 )
 
 
 def render_metrics(describe: Callable[[], Mapping[str, Any]]) -> bytes:
-    """Return the text format of what `describe`, the status document, says now."""
+    """Return the status document that `describe` returns in the text format of Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_StatusCollector(describe()))
     return generate_latest(registry)
@@ -60,7 +60,7 @@ class _StatusCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         status = self._status
-        yield _gauge("up_seconds", "Since this process started", status["up_s"])
+        yield _gauge("up_seconds", "Seconds since this process started", status["up_s"])
         yield from _counters(status["cache"]["counters"], _CACHE_COUNTERS)
         yield from _counters(status["serving"], _SENT_COUNTERS)
         for name, metric, text in _NOW:
@@ -80,12 +80,12 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _space(cache: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yield every number of bytes or things that the cache tells of itself."""
+    """Yield the sizes and counts in the status of the cache."""
     for name, value in cache.items():
         if isinstance(value, int) and (name.endswith("_bytes") or name.startswith("num_")):
-            yield _gauge(f"cache_{name}", f"Of the cache now: {name}", value)
+            yield _gauge(f"cache_{name}", f"Current value of the cache: {name}", value)
     yield _gauge("cache_jobs", "Processes that have the cache open", len(cache["jobs"]))
-    used = GaugeMetricFamily("datasvc_tenant_used_bytes", "Of the cache, by tenant", labels=["tenant"])
+    used = GaugeMetricFamily("datasvc_tenant_used_bytes", "Bytes of the cache in use by a tenant", labels=["tenant"])
     for tenant, usage in cache["tenants"].items():
         used.add_metric([tenant], usage["used_bytes"])
     yield used
@@ -94,13 +94,15 @@ def _space(cache: Mapping[str, Any]) -> Iterator[Metric]:
 def _peers(peers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     for name, metric, text in _PEER_COUNTERS:
         family = CounterMetricFamily(f"datasvc_peer_{metric}", text, labels=["peer"])
-        for url, facts in peers.items():
-            family.add_metric([url], facts.get(name, 0))
+        for url, values in peers.items():
+            family.add_metric([url], values.get(name, 0))
         yield family
 
 
 def _job_states(jobs: list[Mapping[str, Any]]) -> Metric:
-    family = GaugeMetricFamily("datasvc_stage_jobs", "Staging jobs that are remembered, by state", labels=["state"])
+    family = GaugeMetricFamily(
+        "datasvc_stage_jobs", "Staging jobs in the list of the node, by state", labels=["state"]
+    )
     for state in ("waiting", "running", "done", "failed", "cancelled"):
         family.add_metric([state], sum(job["state"] == state for job in jobs))
     return family

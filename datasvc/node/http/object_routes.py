@@ -1,13 +1,13 @@
-"""`/objects/{digest}`: an object of this node's cache as a body, whole or from a byte on.
+"""`/objects/{digest}`: an object of this node's cache, whole or a range of it.
 
     GET  /objects/{digest}                      resident, or 404
-    GET  /objects/{digest}?origin=URL&size=N    resident, or fetched first from that repository, if it is one of ours
+    GET  /objects/{digest}?origin=URL&size=N    resident, or fetched first from that repository if the node reads it
     HEAD /objects/{digest}                      resident, or 404
-    POST /objects/{digest}/check                read it again: {"found": "intact" | "corrupt" | "gone"}
+    POST /objects/{digest}/check                verify it again: {"found": "intact" | "corrupt" | "gone"}
 
-An object that is fetched first is answered when it is here and verified; until then `/healthz` tells whoever waits
-that the node lives. The bytes were verified when they arrived here; a peer verifies them again,
-and has them checked where they turn out wrong: what has changed on this disk is put away, and given to nobody more.
+The response to a fetch starts when the object is complete and verified; meanwhile a peer can see from `/healthz` that
+the node is running. The bytes are verified when they arrive here. A peer verifies them again and requests a check if
+they are wrong: an object that is damaged on this disk is quarantined and no longer served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aiohttp import web
 from datasvc.cache.scrub import Finding
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.node.http.byte_range import UnsatisfiableRangeError, parse_range
-from datasvc.node.http.error_responses import error_answer
+from datasvc.node.http.error_responses import error_response
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins
 from datasvc.node.transfers.residency import Residency
@@ -36,11 +36,11 @@ class ObjectRoutes:
     """Handlers of `/objects/`.
 
     Args:
-        residency: what is here.
-        fetches: what is on its way.
-        origins: what it may come from.
-        sender: of bodies.
-        check: reads a resident object again; blocks.
+        residency: resident objects.
+        fetches: fetches in progress.
+        origins: repositories from which objects may be fetched.
+        sender: sender of response bodies.
+        check: verifies a resident object again; blocks.
     """
 
     def __init__(
@@ -67,52 +67,54 @@ class ObjectRoutes:
         ]
 
     async def get(self, request: web.Request) -> web.StreamResponse:
-        """Answer a GET."""
+        """Handle a GET."""
         digest = _digest(request)
         async with self._residency.resident(digest) as path:
             if path is not None:
-                return await self._answer(request, digest, str(path))
+                return await self._respond(request, digest, str(path))
         if "origin" not in request.query:
-            raise NotFoundError(f"object {digest} is not resident here; ?origin=URL&size=N lets this node fetch it")
+            raise NotFoundError(
+                f"object {digest} is not resident here; add ?origin=URL&size=N, so that this node fetches it"
+            )
         repository = self._origins.find(request.query["origin"])
         info = ObjectInfo(digest, _size(request))
-        async with self._fetches.holding(info, repository) as fetched:
-            return await self._answer(request, digest, str(fetched))
+        async with self._fetches.acquire(info, repository) as fetched:
+            return await self._respond(request, digest, str(fetched))
 
     async def head(self, request: web.Request) -> web.StreamResponse:
-        """Answer a HEAD: whether the object is here, and its size."""
+        """Handle a HEAD: whether the object is resident, and its size."""
         digest = _digest(request)
         async with self._residency.resident(digest) as path:
             if path is None:
                 raise NotFoundError(f"object {digest} is not resident here")
-            answer = web.StreamResponse(headers=_headers(digest))
-            answer.content_length = path.stat().st_size
-            return answer
+            response = web.StreamResponse(headers=_headers(digest))
+            response.content_length = path.stat().st_size
+            return response
 
     async def check(self, request: web.Request) -> web.Response:
-        """Answer a POST: what a look at the object's bytes found."""
+        """Handle a POST: verify the object's bytes again."""
         digest = _digest(request)
-        async with self._checking:  # one at a time: whoever asks for many keeps no more than one thread busy
+        async with self._checking:  # one at a time, so that many requests occupy at most one thread
             return web.json_response({"found": await asyncio.to_thread(self._check, digest)})
 
-    async def _answer(self, request: web.Request, digest: Digest, path: str) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, digest: Digest, path: str) -> web.StreamResponse:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size_bytes = os.fstat(file).st_size
             try:
-                found = parse_range(_range_header(request, digest), size_bytes)
+                byte_range = parse_range(_range_header(request, digest), size_bytes)
             except UnsatisfiableRangeError as error:
-                refusal = error_answer(416, str(error))
+                refusal = error_response(416, str(error))
                 refusal.headers["Content-Range"] = f"bytes */{size_bytes}"
                 return refusal
-            start, stop = found or (0, size_bytes)
-            answer = web.StreamResponse(status=206 if found else 200, headers=_headers(digest))
-            answer.content_length = stop - start
-            if found:
-                answer.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size_bytes}"
+            start, stop = byte_range or (0, size_bytes)
+            response = web.StreamResponse(status=206 if byte_range else 200, headers=_headers(digest))
+            response.content_length = stop - start
+            if byte_range:
+                response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size_bytes}"
             async with self._sender.stream():
-                await self._sender.send(request, answer, file, start, stop)
-            return answer
+                await self._sender.send(request, response, file, start, stop)
+            return response
         finally:
             os.close(file)
 
@@ -127,7 +129,7 @@ def _digest(request: web.Request) -> Digest:
 def _size(request: web.Request) -> int:
     text = request.query.get("size", "")
     if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) > _MAX_SIZE:
-        raise ConfigError(f"?size={text[:40]} is no size of an object; expected its bytes, as its shard table says")
+        raise ConfigError(f"?size={text[:40]} is not a valid size; expected the object's bytes from its shard table")
     return int(text)
 
 

@@ -1,9 +1,9 @@
 """`/stage`: start, watch and cancel staging jobs.
 
-POST   /stage  {"repo": URL, "ref": "pets@1", "split": "train"}    202, the job; "repo" and "split" may be left out
+POST   /stage  {"repo": URL, "ref": "pets@1", "split": "train"}    202, the job; "repo" and "split" are optional
 GET    /stage                                                      all jobs
-GET    /stage/{id}                                                 one: state, bytes, seconds, error
-DELETE /stage/{id}                                                 cancel it
+GET    /stage/{id}                                                 one job: state, bytes, seconds, error
+DELETE /stage/{id}                                                 cancel a job
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StageRoutes:
     """Handlers of `/stage`.
 
     Args:
-        jobs: of the node.
-        origins: what may be staged from.
+        jobs: staging jobs of the node.
+        origins: repositories from which data sets may be staged.
     """
 
     def __init__(self, jobs: StageJobs, origins: Origins) -> None:
@@ -46,9 +46,9 @@ class StageRoutes:
         ]
 
     async def start(self, request: web.Request) -> web.Response:
-        """Start a job; a reference that cannot be resolved is answered at once."""
-        wanted = await _read_body(request)
-        job = await asyncio.to_thread(self._start, wanted["ref"], wanted.get("repo"), wanted.get("split"))
+        """Start a job; a reference that does not resolve is an error of this request."""
+        body = await _read_body(request)
+        job = await asyncio.to_thread(self._start, body["ref"], body.get("repo"), body.get("split"))
         return web.json_response(job.describe(), status=202, headers={"Location": f"/stage/{job.id}"})
 
     async def list(self, _request: web.Request) -> web.Response:
@@ -60,32 +60,33 @@ class StageRoutes:
         return web.json_response(self._jobs.find(request.match_info["id"]).describe())
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """Cancel a job; what has arrived stays resident."""
+        """Cancel a job; the objects that have arrived stay resident."""
         job = self._jobs.find(request.match_info["id"])
         job.cancel()
         return web.json_response(job.describe())
 
     def _start(self, ref: str, repo: str | None, split: str | None) -> StageJob:
         dataset = open_dataset(self._origins.find(repo), ref)
-        what = {"repo": redact_url(dataset.repository.url), "ref": str(dataset.resolved), "split": split or ""}
-        return self._jobs.start(choose_split(dataset, split), what)
+        labels = {"repo": redact_url(dataset.repository.url), "ref": str(dataset.resolved), "split": split or ""}
+        return self._jobs.start(choose_split(dataset, split), labels)
 
 
 async def _read_body(request: web.Request) -> dict[str, str]:
-    # Pages in a browser on this machine may send any other type without asking.
+    # A web page in a browser on this machine can send other types without a CORS preflight.
     if request.content_type != "application/json":
         raise ConfigError("expected a body of type application/json")
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             body: Any = json.loads(await request.read())
     except TimeoutError as error:
-        raise UnavailableError("the body did not arrive") from error
+        raise UnavailableError(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s; send it again") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict) or not all(isinstance(each, str) for each in body.values()):
+        raise ConfigError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict) or not all(isinstance(value, str) for value in body.values()):
         raise ConfigError('expected an object of strings, such as {"ref": "pets@1"}')
+    # Refused and not ignored: a misspelled field would stage other data than intended.
     if unknown := sorted(body.keys() - _FIELDS):
-        raise ConfigError(f"unknown: {', '.join(unknown)[:200]}; expected {', '.join(sorted(_FIELDS))}")
+        raise ConfigError(f"unknown fields: {', '.join(unknown)[:200]}; expected {', '.join(sorted(_FIELDS))}")
     if "ref" not in body:
-        raise ConfigError('the body names no data set: expected such as {"ref": "pets@1"}')
+        raise ConfigError('the body has no "ref"; expected a data set, such as {"ref": "pets@1"}')
     return body

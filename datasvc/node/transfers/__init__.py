@@ -1,1 +1,1 @@
-"""The work of a node: sends and fetches objects, runs staging jobs, limits bandwidth."""
+"""The transfers of a node: sends and fetches objects, runs staging jobs, limits bandwidth."""

@@ -1,7 +1,7 @@
-"""Objects that peers ask for and that are not here yet: fetched from the origin once, however many ask.
+"""Fetch objects from the origin for peers, once for all concurrent requests.
 
-Only from the origin, never from a peer: whoever asks takes this node for the owner, and two nodes that take each
-other for it must not wait for each other.
+Objects are fetched only from the origin, never from a peer: the requesting peer takes this node for the owner, and
+two nodes that take each other for the owner would deadlock.
 """
 
 from __future__ import annotations
@@ -14,69 +14,71 @@ from pathlib import Path
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.node.transfers.waiting import PATIENCE_S, wait_moving
+from datasvc.node.transfers.waiting import STALL_TIMEOUT_S, wait_for_progress
 from datasvc.repository import Digest, ObjectInfo, Repository
 
 
 class _Fetch:
-    """One object on its way, and how many requests wait for it or read it."""
+    """One fetch in progress, and the number of requests that wait for its object or read it."""
 
     def __init__(self, now: float) -> None:
         self.num_users = 0
         self.is_running = False
-        self.moved_at = now
+        self.progressed_at = now
         self.future: Future[Path]
-        self.arrived: asyncio.Future[Path]
+        self.completed: asyncio.Future[Path]
 
 
 class Fetches:
-    """The objects under way for peers. Belongs to one event loop; the cache's calls run in threads.
+    """The fetches in progress for peers. Belongs to one event loop; calls of the cache run in threads.
 
     Args:
-        cache: opened without peers.
-        num_threads: objects that are fetched side by side.
-        patience_s: a fetch that stands still for longer is not waited for.
+        cache: cache that was opened without peers.
+        num_threads: maximum number of fetches at the same time.
+        stall_timeout_s: a request fails when its fetch makes no progress for longer.
     """
 
-    def __init__(self, cache: Cache, *, num_threads: int = 16, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, cache: Cache, *, num_threads: int = 16, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
         self._cache = cache
-        self._patience_s = patience_s
+        self._stall_timeout_s = stall_timeout_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-peer-fetch")
-        self._under_way: dict[ObjectInfo, _Fetch] = {}
+        self._in_progress: dict[ObjectInfo, _Fetch] = {}
         self._running: set[Future[Path]] = set()
-        self._moved_at = 0.0
+        self._progressed_at = 0.0
 
     @property
-    def num_under_way(self) -> int:
-        """Objects that are fetched or waited for now."""
-        return len(self._under_way)
+    def num_in_progress(self) -> int:
+        """Number of objects that requests are waiting for or reading."""
+        return len(self._in_progress)
 
     @asynccontextmanager
-    async def holding(self, info: ObjectInfo, repository: Repository) -> AsyncIterator[Path]:
-        """Yield the object's file, which stays while the block runs.
+    async def acquire(self, info: ObjectInfo, repository: Repository) -> AsyncIterator[Path]:
+        """Yield the object's file, which is not evicted while the block runs.
 
         Args:
-            info: the object.
-            repository: where it is read from if it is not here and nobody reads it already.
+            info: object to fetch.
+            repository: origin of the object, used unless it is resident or being fetched already.
 
         Raises:
-            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: as `Cache.acquire`.
-            UnavailableError: it does not move.
+            CacheFullError, CorruptDataError, NotFoundError: see `Cache.acquire`.
+            UnavailableError: see `Cache.acquire`; or the fetch makes no progress.
         """
-        fetch = self._under_way.get(info) or self._start(info, repository)
+        fetch = self._in_progress.get(info) or self._start(info, repository)
         fetch.num_users += 1
         try:
-            yield await wait_moving(fetch.arrived, idle_s=lambda: self._idle_s(fetch), patience_s=self._patience_s)
+            yield await wait_for_progress(
+                fetch.completed, idle_s=lambda: self._idle_s(fetch), stall_timeout_s=self._stall_timeout_s
+            )
         finally:
             fetch.num_users -= 1
             if not fetch.num_users:
-                del self._under_way[info]
-                fetch.future.cancel()  # what nobody waits for any more need not begin
-                # Held until the last one has read it: without that it might be evicted and fetched twice.
+                del self._in_progress[info]
+                fetch.future.cancel()  # has an effect only if it has not started
+                # Released by the last user: released earlier, the object might be evicted and fetched twice.
                 fetch.future.add_done_callback(lambda done: self._release(info.digest, done))
 
     def close(self, timeout_s: float) -> bool:
-        """Start nothing more; returns whether what was under way ended in time."""
+        """Start no more fetches; return whether those in progress ended in time."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         return not wait(list(self._running), timeout_s).not_done
 
@@ -84,28 +86,28 @@ class Fetches:
         loop = asyncio.get_running_loop()
         fetch = _Fetch(loop.time())
 
-        def moved(*_: object) -> None:
-            fetch.moved_at = self._moved_at = loop.time()
+        def report_progress(*_: object) -> None:
+            fetch.progressed_at = self._progressed_at = loop.time()
 
         def run() -> Path:
             fetch.is_running = True
-            moved()
+            report_progress()
             _check_size(info, repository)
-            return self._cache.acquire(info, repository, moved).path
+            return self._cache.acquire(info, repository, report_progress).path
 
         fetch.future = self._threads.submit(run)
         self._running.add(fetch.future)
         fetch.future.add_done_callback(self._running.discard)
-        fetch.arrived = asyncio.wrap_future(fetch.future)
-        # All who wait may be gone when it fails.
-        fetch.arrived.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._under_way[info] = fetch
+        fetch.completed = asyncio.wrap_future(fetch.future)
+        # Retrieve the exception: all waiting requests may be cancelled, and asyncio would log it as never retrieved.
+        fetch.completed.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._in_progress[info] = fetch
         return fetch
 
     def _idle_s(self, fetch: _Fetch) -> float:
-        # One that waits for a thread moves when the others do.
-        moved_at = fetch.moved_at if fetch.is_running else max(fetch.moved_at, self._moved_at)
-        return asyncio.get_running_loop().time() - moved_at
+        # A fetch that waits for a thread progresses whenever another one does.
+        progressed_at = fetch.progressed_at if fetch.is_running else max(fetch.progressed_at, self._progressed_at)
+        return asyncio.get_running_loop().time() - progressed_at
 
     def _release(self, digest: Digest, done: Future[Path]) -> None:
         if not done.cancelled() and done.exception() is None:
@@ -113,11 +115,12 @@ class Fetches:
 
 
 def _check_size(info: ObjectInfo, repository: Repository) -> None:
-    """Believe no caller: room is made for an object, and others are evicted, by the size that its origin says."""
+    """Check the size in a request against the origin: the cache would evict others to make space for a false size."""
     stored = repository.objects.size(info.digest)
     if stored is None:
         raise NotFoundError(f"{repository.objects.location(info.digest)} does not exist")
     if stored != info.size_bytes:
         raise ConfigError(
-            f"{repository.objects.location(info.digest)} has {stored} bytes, not the {info.size_bytes} asked for"
+            f"{repository.objects.location(info.digest)} has {stored} bytes, but {info.size_bytes} were requested; "
+            "read the size from the shard table"
         )

@@ -1,7 +1,7 @@
-"""The repositories that a node may read from, all below one cap of bytes a second.
+"""The repositories that a node may read, with a common limit of bytes per second.
 
-A peer names the repository of an object that it wants; only what the node was started with is ever read, so nobody
-can have a node fetch from an address of their choice.
+A request names the repository of its object. Only the repositories of the node's settings are read, so a client
+cannot make a node fetch from any other address.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from datasvc.repository.store.http_stream import Take
 from datasvc.repository.store.storage import redact_url
 
 
-class CappedStorage(Storage):
-    """A storage whose reads wait for their turn in a bucket. It cannot be sent to another process.
+class RateLimitedStorage(Storage):
+    """A storage whose reads are limited by a token bucket. It cannot be pickled.
 
     Args:
-        url: as of `Storage`.
-        bucket: shared by all that counts against the cap.
-        closing: set when nobody wants the bytes any more: waiting reads then give up.
+        url: URL as for `Storage`.
+        bucket: bucket shared by all reads under the same limit.
+        closing: event that makes waiting reads fail.
     """
 
     def __init__(self, url: str, bucket: TokenBucket, closing: threading.Event) -> None:
@@ -32,79 +32,82 @@ class CappedStorage(Storage):
         self._closing = closing
 
     def __reduce__(self) -> str:
-        raise TypeError("a storage that is capped belongs to its process; send its URL instead")
+        raise TypeError("a rate-limited storage belongs to its process; send its URL instead")
 
     def read(self, path: str, most_bytes: int | None = None) -> bytes:
-        """Return the whole content; its size is known afterwards, so the next read waits for it."""
+        """Return the whole content. Its size is known only afterwards, so the next read waits for it."""
         content = super().read(path, most_bytes)
         self._bucket.reserve(len(content))
         return content
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return a range as `Storage` does, when its turn has come. Raises UnavailableError when closing, too."""
+        """Return a range as `Storage`, after the wait for its bytes. Also raise UnavailableError when closing."""
         self._wait_turn(path, length)
         return super().read_range(path, offset, length)
 
     def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
-        """Hand on a range as `Storage` does, each piece when its turn has come: so the sender waits, too."""
+        """Stream a range as `Storage`, each piece after the wait for it, which also slows down the sender."""
 
-        def take_in_turn(view: memoryview) -> None:
+        def take_after_wait(view: memoryview) -> None:
             self._wait_turn(path, len(view))
             take(view)
 
-        super().stream_range(path, offset, length, take_in_turn, interrupt)
+        super().stream_range(path, offset, length, take_after_wait, interrupt)
 
     def _wait_turn(self, path: str, num_bytes: int) -> None:
         if self._closing.wait(self._bucket.reserve(num_bytes)):
-            raise UnavailableError(f"cannot read {self.location(path)}: this node is stopping")
+            raise UnavailableError(f"cannot read {self.location(path)}: this node is stopping; try another node")
 
 
 class Origins:
-    """The repositories of a node, open. Close it to stop reads that wait for their turn.
+    """The open repositories of a node. Close it to make waiting reads fail.
 
     Args:
-        urls: of the repositories.
-        rate_bytes_s: cap of what is read from all of them together; None for no cap.
+        urls: URLs of the repositories.
+        rate_bytes_s: limit for reading from all of them together; None: no limit.
 
     Raises:
-        NotFoundError, ConfigError, UnavailableError: as `Repository.open`.
+        NotFoundError, ConfigError, UnavailableError: see `Repository.open`.
     """
 
     def __init__(self, urls: Sequence[str], *, rate_bytes_s: int | None = None) -> None:
         self._closing = threading.Event()
         bucket = None if rate_bytes_s is None else TokenBucket(rate_bytes_s)
         self._repositories: dict[str, Repository] = {}
+        # Opened at once, so that a wrong URL fails the start of the node and not a request.
         for url in urls:
             repository = Repository.open(url)
             if bucket is not None:
-                repository = Repository(CappedStorage(url, bucket, self._closing))
-            self._repositories[_spelling(url)] = self._repositories[_spelling(repository.url)] = repository
+                repository = Repository(RateLimitedStorage(url, bucket, self._closing))
+            self._repositories[_normalized(url)] = self._repositories[_normalized(repository.url)] = repository
 
     def find(self, url: str | None) -> Repository:
-        """Return the repository that a request names; None means the only one.
+        """Return the repository of a request; None: the only one.
 
         Raises:
-            NotFoundError: the node has no such repository, or several and `url` is None.
+            NotFoundError: the node does not read this repository; or it reads several and `url` is None.
         """
-        repository = self._only() if url is None else self._repositories.get(_spelling(url))
+        repository = self._only() if url is None else self._repositories.get(_normalized(url))
         if repository is None:
-            wanted = "which repository?" if url is None else f"this node does not read from {redact_url(url)}"
-            raise NotFoundError(f"{wanted} It reads from: {', '.join(self.urls()) or 'none'} (--repo)")
+            problem = (
+                "the request names no repository" if url is None else f"this node does not read {redact_url(url)}"
+            )
+            raise NotFoundError(f"{problem}; it reads: {', '.join(self.urls()) or 'none'} (--repo)")
         return repository
 
     def urls(self) -> list[str]:
-        """Return where the repositories are, without secrets."""
+        """Return the URLs of the repositories without credentials."""
         return sorted({redact_url(repository.url) for repository in self._repositories.values()})
 
     def close(self) -> None:
-        """Let reads that wait for their turn fail."""
+        """Make reads fail that wait for their turn."""
         self._closing.set()
 
     def _only(self) -> Repository | None:
-        different = {id(each): each for each in self._repositories.values()}
+        different = {id(repository): repository for repository in self._repositories.values()}
         return next(iter(different.values())) if len(different) == 1 else None
 
 
-def _spelling(url: str) -> str:
-    # Credentials are each node's own: they do not make another repository.
+def _normalized(url: str) -> str:
+    # Without credentials: each node may have its own for the same repository.
     return redact_url(url).rstrip("/")

@@ -1,4 +1,4 @@
-"""Holds of resident objects for an event loop: taken and given up in threads, never lost with a cancelled request."""
+"""Use resident objects from an event loop: acquired and released in threads, also if a request is cancelled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from datasvc.repository import Digest
 
 
 class Residency:
-    """Resident objects of one cache.
+    """The resident objects of one cache.
 
     Args:
-        cache: any that is open on the folder.
+        cache: any cache that is open on the folder.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -25,15 +25,15 @@ class Residency:
 
     @asynccontextmanager
     async def resident(self, digest: Digest) -> AsyncIterator[Path | None]:
-        """Yield the object's file, held while the block runs; None where it is not resident."""
-        held = ExitStack()
-        entering = self._threads.submit(lambda: held.enter_context(self._cache.resident(digest)))
+        """Yield the object's file, protected from eviction while the block runs; None if it is not resident."""
+        acquired = ExitStack()
+        entering = self._threads.submit(lambda: acquired.enter_context(self._cache.resident(digest)))
         try:
             yield await asyncio.wrap_future(entering)
         finally:
-            # A request may be cancelled while the thread takes the hold: given up when it has it.
-            entering.add_done_callback(lambda _: self._threads.submit(held.close))
+            # A request may be cancelled while the thread acquires the object: release it when that is done.
+            entering.add_done_callback(lambda _: self._threads.submit(acquired.close))
 
     def close(self) -> None:
-        """Give up what is left and free the threads."""
+        """Release the remaining objects and end the threads."""
         self._threads.shutdown()

@@ -1,4 +1,4 @@
-"""Staging jobs: bring data sets onto the node in the background, watched and cancelled from outside."""
+"""Staging jobs: bring data sets into the cache of a node in the background; they can be watched and cancelled."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from datasvc.shards.versions.dataset import Split
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 _ENDED: frozenset[JobState] = frozenset({"done", "failed", "cancelled"})
 
-_SHARDS_AT_ONCE = 8  # few, so that a job that is cancelled ends soon
+_NUM_SHARD_THREADS = 8  # few, so that a cancelled job ends soon
 
 
 class StageJob:
     """One staging job.
 
     Attributes:
-        id: names it.
-        what: data set and repository, for people.
-        total_bytes: of all its shards, equal ones once.
-        stop: set to cancel it.
-        future: done when its thread is; set by `StageJobs`.
+        id: identifier in URLs.
+        labels: data set and repository as text, for `describe`.
+        total_bytes: size of all its shards, equal ones counted once.
+        stop: event that cancels it.
+        future: completes with its thread; set by `StageJobs`.
     """
 
-    def __init__(self, splits: Sequence[Split], what: dict[str, str]) -> None:
+    def __init__(self, splits: Sequence[Split], labels: dict[str, str]) -> None:
         self.id = secrets.token_hex(8)
         self.splits = splits
-        self.what = what
+        self.labels = labels
         self.total_bytes = sum(
             {info.digest: info.size_bytes for split in splits for info in split.table.shards()}.values()
         )
@@ -48,7 +48,7 @@ class StageJob:
 
     @property
     def state(self) -> JobState:
-        """Where it stands."""
+        """Current state."""
         return self._state
 
     @property
@@ -57,27 +57,27 @@ class StageJob:
         return self._state in _ENDED
 
     def describe(self) -> dict[str, Any]:
-        """Return the job as JSON values: state, bytes by where they came from, seconds, error."""
+        """Return the job as JSON values: state, bytes by source, seconds, error."""
         with self._lock:
-            until = self._ended if self.has_ended else time.monotonic()
+            end = self._ended if self.has_ended else time.monotonic()
             return {
                 "id": self.id,
-                **self.what,
+                **self.labels,
                 "state": self._state,
                 "total_bytes": self.total_bytes,
                 "done_bytes": self._arrived.total(),
                 "bytes": {kind: self._arrived[kind] for kind in ("resident", "origin", "peer")},
-                "seconds": round(until - self._started, 3) if self._started else 0.0,
+                "seconds": round(end - self._started, 3) if self._started else 0.0,
                 "error": None if self._error is None else str(self._error),
                 "error_kind": None if self._error is None else type(self._error).__name__,
             }
 
     def run(self, cache: Cache) -> None:
-        """Stage it, in the calling thread; what goes wrong is kept for whoever asks."""
+        """Stage the data in the calling thread; an error is stored for `describe`."""
         if not self._begin():
             return
         try:
-            cache.stage(self.splits, self._report, num_threads=_SHARDS_AT_ONCE, stop=self.stop)
+            cache.stage(self.splits, self._report, num_threads=_NUM_SHARD_THREADS, stop=self.stop)
         except DatasvcError as error:
             self._end("cancelled" if self.stop.is_set() else "failed", error)
         except BaseException as error:
@@ -87,7 +87,7 @@ class StageJob:
             self._end("cancelled" if self.stop.is_set() else "done", None)
 
     def cancel(self) -> None:
-        """Let it end soon; what has arrived stays. A job that has ended stays what it is."""
+        """Make the job end soon; objects that have arrived stay. A job that has ended keeps its state."""
         self.stop.set()
         with self._lock:
             if self._state == "waiting":
@@ -96,6 +96,7 @@ class StageJob:
 
     def _begin(self) -> bool:
         with self._lock:
+            # It was cancelled before a thread was free.
             if self._state != "waiting":
                 return False
             self._state = "running"
@@ -105,6 +106,7 @@ class StageJob:
     def _end(self, state: JobState, error: DatasvcError | None) -> None:
         with self._lock:
             self._state = state
+            # The error of a cancelled job is only its cancellation.
             self._error = error if state == "failed" else None
             self._ended = time.monotonic()
 
@@ -114,13 +116,13 @@ class StageJob:
 
 
 class StageJobs:
-    """The staging jobs of a node. Safe for threads.
+    """The staging jobs of a node. Thread-safe.
 
     Args:
-        cache: that they fill.
-        num_at_once: run side by side; more wait. Each uses several threads and connections.
-        max_unfinished: more are refused.
-        max_ended: so many are remembered.
+        cache: cache that they fill.
+        num_at_once: number of jobs that run at the same time; each uses several threads and connections.
+        max_unfinished: maximum number of waiting and running jobs; further ones are refused.
+        max_ended: number of ended jobs that stay listed.
     """
 
     def __init__(self, cache: Cache, *, num_at_once: int = 2, max_unfinished: int = 64, max_ended: int = 256) -> None:
@@ -132,44 +134,45 @@ class StageJobs:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(num_at_once, thread_name_prefix="datasvc-stage-job")
 
-    def start(self, splits: Sequence[Split], what: dict[str, str]) -> StageJob:
+    def start(self, splits: Sequence[Split], labels: dict[str, str]) -> StageJob:
         """Stage `splits` in the background.
 
         Args:
-            splits: of one data set version.
-            what: said of the job by `describe`.
+            splits: splits of one data-set version.
+            labels: text values that `StageJob.describe` includes.
 
         Raises:
-            UnavailableError: too many are unfinished.
-            CorruptDataError, NotFoundError, UnavailableError: their tables cannot be read.
+            UnavailableError: there are too many unfinished jobs, or a table cannot be read.
+            CorruptDataError: a table is damaged.
+            NotFoundError: a table is missing.
         """
-        job = StageJob(splits, what)
+        job = StageJob(splits, labels)
         with self._lock:
             if self._is_closed:
-                raise UnavailableError("this node is stopping")
-            if sum(not each.has_ended for each in self._jobs.values()) >= self._max_unfinished:
+                raise UnavailableError("this node is stopping; try another node")
+            if sum(not other.has_ended for other in self._jobs.values()) >= self._max_unfinished:
                 raise UnavailableError(
                     f"{self._max_unfinished} staging jobs are unfinished; cancel some, or try later"
                 )
             job.future = self._threads.submit(job.run, self._cache)
             self._jobs[job.id] = job
-            self._forget_oldest()
+            self._remove_oldest()
         return job
 
     def find(self, job_id: str) -> StageJob:
-        """Return a job. Raises NotFoundError."""
+        """Return a job. Raise NotFoundError."""
         with self._lock:
             if job_id not in self._jobs:
-                raise NotFoundError("no such staging job: it never was, or ended long ago")
+                raise NotFoundError("there is no such staging job: it never existed, or ended long ago")
             return self._jobs[job_id]
 
     def all(self) -> list[StageJob]:
-        """Return all that are remembered, oldest first."""
+        """Return the listed jobs, oldest first."""
         with self._lock:
             return list(self._jobs.values())
 
     def cancel_all(self) -> None:
-        """Cancel all, and start nothing more."""
+        """Cancel all jobs, and start no more."""
         with self._lock:
             self._is_closed = True
         for job in self.all():
@@ -177,11 +180,11 @@ class StageJobs:
         self._threads.shutdown(wait=False)
 
     def close(self, timeout_s: float) -> bool:
-        """Cancel all; returns whether they ended in time."""
+        """Cancel all jobs; return whether they ended in time."""
         self.cancel_all()
         return not wait([job.future for job in self.all()], timeout_s).not_done
 
-    def _forget_oldest(self) -> None:
+    def _remove_oldest(self) -> None:
         ended = [job.id for job in self._jobs.values() if job.has_ended]
         for job_id in ended[: max(0, len(ended) - self._max_ended)]:
             del self._jobs[job_id]

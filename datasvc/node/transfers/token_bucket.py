@@ -1,4 +1,4 @@
-"""Bandwidth caps. The bucket only says how long to wait; whoever asked waits, in a thread or on an event loop."""
+"""Limit bandwidth by a token bucket. It only computes the wait; the caller waits, in a thread or an event loop."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """Lets bytes through at a rate: from any instant on, at most `burst_bytes` and then `rate_bytes_s` a second.
+    """Limits bytes to a rate: in any period, at most `burst_bytes` plus `rate_bytes_s` for each second.
 
-    Callers are served in the order in which they ask. Safe for threads.
+    Callers are served in the order of their calls. Thread-safe.
 
     Args:
-        rate_bytes_s: above zero.
-        burst_bytes: what may pass at once after a pause, above zero; default a tenth of a second's worth. What is
-            asked for in one piece passes in one piece, and waits the longer where it is more.
-        clock: seconds that never run backwards.
+        rate_bytes_s: bytes per second, above zero.
+        burst_bytes: bytes that may pass at once after a pause, above zero; default: those of a tenth of a second. A
+            larger reservation passes in one piece after a longer wait.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -27,15 +27,16 @@ class TokenBucket:
         self._burst = rate_bytes_s / 10 if burst_bytes is None else burst_bytes
         assert self._burst > 0, burst_bytes
         self._clock = clock
-        self._balance = self._burst  # below zero: bytes that are promised, but whose time has not come
+        self._balance = self._burst  # below zero: bytes that are reserved ahead of time
         self._updated = clock()
         self._lock = threading.Lock()
 
     def reserve(self, num_bytes: int) -> float:
-        """Take `num_bytes` out and return the seconds to wait before they may move, all at once."""
+        """Reserve `num_bytes`; return the seconds to wait before all of them may be transferred."""
         with self._lock:
             now = self._clock()
             self._balance = min(self._burst, self._balance + (now - self._updated) * self._rate)
             self._updated = now
+            # It may become negative: later callers then wait longer, so the order of calls is kept.
             self._balance -= num_bytes
             return max(0.0, -self._balance / self._rate)

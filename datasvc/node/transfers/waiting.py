@@ -1,4 +1,4 @@
-"""Wait for what other requests have in hand, and give up where nothing moves."""
+"""Wait for work of other requests, and give up when it makes no progress."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from datasvc.errors import UnavailableError
 
 T = TypeVar("T")
 
-PATIENCE_S: Final = 30.0
-_LOOK_S = 1.0
+STALL_TIMEOUT_S: Final = 30.0
+_POLL_S = 1.0
 
 
-async def wait_moving(future: asyncio.Future[T], *, idle_s: Callable[[], float], patience_s: float = PATIENCE_S) -> T:
-    """Return the result of `future`, which goes on if this wait ends before.
+async def wait_for_progress(
+    future: asyncio.Future[T], *, idle_s: Callable[[], float], stall_timeout_s: float = STALL_TIMEOUT_S
+) -> T:
+    """Return the result of `future`, which continues if this wait ends first.
 
     Args:
-        future: what is waited for.
-        idle_s: returns the seconds since what is waited for moved last.
-        patience_s: how long it may stand still. It bounds a wait in a circle too, such as of a node that is
-            configured to ask itself under another name.
+        future: future to wait for.
+        idle_s: returns the seconds since the last progress of the work.
+        stall_timeout_s: maximum time without progress. It also ends a circular wait, such as that of a node that is
+            configured to request objects from itself under another name.
 
     Raises:
-        UnavailableError: it stood still for longer.
-        BaseException: what the future raises.
+        UnavailableError: there was no progress for longer.
+        BaseException: the exception of the future.
     """
     while not future.done():
-        await asyncio.wait([future], timeout=min(_LOOK_S, patience_s))
-        if not future.done() and idle_s() > patience_s:
-            raise UnavailableError(f"nothing moved for {patience_s:g} s; ask another node, or try again later")
+        await asyncio.wait([future], timeout=min(_POLL_S, stall_timeout_s))
+        if not future.done() and idle_s() > stall_timeout_s:
+            raise UnavailableError(f"no progress for {stall_timeout_s:g} s; try another node, or try again later")
     return future.result()

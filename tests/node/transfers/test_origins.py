@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from datasvc.errors import NotFoundError, UnavailableError
-from datasvc.node.transfers.origins import CappedStorage, Origins
+from datasvc.node.transfers.origins import Origins, RateLimitedStorage
 from datasvc.node.transfers.token_bucket import TokenBucket
 from datasvc.repository import Repository
 from datasvc.repository.store.cancellation import CancellationToken
@@ -44,7 +44,7 @@ def test_a_repository_that_the_node_was_not_started_with_is_refused(urls):
 
 def test_the_only_repository_needs_no_name(urls):
     assert Origins(urls[:1]).find(None).url == urls[0]
-    with pytest.raises(NotFoundError, match="which repository"):
+    with pytest.raises(NotFoundError, match="the request names no repository"):
         Origins(urls).find(None)
 
 
@@ -53,7 +53,7 @@ def test_what_is_read_waits_for_its_turn_in_one_bucket(urls):
     objects = Repository.open(urls[0]).objects
     info = objects.put(bytes(90))
     closing = threading.Event()
-    storage = CappedStorage(urls[0], bucket, closing)
+    storage = RateLimitedStorage(urls[0], bucket, closing)
     assert storage.read_range(objects.path(info.digest), 0, 90) == bytes(90)
     assert bucket.reserve(0) == 0
     storage.read(objects.path(info.digest))
@@ -65,7 +65,7 @@ def test_what_streams_waits_for_its_turn_piece_by_piece(urls):
     objects = Repository.open(urls[0]).objects
     info, pieces = objects.put(bytes(90)), bytearray()
     closing = threading.Event()
-    storage = CappedStorage(urls[0], bucket, closing)
+    storage = RateLimitedStorage(urls[0], bucket, closing)
     storage.stream_range(objects.path(info.digest), 0, 90, pieces.extend, CancellationToken())
     assert pieces == bytes(90)
     assert bucket.reserve(0) == 0
@@ -79,13 +79,13 @@ def test_a_read_that_waits_gives_up_when_the_node_stops(urls):
     bucket = TokenBucket(1, burst_bytes=1, clock=lambda: 0.0)
     bucket.reserve(10**9)
     closing = threading.Event()
-    storage = CappedStorage(urls[0], bucket, closing)
+    storage = RateLimitedStorage(urls[0], bucket, closing)
     closing.set()
     with pytest.raises(UnavailableError, match="stopping"):
         storage.read_range("datasvc.json", 0, 1)
 
 
 def test_a_capped_storage_stays_in_its_process(urls):
-    storage = CappedStorage(urls[0], TokenBucket(1), threading.Event())
+    storage = RateLimitedStorage(urls[0], TokenBucket(1), threading.Event())
     with pytest.raises(TypeError, match="URL"):
         pickle.dumps(storage)

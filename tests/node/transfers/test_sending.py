@@ -80,7 +80,7 @@ def _read_all(connection):
 def test_a_reader_that_takes_nothing_is_cut_off(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(64 * _MIB))
-    server = OneFile(path, 64 * _MIB, stall_s=0.2)
+    server = OneFile(path, 64 * _MIB, stall_timeout_s=0.2)
     with socket.create_connection(server.address) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         while not server.sender.sent.num_broken:

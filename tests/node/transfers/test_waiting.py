@@ -5,18 +5,18 @@ import asyncio
 import pytest
 
 from datasvc.errors import UnavailableError
-from datasvc.node.transfers.waiting import wait_moving
+from datasvc.node.transfers.waiting import wait_for_progress
 
 
 def test_a_result_is_returned_and_an_error_raised():
     async def run():
         future = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(future.set_result, 7)
-        assert await wait_moving(future, idle_s=lambda: 0) == 7
+        assert await wait_for_progress(future, idle_s=lambda: 0) == 7
         failed = asyncio.get_running_loop().create_future()
         failed.set_exception(UnavailableError("gone"))
         with pytest.raises(UnavailableError, match="gone"):
-            await wait_moving(failed, idle_s=lambda: 0)
+            await wait_for_progress(failed, idle_s=lambda: 0)
 
     asyncio.run(run())
 
@@ -24,14 +24,14 @@ def test_a_result_is_returned_and_an_error_raised():
 def test_what_stands_still_is_not_waited_for_and_goes_on():
     async def run():
         future = asyncio.get_running_loop().create_future()
-        with pytest.raises(UnavailableError, match="ask another node"):
-            await wait_moving(future, idle_s=lambda: 1, patience_s=0.01)
+        with pytest.raises(UnavailableError, match="try another node"):
+            await wait_for_progress(future, idle_s=lambda: 1, stall_timeout_s=0.01)
         assert not future.cancelled()
 
     asyncio.run(run())
 
 
-def test_what_moves_is_waited_for_beyond_the_patience():
+def test_what_moves_is_waited_for_beyond_the_timeout():
     async def run():
         future = asyncio.get_running_loop().create_future()
         looks = []
@@ -42,6 +42,6 @@ def test_what_moves_is_waited_for_beyond_the_patience():
                 future.set_result("arrived")
             return 0
 
-        assert await wait_moving(future, idle_s=idle, patience_s=0.001) == "arrived"
+        assert await wait_for_progress(future, idle_s=idle, stall_timeout_s=0.001) == "arrived"
 
     asyncio.run(run())
