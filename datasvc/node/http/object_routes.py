@@ -29,6 +29,7 @@ from datasvc.node.transfers.sending import Sender
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
 
+# No object is larger; it also bounds the parsed number.
 _MAX_SIZE = 1 << 50
 
 

@@ -21,6 +21,7 @@ from datasvc.repository.store.storage import redact_url
 from datasvc.shards.versions.dataset import choose_split, open_dataset
 
 _FIELDS: Final = frozenset({"repo", "ref", "split"})
+# A client that sends its body slower than this cannot keep a request open.
 _BODY_TIMEOUT_S = 10.0
 
 

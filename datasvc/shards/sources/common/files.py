@@ -30,6 +30,7 @@ COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 1_000_000
+# Remote streams are requested in blocks of this size, this many at the same time.
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_AHEAD = 4
 

@@ -24,6 +24,7 @@ from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
 from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
 
+# Samples of a shard that are tried until one can be read, which fixes the types that the index leaves open.
 _FIRST_SAMPLES: Final = 64
 
 

@@ -36,6 +36,7 @@ _VALUE, _DATA = "value", "data"
 _EXTENSIONS: Final = (".lmdb", ".mdb")
 _LOCK_FILE: Final = "lock.mdb"
 _NAMED_BYTES: Final = 48  # size of the record that the main database keeps for a named one
+# Values that determine the columns.
 _FIRST_VALUES: Final = 8
 _PART_BYTES: Final = 64 << 20
 _PART_SAMPLES: Final = 1 << 14

@@ -44,9 +44,11 @@ from datasvc.shards.sources.records.tf_example import (
 _NAME: Final = re.compile(
     r".*(\.tfrecords?|\.tfrecords?-\d+-of-\d+|[^.]-\d{5}-of-\d{5})(\.gz|\.gzip|\.zlib)?", re.IGNORECASE
 )
+# Length and its checksum; the message and its checksum follow.
 _HEADER: Final = struct.Struct("<QI")
 _CRC: Final = struct.Struct("<I")
 _MASK: Final = 0xA282EAD8
+# Bounds of the samples of each split that determine the columns.
 _FIRST_SAMPLES: Final = 64
 _FIRST_BYTES: Final = 16 << 20
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS  # zlib's own header detection

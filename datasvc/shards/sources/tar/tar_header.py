@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Final
 
 BLOCK_BYTES: Final = 512
+# Type flags of header blocks: extensions that describe the next member, then members.
 PAX, PAX_GLOBAL, LONG_NAME, LONG_LINK = (b"x", b"X"), b"g", b"L", b"K"
 FILE, FOLDER, SPARSE = (b"0", b"\0", b"7"), b"5", b"S"
 WITHOUT_CONTENT: Final = {

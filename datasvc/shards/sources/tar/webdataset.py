@@ -30,6 +30,7 @@ from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReade
 from datasvc.shards.sources.tar.webdataset_fields import KEY_FIELD, choose_columns, field_value
 
 _TAR_EXTENSIONS: Final = frozenset({".tar", ".tgz"})
+# Bounds of the samples, bytes and tars of each split that are read for the columns.
 _FIRST_SAMPLES, _FIRST_BYTES, _FIRST_PARTS = 1000, 32 << 20, 16
 _META: Final = re.compile(r"__[^/]*__(/|$)")
 

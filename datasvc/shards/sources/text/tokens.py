@@ -45,9 +45,10 @@ TOKENIZER: Final = b"datasvc.tokenizer"
 TOKENS, LENGTH, DOCUMENT_STARTS = "tokens", "length", "document_starts"
 _ENDS_OF_TEXT: Final = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 _PART_BYTES: Final = 64 << 20
+# The tokenizer encodes up to this many characters or documents in one call.
 _BATCH_TEXT: Final = 1 << 20
 _BATCH_DOCUMENTS: Final = 256
-# Upper bound of a document's starts per token, and of a key and the length beside the part's name.
+# Upper bounds: a document may start at every token; a key has some characters beside the part's name.
 _START_BYTES: Final = 4
 _KEY_BYTES: Final = 40
 _MAX_BLOCK_TOKENS: Final = 1 << 24
