@@ -39,7 +39,7 @@ class Garbage:
 
     Attributes:
         objects: size in bytes of each object.
-        pointers: paths of pointers, by the digest of the piece that they point to.
+        pointers: paths of pointers, by the digest of the chunk that they point to.
         temporary_files: paths of files that killed writers left.
         journals: folders of unfinished work that nobody came back to.
         num_young: objects that are kept for their age alone, or were not looked at for it.
@@ -59,7 +59,7 @@ class GcReport:
     Attributes:
         dry_run: whether nothing was removed.
         objects: names and sizes, by name.
-        pointers: paths below the repository's root, of files that said where pieces of tensors lay; see
+        pointers: paths below the repository's root, of files that said where chunks of tensors lay; see
             `models.pointers`.
         temporary_files: paths likewise.
         journals: paths likewise.
@@ -177,8 +177,8 @@ def list_old(repository: Repository, before_s: float) -> Garbage:
             found.objects[Digest(path[2])] = file.size_bytes
         elif path:
             found.num_young += 1
-        elif is_old and (piece := pointed_digest(file.path)):
-            found.pointers[piece] = file.path
+        elif is_old and (chunk := pointed_digest(file.path)):
+            found.pointers[chunk] = file.path
         elif is_old and file.path.rpartition("/")[2].startswith(durable.TEMPORARY_PREFIX):
             found.temporary_files.append(file.path)
     return found
@@ -194,7 +194,7 @@ def unmark(garbage: Garbage, named: Iterable[Digest]) -> None:
 def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
     """Yield every object that an entry of any log names, some more than once, and those of unfinished work.
 
-    And the digest of every piece of a tensor, by which pointers are named.
+    And the digest of every chunk of a tensor, by which pointers are named.
 
     Args:
         repository: data sets and models.
@@ -247,7 +247,7 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
         removed.objects = {paths[path]: garbage.objects[paths[path]] for path in delete(paths)}
         removed.temporary_files = list(delete(garbage.temporary_files))
         deleted = set(delete(garbage.pointers.values()))
-        removed.pointers = {piece: path for piece, path in garbage.pointers.items() if path in deleted}
+        removed.pointers = {chunk: path for chunk, path in garbage.pointers.items() if path in deleted}
     return removed
 
 
@@ -273,9 +273,9 @@ def _named_by_model(objects: Objects, version: str, entry: Entry, tables: set[Di
             records = read_table(objects, table)
         except NotFoundError as error:
             raise NotFoundError(f"the tensor table of {version} is missing: {error}") from error
-        for piece in (piece for record in records for piece in record.pieces):
-            yield piece.digest
-            yield from (link.object for link in piece.chain)
+        for chunk in (chunk for record in records for chunk in record.chunks):
+            yield chunk.digest
+            yield from (link.object for link in chunk.chain)
 
 
 def _read(objects: Objects, version: str, table: Digest) -> bytes:

@@ -371,7 +371,7 @@ def test_what_a_difference_follows_on_stays_when_the_version_that_stored_it_is_r
     assert {len(info.digest) for info in done.objects} == {64}  # tables and states went, links stayed
 
 
-def test_pointers_go_with_the_pieces_that_nothing_names_and_the_others_stay(repository):
+def test_pointers_go_with_the_chunks_that_nothing_names_and_the_others_stay(repository):
     drifting(repository, 2)
     save(repository, "cnn", {"w": torch.randn(60_000)}, step=2)
     assert len(pointers_of(repository)) == 3

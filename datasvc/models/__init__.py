@@ -1,4 +1,4 @@
-"""Model versions: checkpoints whose tensors are objects and whose entry says what they came from."""
+"""Versions of models: checkpoints with deduplicated tensors, and log entries that record data, code and parents."""
 
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import Lineage, read_lineage

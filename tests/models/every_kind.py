@@ -32,7 +32,7 @@ def records_of(repository, ref):
 
 
 def links_of(repository, ref):
-    return [link for record in records_of(repository, ref) for piece in record.pieces for link in piece.chain]
+    return [link for record in records_of(repository, ref) for chunk in record.chunks for link in chunk.chain]
 
 
 def equal(state, other):

@@ -156,13 +156,13 @@ def hostile_shardings(rng, whole):
 def hostile_tables(rng, whole):
     """Yield the bytes of tables: some that claim more than any machine has, then mutated ones."""
     largest = max(decode_table(whole, "here"), key=lambda record: record.nbytes)
-    (link, *_) = largest.pieces[0].chain
+    (link, *_) = largest.chunks[0].chain
     for size, count in ((1 << 40, 1), (1 << 50, 1), (60 << 20, 200)):
         for encoding in ("raw", "planes"):
             length = size if encoding == "raw" else link.length
             claim = replace(link, object_bytes=length, offset=0, length=length, encoding=encoding)
-            piece = Chunk((0,), (size,), largest.pieces[0].digest, (claim,))
-            yield encode_table(TensorRecord(f"t{number:03}", "uint8", (size,), (piece,)) for number in range(count))
+            chunk = Chunk((0,), (size,), largest.chunks[0].digest, (claim,))
+            yield encode_table(TensorRecord(f"t{number:03}", "uint8", (size,), (chunk,)) for number in range(count))
     for _ in range(100):
         yield bytes(mutate(rng, whole))
 

@@ -5,9 +5,9 @@ from datasvc.repository import Objects
 
 
 def object_file(repository, ref, tensor):
-    """Return the file of the object that the first piece of a tensor begins with."""
+    """Return the file of the object that the first chunk of a tensor begins with."""
     (record,) = [each for each in read_version(repository, ref).records if each.name == tensor]
-    return repository.storage.local_path(Objects.path(record.pieces[0].chain[0].object))
+    return repository.storage.local_path(Objects.path(record.chunks[0].chain[0].object))
 
 
 def flip_last_byte(path):

@@ -52,8 +52,8 @@ def test_a_flipped_bit_in_any_object_is_found_and_a_tensor_that_it_hits_is_named
             hit = {
                 record.name
                 for record in records_of(repository, "m@2")
-                for piece in record.pieces
-                for link in piece.chain
+                for chunk in record.chunks
+                for link in chunk.chain
                 if link.object == digest and link.offset <= place < link.offset + link.length
             }
             flip(path, place, place % 8)
@@ -69,7 +69,7 @@ def load_from(places, ref="m@2"):
     return load_tensors(source, records), source.bad.listed(records)
 
 
-def test_a_bad_piece_comes_from_the_next_copy_and_the_report_says_which_was_bad_where(repository, version, tmp_path):
+def test_a_bad_chunk_comes_from_the_next_copy_and_the_report_says_which_was_bad_where(repository, version, tmp_path):
     copy = copy_of(repository, tmp_path / "copy")
     whole, nothing_bad = load_from([repository, copy])
     assert nothing_bad == ()
@@ -81,7 +81,7 @@ def test_a_bad_piece_comes_from_the_next_copy_and_the_report_says_which_was_bad_
         assert (bad.digest, bad.location) == (link.object, str(path))
         assert bad.tensors
         assert set(bad.tensors) == {
-            record.name for record in records_of(copy, "m@2") for piece in record.pieces if link in piece.chain
+            record.name for record in records_of(copy, "m@2") for chunk in record.chunks if link in chunk.chain
         }
         path.write_bytes(before)
 
@@ -105,7 +105,7 @@ def test_a_missing_or_truncated_object_comes_from_the_next_copy(repository, vers
 def test_where_every_copy_is_bad_the_tensor_and_all_places_are_named(repository, version, tmp_path):
     copy = copy_of(repository, tmp_path / "copy")
     (record,) = [record for record in records_of(repository, "m@2") if record.name == "model.noise"]
-    (link,) = record.pieces[0].chain
+    (link,) = record.chunks[0].chain
     paths = [each.objects.local_path(link.object) for each in (repository, copy)]
     for path in paths:
         flip(path, 3)

@@ -216,7 +216,7 @@ def test_a_state_is_rebuilt_from_the_metadata_alone(url):
     assert_same(found, {key: every_kind()[key] for key in ("model", "step")})
 
 
-def test_only_the_pieces_of_what_is_loaded_are_read(url):
+def test_only_the_chunks_of_what_is_loaded_are_read(url):
     state = {"wanted": torch.randn(1000), "other": torch.randn(100_000), "step": 3}
     dcp.save(state, storage_writer=DcpWriter(url, codec="none"))
     source = CountingSource(url)
@@ -394,7 +394,7 @@ def test_a_changed_byte_is_an_error_that_names_the_tensor(url):
     dcp.save({"a": torch.randn(20_000), "b": torch.randn(20_000)}, storage_writer=DcpWriter(url, codec="none"))
     repository = Repository.open(url)
     table = {r.name: r for r in read_table(repository.objects, describe_model(repository, "checkpoint").tensors)}
-    path = repository.objects.local_path(table["b"].pieces[0].chain[0].object)
+    path = repository.objects.local_path(table["b"].chunks[0].chain[0].object)
     raw = bytearray(path.read_bytes())
     raw[100] ^= 1
     path.chmod(0o644)
@@ -611,7 +611,7 @@ def test_ranks_together_read_every_byte_once_where_their_parts_follow_the_saved_
     assert [source.num_bytes for source in sources] == [whole.nbytes // num_ranks] * num_ranks
 
 
-def test_a_piece_that_only_partly_meets_a_block_is_read_whole(url):
+def test_a_chunk_that_only_partly_meets_a_block_is_read_whole(url):
     whole = torch.randn(8, 100)
     dcp.save({"w": whole}, storage_writer=DcpWriter(url, codec="none"))
     source = CountingSource(url)
@@ -632,7 +632,7 @@ class TopAndBottom(Block):
         return self.as_subclass(torch.Tensor)[row : row + 1]
 
 
-def test_a_piece_that_several_blocks_meet_is_read_once(url):
+def test_a_chunk_that_several_blocks_meet_is_read_once(url):
     whole = torch.randn(8, 30_000)
     dcp.save({"w": whole}, storage_writer=DcpWriter(url, codec="none"))
     source = CountingSource(url)

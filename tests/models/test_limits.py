@@ -145,7 +145,7 @@ def test_a_table_of_too_many_tensors_is_neither_written_nor_read(repository, mon
     state = {"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}
     save(repository, "m", state, step=0)
     monkeypatch.setattr(tensor_table, "MAX_TENSORS", 2)
-    with pytest.raises(CorruptDataError, match="3 tensors, of at most 2"):
+    with pytest.raises(CorruptDataError, match="3 tensors; the limit is 2"):
         restore(repository, "m")
     with pytest.raises(ConfigError, match="the table of 3 tensors"):
         save(repository, "n", state, step=0)
@@ -153,10 +153,10 @@ def test_a_table_of_too_many_tensors_is_neither_written_nor_read(repository, mon
 
 def test_what_nobody_would_read_again_is_not_written(repository, monkeypatch):
     monkeypatch.setattr(state_tree, "MAX_STATE_BYTES", 100)
-    with pytest.raises(ConfigError, match=r"beside its tensors is .* make tensors of long lists"):
+    with pytest.raises(ConfigError, match=r"without its tensors takes .* Store long lists"):
         save(repository, "m", {"text": "x" * 101}, step=0)
     monkeypatch.setattr(tensor_table, "MAX_TABLE_BYTES", 1000)
-    with pytest.raises(ConfigError, match="nobody reads more than"):
+    with pytest.raises(ConfigError, match="the limits are 1048576 tensors and 1000 bytes"):
         save(repository, "m", {"w": torch.ones(3)}, step=0)
     monkeypatch.undo()
     monkeypatch.setattr(metadata, "MAX_SHARDING_BYTES", 100)

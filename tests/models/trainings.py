@@ -99,7 +99,7 @@ class Run:
     def resize(self, batches):
         """Go on at another size in the same process, as an elastic job does."""
         self._open(batches, self.loaders[0].state_dict())
-        self.reading.go_on(self.loaders[0], step=self.step)
+        self.reading.switch_loader(self.loaders[0], step=self.step)
 
     def save(self, **fields):
         """Commit a version that continues the last one; returns its name."""

@@ -1,4 +1,4 @@
-"""What a rank reads of a stored version: its planner's items, and only the pieces that these meet."""
+"""What a rank reads of a stored version: its planner's items, and only the chunks that these meet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datasvc.models.dcp.values import decode_opaque, wrap_value
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.chunk_reader import ChunkSource, PieceReader, check_reaches
+from datasvc.models.tensors.chunk_reader import ChunkReader, ChunkSource, check_reaches
 from datasvc.models.tensors.chunks import Box, intersect, slices
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
 from datasvc.models.tensors.read import load_tensors, read_in_threads
@@ -52,24 +52,24 @@ class ShardedVersion:
 
 
 @dataclass(frozen=True)
-class PieceRead:
-    """A piece that is to be read, and where which of its elements go.
+class ChunkRead:
+    """A chunk that is to be read, and where which of its elements go.
 
     Attributes:
         record: of the tensor.
-        piece: of it.
+        chunk: of it.
         copies: views of tensors to fill, each with the block of the whole tensor that it takes.
     """
 
     record: TensorRecord
-    piece: Chunk
+    chunk: Chunk
     copies: list[tuple[torch.Tensor, Box]] = field(default_factory=list)
 
     @property
     def only_target(self) -> torch.Tensor | None:
-        """The view that is to be what the piece is, in memory that can be read into; None where there is no such."""
+        """The view that is to be what the chunk is, in memory that can be read into; None where there is no such."""
         (target, box), *others = self.copies
-        if others or box != self.piece.box or dtype_name(target) != self.record.dtype or not is_plain(target):
+        if others or box != self.chunk.box or dtype_name(target) != self.record.dtype or not is_plain(target):
             return None
         return target
 
@@ -113,9 +113,9 @@ def load_items(
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
     reads = plan_reads((*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True))
     inside = _find_inside(stored, value_items)
-    wanted = [*(replace(each.record, pieces=(each.piece,)) for each in reads), *inside]
-    with stored.copies.opened(wanted) as source:
-        _read_pieces(source, reads)
+    wanted = [*(replace(each.record, chunks=(each.chunk,)) for each in reads), *inside]
+    with stored.copies.open_source(wanted) as source:
+        _read_chunks(source, reads)
         tensors = load_tensors(source, inside)
     for item, target in zip(tensor_items, targets, strict=True):
         planner.commit_tensor(item, target)
@@ -124,37 +124,37 @@ def load_items(
     return stored.copies.report(wanted, time.monotonic() - began)
 
 
-def _read_pieces(source: ChunkSource, reads: Sequence[PieceRead]) -> None:
-    reader = PieceReader(source, [each.piece for each in reads])
+def _read_chunks(source: ChunkSource, reads: Sequence[ChunkRead]) -> None:
+    reader = ChunkReader(source, [each.chunk for each in reads])
 
-    def read(each: PieceRead) -> None:
-        check_reaches(source, each.record.name, each.piece)
+    def read(each: ChunkRead) -> None:
+        check_reaches(source, each.record.name, each.chunk)
         target = each.only_target
         if target is not None:
-            reader.read(each.record.name, each.piece, bytes_of(target))
+            reader.read(each.record.name, each.chunk, bytes_of(target))
             return
-        content = np.empty(each.record.piece_bytes(each.piece), np.uint8)
-        reader.read(each.record.name, each.piece, content)
-        loaded = tensor_of(content, each.record.dtype, each.piece.shape)
+        content = np.empty(each.record.chunk_bytes(each.chunk), np.uint8)
+        reader.read(each.record.name, each.chunk, content)
+        loaded = tensor_of(content, each.record.dtype, each.chunk.shape)
         for target, box in each.copies:
-            target.copy_(loaded[slices(box, origin=each.piece.start)])
+            target.copy_(loaded[slices(box, origin=each.chunk.start)])
 
-    sizes = [each.record.piece_bytes(each.piece) for each in reads]
+    sizes = [each.record.chunk_bytes(each.chunk) for each in reads]
     read_in_threads(source, read, [(each,) for each in reads], sizes)
 
 
-def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[PieceRead]:
-    """Return the pieces that blocks of tensors meet, each once, and which views of their targets each fills.
+def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[ChunkRead]:
+    """Return the chunks that blocks of tensors meet, each once, and which views of their targets each fills.
 
     Args:
         blocks: of which tensor, where in it, and the tensor of that shape that is to be filled.
     """
-    reads: dict[tuple[str, tuple[int, ...]], PieceRead] = {}
+    reads: dict[tuple[str, tuple[int, ...]], ChunkRead] = {}
     for record, box, target in blocks:
-        for piece in record.pieces:
-            shared = intersect(box, piece.box)
+        for chunk in record.chunks:
+            shared = intersect(box, chunk.box)
             if shared is not None:
-                read = reads.setdefault((record.name, piece.start), PieceRead(record, piece))
+                read = reads.setdefault((record.name, chunk.start), ChunkRead(record, chunk))
                 read.copies.append((target[slices(shared, origin=box[0])], shared))
     return list(reads.values())
 

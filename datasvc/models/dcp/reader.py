@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class DcpReader(StorageReader):
     """Loads model versions through torch.distributed.checkpoint, however they were saved. Make one on every rank.
 
-    Each rank reads the pieces that its plan meets and no others, each byte verified. One that is missing, damaged or
+    Each rank reads the chunks that its plan meets and no others, each byte verified. One that is missing, damaged or
     out of reach comes from the next place that has a good copy; bad copies are in the report, and in the log.
 
     Args:
@@ -136,7 +136,7 @@ class DcpReader(StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is: where pieces lie the version says."""
+        """Return the plan as it is: where chunks lie the version says."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -148,7 +148,7 @@ class DcpReader(StorageReader):
         """Read what the plan wants into the planner's tensors and values.
 
         Raises:
-            CorruptDataError: no copy of a piece has the bytes that its digest says; names the tensor. The planner's
+            CorruptDataError: no copy of a chunk has the bytes that its digest says; names the tensor. The planner's
                 tensors may be filled in part then, with bytes not to be used.
             ConfigError: a value is for another planner, or is a planner's own bytes that nobody asked for.
             NotFoundError, UnavailableError: as `load_tensors`.

@@ -16,14 +16,14 @@ from datasvc.errors import ConfigError
 from datasvc.models.dcp.metadata import planned_paths
 from datasvc.models.dcp.paths import path_of
 from datasvc.models.dcp.values import encode_value, nest
-from datasvc.models.tensors.chunks import PIECE_BYTES, Box, Shape, plan_pieces, slices
+from datasvc.models.tensors.chunks import CHUNK_BYTES, Box, Shape, plan_chunks, slices
 from datasvc.models.tensors.dtypes import dtype_name
-from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_pieces
-from datasvc.models.tensors.write import Codec, TensorPiece, store_pieces
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
+from datasvc.models.tensors.write import Codec, TensorBlock, store_chunks
 from datasvc.models.versions.commit import StoredState
 from datasvc.repository import Repository
 
-_FINEST_PIECE_BYTES: Final = 512 << 10
+_FINEST_CHUNK_BYTES: Final = 512 << 10
 _PARTS_OF_TENSOR: Final = 16
 
 
@@ -32,7 +32,7 @@ class RankShare:
     """What one rank stored. Every write result of the rank refers to the same one.
 
     Attributes:
-        pieces: with the name of their tensor.
+        chunks: with the name of their tensor.
         dtypes: of the tensors that this rank held something of, even nothing.
         values: skeletons of what is no tensor, by key.
         opaque: keys of values that only their planner understands.
@@ -41,7 +41,7 @@ class RankShare:
         num_nonfinite: NaN and infinities by tensor.
     """
 
-    pieces: Sequence[tuple[str, Chunk]]
+    chunks: Sequence[tuple[str, Chunk]]
     dtypes: Mapping[str, str]
     values: Mapping[str, Any]
     opaque: frozenset[str]
@@ -59,7 +59,7 @@ def store_share(
         ConfigError: a tensor or value cannot be stored; names it.
         UnavailableError: the store failed.
     """
-    blocks: list[TensorPiece] = []
+    blocks: list[TensorBlock] = []
     values: dict[str, Any] = {}
     opaque: set[str] = set()
     shapes: dict[str, Shape] = {}
@@ -73,13 +73,13 @@ def store_share(
             opaque.add(item.index.fqn)
         for name, tensor in encoded.tensors.items():
             shapes[name] = tuple(tensor.shape)
-            blocks.append(TensorPiece(name, (0,) * tensor.dim(), tensor))
-    stored = store_pieces(repository.objects, blocks, base=base, codec=codec)
+            blocks.append(TensorBlock(name, (0,) * tensor.dim(), tensor))
+    stored = store_chunks(repository.objects, blocks, base=base, codec=codec)
     dtypes = {block.name: dtype_name(block.tensor) for block in blocks}
-    return RankShare(stored.pieces, dtypes, values, frozenset(opaque), shapes, stored.new_bytes, stored.num_nonfinite)
+    return RankShare(stored.chunks, dtypes, values, frozenset(opaque), shapes, stored.new_bytes, stored.num_nonfinite)
 
 
-def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorPiece]:
+def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorBlock]:
     """Return what a rank holds of a tensor, cut as it is to be stored."""
     tensor = planner.resolve_data(item)
     assert item.tensor_data is not None, "items that are no bytes describe a tensor"
@@ -95,23 +95,23 @@ def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorPiece]:
     boxes = plan_parts(start, tuple(chunk.sizes), whole, tensor.itemsize)
     # A rank that holds nothing still says of which dtype.
     return [
-        TensorPiece(name, box_start, tensor[slices((box_start, shape), origin=start)]) for box_start, shape in boxes
-    ] or [TensorPiece(name, start, tensor)]
+        TensorBlock(name, box_start, tensor[slices((box_start, shape), origin=start)]) for box_start, shape in boxes
+    ] or [TensorBlock(name, start, tensor)]
 
 
 def plan_parts(start: Shape, shape: Shape, whole: Shape, item_bytes: int) -> list[Box]:
     """Return the boxes in which a rank's block of a tensor of shape `whole` is stored; [] for an empty block.
 
     A whole tensor is cut as any other save cuts it, so that equal ones are stored once. A part is cut finer: other
-    numbers of ranks will want parts of it, and a piece is always read in full.
+    numbers of ranks will want parts of it, and a chunk is always read in full.
     """
     if shape == whole:
-        finest = PIECE_BYTES
+        finest = CHUNK_BYTES
     else:
-        finest = min(PIECE_BYTES, max(_FINEST_PIECE_BYTES, math.prod(whole) * item_bytes // _PARTS_OF_TENSOR))
+        finest = min(CHUNK_BYTES, max(_FINEST_CHUNK_BYTES, math.prod(whole) * item_bytes // _PARTS_OF_TENSOR))
     return [
         (tuple(a + b for a, b in zip(start, inner, strict=True)), size)
-        for inner, size in plan_pieces(shape, item_bytes, piece_bytes=finest)
+        for inner, size in plan_chunks(shape, item_bytes, chunk_bytes=finest)
     ]
 
 
@@ -131,7 +131,7 @@ def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[Tenso
         if isinstance(stored, TensorStorageMetadata)
     }
     dtypes: dict[str, str] = {}
-    pieces: dict[str, list[Chunk]] = {}
+    chunks: dict[str, list[Chunk]] = {}
     for share in shares:
         for name, shape in share.shapes.items():
             if name in shapes:
@@ -140,12 +140,12 @@ def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[Tenso
         for name, dtype in share.dtypes.items():
             if dtypes.setdefault(name, dtype) != dtype:
                 raise ConfigError(f"tensor {name!r} is {dtypes[name]} on one rank and {dtype} on another")
-        for name, piece in share.pieces:
-            pieces.setdefault(name, []).append(piece)
+        for name, chunk in share.chunks:
+            chunks.setdefault(name, []).append(chunk)
     missing = shapes.keys() - dtypes.keys()
     if missing:
         raise ConfigError(f"no rank stored {min(missing)!r}, which the planner promised")
-    return [join_pieces(name, dtypes[name], shapes[name], pieces.get(name, ())) for name in sorted(shapes)]
+    return [join_chunks(name, dtypes[name], shapes[name], chunks.get(name, ())) for name in sorted(shapes)]
 
 
 def _join_values(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
@@ -164,6 +164,6 @@ def _join_values(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
 def sizes_by_name(share: RankShare) -> dict[str, int]:
     """Return the bytes in memory of what a rank stored, by tensor."""
     sizes: dict[str, int] = {}
-    for name, piece in share.pieces:
-        sizes[name] = sizes.get(name, 0) + math.prod(piece.shape) * getattr(torch, share.dtypes[name]).itemsize
+    for name, chunk in share.chunks:
+        sizes[name] = sizes.get(name, 0) + math.prod(chunk.shape) * getattr(torch, share.dtypes[name]).itemsize
     return sizes

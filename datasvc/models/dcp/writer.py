@@ -19,7 +19,7 @@ from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.metadata import encode_sharding
 from datasvc.models.dcp.saving import join_shares, sizes_by_name, store_share
-from datasvc.models.saving.shared_store import Marker, check_markers, leave_marker
+from datasvc.models.saving.shared_store import Marker, check_markers, write_marker
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.models.tensors.write import CODECS, Codec
 from datasvc.models.versions.code_revision import CodeRevision
@@ -38,7 +38,7 @@ class DcpWriter(StorageWriter):
     Args:
         path: a repository, local folder or any fsspec URL; made where there is none.
         name: of the model, made when new.
-        codec: "none", "planes" or "delta"; as of `store_pieces`.
+        codec: "none", "planes" or "delta"; as of `store_chunks`.
         step: as of `datasvc.models.save`, like what follows; that of the coordinator counts.
         data: see there.
         config: see there.
@@ -134,7 +134,7 @@ class DcpWriter(StorageWriter):
             self._base = base_records(self._repository, self.name, self.about.parent) if needs_base else ()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan with the marker that this rank has left: where pieces lie follows from their bytes.
+        """Return the plan with the marker that this rank has left: where chunks lie follows from their bytes.
 
         Raises:
             UnavailableError: the store did not answer.
@@ -143,7 +143,7 @@ class DcpWriter(StorageWriter):
         if self._is_coordinator:
             return plan
         with errors_that_travel():
-            return replace(plan, storage_data=leave_marker(self._repository.storage))
+            return replace(plan, storage_data=write_marker(self._repository.storage))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans as they are, once it is certain that all ranks store to one place.

@@ -143,7 +143,7 @@ def _flatten(tree: Any, size_bytes: int, location: str) -> tuple[Any, list[Forei
             return [stand_in(each) for each in value]
         return {key: stand_in(each) for key, each in value.items()} if isinstance(value, _Node) else value
 
-    skeleton, leaves = flatten(stand_in(tree), most_nodes=MAX_NODES)
+    skeleton, leaves = flatten(stand_in(tree), max_nodes=MAX_NODES)
     check_tensors({name: leaf for name, leaf in leaves.items() if id(leaf) not in foreign}, size_bytes, location)
     return skeleton, [
         replace(foreign[id(leaf)], name=name) if id(leaf) in foreign else of_tensor(name, leaf)

@@ -16,8 +16,8 @@ from datasvc.models.interop.torch_files import CHECKPOINT_FILE, write_torch_file
 from datasvc.models.interop.whole_folder import check_target, filling
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.casting import cast
 from datasvc.models.tensors.chunk_reader import ChunkSource
+from datasvc.models.tensors.dtypes import cast
 from datasvc.models.tensors.name_filter import is_below, map_names, select_names
 from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
@@ -120,7 +120,7 @@ def export_model(
         source: of the tensors' bytes, default the repository.
         trusted_keys: as of `stored_version.read_version`.
         begin: called once with the bytes to come.
-        report: called with the bytes of each piece that is there, from any thread.
+        report: called with the bytes of each chunk that is there, from any thread.
 
     Raises:
         ConfigError: the folder is not empty or may not be written; the format cannot hold a tensor; or what

@@ -14,8 +14,8 @@ from datasvc.models.interop.detect import read_foreign
 from datasvc.models.interop.skeleton import check_skeleton
 from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton
 from datasvc.models.tensors.name_filter import map_names, select_names
-from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_pieces
-from datasvc.models.tensors.write import Codec, StoredTensors, TensorPiece, store_pieces
+from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_chunks
+from datasvc.models.tensors.write import Codec, StoredTensors, TensorBlock, store_chunks
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import StoredState, base_records, commit
 from datasvc.models.versions.metadata import VersionMetadata
@@ -81,7 +81,7 @@ def import_model(
         parent: the version that it continues.
         message: for people.
         begin: called once with the bytes to come.
-        report: called with the bytes of each piece that is stored, from any thread.
+        report: called with the bytes of each chunk that is stored, from any thread.
 
     Raises:
         NotFoundError: nothing is at `source`, or there is no such parent.
@@ -160,15 +160,15 @@ def store_blocks(
     report: Callable[[int], None] | None = None,
 ) -> StoredTensors:
     """Store foreign tensors, holding at most twice 64 MiB of them, or a block. Raises as `import_model`."""
-    pieces: dict[str, list[Chunk]] = {tensor.name: [] for tensor in tensors}
+    chunks: dict[str, list[Chunk]] = {tensor.name: [] for tensor in tensors}
     new_bytes, nonfinite = 0, Counter[str]()
     for batch in _batches(tensors):
-        done = store_pieces(repository.objects, batch, base=base, codec=codec, report=report)
-        for name, piece in done.pieces:
-            pieces[name].append(piece)
+        done = store_chunks(repository.objects, batch, base=base, codec=codec, report=report)
+        for name, chunk in done.chunks:
+            chunks[name].append(chunk)
         new_bytes += done.new_bytes
         nonfinite.update(done.num_nonfinite)
-    records = tuple(join_pieces(each.name, each.dtype, each.shape, pieces[each.name]) for each in tensors)
+    records = tuple(join_chunks(each.name, each.dtype, each.shape, chunks[each.name]) for each in tensors)
     return StoredTensors(records, new_bytes, dict(nonfinite))
 
 
@@ -177,12 +177,12 @@ def num_bytes(tensor: ForeignTensor) -> int:
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
-def _batches(tensors: Iterable[ForeignTensor]) -> Iterator[list[TensorPiece]]:
-    batch: list[TensorPiece] = []
+def _batches(tensors: Iterable[ForeignTensor]) -> Iterator[list[TensorBlock]]:
+    batch: list[TensorBlock] = []
     batch_bytes = 0
     for tensor in tensors:
         for start, block in tensor.blocks():
-            batch.append(TensorPiece(tensor.name, start, block))
+            batch.append(TensorBlock(tensor.name, start, block))
             batch_bytes += block.nbytes
             if batch_bytes >= BATCH_BYTES:
                 yield batch

@@ -17,7 +17,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.interop.safetensors_header import Placed, encode_header, parse_object, read_header
 from datasvc.models.interop.state import ForeignState, ForeignTensor, flat_skeleton
 from datasvc.models.restoring.fit import TensorSpec
-from datasvc.models.tensors.chunks import Shape, plan_pieces
+from datasvc.models.tensors.chunks import Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from datasvc.repository.logs.log import encode_entry
 
@@ -216,7 +216,7 @@ def _reader(path: Path, placed: Placed) -> Callable[[], Iterator[tuple[Shape, to
         # Read, not mapped: a file that gets shorter meanwhile is an error then, and not the end of the process.
         with path.open("rb", buffering=0) as file:
             file.seek(placed.offset)
-            for start, shape in plan_pieces(placed.shape, ITEM_BYTES[placed.dtype]):
+            for start, shape in plan_chunks(placed.shape, ITEM_BYTES[placed.dtype]):
                 yield start, _read_block(file, dtype, shape, placed, path)
 
     return blocks

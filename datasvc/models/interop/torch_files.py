@@ -15,7 +15,7 @@ from datasvc.models.interop.pickle.plain_pickle import MAX_PICKLE_BYTES
 from datasvc.models.interop.pickle.torch_pickle import check_legacy_pickles, check_pickle, refusal
 from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name
 from datasvc.models.restoring.load_into_module import spec_of
-from datasvc.models.tensors.chunks import Shape, plan_pieces, slices
+from datasvc.models.tensors.chunks import Shape, plan_chunks, slices
 from datasvc.models.tensors.state_tree import flatten
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def read_torch_file(path: Path) -> ForeignState:
 
     if isinstance(value, torch.Tensor):
         value = {"tensor": value}
-    skeleton, tensors = flatten(value, most_nodes=MAX_NODES)
+    skeleton, tensors = flatten(value, max_nodes=MAX_NODES)
     check_tensors(tensors, path.stat().st_size, str(path))
     foreign = [of_tensor(check_tensor_name(name, str(path)), tensor) for name, tensor in tensors.items()]
     is_bare = isinstance(value, Mapping) and all(isinstance(each, torch.Tensor) for each in value.values())
@@ -190,7 +190,7 @@ def of_tensor(name: str, tensor: torch.Tensor) -> ForeignTensor:
 def _reader(tensor: torch.Tensor) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
     def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
         whole = tensor.detach()
-        for box in plan_pieces(tuple(whole.shape), whole.itemsize):
+        for box in plan_chunks(tuple(whole.shape), whole.itemsize):
             yield box[0], whole[slices(box)]
 
     return blocks

@@ -1,7 +1,7 @@
 """What is different between two model versions: data, code, configuration, metrics, and every tensor.
 
-Tensors that their tables show to be equal are never read. Of the others both are read piece by piece, so that memory
-is bounded by the pieces, however large the model is.
+Tensors that their tables show to be equal are never read. Of the others both are read chunk by chunk, so that memory
+is bounded by the chunks, however large the model is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.models.tensors.codec import Decoders
-from datasvc.models.tensors.read import ChunkSource, load_piece, load_window
+from datasvc.models.tensors.read import ChunkSource, load_chunk, load_window
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, read_table
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
@@ -122,7 +122,7 @@ def diff(
         b: the second.
         norms: read the tensors that differ, to say by how much.
         begin: called with the bytes that will be read, before any is.
-        report: called with the bytes of each piece once it was compared, from any thread.
+        report: called with the bytes of each chunk once it was compared, from any thread.
 
     Raises:
         ConfigError, NotFoundError: see `Repository.resolve`.
@@ -164,7 +164,7 @@ def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
 def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> TensorsDifference:
     """Return what leads from one table to another, by what the tables say alone.
 
-    Tensors of which one is cut into other pieces than the other count as changed: their digests do not compare.
+    Tensors of which one is cut into other chunks than the other count as changed: their digests do not compare.
     """
     ours, theirs = ({record.name: record for record in table} for table in (a, b))
     both = [(ours[name], theirs[name]) for name in sorted(ours.keys() & theirs.keys())]
@@ -182,10 +182,10 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
 def measure_change(
     source: ChunkSource, a: TensorRecord, b: TensorRecord, *, report: Callable[[int], None]
 ) -> TensorChange:
-    """Return by how much a tensor changed; `a` and `b` have one dtype and shape. Raises as `load_piece`."""
+    """Return by how much a tensor changed; `a` and `b` have one dtype and shape. Raises as `load_chunk`."""
     change_squared = base_squared = 0.0
     num_changed = num_nonfinite = 0
-    for piece, before, after in _aligned(source, a, b):
+    for chunk, before, after in _aligned(source, a, b):
         for old, new in _blocks(before, after):
             change = new - old
             finite = change.isfinite()
@@ -193,7 +193,7 @@ def measure_change(
             num_nonfinite += change.numel() - int(finite.sum())
             change_squared += float(change[finite].square().sum())
             base_squared += float(old[old.isfinite()].square().sum())
-        report(b.piece_bytes(piece))
+        report(b.chunk_bytes(chunk))
     norm, base = math.sqrt(change_squared), math.sqrt(base_squared)
     relative = norm / base if base else None
     return TensorChange(a.name, norm, relative, num_changed, math.prod(a.shape), num_nonfinite)
@@ -202,25 +202,25 @@ def measure_change(
 def _aligned(
     source: ChunkSource, a: TensorRecord, b: TensorRecord
 ) -> Iterator[tuple[Chunk, torch.Tensor, torch.Tensor]]:
-    """Yield both tensors piece by piece, as `b` is cut."""
-    ours = {piece.box: piece for piece in a.pieces}
+    """Yield both tensors chunk by chunk, as `b` is cut."""
+    ours = {chunk.box: chunk for chunk in a.chunks}
     decoders = Decoders()
-    for piece in b.pieces:
-        same = ours.get(piece.box)
+    for chunk in b.chunks:
+        same = ours.get(chunk.box)
         if same is None:
-            before = load_window(source, a, piece.start, piece.shape)
+            before = load_window(source, a, chunk.start, chunk.shape)
         else:
-            before = load_piece(source, a.dtype, same, name=a.name, decoders=decoders)
-        is_equal = same is not None and same.digest == piece.digest
+            before = load_chunk(source, a.dtype, same, name=a.name, decoders=decoders)
+        is_equal = same is not None and same.digest == chunk.digest
         yield (
-            piece,
+            chunk,
             before,
-            before if is_equal else load_piece(source, b.dtype, piece, name=b.name, decoders=decoders),
+            before if is_equal else load_chunk(source, b.dtype, chunk, name=b.name, decoders=decoders),
         )
 
 
 def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield both in float64, some elements at a time: whole pieces would take many times their bytes."""
+    """Yield both in float64, some elements at a time: whole chunks would take many times their bytes."""
     import torch
 
     old, new = ((torch.view_as_real(each) if each.is_complex() else each).reshape(-1) for each in (before, after))

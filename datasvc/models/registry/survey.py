@@ -157,9 +157,9 @@ class Survey:
             self._note("tensor table", "contradictory", table, version, str(error))
             return None
         if table not in self._tables:
-            links = (link for record in records for piece in record.pieces for link in piece.chain)
+            links = (link for record in records for chunk in record.chunks for link in chunk.chain)
             self.objects.update((link.object, link.object_bytes) for link in links)
-            self.tensor_bytes += sum(record.piece_bytes(piece) for record in records for piece in record.pieces)
+            self.tensor_bytes += sum(record.chunk_bytes(chunk) for record in records for chunk in record.chunks)
         self._tables.setdefault(table, []).append(version)
         return records
 

@@ -11,7 +11,7 @@ from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.models.registry.survey import ModelProblem, Survey, kind_of
 from datasvc.models.restoring.failover_source import find_damage
 from datasvc.models.tensors.codec import Decoders
-from datasvc.models.tensors.read import load_piece
+from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.models.versions.signing_keys import PublicKey
@@ -19,7 +19,7 @@ from datasvc.repository import Digest, Objects, Repository, Resolved
 
 # Each holds a part of an object in memory, eight parts where the repository is remote.
 _OBJECTS_AT_ONCE: Final = 4
-_PIECES_AT_ONCE: Final = 8
+_CHUNKS_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcErro
     hit: dict[Digest, dict[str, tuple[str, ...]]] = {digest: {} for digest in bad}
     named: set[Digest] = set()
     for versions, places in _unloadable(objects, survey, bool, bad):
-        for record, piece, is_bad in places:
-            suspects = bad.keys() & {link.object for link in piece.chain}
+        for record, chunk, is_bad in places:
+            suspects = bad.keys() & {link.object for link in chunk.chain}
             named |= suspects
             for digest in suspects if is_bad else ():
                 for version in versions:
@@ -147,11 +147,11 @@ def _find_wrong_tensors(
 ) -> Iterator[ModelProblem]:
     """Yield a problem for each tensor that is not what its digest says though all its objects are good."""
     for versions, places in _unloadable(objects, survey, not_, bad, report):
-        for record, piece, is_bad in places:
+        for record, chunk, is_bad in places:
             if is_bad:
-                detail = f"{record.name!r} at {piece.start}: what is stored for it decodes to something else"
+                detail = f"{record.name!r} at {chunk.start}: what is stored for it decodes to something else"
                 hit = dict.fromkeys(versions, (record.name,))
-                yield ModelProblem("contradictory", "tensors", piece.chain[-1].object, detail, hit)
+                yield ModelProblem("contradictory", "tensors", chunk.chain[-1].object, detail, hit)
 
 
 def _unloadable(
@@ -161,31 +161,31 @@ def _unloadable(
     bad: Mapping[Digest, DatasvcError],
     report: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[Sequence[str], list[tuple[TensorRecord, Chunk, bool]]]]:
-    """Yield for each table its versions, and the chosen pieces with whether they can not be restored.
+    """Yield for each table its versions, and the chosen chunks with whether they can not be restored.
 
     Args:
         objects: of the repository.
         survey: knows the tables.
-        choose: of the objects of a piece that are bad, whether to try it.
+        choose: of the objects of a chunk that are bad, whether to try it.
         bad: objects.
-        report: called with the bytes of every piece, tried or not.
+        report: called with the bytes of every chunk, tried or not.
     """
-    verdicts: dict[Chunk, bool] = {}  # versions share most pieces
+    verdicts: dict[Chunk, bool] = {}  # versions share most chunks
     decoders = Decoders()
 
-    def is_bad(record: TensorRecord, piece: Chunk) -> bool:
+    def is_bad(record: TensorRecord, chunk: Chunk) -> bool:
         try:
-            if piece not in verdicts and choose({link.object for link in piece.chain if link.object in bad}):
-                load_piece(objects, record.dtype, piece, name=record.name, decoders=decoders)
+            if chunk not in verdicts and choose({link.object for link in chunk.chain if link.object in bad}):
+                load_chunk(objects, record.dtype, chunk, name=record.name, decoders=decoders)
         except survey.bad:
             return True
         finally:
             if report is not None:
-                report(record.piece_bytes(piece))
-        return verdicts.get(piece, False)
+                report(record.chunk_bytes(chunk))
+        return verdicts.get(chunk, False)
 
     for versions, records in survey.tables():
-        places = [(record, piece) for record in records for piece in record.pieces]
-        found = run_in_threads(is_bad, places, _PIECES_AT_ONCE)
-        verdicts.update((piece, verdict) for (_, piece), verdict in zip(places, found, strict=True))
-        yield versions, [(record, piece, verdict) for (record, piece), verdict in zip(places, found, strict=True)]
+        places = [(record, chunk) for record in records for chunk in record.chunks]
+        found = run_in_threads(is_bad, places, _CHUNKS_AT_ONCE)
+        verdicts.update((chunk, verdict) for (_, chunk), verdict in zip(places, found, strict=True))
+        yield versions, [(record, chunk, verdict) for (record, chunk), verdict in zip(places, found, strict=True)]

@@ -1,1 +1,1 @@
-"""Reads a model version back, verified, from a repository, its copies or a node's cache."""
+"""Restores model versions, every byte verified: from a repository, its copies or a node's cache."""

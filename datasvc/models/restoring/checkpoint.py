@@ -1,4 +1,4 @@
-"""A checkpoint: the whole state of a run, bound to what it came from by one commit."""
+"""Checkpoints of one process: saves a state tree as a model version and restores it, every byte verified."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Checkpoint:
     """A restored checkpoint.
 
     Attributes:
-        version: which one.
+        version: the restored version.
         state: the state tree as it was saved; tensors on the CPU, verified, owned by the caller.
-        entry: the version's entry: data, code, configuration, metrics.
-        report: what it took, where that was measured.
+        entry: content of the version's log entry: data, code, configuration, metrics.
+        report: time, origin of the bytes and bad copies; None where these were not recorded.
     """
 
     version: Resolved
@@ -60,40 +60,40 @@ def save(
     """Store `state` as the next version of model `name`. One process of a job calls this.
 
     Args:
-        repository: where to.
-        name: of the model, made when new.
+        repository: repository that stores the version.
+        name: name of the model; the first save creates the model.
         state: tree of dicts, lists, tuples, numbers, strings and tensors: model, optimizer, loader, random states.
-        step: optimizer steps behind this state.
-        data: what was consumed so far.
+        step: number of optimizer steps that produced this state.
+        data: data consumed so far.
         config: effective configuration of the run, JSON values.
-        metrics: such as {"val_accuracy": 0.98}; NaN and infinities are stored as text.
-        parent: the version this run continues, "digits-cnn@3"; a name or tag means what it does now. Where there is
-            no such model here, the text is kept as it is: a version of another repository.
-        merged: further versions that went into this one, as in an average of weights; likewise.
-        message: for people.
-        code: default: the git checkout of the working folder, with what differs from its revision.
-        environment: default: this process's.
-        codec: "none", "planes" or "delta": how tensors are stored that nobody stored before, see `store_tensors`.
-        report: called with the bytes of each piece of a tensor once it is stored, from any thread.
+        metrics: metric values by name, {"val_accuracy": 0.98}; NaN and infinities are stored as text.
+        parent: version that this run continues, "digits-cnn@3"; a name or tag is resolved now. A reference to a model
+            that is not in this repository is stored as it is: it may name a version of another repository.
+        merged: further versions that this one was made from, as in an average of weights; resolved as `parent`.
+        message: free text for readers of the log.
+        code: code of the run; default: the git checkout of the working folder, with its local changes.
+        environment: environment of the run; default: that of this process.
+        codec: "none", "planes" or "delta": encoding of chunks that are not stored yet, see `store_tensors`.
+        report: called with the size of each chunk after it is stored, from any thread.
 
     Returns:
-        The committed version. Until this returns nothing of it is visible.
+        The committed version. Nothing is visible to readers before this returns.
 
     Raises:
-        ConfigError: bad name, or a value that cannot be stored; names it.
-        NotFoundError: `parent` or one of `merged` is no version of its model; nothing was stored.
+        ConfigError: `name` is invalid, or a value cannot be stored; the message names it.
+        NotFoundError: `parent` or one of `merged` does not exist in its model; nothing was stored.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     check_name(name, "model")
-    # Before anything is stored: a tag may be moved meanwhile.
-    parent, merged = exact_version(repository, parent), [exact_version(repository, each) for each in merged]
-    about = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment)
+    # Resolve references first: a tag may be moved while tensors are stored.
+    parent, merged = exact_version(repository, parent), [exact_version(repository, ref) for ref in merged]
+    metadata = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment)
     skeleton, tensors = flatten(state)
-    encode_state(skeleton)  # refused before tensors are stored rather than after
+    encode_state(skeleton)  # raises if the state is too large, before tensors are stored
     base = base_records(repository, name, parent) if codec == "delta" else ()
     stored = store_tensors(repository.objects, tensors, base=base, codec=codec, report=report)
     return commit(
-        repository, name, StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite), about
+        repository, name, StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite), metadata
     )
 
 
@@ -105,18 +105,19 @@ def restore(
     trusted_keys: Sequence[str | Path] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> Checkpoint:
-    """Return the checkpoint that `ref` means now, every byte verified.
+    """Return the checkpoint that `ref` resolves to, every byte verified.
 
     Args:
-        repository: where it is.
-        ref: NAME, NAME@VERSION or NAME@TAG, or what a save returned.
-        source: where the bytes of tensors are read; default the repository.
-        trusted_keys: as of `stored_version.read_version`.
-        report: called with the bytes of each piece of a tensor once it is there, from any thread.
+        repository: repository of the version.
+        ref: NAME, NAME@VERSION or NAME@TAG, or the result of a save.
+        source: source of the tensors' bytes; default: the repository.
+        trusted_keys: see `stored_version.read_version`.
+        report: called with the size of each chunk after it is loaded, from any thread.
 
     Raises:
         ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
-        CorruptDataError: an entry, the state or a tensor was changed; names it. Or it is not signed.
+        CorruptDataError: an entry, the state or a tensor does not match its digest, which the message names; or the
+            version is not signed by a trusted key.
     """
     stored = read_version(repository, ref, trusted_keys=trusted_keys)
     skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))

@@ -1,7 +1,7 @@
-"""Where a restore finds what a version is made of: in one repository or several, by way of a node's cache or past it.
+"""The copies of a version's objects: in one or several repositories, with or without the node's cache.
 
-Tables and states are read here whole, tensors through a source that is opened for the pieces that are wanted. How
-much came from where, and which copies were bad, is told by a report.
+Tensor tables and states are read whole and directly; tensors through a source that is opened for the chunks to be
+read. A report lists how many bytes came from each place and which copies were bad.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from datasvc.models.tensors.tensor_table import ChainLink, TensorRecord
 from datasvc.repository import Digest, Repository, Storage
 
 DIRECT: Final = "direct"
-"""What was read past a cache."""
+"""Place name of bytes that were read from a repository, not through a cache."""
 
 
 class StagedSource(ChunkSource, Protocol):
-    """An `ChunkSource` that knows where its bytes came from."""
+    """A `ChunkSource` that counts where its bytes come from."""
 
     @property
     def came_bytes(self) -> Mapping[str, int]:
-        """How many stored bytes came from where, see `RestoreReport`."""
+        """Stored bytes by the place that they came from, see `RestoreReport`."""
 
 
 OpenCache = Callable[
     [Sequence[Repository], FailoverSource, Sequence[TensorRecord]], AbstractContextManager[StagedSource]
 ]
-"""Opens a node's cache over some repositories, and the same places in turn for what it cannot give; for tensors of
-which each piece is read once. `datasvc.models.restoring.restore.node_cache` makes one."""
+"""Opens a source over a node's cache, for given repositories, for their failover source as the direct way, and for
+records of which each chunk is read once. `datasvc.models.restoring.restore.node_cache` makes one."""
 
 
 class StoredCopies:
-    """What gives the objects of a repository, from the first place that has a good copy of each.
+    """Reads the objects of a repository from the first place that has a good copy of each.
 
     Args:
-        repository: has them as a rule.
-        fallback: other repositories, or their URLs, or one, that may have copies; asked in this order.
-        cache: opens a node's cache, which is asked first.
+        repository: repository that normally has the objects.
+        fallback: one or several other repositories, or their URLs, that may have copies; tried in this order.
+        cache: opens a source over the node's cache, which is tried first for tensors.
 
     Raises:
-        NotFoundError: there is no such other repository.
+        NotFoundError: a fallback repository does not exist.
     """
 
     def __init__(
@@ -56,40 +56,40 @@ class StoredCopies:
         fallback: Sequence[Repository | str] | Repository | str = (),
         cache: OpenCache | None = None,
     ) -> None:
-        others = [fallback] if isinstance(fallback, str | Repository) else fallback
-        self._repositories = [repository, *map(_open_fallback, others)]
-        self._behind = FailoverSource([each.objects for each in self._repositories])
+        fallbacks = [fallback] if isinstance(fallback, str | Repository) else fallback
+        self._repositories = [repository, *map(_open_fallback, fallbacks)]
+        self._direct = FailoverSource([repo.objects for repo in self._repositories])
         self._open_cache = cache
-        self._came: Counter[str] = Counter()
+        self._bytes_by_origin: Counter[str] = Counter()
 
     def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
-        """Return a whole object, verified, past any cache. Raises as `FailoverSource.read`."""
-        return self._behind.read(digest, most_bytes)
+        """Return a whole object, verified, without a cache. Raises as `FailoverSource.read`."""
+        return self._direct.read(digest, most_bytes)
 
     @contextmanager
-    def opened(self, records: Sequence[TensorRecord]) -> Iterator[ChunkSource]:
-        """Open what gives the bytes of tensors. `records`: with the pieces that will be read, each once."""
+    def open_source(self, records: Sequence[TensorRecord]) -> Iterator[ChunkSource]:
+        """Open a source for the bytes of tensors; each chunk of `records` is then read once."""
         if self._open_cache is None:
-            yield self._behind
-            self._came[DIRECT] += count_bytes(links_of(records)).total()
+            yield self._direct
+            self._bytes_by_origin[DIRECT] += count_bytes(links_of(records)).total()
             return
-        with self._open_cache(self._repositories, self._behind, records) as staged:
+        with self._open_cache(self._repositories, self._direct, records) as staged:
             yield staged
-            self._came.update(staged.came_bytes)
+            self._bytes_by_origin.update(staged.came_bytes)
 
     def report(self, records: Sequence[TensorRecord], seconds: float) -> RestoreReport:
-        """Return how the reading of tensors went, which took so many seconds in all. `records` as of `opened`."""
-        size_bytes = sum(record.piece_bytes(piece) for record in records for piece in record.pieces)
-        return RestoreReport(seconds, size_bytes, dict(self._came), self._behind.bad.listed(records))
+        """Return the report of a restore of `records` that took `seconds`."""
+        size_bytes = sum(record.chunk_bytes(chunk) for record in records for chunk in record.chunks)
+        return RestoreReport(seconds, size_bytes, dict(self._bytes_by_origin), self._direct.bad.listed(records))
 
 
 def links_of(records: Iterable[TensorRecord]) -> list[ChainLink]:
-    """Return all links of all pieces of some tensors."""
-    return [link for record in records for piece in record.pieces for link in piece.chain]
+    """Return the links of all chunks of the records."""
+    return [link for record in records for chunk in record.chunks for link in chunk.chain]
 
 
 def count_bytes(links: Iterable[ChainLink]) -> Counter[Digest]:
-    """Return how many bytes of each object will be read: of one that is shared each range once."""
+    """Return the number of bytes that will be read of each object; a shared range counts once."""
     every = list(links)
     counted = Counter[Digest]()
     shared = {link for link in every if not link.is_whole_object}
@@ -104,5 +104,5 @@ def _open_fallback(place: Repository | str) -> Repository:
     try:
         return Repository.open(place)
     except (ConfigError, UnavailableError):
-        # It may never be needed; where it is, whoever asks it for an object hears why it gives none.
+        # A fallback may never be needed. If it is, reading from it raises why it is not available.
         return Repository(Storage(place))

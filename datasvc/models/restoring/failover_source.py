@@ -1,8 +1,8 @@
-"""Several copies of stored bytes, asked in turn: one that is missing, damaged or silent costs a look at the next.
+"""Failover between copies: each object is read from the first place that has a good copy.
 
-What is read here is checked by whoever decodes it, against the digest of the piece. Only when that fails are whole
-objects hashed, place by place, so that a bad copy is known for certain, reported with the tensors that it would have
-spoilt, and left alone from then on.
+Reads are not verified here: the caller checks each chunk against its digest. Only if that fails, whole objects are
+hashed at one place after another. A bad copy is then known for certain, is reported with the affected tensors, and is
+not read again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from datasvc.repository.objects.objects import digest_of
 
 _Answer = TypeVar("_Answer")
 
-# A place that refuses - by permissions, credentials - is no reason to leave the next one alone.
+# A place that denies access (permissions, credentials) is skipped too: the next one may have the object.
 _BAD = (NotFoundError, CorruptDataError, UnavailableError, ConfigError)
 
 
 class FailoverSource:
-    """The objects of several repositories as one `ObjectSource`: the first that has a good copy gives it.
+    """The objects of several repositories as one `ChunkSource`; the first place with a good copy provides each.
 
     Args:
-        places: the nearest first; at least one.
-        bad: learns what was found bad.
+        places: objects of the repositories, nearest first; at least one.
+        bad: collects the bad copies.
     """
 
     def __init__(self, places: Sequence[Objects], bad: BadCopies | None = None) -> None:
@@ -37,19 +37,20 @@ class FailoverSource:
         self._bad_places: dict[tuple[int, Digest], DatasvcError] = {}
 
     def location(self, digest: Digest) -> str:
-        """Return all places where the object may lie, for messages."""
+        """Return all places where the object may be, for messages."""
         return " and ".join(place.location(digest) for place in self._places)
 
     def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
         """Return a whole object, verified; `most_bytes` as of `Objects.read`.
 
         Raises:
-            CorruptDataError, NotFoundError, UnavailableError, ConfigError: no place gave it; says what each did.
+            CorruptDataError, NotFoundError, UnavailableError, ConfigError: no place provides the object; the message
+                has the error of each.
         """
         return self._first(digest, lambda place: place.read(digest, most_bytes))
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
-        """See `ObjectSource`: unverified, from the first place that gives it and is not known to be bad."""
+        """See `ChunkSource`: unverified, from the first place that provides it and is not marked as bad."""
         return self._first(digest, lambda place: place.read_range(digest, offset, length))
 
     @property
@@ -62,7 +63,7 @@ class FailoverSource:
         self._first(digest, lambda place: place.read_into(digest, offset, out))
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[bytes | memoryview]:
-        """Yield the range of every copy whose whole object has the right digest, in turn; the others are noted."""
+        """Yield the range from every copy whose whole object matches the digest; other copies are marked as bad."""
         failed: list[tuple[int, bytes]] = []
         for number, place in enumerate(self._places):
             if (number, digest) in self._bad_places:
@@ -70,24 +71,25 @@ class FailoverSource:
             try:
                 content = _read_whole(place, digest)
             except _BAD as error:
-                self._condemn(number, digest, error)
+                self._mark_bad(number, digest, error)
                 continue
             if digest_of(content) != digest:
                 failed.append((number, content))
                 continue
-            self._condemn_all(digest, failed, content)
+            self._mark_all_bad(digest, failed, content)
             yield memoryview(content)[offset : offset + length]
-        self._condemn_all(digest, failed, None)
+        self._mark_all_bad(digest, failed, None)
 
-    def _condemn_all(self, digest: Digest, failed: list[tuple[int, bytes]], intact: bytes | None) -> None:
+    def _mark_all_bad(self, digest: Digest, failed: list[tuple[int, bytes]], intact: bytes | None) -> None:
+        # Later than the failed reads: a good copy shows which bytes of the failed ones are wrong.
         while failed:
             number, content = failed.pop()
             error = CorruptDataError(
-                f"{self._places[number].location(digest)} is corrupt: it does not hash to its name"
+                f"{self._places[number].location(digest)} is corrupt: it does not match its digest"
             )
-            self._condemn(number, digest, error, content=content, intact=intact)
+            self._mark_bad(number, digest, error, content=content, intact=intact)
 
-    def _condemn(
+    def _mark_bad(
         self,
         number: int,
         digest: Digest,
@@ -96,66 +98,67 @@ class FailoverSource:
         content: bytes | None = None,
         intact: bytes | None = None,
     ) -> None:
-        """Leave a copy alone from now on."""
+        """Record a bad copy; it is not read again."""
         self._bad_places[number, digest] = error
         self.bad.add(digest, self._places[number].location(digest), str(error), content=content, intact=intact)
 
     def _first(self, digest: Digest, read: Callable[[Objects], _Answer]) -> _Answer:
+        """Return the result of `read` at the first place where it succeeds."""
         errors: list[DatasvcError] = []
         for number, place in enumerate(self._places):
-            known = self._bad_places.get((number, digest))
-            if known is None:
+            failure = self._bad_places.get((number, digest))
+            if failure is None:
                 try:
                     return read(place)
                 except _BAD as error:
-                    known = error
-                    self._condemn(number, digest, error)
-            errors.append(known)
+                    failure = error
+                    self._mark_bad(number, digest, error)
+            errors.append(failure)
         raise join_errors(errors)
 
 
-class _Nowhere(io.BytesIO):
-    """A file that keeps nothing."""
+class _NullFile(io.BytesIO):
+    """A file that discards what is written."""
 
     def write(self, content: Any, /) -> int:
-        """Take `content` in, and forget it."""
+        """Discard `content`; return its size in bytes."""
         return memoryview(content).nbytes
 
 
 def find_damage(
     objects: Objects, digest: Digest, size_bytes: int | None = None, report: Callable[[int], None] | None = None
 ) -> DatasvcError | None:
-    """Read all bytes of an object, with little memory however large it is, and return what is wrong with it.
+    """Read and verify an object in bounded memory; return what is wrong with it, None if nothing is.
 
     Args:
-        objects: of a repository.
-        digest: the object.
-        size_bytes: what a table says of it, where one does.
-        report: called with the bytes of each part as it is hashed.
+        objects: objects of a repository.
+        digest: digest of the object.
+        size_bytes: size of the object according to a table; None: not known.
+        report: called with the size of each part after it is hashed.
 
     Returns:
-        NotFoundError: it is not there. CorruptDataError: its bytes are not what its name says. UnavailableError: it
-        cannot be read now. ConfigError: it may not be read. None: it is as it was written.
+        NotFoundError: the object is missing. CorruptDataError: its bytes do not match its digest. UnavailableError:
+        it cannot be read now. ConfigError: access is denied. None: it is intact.
     """
-    found: DatasvcError | None = None
+    damage: DatasvcError | None = None
     for _ in range(_tries(objects, digest)):
         try:
             stored_bytes = _size(objects, digest)
-            objects.fetch(digest, stored_bytes, _Nowhere(), report=report)
+            objects.fetch(digest, stored_bytes, _NullFile(), report=report)
         except CorruptDataError as error:
-            found = error
+            damage = error
         except (NotFoundError, UnavailableError, ConfigError) as error:
             return error
         else:
             if size_bytes in {None, stored_bytes}:
                 return None
             location = objects.location(digest)
-            return CorruptDataError(f"{location} has {stored_bytes} bytes, and a table says {size_bytes}")
-    return found
+            return CorruptDataError(f"{location} has {stored_bytes} bytes; a table expects {size_bytes}")
+    return damage
 
 
 def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
-    """Return one error for places that failed: damage counts most, then what may pass, a refusal, what is missing."""
+    """Return one error for several places: the first kind present of corrupt, unavailable, denied, missing."""
     kinds = (CorruptDataError, UnavailableError, ConfigError)
     first = next((error for kind in kinds for error in errors if type(error) is kind), None)
     kind = type(first or errors[0])
@@ -163,7 +166,7 @@ def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
 
 
 def _read_whole(place: Objects, digest: Digest) -> bytes:
-    """Return the bytes of an object as they are: read twice where they are wrong and may be so by the way alone."""
+    """Return the bytes of an object, even if they are wrong; read twice if the transfer may be the reason."""
     for _ in range(_tries(place, digest)):
         content = place.read_range(digest, 0, _size(place, digest))
         if digest_of(content) == digest:
@@ -179,5 +182,5 @@ def _size(place: Objects, digest: Digest) -> int:
 
 
 def _tries(place: Objects, digest: Digest) -> int:
-    """Return how often to read: a bit that flipped on the way does not do so twice, one on a disk does."""
+    """Return the number of attempts: a bit error in a transfer rarely repeats, one on a local disk does."""
     return 1 if place.local_path(digest) is not None else 2

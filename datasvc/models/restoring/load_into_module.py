@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint into a model: all that fit, or none, with a report of what differs."""
+"""Loads tensors of a checkpoint into a torch module: all that fit or none, with a report of the differences."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from datasvc.errors import ConfigError
 from datasvc.models.restoring.checkpoint import Checkpoint
 from datasvc.models.restoring.fit import LoadReport, TensorSpec, plan_load
 from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.casting import cast as cast_tensor
 from datasvc.models.tensors.chunk_reader import ChunkSource
+from datasvc.models.tensors.dtypes import cast as cast_tensor
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.name_filter import is_below, map_names
 from datasvc.models.tensors.read import load_tensors
@@ -36,30 +36,30 @@ def load_into(
     """Fill a model's parameters and buffers from a checkpoint.
 
     Args:
-        model: a module on any device; its non-tensor extra state is left alone.
-        checkpoint: from `restore`, or a state tree of tensors.
-        prefix: where in the state the model's tensors are; "" for a bare state dict.
-        strict: raise where anything differs, before anything is loaded. Otherwise load what fits.
-        cast: let dtypes differ, values are converted.
-        rename: maps the checkpoint's names, prefix taken off, to the model's; see `name_filter.map_names`.
+        model: a module on any device; its non-tensor extra state is not changed.
+        checkpoint: result of `restore`, or a state tree of tensors.
+        prefix: prefix of the model's tensors in the state; "" for a bare state dict.
+        strict: whether to raise on any difference, before anything is loaded; otherwise load what fits.
+        cast: whether dtypes may differ; values are converted.
+        rename: map from the checkpoint's names without prefix to the model's; see `name_filter.map_names`.
 
     Returns:
-        What was loaded and what was not.
+        Which tensors were loaded and which were not.
 
     Raises:
-        ConfigError: strict, and something differs: with a table of it. Or nothing lies below `prefix`.
+        ConfigError: `strict` is set and something differs, listed in a table; or no tensor is below `prefix`.
     """
     state = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.state
     _, tensors = flatten(state)
     names = names_below(tensors, prefix, rename)
     old_names = {new: old for old, new in names.items()}
     title = "the state" if isinstance(checkpoint, Mapping) else str(checkpoint.version)
-    found = {new: spec_of(tensors[old]) for old, new in names.items()}
+    specs = {new: spec_of(tensors[old]) for old, new in names.items()}
 
     def are_equal(one: str, other: str) -> bool:
         return _are_equal(tensors[old_names[one]], tensors[old_names[other]])
 
-    report = checked_plan(model, found, title, strict=strict, cast=cast, are_equal=are_equal)
+    report = checked_plan(model, specs, title, strict=strict, cast=cast, are_equal=are_equal)
     fill(model, {name: tensors[old_names[name]] for name in report.loaded if name in old_names})
     return report
 
@@ -77,38 +77,38 @@ def load_version_into(
     trusted_keys: Sequence[str | Path] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> LoadReport:
-    """Fill a model's parameters and buffers from a version. Only what it takes is read; nothing if it does not fit.
+    """Fill a model's parameters and buffers from a version; reads only tensors of the model, none if they do not fit.
 
     Arguments, result and errors are those of `load_into` and `checkpoint.restore`.
     """
     stored = read_version(repository, ref, trusted_keys=trusted_keys)
     records = {record.name: record for record in stored.records}
-    found = {new: replace(records[old], name=new) for old, new in names_below(records, prefix, rename).items()}
-    specs = {name: TensorSpec(record.dtype, record.shape) for name, record in found.items()}
+    renamed = {new: replace(records[old], name=new) for old, new in names_below(records, prefix, rename).items()}
+    specs = {name: TensorSpec(record.dtype, record.shape) for name, record in renamed.items()}
     objects = source or repository.objects
 
     def are_equal(one: str, other: str) -> bool:
-        if found[one].content == found[other].content:
+        if renamed[one].content == renamed[other].content:
             return True
-        # Equal tensors may be cut differently, where they were imported.
-        return _are_equal(*load_tensors(objects, [found[one], found[other]]).values())
+        # Imported tensors may have other chunk boundaries, and so differ in `content` while their bytes are equal.
+        return _are_equal(*load_tensors(objects, [renamed[one], renamed[other]]).values())
 
     plan = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast, are_equal=are_equal)
-    wanted = [found[name] for name in plan.loaded if name in found]
-    fill(model, load_tensors(objects, wanted, report=report))
+    needed = [renamed[name] for name in plan.loaded if name in renamed]
+    fill(model, load_tensors(objects, needed, report=report))
     return plan
 
 
 def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the names below `prefix`, each with what it becomes without it and mapped. Raises ConfigError."""
+    """Return the mapped name of each tensor below `prefix`, by stored name. Raises ConfigError: there is none."""
     every = list(names)
-    whole = prefix.rstrip(".")
-    cut = len(f"{whole}.") if whole else 0
+    stem = prefix.rstrip(".")
+    cut = len(f"{stem}.") if stem else 0
     inner = {name: name[cut:] for name in every if is_below(name, prefix) and len(name) > cut}
     if not inner and every:
         tops = ", ".join(sorted({name.partition(".")[0] for name in every})[:10])
         raise ConfigError(
-            f"no tensor lies below {prefix!r}; the state has: {tops}. Say prefix=, or prefix='' for all"
+            f"no tensor lies below {prefix!r}; the state has: {tops}. Set prefix= to one of these, or to '' for all"
         )
     mapped = map_names(inner.values(), rename)
     return {old: mapped[name] for old, name in inner.items()}
@@ -123,12 +123,12 @@ def checked_plan(
     cast: bool,
     are_equal: Callable[[str, str], bool],
 ) -> LoadReport:
-    """Compare a model with what there is for it. Raises ConfigError where they differ and `strict`.
+    """Compare a model with the tensors of a checkpoint. Raises ConfigError: `strict` is set and they differ.
 
-    Arguments are those of `load_into` and `plan_load`; `title` names the checkpoint.
+    Arguments are those of `load_into` and `plan_load`; `title` names the checkpoint in messages.
     """
-    wanted, tied = _describe(model)
-    report = plan_load(wanted, found, tied, cast=cast, are_equal=are_equal)
+    expected, tied = _describe(model)
+    report = plan_load(expected, found, tied, cast=cast, are_equal=are_equal)
     if strict and not report.is_exact:
         raise ConfigError(
             f"{title} does not fit {type(model).__name__}, nothing was loaded: {report}\n"
@@ -138,19 +138,19 @@ def checked_plan(
 
 
 def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors that fit into a model; it is as it was where one of its own hooks refuses.
+    """Copy tensors into a model; restores the old values if a hook of the model raises.
 
-    Meanwhile memory holds the tensors' old values, too. Raises ConfigError where the model refuses.
+    Needs memory for a copy of the old values. Raises ConfigError: the model refuses the tensors.
     """
     import torch
 
     current = model.state_dict(keep_vars=True)
-    # Modules look up in it which version of their own format a state has: what fits them is of today's.
+    # torch reads the format version of each module from `_metadata`: tensors that fit have the current format.
     state = OrderedDict(tensors)
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch's place
     for name, tensor in tensors.items():
         if name in current:
-            cast_tensor(name, tensor, current[name].dtype)  # refuses what would become infinite
+            cast_tensor(name, tensor, current[name].dtype)  # raises if a finite number would become infinite
     old = {name: current[name].detach().to("cpu", copy=True) for name in tensors if name in current}
     try:
         model.load_state_dict(state, strict=False)
@@ -164,28 +164,28 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bytes, NaN and all."""
+    """Return whether two tensors have the same bytes; NaN equals NaN of the same bits."""
     import torch
 
     if spec_of(one) != spec_of(other):
         return False
-    a, b = (each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    a, b = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(a, b)
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Return dtype and shape of a tensor."""
+    """Return the dtype and shape of a tensor."""
     return TensorSpec(dtype_name(tensor), tuple(tensor.shape))
 
 
 def _describe(model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Return the model's tensors, and of those that are another one under a second name, which."""
+    """Return the tensors of a model, and for each name that shares memory with an earlier name, that name."""
     import torch
     from torch.nn.parameter import is_lazy
 
-    wanted: dict[str, TensorSpec] = {}
+    expected: dict[str, TensorSpec] = {}
     tied: dict[str, str] = {}
-    owners: dict[tuple[Any, ...], str] = {}
+    first_names: dict[tuple[Any, ...], str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue  # extra state
@@ -197,10 +197,10 @@ def _describe(model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, 
             raise ConfigError(
                 f"{type(model).__name__}: {name} has no memory yet; call model.to_empty(device=...) first"
             )
-        wanted[name] = spec_of(value)
+        expected[name] = spec_of(value)
         if not value.numel():
             continue
-        place = (value.device, value.data_ptr(), tuple(value.shape), value.stride())
-        if owners.setdefault(place, name) != name:
-            tied[name] = owners[place]
-    return wanted, tied
+        memory = (value.device, value.data_ptr(), tuple(value.shape), value.stride())
+        if first_names.setdefault(memory, name) != name:
+            tied[name] = first_names[memory]
+    return expected, tied

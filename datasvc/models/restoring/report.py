@@ -1,4 +1,4 @@
-"""How a restore went: how long it took, where its bytes came from, and which copies of them were bad."""
+"""Report of a restore: duration, origin of the bytes, and bad copies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Content = bytes | memoryview
 
 @dataclass(frozen=True)
 class BadCopy:
-    """A copy of an object that could not be used, so that another one was.
+    """A copy of an object that was unusable; the object was read from another copy.
 
     Attributes:
-        digest: the object.
-        location: where that copy lies.
+        digest: digest of the object.
+        location: location of the copy.
         reason: what is wrong with it.
-        tensors: that have wrong bytes in it, by name; () for a tensor table or a state.
+        tensors: names of tensors with wrong bytes in this copy; () for a tensor table or a state.
     """
 
     digest: Digest
@@ -32,20 +32,20 @@ class BadCopy:
     tensors: tuple[str, ...]
 
     def __str__(self) -> str:
-        hit = f"; tensors hit: {shorten(self.tensors)}" if self.tensors else ""
-        return f"{self.reason}{hit}"
+        affected = f"; tensors hit: {shorten(self.tensors)}" if self.tensors else ""
+        return f"{self.reason}{affected}"
 
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """How a restore went.
+    """Duration and origin of the bytes of a restore.
 
     Attributes:
-        seconds: from the look-up of the version to the last tensor.
-        size_bytes: of the tensors.
-        came_bytes: stored bytes by where they came from: "resident" in the node's cache, "peer", "origin" by way of
-            the cache, "direct" past it.
-        bad_copies: what could not be used, and was read from another copy.
+        seconds: time from the look-up of the version to the last tensor.
+        size_bytes: size of the tensors in memory.
+        came_bytes: stored bytes by origin: "resident" (in the node's cache before), "peer" and "origin" (fetched into
+            the cache), "direct" (read without the cache).
+        bad_copies: copies that were unusable.
     """
 
     seconds: float
@@ -55,12 +55,12 @@ class RestoreReport:
 
     @property
     def bytes_s(self) -> float:
-        """Restored bytes a second."""
+        """Restored bytes per second."""
         return self.size_bytes / self.seconds if self.seconds else 0.0
 
 
 class BadCopies:
-    """What was found bad while reading, from any thread."""
+    """Collects the bad copies that a restore meets. Safe for threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,54 +75,54 @@ class BadCopies:
         content: Content | None = None,
         intact: Content | None = None,
     ) -> None:
-        """Note that the copy of an object at `location` is bad.
+        """Record that the copy of an object at `location` is bad.
 
         Args:
-            digest: the object.
-            location: of the copy.
+            digest: digest of the object.
+            location: location of the copy.
             reason: what is wrong with it.
-            content: its bytes, where all could be read; with the right ones they tell which tensors are hit.
-            intact: the right ones.
+            content: bytes of the copy, if all could be read; compared with `intact` to find the affected tensors.
+            intact: bytes of a good copy.
         """
         wrong = None if content is None or intact is None else _differing(content, intact)
         with self._lock:
             self._found.setdefault((digest, location), (reason, wrong))
 
     def listed(self, records: Iterable[TensorRecord] = ()) -> tuple[BadCopy, ...]:
-        """Return the bad copies, each once, with the tensors of `records` that are bad in them."""
+        """Return the bad copies, each once, with the names of the affected tensors of `records`."""
         with self._lock:
-            found = dict(self._found)
-        objects = {digest for digest, _ in found}
-        places: dict[Digest, list[tuple[str, ChainLink]]] = {digest: [] for digest in objects}
+            copies = dict(self._found)
+        objects = {digest for digest, _ in copies}
+        links: dict[Digest, list[tuple[str, ChainLink]]] = {digest: [] for digest in objects}
         for record in records if objects else ():
-            for piece in record.pieces:
-                for link in piece.chain:
+            for chunk in record.chunks:
+                for link in chunk.chain:
                     if link.object in objects:
-                        places[link.object].append((record.name, link))
+                        links[link.object].append((record.name, link))
         return tuple(
-            BadCopy(digest, location, reason, _hit(places[digest], wrong))
-            for (digest, location), (reason, wrong) in found.items()
+            BadCopy(digest, location, reason, _affected(links[digest], wrong))
+            for (digest, location), (reason, wrong) in copies.items()
         )
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:
-    """Return names for a message: the first few, and how many more there are."""
+    """Return names for a message: the first few, and the number of further ones."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _differing(content: Content, intact: Content) -> Integers | None:
-    """Return the offsets of the bytes that differ, ascending; None where the sizes do."""
+    """Return the offsets of bytes that differ, ascending; None if the sizes differ."""
     if len(content) != len(intact):
         return None
     return np.flatnonzero(np.frombuffer(content, np.uint8) != np.frombuffer(intact, np.uint8))
 
 
-def _hit(places: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
-    """Return the names of tensors that have a wrong byte in one of their links; all of them where nobody can tell."""
-    hit = (
+def _affected(links: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
+    """Return the tensors with a wrong byte in one of their links; all of them if the wrong bytes are unknown."""
+    names = (
         name
-        for name, link in places
+        for name, link in links
         if wrong is None or np.searchsorted(wrong, link.offset) < np.searchsorted(wrong, link.offset + link.length)
     )
-    return tuple(dict.fromkeys(hit))
+    return tuple(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Restore a checkpoint through the node's cache and its peers, from several repositories in turn."""
+"""Restores a checkpoint through the node's cache and its peers, with other repositories as fallback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
-from datasvc.models.restoring.cached_source import CachedObjects
+from datasvc.models.restoring.cached_source import CachedSource
 from datasvc.models.restoring.checkpoint import Checkpoint
 from datasvc.models.restoring.copies import OpenCache, StagedSource, StoredCopies
 from datasvc.models.restoring.failover_source import FailoverSource
@@ -37,33 +37,35 @@ def restore(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> Checkpoint:
-    """Return the checkpoint that `ref` means now, every byte verified.
+    """Return the checkpoint that `ref` resolves to, every byte verified.
 
-    Bytes come from the node's cache where there is one, which asks its peers before the repository; what is missing,
-    damaged or out of reach there comes from the next place that has a good copy, and is told in `Checkpoint.report`.
+    With a cache, an object comes from the cache, else from a peer, else from the repository. An object that is
+    missing, damaged or unavailable in one of these is read from the next one; `Checkpoint.report` lists bad copies.
 
     Args:
-        repository: has the version, and as a rule its objects.
-        ref: NAME, NAME@VERSION or NAME@TAG, or what a save returned.
-        cache: the node's cache or its folder, which has a budget. What finds no room in it is read past it.
-        peers: of a cache that is given by its folder.
-        fallback: other repositories, or their URLs, that may have copies of objects; asked in this order.
-        only: which tensors; with this, `exclude` or `rename` the state is a dict of tensors by dotted name, and
-            nothing else of the version is read; see `name_filter.select_names`.
-        exclude: which not.
-        rename: what they shall be called; see `name_filter.map_names`.
-        trusted_keys: files of public keys, by one of which the version must be signed; () for none, None for those
-            that `DATASVC_TRUSTED_KEYS` names.
-        begin: called once, with the bytes of all tensors.
-        report: called with the bytes of each piece of a tensor once it is there, from any thread.
+        repository: repository of the version, and normally of its objects.
+        ref: NAME, NAME@VERSION or NAME@TAG, or the result of a save.
+        cache: the node's cache, or the folder of one that has a budget. Objects for which it has no space are read
+            directly from the repository.
+        peers: peers for a cache that is given by its folder.
+        fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
+        only: patterns of tensors to restore. With `only`, `exclude` or `rename` the state is a dict of tensors by
+            dotted name, and nothing else of the version is read; see `name_filter.select_names`.
+        exclude: patterns of tensors to leave out.
+        rename: map from stored names to new names; see `name_filter.map_names`.
+        trusted_keys: files of public keys, one of which must have signed the version; () for no check, None for the
+            files that `DATASVC_TRUSTED_KEYS` names.
+        begin: called once, with the size of all tensors in bytes.
+        report: called with the size of each chunk after it is loaded, from any thread.
 
     Returns:
-        The checkpoint; its tensors are the caller's own, none lies in a mapped file.
+        The checkpoint; the caller owns its tensors, and none of them is a view of a mapped file.
 
     Raises:
-        ConfigError: `ref`, a setting or a key is wrong; or something has a later format.
-        NotFoundError: there is no such version, no such other repository, or an object is nowhere.
-        CorruptDataError: no place has a good copy of some object; names tensors and places. Or it is not signed.
+        ConfigError: `ref`, a setting or a key is invalid; or a stored format is newer than this release.
+        NotFoundError: the version or a fallback repository does not exist, or no place has an object.
+        CorruptDataError: no place has a good copy of an object, and the message names tensors and places; or the
+            version is not signed by a trusted key.
         UnavailableError: a store did not answer.
     """
     began = time.monotonic()
@@ -74,36 +76,39 @@ def restore(
     skeleton = None if is_part else decode_state(copies.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     if begin is not None:
         begin(sum(record.nbytes for record in records))
-    with copies.opened(records) as source:
+    with copies.open_source(records) as source:
         tensors = load_tensors(source, records, report=report)
     state = tensors if is_part else unflatten(skeleton, tensors)
     return Checkpoint(stored.version, state, stored.entry, copies.report(records, time.monotonic() - began))
 
 
 def node_cache(cache: Cache | str | Path | None, peers: Peers | None = None) -> OpenCache | None:
-    """Return what reads through a node's cache, for `datasvc.models.dcp.DcpReader`; None for no cache.
+    """Return a function that opens a source over a node's cache, for `datasvc.models.dcp.DcpReader`.
+
+    Returns None without a cache.
 
     Args:
-        cache: of this node, or its folder, which has a budget. What finds no room in it is read past it.
-        peers: of a cache that is given by its folder.
+        cache: cache of this node, or the folder of one that has a budget. Objects for which it has no space are read
+            directly from the repository.
+        peers: peers for a cache that is given by its folder.
 
     Raises:
-        ConfigError: peers without a cache, or of one that is open and so has its own.
+        ConfigError: `peers` is set without a cache, or with a Cache object, which has peers of its own.
     """
     if peers is not None and (cache is None or isinstance(cache, Cache)):
         raise ConfigError(
-            "peers are asked by way of a node's cache: give its folder as cache=, or a Cache with peers"
+            "peers are reached by way of a node's cache: pass the cache's folder as cache=, or a Cache that has peers"
         )
     if cache is None:
         return None
 
     @contextmanager
     def open_cache(
-        repositories: Sequence[Repository], behind: FailoverSource, records: Sequence[TensorRecord]
+        repositories: Sequence[Repository], direct: FailoverSource, records: Sequence[TensorRecord]
     ) -> Iterator[StagedSource]:
         with ExitStack() as opened:
             node = cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=peers))
-            yield opened.enter_context(CachedObjects(node, repositories, behind, records))
+            yield opened.enter_context(CachedSource(node, repositories, direct, records))
 
     return open_cache
 

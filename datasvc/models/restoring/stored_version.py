@@ -1,4 +1,4 @@
-"""A version as it is stored, before any tensor of it is read: its entry, trusted or refused, and its tensor table."""
+"""Reads a stored version without its tensors: the entry, with its signature checked, and the tensor table."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from datasvc.repository import Digest, Repository, Resolved
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """What is known of a version without its tensors.
+    """A version without the bytes of its tensors.
 
     Attributes:
-        version: which.
-        entry: what its entry says.
-        records: of its tensors, by name.
+        version: name and number of the version.
+        entry: content of its log entry.
+        records: records of its tensors, sorted by name.
         state: digest of its state object.
     """
 
@@ -32,7 +32,7 @@ class StoredVersion:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its tensors in memory."""
+        """Size of all tensors in memory."""
         return sum(record.nbytes for record in self.records)
 
 
@@ -43,25 +43,25 @@ def read_version(
     read: Callable[[Digest, int], bytes] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> StoredVersion:
-    """Return the version that `ref` means now. Everything that restores goes through here, so that keys are obeyed.
+    """Return the version that `ref` resolves to. Every restore uses this, so that trusted keys are always enforced.
 
     Args:
-        repository: has the version.
-        ref: NAME, NAME@VERSION or NAME@TAG, or what a save returned.
-        read: returns a whole object that has at most so many bytes, verified; default the repository's.
-        trusted_keys: files of public keys, by one of which the version must be signed; () for none, None for those
-            that `DATASVC_TRUSTED_KEYS` names.
+        repository: repository of the version.
+        ref: NAME, NAME@VERSION or NAME@TAG, or the result of a save.
+        read: returns a verified object of at most the given size in bytes; default: `Objects.read` of the repository.
+        trusted_keys: files of public keys, one of which must have signed the version; () for no check, None for the
+            files that `DATASVC_TRUSTED_KEYS` names.
 
     Raises:
         ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`, `signing_keys.trusted_keys`.
-        CorruptDataError: the entry or the table was changed, or the version is not signed by any of the keys.
+        CorruptDataError: the entry or the table is damaged, or none of the keys has signed the version.
     """
     keys = load_trusted_keys(trusted_keys)
     version = repository.resolve("models", ref)
     entry = repository.entry(version)
     if keys:
         check_signed(repository, version, entry, keys)
-    named = objects_of_entry(entry.content, version)
-    content = (read or repository.objects.read)(named.tensors, MAX_TABLE_BYTES)
-    records = decode_table(content, repository.objects.location(named.tensors))
-    return StoredVersion(version, entry.content, records, named.state)
+    refs = objects_of_entry(entry.content, version)
+    content = (read or repository.objects.read)(refs.tensors, MAX_TABLE_BYTES)
+    records = decode_table(content, repository.objects.location(refs.tensors))
+    return StoredVersion(version, entry.content, records, refs.state)

@@ -1,1 +1,1 @@
-"""Saves checkpoints of a run: in the background, by all ranks together, at the right moments."""
+"""Saves checkpoints of a run: in the background, on all ranks together, on a schedule."""

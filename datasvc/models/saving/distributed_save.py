@@ -1,7 +1,7 @@
-"""One save by all ranks of a job: each stores its share, rank 0 commits, and all hear how it ended.
+"""A save by all ranks of a job: each rank stores its part, rank 0 commits, and all ranks get the outcome.
 
-The checkpoint is rank 0's state: the others store only pieces of tensors that hold the same bytes there, so that it
-is never a mix of several. What each rank has of its own, its random state for one, is stored beside it.
+The checkpoint is rank 0's state, never a mix of several: another rank stores chunks of a tensor only if it holds the
+same bytes as rank 0. State that each rank has alone, such as its random state, is stored beside it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from datasvc.models.saving.partition import partition_writes
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
 from datasvc.models.tensors.chunks import Shape, slices
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name
-from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, join_pieces
-from datasvc.models.tensors.write import Codec, TensorPiece, store_pieces
+from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, join_chunks
+from datasvc.models.tensors.write import Codec, TensorBlock, store_chunks
 from datasvc.models.versions.commit import StoredState
 from datasvc.repository import Digest, Objects, Resolved
 from datasvc.repository.objects.objects import digest_of
@@ -30,35 +30,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The fingerprint and its negative must fit into int64.
 _DIGEST_BITS: Final = 62
 
 
 @dataclass(frozen=True)
 class _RankWrites:
-    """What one rank has stored, as it goes to rank 0."""
+    """What one rank has stored, in the form in which it is sent to rank 0."""
 
-    pieces: Sequence[tuple[str, Chunk]]
-    own: Mapping[str, tuple[str, Shape]]
-    own_skeleton: Any
+    chunks: Sequence[tuple[str, Chunk]]
+    rank_tensors: Mapping[str, tuple[str, Shape]]
+    rank_skeleton: Any
     new_bytes: int
     num_nonfinite: Mapping[str, int]
 
     def encode(self) -> bytes:
         rows = [
-            [name, piece.start, piece.shape, piece.digest, [list(vars(link).values()) for link in piece.chain]]
-            for name, piece in self.pieces
+            [name, chunk.start, chunk.shape, chunk.digest, [list(vars(link).values()) for link in chunk.chain]]
+            for name, chunk in self.chunks
         ]
-        return json.dumps([rows, self.own, self.own_skeleton, self.new_bytes, dict(self.num_nonfinite)]).encode()
+        return json.dumps(
+            [rows, self.rank_tensors, self.rank_skeleton, self.new_bytes, dict(self.num_nonfinite)]
+        ).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> _RankWrites:
-        rows, own, own_skeleton, new_bytes, num_nonfinite = json.loads(raw)
-        pieces = [
+        rows, rank_tensors, rank_skeleton, new_bytes, num_nonfinite = json.loads(raw)
+        chunks = [
             (name, Chunk(tuple(start), tuple(shape), Digest(digest), tuple(ChainLink(*link) for link in chain)))
             for name, start, shape, digest, chain in rows
         ]
-        described = {name: (dtype, tuple(shape)) for name, (dtype, shape) in own.items()}
-        return cls(pieces, described, own_skeleton, new_bytes, num_nonfinite)
+        dtypes_and_shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in rank_tensors.items()}
+        return cls(chunks, dtypes_and_shapes, rank_skeleton, new_bytes, num_nonfinite)
 
 
 def save_distributed(
@@ -69,147 +72,158 @@ def save_distributed(
     *,
     step: int,
     base: Callable[[], Sequence[TensorRecord]],
-    held: Mapping[str, torch.Tensor],
+    base_tensors: Mapping[str, torch.Tensor],
     codec: Codec,
 ) -> Resolved:
-    """Store and commit a state; every rank calls this, and gets the same version or the same error.
+    """Store and commit a state; every rank calls this and gets the same version or the same error.
 
     Args:
-        channel: between the ranks.
-        objects: where to.
-        prepare: returns what this rank has to save; tensors of the common state have the same names, dtypes and
-            shapes on all ranks.
-        commit: called on rank 0, once everything is stored.
-        step: of the state.
-        base: records of the version before.
-        held: tensors that may be those of the base, see `store_tensors`.
+        channel: channel between the ranks.
+        objects: objects of the repository.
+        prepare: returns the state of this rank; shared tensors have the same names, dtypes and shapes on all ranks.
+        commit: commits the stored state; called on rank 0 after all ranks have stored their parts.
+        step: step of the state.
+        base: returns the records of the version before.
+        base_tensors: tensors that may equal those of the base, see `store_tensors`.
         codec: see `store_tensors`.
 
     Raises:
-        ConfigError: the ranks are at different steps; nothing is visible.
-        DatasvcError: a rank failed; nothing is visible.
-        UnavailableError: a rank was lost before the commit; nothing is visible.
-        UnknownOutcomeError: one was lost while rank 0 committed.
+        ConfigError: the ranks are at different steps; nothing was committed.
+        DatasvcError: a rank failed; nothing was committed.
+        UnavailableError: a rank was lost before the commit; nothing was committed.
+        UnknownOutcomeError: rank 0 was lost during the commit.
     """
-    share, error, content = None, None, None
+    writes, error, flat_state = None, None, None
     fingerprints: Mapping[str, int] = {}
     try:
-        content = prepare()
+        flat_state = prepare()
         if channel.size > 1:
-            fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(content.tensors.items())}
-    except Exception as failure:  # noqa: BLE001 - told to all ranks, and raised on all
+            fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(flat_state.tensors.items())}
+    except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
         error = failure
     answers = channel.exchange([describe_error(error), step])
     raise_on_all_ranks([answer[0] for answer in answers], error)
     if len({answer[1] for answer in answers}) > 1:
         raise ConfigError(f"the ranks write different steps; by rank: {[answer[1] for answer in answers]}")
-    assert content is not None
-    of_first = _find_unlike(channel, fingerprints)
+    assert flat_state is not None
+    rank0_only = _find_differing(channel, fingerprints)
     try:
-        share = _store_share(channel, objects, content, of_first, base=base(), held=held, codec=codec).encode()
+        writes = _store_part(
+            channel, objects, flat_state, rank0_only, base=base(), base_tensors=base_tensors, codec=codec
+        ).encode()
     except Exception as failure:  # noqa: BLE001 - likewise
         error = failure
+    # Commit only if every rank has stored its part: an entry must never name objects that are missing.
     raise_on_all_ranks(channel.exchange(describe_error(error)), error)
-    assert share is not None
-    shares = channel.gather(share)
+    assert writes is not None
+    gathered = channel.gather(writes)
     version = None
     if channel.rank == 0:
         try:
-            version = commit(_join(content, [_RankWrites.decode(raw) for raw in shares]))
+            version = commit(_join(flat_state, [_RankWrites.decode(raw) for raw in gathered]))
         except Exception as failure:  # noqa: BLE001 - likewise
             error = failure
-    return _hear_of_commit(channel, version, error)
+    return _share_outcome(channel, version, error)
 
 
-def _hear_of_commit(channel: RankChannel, version: Resolved | None, error: BaseException | None) -> Resolved:
-    told = {"error": describe_error(error), "version": None if version is None else [version.name, version.version]}
+def _share_outcome(channel: RankChannel, version: Resolved | None, error: BaseException | None) -> Resolved:
+    """Return the version that rank 0 committed, or raise its error, on all ranks."""
+    outcome = {
+        "error": describe_error(error),
+        "version": None if version is None else [version.name, version.version],
+    }
     try:
-        answers = channel.exchange(told)
+        answers = channel.exchange(outcome)
     except UnavailableError as lost:
         if version is not None:
-            return version  # it is committed, whoever died since
+            return version  # committed: a rank that was lost afterwards does not change that
         if channel.rank == 0:
             assert error is not None
             raise error from lost
-        raise UnknownOutcomeError(f"whether the save was committed is not known here: {lost}; read the log") from lost
+        raise UnknownOutcomeError(
+            f"this rank cannot tell whether the save was committed: {lost}; look at the log of the model"
+        ) from lost
     raise_on_all_ranks([answer["error"] for answer in answers], error)
     name, number = answers[0]["version"]
     return Resolved("models", name, number)
 
 
-def _find_unlike(channel: RankChannel, fingerprints: Mapping[str, int]) -> frozenset[str]:
-    """Return the tensors that are not the same bytes on all ranks, as those of a batch normalisation are not.
+def _find_differing(channel: RankChannel, fingerprints: Mapping[str, int]) -> frozenset[str]:
+    """Return the tensors whose bytes differ between ranks, such as the statistics of a batch normalisation.
 
     Args:
-        channel: between the ranks.
-        fingerprints: of this rank's, by names in an order that is the same on all ranks.
+        channel: channel between the ranks.
+        fingerprints: fingerprint of this rank's tensors by name, in an order that is the same on all ranks.
     """
     import torch
 
     if channel.size == 1:
         return frozenset()
-    # The largest of x and of -x are opposites where all ranks have the same x.
-    own = torch.tensor(list(fingerprints.values()), dtype=torch.int64)
-    found = channel.largest(torch.cat([own, -own]))
-    unlike = found[: len(own)] != -found[len(own) :]
-    return frozenset(name for name, differs in zip(fingerprints, unlike.tolist(), strict=True) if differs)
+    # One collective finds both ends: if all ranks have the same x, then max(x) == -max(-x).
+    values = torch.tensor(list(fingerprints.values()), dtype=torch.int64)
+    largest = channel.all_reduce_max(torch.cat([values, -values]))
+    is_different = largest[: len(values)] != -largest[len(values) :]
+    return frozenset(name for name, differs in zip(fingerprints, is_different.tolist(), strict=True) if differs)
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
     return int(digest_of(bytes_of(tensor).data), 16) >> (256 - _DIGEST_BITS)
 
 
-def _store_share(
+def _store_part(
     channel: RankChannel,
     objects: Objects,
-    content: FlatState,
-    of_first: frozenset[str],
+    flat_state: FlatState,
+    rank0_only: frozenset[str],
     *,
     base: Sequence[TensorRecord],
-    held: Mapping[str, torch.Tensor],
+    base_tensors: Mapping[str, torch.Tensor],
     codec: Codec,
 ) -> _RankWrites:
-    if of_first and channel.rank == 0:
+    """Store this rank's part of the shared tensors and all of its own tensors."""
+    if rank0_only and channel.rank == 0:
         logger.info(
-            "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(of_first), min(of_first)
+            "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(rank0_only), min(rank0_only)
         )
-    described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in content.tensors.items()}
-    pieces = [
-        TensorPiece(share.name, share.box[0], content.tensors[share.name][slices(share.box)])
-        for share in partition_writes(described, channel.size, of_first=of_first)
-        if share.rank == channel.rank
+    shared = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in flat_state.tensors.items()}
+    chunks = [
+        TensorBlock(write.name, write.box[0], flat_state.tensors[write.name][slices(write.box)])
+        for write in partition_writes(shared, channel.size, rank0_only=rank0_only)
+        if write.rank == channel.rank
     ]
-    own = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in content.own_tensors.items()}
-    pieces += [_whole(name, tensor) for name, tensor in content.own_tensors.items()]
-    before = [_whole(name, tensor) for name, tensor in held.items()]
-    stored = store_pieces(objects, pieces, base=base, held=before, codec=codec)
-    return _RankWrites(stored.pieces, own, content.own_skeleton, stored.new_bytes, stored.num_nonfinite)
+    rank_tensors = {
+        name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in flat_state.rank_tensors.items()
+    }
+    chunks += [_full_chunk(name, tensor) for name, tensor in flat_state.rank_tensors.items()]
+    base_chunks = [_full_chunk(name, tensor) for name, tensor in base_tensors.items()]
+    stored = store_chunks(objects, chunks, base=base, base_tensors=base_chunks, codec=codec)
+    return _RankWrites(stored.chunks, rank_tensors, flat_state.rank_skeleton, stored.new_bytes, stored.num_nonfinite)
 
 
-def _whole(name: str, tensor: torch.Tensor) -> TensorPiece:
-    return TensorPiece(name, (0,) * tensor.dim(), tensor)
+def _full_chunk(name: str, tensor: torch.Tensor) -> TensorBlock:
+    return TensorBlock(name, (0,) * tensor.dim(), tensor)
 
 
-def _join(content: FlatState, shares: Sequence[_RankWrites]) -> StoredState:
-    """Return what all ranks have stored as one."""
-    described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in content.tensors.items()}
-    for share in shares:
-        for name, form in share.own.items():
+def _join(flat_state: FlatState, writes: Sequence[_RankWrites]) -> StoredState:
+    """Return the state that all ranks together have stored."""
+    described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in flat_state.tensors.items()}
+    for rank_writes in writes:
+        for name, dtype_and_shape in rank_writes.rank_tensors.items():
             if name in described:
                 raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
-            described[name] = form
-    pieces: dict[str, list[Chunk]] = {name: [] for name in described}
+            described[name] = dtype_and_shape
+    chunks: dict[str, list[Chunk]] = {name: [] for name in described}
     num_nonfinite: Counter[str] = Counter()
-    for share in shares:
-        for name, piece in share.pieces:
-            pieces[name].append(piece)
-        num_nonfinite.update(share.num_nonfinite)
-    skeleton = dict(content.skeleton)
-    if any(share.own_skeleton is not None for share in shares):
-        skeleton[RANK_STATE] = [share.own_skeleton for share in shares]
+    for rank_writes in writes:
+        for name, chunk in rank_writes.chunks:
+            chunks[name].append(chunk)
+        num_nonfinite.update(rank_writes.num_nonfinite)
+    skeleton = dict(flat_state.skeleton)
+    if any(rank_writes.rank_skeleton is not None for rank_writes in writes):
+        skeleton[RANK_STATE] = [rank_writes.rank_skeleton for rank_writes in writes]
     return StoredState(
-        [join_pieces(name, *described[name], found) for name, found in sorted(pieces.items())],
+        [join_chunks(name, *described[name], stored) for name, stored in sorted(chunks.items())],
         skeleton,
-        sum(share.new_bytes for share in shares),
+        sum(rank_writes.new_bytes for rank_writes in writes),
         num_nonfinite,
     )

@@ -1,4 +1,4 @@
-"""What one rank has to save: a state tree taken apart, checked before anything is copied or stored."""
+"""The state that one rank saves, flattened into named tensors and a skeleton, and checked before it is copied."""
 
 from __future__ import annotations
 
@@ -16,82 +16,85 @@ if TYPE_CHECKING:
     import torch
 
 RANK_STATE: Final = "rank_state"
-"""Key of the whole state under which a list has the ranks' own."""
+"""Key of the restored state that holds a list with the state of each rank."""
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state, taken apart.
+    """A flattened state of one rank.
 
     Attributes:
-        skeleton: of the state that all ranks have, see `tree`.
-        tensors: of it, by name.
-        own_skeleton: of what is this rank's own; None: nothing is.
-        own_tensors: of that, by names that no other rank uses.
+        skeleton: skeleton of the state that all ranks share, see `state_tree`.
+        tensors: its tensors by name.
+        rank_skeleton: skeleton of the state of this rank alone; None: there is none.
+        rank_tensors: its tensors, by names that no other rank uses.
     """
 
     skeleton: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
-    own_skeleton: Any
-    own_tensors: Mapping[str, torch.Tensor]
+    rank_skeleton: Any
+    rank_tensors: Mapping[str, torch.Tensor]
 
     @property
     def all_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
-        return {**self.tensors, **self.own_tensors}
+        return {**self.tensors, **self.rank_tensors}
 
     @property
-    def form(self) -> list[str]:
-        """What the ranks must have alike: name, dtype and shape of each common tensor."""
-        return [f"{name} {dtype_name(each)}{list(each.shape)}" for name, each in sorted(self.tensors.items())]
+    def signature(self) -> list[str]:
+        """Name, dtype and shape of each shared tensor: must be equal on all ranks."""
+        return [f"{name} {dtype_name(tensor)}{list(tensor.shape)}" for name, tensor in sorted(self.tensors.items())]
 
     @property
-    def form_digest(self) -> Digest:
-        """Equal where forms are."""
-        return digest_of("\n".join(self.form).encode())
+    def signature_digest(self) -> Digest:
+        """Digest of `signature`, for a short message between ranks."""
+        return digest_of("\n".join(self.signature).encode())
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the same content with other tensors under the names."""
+        """Return the same state with other tensors under the same names."""
         return replace(
             self,
             tensors={name: tensors[name] for name in self.tensors},
-            own_tensors={name: tensors[name] for name in self.own_tensors},
+            rank_tensors={name: tensors[name] for name in self.rank_tensors},
         )
 
 
 def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rank: int) -> FlatState:
-    """Return what is to be saved of a state and of what is this rank's own.
+    """Flatten a state and the state of this rank alone, and check that both can be stored.
 
     Raises:
-        ConfigError: a value cannot be stored; names it and says what to do.
+        ConfigError: a value cannot be stored; the message names it and says what to do.
     """
     if RANK_STATE in state:
-        raise ConfigError(f"{RANK_STATE!r} is no key of a state: give what is each rank's own as rank_state=")
+        raise ConfigError(
+            f"the state has the reserved key {RANK_STATE!r}: pass the state of each rank as rank_state="
+        )
     skeleton, tensors = flatten(state)
     if rank_state is not None and "$dict" in skeleton:
-        raise ConfigError("beside a rank_state, all keys of the state must be texts that do not begin with '$'")
-    own_skeleton: Any = None
-    own_tensors: Mapping[str, torch.Tensor] = {}
+        raise ConfigError("with a rank_state, all keys of the state must be strings that do not begin with '$'")
+    rank_skeleton: Any = None
+    rank_tensors: Mapping[str, torch.Tensor] = {}
     if rank_state is not None:
-        whole, own_tensors = flatten({RANK_STATE: {str(rank): rank_state}})
-        own_skeleton = whole[RANK_STATE][str(rank)]
-    for name in tensors.keys() & own_tensors.keys():
+        full_skeleton, rank_tensors = flatten({RANK_STATE: {str(rank): rank_state}})
+        rank_skeleton = full_skeleton[RANK_STATE][str(rank)]
+    for name in tensors.keys() & rank_tensors.keys():
         raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
-    content = FlatState(skeleton, tensors, own_skeleton, own_tensors)
-    for name, tensor in content.all_tensors.items():
+    flat_state = FlatState(skeleton, tensors, rank_skeleton, rank_tensors)
+    for name, tensor in flat_state.all_tensors.items():
         check_storable(name, tensor)
-    return content
+    return flat_state
 
 
-def describe_mismatch(forms: Sequence[Sequence[str]]) -> str:
-    """Return in what the forms of several ranks differ, of which some do."""
-    first = set(forms[0])
-    for rank, form in enumerate(forms):
-        missing, more = sorted(first - set(form)), sorted(set(form) - first)
-        if missing or more:
-            here, there = (each[0] if each else "nothing" for each in (missing, more))
+def describe_mismatch(signatures: Sequence[Sequence[str]]) -> str:
+    """Describe the first difference between the ranks' tensor signatures, at least two of which differ."""
+    first = set(signatures[0])
+    for rank, signature in enumerate(signatures):
+        missing, extra = sorted(first - set(signature)), sorted(set(signature) - first)
+        if missing or extra:
+            expected, found = (tensors[0] if tensors else "nothing" for tensors in (missing, extra))
             return (
-                f"rank {rank} saves other tensors than rank 0: where rank 0 has {here!r} it has {there!r}; give what "
-                "is each rank's own as rank_state=, and sharded tensors to datasvc.models.dcp"
+                f"rank {rank} saves other tensors than rank 0: rank 0 has {expected!r} where rank {rank} has "
+                f"{found!r}; pass the state of each rank as rank_state=, and save sharded tensors with "
+                "datasvc.models.dcp"
             )
-    raise AssertionError("some differ")
+    raise AssertionError("the signatures do not differ")

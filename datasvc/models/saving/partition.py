@@ -1,4 +1,4 @@
-"""Who stores what: the pieces of tensors that all ranks have, dealt over the ranks. Pure."""
+"""Partitions the writes of a distributed save: assigns the chunks of the common tensors to ranks. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from datasvc.models.tensors.chunks import Box, Shape, plan_pieces
+from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 SMALL_BYTES: Final = 64 << 10
-"""Pieces that share an object with others: one rank has them all, so that there is one such object."""
+"""Smaller chunks are packed into shared objects; rank 0 stores all of them, so that there is one such object."""
 
 
 @dataclass(frozen=True)
 class ChunkAssignment:
-    """A block of a tensor and who stores it.
+    """A block of a tensor and the rank that stores it.
 
     Attributes:
-        name: of the tensor.
-        box: start and shape of the block in it.
-        rank: who.
+        name: name of the tensor.
+        box: start and shape of the block in the tensor.
+        rank: rank that stores the block.
     """
 
     name: str
@@ -31,35 +31,36 @@ class ChunkAssignment:
 
 
 def partition_writes(
-    tensors: Mapping[str, tuple[str, Shape]], num_ranks: int, *, of_first: Collection[str] = ()
+    tensors: Mapping[str, tuple[str, Shape]], num_ranks: int, *, rank0_only: Collection[str] = ()
 ) -> list[ChunkAssignment]:
-    """Deal the pieces of tensors over ranks, equally many bytes to each as nearly as whole pieces allow.
+    """Assign the chunks of tensors to ranks, balanced by bytes as far as whole chunks allow.
 
     Args:
-        tensors: dtype and shape by name.
-        num_ranks: at least 1.
-        of_first: tensors that rank 0 stores alone: the others have other bytes.
+        tensors: dtype and shape by tensor name.
+        num_ranks: number of ranks, at least 1.
+        rank0_only: tensors that rank 0 alone stores, because their bytes differ between ranks.
 
     Returns:
-        Every piece once; the same for the same arguments, so that ranks need not talk about it.
+        Every chunk once. Equal arguments give equal results, so that ranks need not exchange the plan.
     """
-    pieces = [
+    chunks = [
         (math.prod(box[1]) * ITEM_BYTES[dtype], name, box)
         for name, (dtype, shape) in sorted(tensors.items())
-        for box in plan_pieces(shape, ITEM_BYTES[dtype])
+        for box in plan_chunks(shape, ITEM_BYTES[dtype])
     ]
-    dealt, load = [], [0] * num_ranks
-    rest = []
-    for nbytes, name, box in pieces:
-        if nbytes < SMALL_BYTES or name in of_first:
-            dealt.append(ChunkAssignment(name, box, 0))
+    assigned, load = [], [0] * num_ranks
+    large = []
+    for nbytes, name, box in chunks:
+        if nbytes < SMALL_BYTES or name in rank0_only:
+            assigned.append(ChunkAssignment(name, box, 0))
             load[0] += nbytes
         else:
-            rest.append((nbytes, name, box))
-    heap = [(held, rank) for rank, held in enumerate(load)]
+            large.append((nbytes, name, box))
+    heap = [(load_bytes, rank) for rank, load_bytes in enumerate(load)]
     heapq.heapify(heap)
-    for nbytes, name, box in sorted(rest, key=lambda piece: -piece[0]):
-        held, rank = heapq.heappop(heap)
-        dealt.append(ChunkAssignment(name, box, rank))
-        heapq.heappush(heap, (held + nbytes, rank))
-    return dealt
+    # Largest chunk first, to the rank with the smallest load: the greedy rule for balanced partitions.
+    for nbytes, name, box in sorted(large, key=lambda chunk: -chunk[0]):
+        load_bytes, rank = heapq.heappop(heap)
+        assigned.append(ChunkAssignment(name, box, rank))
+        heapq.heappush(heap, (load_bytes + nbytes, rank))
+    return assigned

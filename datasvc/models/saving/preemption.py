@@ -1,8 +1,8 @@
-"""A run that is told to end: SIGTERM of a scheduler, Ctrl-C of a person. It ends with a last commit, within a grace.
+"""Preemption: SIGTERM from a scheduler or Ctrl-C ends a run after a last save, within a grace period.
 
-The signal is only noted; the run looks, saves, and leaves its loop. Should that take longer than the grace, the
-process ends all the same, as the signal would have had it: whoever sent it will not wait for ever, and a save that is
-not committed leaves nothing behind that anyone sees.
+The handler only records the signal; the run polls it, saves and leaves its loop. If that takes longer than the grace
+period, the process exits with the signal's status, so that a blocked run cannot outlive it. An uncommitted save
+leaves nothing visible.
 """
 
 from __future__ import annotations
@@ -18,114 +18,117 @@ from typing import Any, Final
 from datasvc.errors import ConfigError
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-# A terminal and a launcher both pass the same Ctrl-C on.
+# A terminal and a launcher may both deliver the same Ctrl-C.
 _SAME_CTRL_C_S: Final = 2.0
 
 _open: list[Preemption] = []
-"""Those that take signals, oldest first."""
+"""Open instances, oldest first."""
 
 
 class Preemption:
-    """Takes note of SIGTERM and Ctrl-C instead of ending at once. Close it to have them as they were.
+    """Records SIGTERM and Ctrl-C instead of ending the process at once. `close` restores the previous handlers.
 
-    A second Ctrl-C, some time after the first, interrupts as usual: somebody wants it now. Of several at a time all
-    take note. A forked child has the signals as they were.
+    A second Ctrl-C, more than two seconds after the first signal, raises KeyboardInterrupt as usual. Several open
+    instances all record a signal. A forked child gets the previous handlers back.
 
     Args:
-        grace_s: seconds after the first signal in which the process may end by itself; then it is ended.
+        grace_s: seconds after the first signal after which the process is ended if it still runs.
 
     Attributes:
-        received: the first signal that came; None: none did.
+        received: number of the first signal received; None: none so far.
 
     Raises:
-        ConfigError: this is not the main thread, which alone can take signals.
+        ConfigError: the calling thread is not the main thread; Python installs signal handlers there only.
     """
 
     def __init__(self, grace_s: float) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "signals can be taken in the main thread only: open the model there, or without a grace"
+                "signal handlers can be set in the main thread only: make the manager there, or without a grace"
             )
         self.received: int | None = None
         self._grace_s = grace_s
         self._received_s = 0.0
         self._pid, self._is_closed = os.getpid(), False
-        # A handler must not start a thread: it may have interrupted the start of another.
-        self._has_come, self._is_over = threading.Event(), threading.Event()
-        threading.Thread(target=self._watch, name="datasvc-grace", daemon=True).start()
+        # The thread starts now: a handler must not start one, as it may have interrupted the start of another.
+        self._is_signalled, self._is_released = threading.Event(), threading.Event()
+        threading.Thread(target=self._enforce_grace, name="datasvc-grace", daemon=True).start()
         _open.append(self)
         self._previous: dict[int, Any] = {}
         for number in SIGNALS:
             self._previous[number] = signal.getsignal(number)
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_signal)
 
     @property
-    def left_s(self) -> float:
-        """Seconds of the grace that are left, at least 0; all of them before a signal."""
+    def remaining_s(self) -> float:
+        """Remaining seconds of the grace period, at least 0; all of them before a signal."""
         if self.received is None:
             return self._grace_s
         return max(0.0, self._grace_s - (time.monotonic() - self._received_s))
 
     def close(self) -> None:
-        """Let the signals do again what they did before; whoever was to be ended is not any more."""
+        """Restore the previous handlers; a signal that was received no longer ends the process."""
         if self._is_closed:
             return
-        self._is_over.set()
-        self._has_come.set()
-        self._let_go()
+        self._is_released.set()
+        self._is_signalled.set()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._is_closed = True
         _open.remove(self)
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            handler = self._before(number)
-            # Another handler that was set since is not ours to take away; None was not set from Python.
-            if signal.getsignal(number) == self._note and handler is not None:
+            handler = self._previous_handler(number)
+            # Keep a handler that was installed after ours. None means a handler that was not set from Python.
+            if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)
 
-    def _before(self, number: int) -> Any:
-        """Return what took the signal before, of what still takes signals."""
+    def _previous_handler(self, number: int) -> Any:
+        """Return the handler from before this instance, skipping instances that are closed."""
         handler = self._previous.get(number)
         while (owner := _owner(handler)) is not None and owner._is_closed:  # noqa: SLF001
             handler = owner._previous.get(number)  # noqa: SLF001
         return handler
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        before = self._before(number)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous_handler(number)
         if self._is_closed or self._pid != os.getpid():
-            # Whoever took the signals since has put this handler back, or a fork is just being made.
-            _handle(before, number, frame)
+            # A later handler has restored this one after `close`, or a fork has not yet released it in the child.
+            _call_handler(previous, number, frame)
             return
-        if _owner(before) is not None:
-            before(number, frame)
+        if _owner(previous) is not None:
+            previous(number, frame)
         now_s = time.monotonic()
         if self.received is None:
             self.received, self._received_s = number, now_s
-            self._has_come.set()
+            self._is_signalled.set()
         elif number == signal.SIGINT and now_s - self._received_s > _SAME_CTRL_C_S:
             signal.default_int_handler(number, frame)
 
-    def _watch(self) -> None:
-        """End a process that is overdue: its main thread may wait for what never comes, and would take no signal."""
-        self._has_come.wait()
-        if self._is_over.wait(self._grace_s) or self.received is None:
+    def _enforce_grace(self) -> None:
+        """End a process that exceeds the grace period; its main thread may be blocked and never run a handler."""
+        self._is_signalled.wait()
+        if self._is_released.wait(self._grace_s) or self.received is None:
             return
         name = signal.Signals(self.received).name
-        sys.stderr.write(f"{name} came {self._grace_s:g} s ago and the run goes on: what is not committed is lost\n")
+        sys.stderr.write(
+            f"{name} came {self._grace_s:g} s ago and the run has not ended: the process exits now, uncommitted "
+            "saves are lost\n"
+        )
         sys.stderr.flush()
         os._exit(128 + self.received)
 
 
 def _owner(handler: Any) -> Preemption | None:
-    """Return whose handler it is, if it is one of ours."""
+    """Return the instance whose handler this is, None for any other handler."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, Preemption) else None
 
 
-def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
-    """Do with a signal what `handler` does, as `signal.getsignal` gave it."""
+def _call_handler(handler: Any, number: int, frame: FrameType | None) -> None:
+    """Do what `handler`, a value from `signal.getsignal`, does with a signal."""
     if callable(handler):
         handler(number, frame)
     elif handler == signal.SIG_DFL:
@@ -133,10 +136,10 @@ def _handle(handler: Any, number: int, frame: FrameType | None) -> None:
         signal.raise_signal(number)
 
 
-def _forget_all() -> None:
-    """Have a forked child end by signals: it has neither the run that looks for them nor the watch over the grace."""
+def _release_all() -> None:
+    """Restore signal handling in a forked child: it has neither the loop that polls nor the thread that enforces."""
     for preemption in reversed(list(_open)):
-        preemption._let_go()  # noqa: SLF001
+        preemption._release()  # noqa: SLF001
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_release_all)

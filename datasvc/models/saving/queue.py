@@ -1,7 +1,7 @@
-"""Saves in the background: one thread that does them in the order in which they were asked for.
+"""Queue of background saves: one thread runs them in the order of submission.
 
-A save that fails is said once: by the handle's result, or else to whoever asks for failures or waits, or else in the
-log when the program ends. The program does not end before its saves have.
+The error of a failed save is reported once: by the handle's `result`, else by the next `wait` or request for
+failures, else in the log at exit. The process does not exit before its saves have ended.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ OVERLAPS: Final = ("queue", "refuse")
 
 
 class SaveHandle:
-    """A save under way.
+    """A background save.
 
     Attributes:
-        step: of the state.
-        number: of the save among those of its saver, from 0; -1 before it was submitted.
-        stall_s: seconds for which the call stopped the training until the thread had the save, without any wait for
-            the commit; once `done`, with those that a device took to copy.
+        step: step of the state.
+        number: position among the saves of its queue, from 0; -1 before submission.
+        stall_s: seconds for which the call stopped the training until the save was queued, without a wait for the
+            commit; once `done`, plus the seconds for which a device copied.
     """
 
     def __init__(self, step: int) -> None:
@@ -38,82 +38,82 @@ class SaveHandle:
         self._ended = threading.Event()
         self._version: Resolved | None = None
         self._error: BaseException | None = None
-        self._was_told = False
+        self._is_reported = False
         self._pid = os.getpid()
 
     def done(self) -> bool:
-        """Return whether it is committed, or has failed."""
+        """Return whether the save is committed or has failed."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Wait until it is done; whether it failed is not told by this."""
+        """Wait until the save has ended. A failure is neither raised nor marked as reported."""
         check_process(self._pid)
         self._ended.wait()
 
     @property
     def version(self) -> Resolved | None:
-        """The version once it is committed; None before, and where it failed."""
+        """The committed version; None before the commit and after a failure."""
         return self._version if self.done() else None
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None before it has. Whoever would be told of it is told all the same."""
+        """Error of a failed save, else None. Reading it does not mark the failure as reported."""
         return self._error if self.done() else None
 
     def result(self, timeout: float | None = None) -> Resolved:
-        """Wait for the commit; returns the version.
+        """Wait for the commit and return the version.
 
         Args:
-            timeout: seconds; None: any number.
+            timeout: seconds; None: no limit.
 
         Raises:
-            UnavailableError: it has not ended in time, and goes on.
-            DatasvcError: it failed, for which reason; nothing of it is visible.
+            UnavailableError: the save has not ended in time; it continues.
+            DatasvcError: the save failed; no version was committed.
         """
         check_process(self._pid)
         if not self._ended.wait(timeout):
             raise UnavailableError(f"the save of step {self.step} has not ended within {timeout:g} s, and goes on")
         if self._error is not None:
-            self.mark_told()
+            self.mark_reported()
             raise self._error
         assert self._version is not None
         return self._version
 
     def settle(self, version: Resolved | None, error: BaseException | None) -> None:
-        """End; the saver calls this."""
+        """Set the outcome; called by the queue."""
         self._version, self._error = version, error
         self._ended.set()
 
-    def mark_told(self) -> None:
-        """Tell nobody else should it fail: somebody knows."""
-        self._was_told = True
+    def mark_reported(self) -> None:
+        """Mark a failure as already reported; it is not raised or logged again."""
+        self._is_reported = True
 
-    def take_error(self) -> DatasvcError | None:
-        """Return why it failed, named, unless somebody was told; who asks tells."""
+    def take_unreported_error(self) -> DatasvcError | None:
+        """Return the error of an unreported failure, prefixed with the step, and mark it as reported."""
         error = self._error
-        if error is None or self._was_told:
+        if error is None or self._is_reported:
             return None
-        self.mark_told()
+        self.mark_reported()
         kind = type(error) if isinstance(error, DatasvcError) else DatasvcError
-        named = kind(f"the save of step {self.step} failed: {error}")
-        named.__cause__ = error
-        return named
+        described = kind(f"the save of step {self.step} failed: {error}")
+        described.__cause__ = error
+        return described
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else str(self._version or f"failed: {self._error}")
         return f"SaveHandle(step {self.step}, {state})"
 
 
-class Saver:
-    """Runs saves one after the other, in a thread that lives while there are some.
+class SaveQueue:
+    """Runs saves one after the other, in a thread that exists while there are saves.
 
     Args:
-        limit: saves that may be under way at a time, with those that wait for their turn.
-        overlap: what a save does while others are under way: "queue" waits where there are as many as may be,
-            "refuse" raises as soon as there is one.
+        limit: largest number of saves that are queued or running.
+        overlap: behaviour of a save while others are running: "queue" waits while `limit` saves are queued or
+            running, "refuse" raises if there is any.
 
     Raises:
-        ConfigError: no such `overlap`.
+        ConfigError: `overlap` is neither "queue" nor "refuse".
     """
 
     def __init__(self, *, limit: int, overlap: str) -> None:
@@ -130,45 +130,45 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is queued or running."""
         return bool(self._under_way)
 
     def check(self, step: int) -> None:
-        """Say whether a save of `step` can be taken now.
+        """Check that a save of `step` may be submitted now.
 
         Raises:
-            BusyError: an earlier one goes on, and overlap is refused.
-            ConfigError: this process was forked from the one that made the saver.
+            BusyError: an earlier save is running, and `overlap` is "refuse".
+            ConfigError: this process was forked from the one that made the queue.
         """
         check_process(self._pid)
         if self._overlap == "refuse" and self.is_busy:
             before = self._under_way[0][0].step
             raise BusyError(
-                f"step {step} is not saved: the save of step {before} goes on; save less often, or let saves queue"
+                f"step {step} is not saved: the save of step {before} goes on; save less often, or use overlap=queue"
             )
 
-    def take_failure(self) -> tuple[int, DatasvcError] | None:
-        """Return number and reason of the first save that failed and nobody was told of; who asks tells."""
+    def take_unreported_failure(self) -> tuple[int, DatasvcError] | None:
+        """Return number and error of the first unreported failure, and mark it as reported; None: there is none."""
         while self._failed:
             handle = self._failed.popleft()
-            error = handle.take_error()
+            error = handle.take_unreported_error()
             if error is not None:
                 return handle.number, error
         return None
 
-    def mark_told(self, numbers: Collection[int]) -> None:
-        """Do not tell of these saves, which other ranks have told of; they may not have ended here."""
+    def mark_reported(self, numbers: Collection[int]) -> None:
+        """Mark saves whose failure another rank has reported; they may not have ended on this rank yet."""
         for handle in [*(handle for handle, _ in list(self._under_way)), *list(self._failed)]:
             if handle.number in numbers:
-                handle.mark_told()
+                handle.mark_reported()
 
-    def wait_for_room(self) -> None:
-        """Wait until there are fewer saves than the limit."""
+    def wait_for_slot(self) -> None:
+        """Wait until fewer than `limit` saves are queued or running."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._under_way) < self._limit)
 
     def submit(self, handle: SaveHandle, work: Callable[[], Resolved]) -> None:
-        """Let the thread call `work`, after what was submitted before."""
+        """Queue `work` behind the saves that were submitted before."""
         with self._changed:
             handle.number, self._num_submitted = self._num_submitted, self._num_submitted + 1
             self._under_way.append((handle, work))
@@ -177,10 +177,10 @@ class Saver:
                 return
             self._is_running = True
         try:
-            # The program does not wait for it by itself: `_finish_all` waits for what it has to do.
+            # A daemon thread: the interpreter does not join it. `_finish_all` waits for its saves at exit.
             threading.Thread(target=self._run, name="datasvc-save", daemon=True).start()
         except RuntimeError as error:
-            # Other ranks save too, and would wait for this one.
+            # The system has no thread left. The other ranks wait for this save, so it runs in the calling thread.
             logger.warning("the save of step %d stops the training: %s", handle.step, error)
             self._run()
 
@@ -188,28 +188,28 @@ class Saver:
         """Wait for all saves.
 
         Raises:
-            UnavailableError: they have not ended within `timeout` seconds.
-            DatasvcError: one failed, and nobody was told yet.
+            UnavailableError: a save has not ended within `timeout` seconds.
+            DatasvcError: a save failed and its error was not reported yet.
         """
         if not self.finish(timeout):
             steps = ", ".join(str(handle.step) for handle, _ in list(self._under_way))
             raise UnavailableError(f"the save of step {steps} has not ended within {timeout:g} s, and goes on")
-        failure = self.take_failure()
+        failure = self.take_unreported_failure()
         if failure is not None:
             raise failure[1]
 
     def finish_at_exit(self) -> None:
-        """Wait for all saves, and put into the log why one failed that nobody was told of."""
+        """Wait for all saves, then log the failures that were not reported."""
         if self._pid != os.getpid():
             return
         self.finish()
-        while (failure := self.take_failure()) is not None:
+        while (failure := self.take_unreported_failure()) is not None:
             logger.error("%s", failure[1])
 
     def finish(self, timeout: float | None = None) -> bool:
-        """Wait for all saves, and tell of none; returns whether they have ended within `timeout` seconds.
+        """Wait for all saves without reporting failures; return whether they ended within `timeout` seconds.
 
-        Raises ConfigError: this process was forked from the one that made the saver.
+        Raises ConfigError: this process was forked from the one that made the queue.
         """
         check_process(self._pid)
         with self._changed:
@@ -227,12 +227,13 @@ class Saver:
             version, failure = None, None
             try:
                 version = work()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever asks
+            except BaseException as error:  # noqa: BLE001 - raised by `result`, `wait` or the next save
                 failure = error
             del work
             with self._changed:
                 handle.settle(version, failure)
-                # Last: whoever looks for failures finds the reason, and whoever marks one as told finds the save.
+                # After `settle`, so that a listed failure has its error; before `popleft`, so that `mark_reported`
+                # finds it.
                 if failure is not None:
                     self._failed.append(handle)
                 self._under_way.popleft()
@@ -240,22 +241,22 @@ class Saver:
 
 
 def check_process(pid: int) -> None:
-    """Raise ConfigError in a process other than `pid`, which has none of its threads."""
+    """Raise ConfigError in a process other than `pid`: a forked child has none of the threads of its parent."""
     if pid != os.getpid():
-        raise ConfigError("this model was opened by the process that this one was forked from: open it here again")
+        raise ConfigError("this manager was made in the parent of this forked process; make a new one in the child")
 
 
-_unfinished: set[Saver] = set()
-"""Those with saves under way, or with a failure that may not have been told: they are kept from being forgotten."""
+_unfinished: set[SaveQueue] = set()
+"""Queues with running saves or unreported failures; the references keep them alive until exit."""
 
 
 def _finish_all() -> None:
-    for saver in list(_unfinished):
-        saver.finish_at_exit()
+    for queue in list(_unfinished):
+        queue.finish_at_exit()
 
 
-# Exit handlers run after the threads of pools were ended, without which nothing can be stored. The last to register
-# is the first to run, so the pools' own comes before.
+# `threading._register_atexit` callbacks run in reverse order of registration. `concurrent.futures` registers one that
+# shuts down its pools, and a save needs them: import it first, so that `_finish_all` runs before.
 if hasattr(threading, "_register_atexit"):
     import concurrent.futures.thread  # noqa: F401
 

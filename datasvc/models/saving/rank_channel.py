@@ -1,7 +1,7 @@
-"""What the ranks of a job say to each other about a save: small messages over groups of their own, on the host.
+"""Messages between the ranks of a save: small JSON messages over gloo groups of their own, on the host.
 
-Their own, so that they come in no other collective's way, whatever the back end of the default group. Messages are
-JSON. A rank that dies, or is silent for too long, is an error on all others, never a hang.
+Separate groups keep these messages apart from all other collectives, whatever the back end of the default group is.
+A rank that dies or does not answer within the timeout is an error on all other ranks, never a hang.
 """
 
 from __future__ import annotations
@@ -18,50 +18,53 @@ from datasvc.errors import DatasvcError, UnavailableError
 if TYPE_CHECKING:
     import torch
 
+# One collective carries messages up to this size, with their length; a longer one needs a second.
 _SLOT_BYTES: Final = 1024
 _LENGTH_BYTES: Final = 8
 
 
 class RankChannel(Protocol):
-    """A group of ranks. All of them call the same methods in the same order, from one thread at a time.
+    """Communication within a group of ranks.
+
+    All ranks call the same methods in the same order, from one thread at a time.
 
     Attributes:
-        rank: of this process in the group.
-        size: of the group.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
     """
 
     rank: int
     size: int
 
     def exchange(self, message: Any) -> list[Any]:
-        """Return every rank's message, JSON values, in rank order. Raises UnavailableError: a rank is lost."""
+        """Return the JSON messages of all ranks, in rank order. Raises UnavailableError: a rank is lost."""
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return every rank's message on rank 0, [] elsewhere. Raises UnavailableError: a rank is lost."""
+        """Return the messages of all ranks on rank 0, [] elsewhere. Raises UnavailableError: a rank is lost."""
 
-    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the largest of each number, int64[n], over the ranks. Raises UnavailableError: a rank is lost."""
+    def all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise maximum, int64[n], over the ranks. Raises UnavailableError: a rank is lost."""
 
     def close(self) -> None:
-        """Let go of the others."""
+        """Close the connections to the other ranks."""
 
 
 class SingleRank:
-    """A group of one."""
+    """The channel of a process without other ranks."""
 
     rank = 0
     size = 1
 
     def exchange(self, message: Any) -> list[Any]:
-        """Return the message."""
+        """Return the message alone."""
         return [message]
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the message."""
+        """Return the message alone."""
         return [message]
 
-    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers."""
+    def all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the numbers unchanged."""
         return numbers
 
     def close(self) -> None:
@@ -69,11 +72,11 @@ class SingleRank:
 
 
 class GroupChannel:
-    """Ranks of torch.distributed.
+    """Channel over a torch.distributed group.
 
     Args:
-        group: over gloo, for nothing else.
-        timeout_s: after which a silent rank counts as lost; for messages, the group has its own.
+        group: gloo group that is used for nothing else.
+        timeout_s: timeout of the group in seconds, for messages only.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup, timeout_s: float) -> None:
@@ -85,16 +88,16 @@ class GroupChannel:
         self.size = dist.get_world_size(group)
 
     def exchange(self, message: Any) -> list[Any]:
-        """See `RankChannel`. One collective where all messages are short, two otherwise."""
+        """See `RankChannel`. Needs one collective if all messages are short, else two."""
         raw = json.dumps(message).encode()
         slots = self._all_gather(
             len(raw).to_bytes(_LENGTH_BYTES, "little") + raw[: _SLOT_BYTES - _LENGTH_BYTES], _SLOT_BYTES
         )
         lengths = [int.from_bytes(slot[:_LENGTH_BYTES], "little") for slot in slots]
-        whole = [slot[_LENGTH_BYTES:] for slot in slots]
+        contents = [slot[_LENGTH_BYTES:] for slot in slots]
         if max(lengths) > _SLOT_BYTES - _LENGTH_BYTES:
-            whole = self._all_gather(raw, max(lengths))
-        return [json.loads(each[:length]) for each, length in zip(whole, lengths, strict=True)]
+            contents = self._all_gather(raw, max(lengths))
+        return [json.loads(content[:length]) for content, length in zip(contents, lengths, strict=True)]
 
     def gather(self, message: bytes) -> list[bytes]:
         """See `RankChannel`."""
@@ -102,29 +105,29 @@ class GroupChannel:
         import torch.distributed as dist
 
         lengths = self.exchange(len(message))
-        mine = _padded(message, max(lengths))
-        everyone = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
-        self._ask(lambda group: dist.gather(mine, everyone, group=group, group_dst=0))
-        if everyone is None:
+        sent = _padded(message, max(lengths))
+        received = [torch.empty_like(sent) for _ in lengths] if self.rank == 0 else None
+        self._run_collective(lambda group: dist.gather(sent, received, group=group, group_dst=0))
+        if received is None:
             return []
-        return [each.numpy().tobytes()[:length] for each, length in zip(everyone, lengths, strict=True)]
+        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(received, lengths, strict=True)]
 
-    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
         """See `RankChannel`."""
         import torch.distributed as dist
 
-        found = numbers.clone()
-        self._ask(lambda group: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group))
-        return found
+        largest = numbers.clone()
+        self._run_collective(lambda group: dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group))
+        return largest
 
     def close(self) -> None:
         """See `RankChannel`."""
         import torch.distributed as dist
 
-        # The connections end with the last reference.
+        # The connections end when the last reference to the group is dropped.
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
-            # Whoever destroyed the default group has destroyed this one too.
+            # The call fails if the default group was destroyed first: that destroys this group too.
             with suppress(ValueError, RuntimeError, AssertionError):
                 dist.destroy_process_group(group)
 
@@ -132,33 +135,35 @@ class GroupChannel:
         import torch
         import torch.distributed as dist
 
-        mine = _padded(raw, width)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._ask(lambda group: dist.all_gather(everyone, mine, group=group))
-        return [each.numpy().tobytes() for each in everyone]
+        sent = _padded(raw, width)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self._run_collective(lambda group: dist.all_gather(received, sent, group=group))
+        return [tensor.numpy().tobytes() for tensor in received]
 
-    def _ask(self, question: Callable[[Any], Any]) -> None:
+    def _run_collective(self, collective: Callable[[Any], Any]) -> None:
         if self._group is None:
-            raise UnavailableError("this rank has lost the others, or closed the model: make a new one on every rank")
+            raise UnavailableError(
+                "the connection to the other ranks is lost or closed: make a new CheckpointManager on every rank"
+            )
         try:
-            question(self._group)
+            collective(self._group)
         except (RuntimeError, ValueError) as error:
-            # What the others still send would be taken for the answer to something else.
+            # A late message of another rank would be read as the answer to the next collective: close the channel.
             self.close()
             raise UnavailableError(
-                f"rank {self.rank} has lost another of {self.size}, which died, or said nothing for "
-                f"{self._timeout_s:g} s: {error}"
+                f"rank {self.rank} lost the connection to another of {self.size} ranks, which died or did not answer "
+                f"within {self._timeout_s:g} s: {error}"
             ) from error
 
 
 def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChannel]:
-    """Return two channels between the ranks of `group`: for the calling thread, and for the one that saves.
+    """Return two channels between the ranks of `group`: for the calling thread and for the save thread.
 
-    Every rank of the group calls this, in the same order as whatever else makes groups.
+    Every rank of the group calls this, in the same order as other calls that make groups.
 
     Args:
-        group: of torch.distributed; None: its default group, and no other ranks where there is none.
-        timeout_s: after which a silent rank counts as lost.
+        group: torch.distributed group; None: the default group, or a single rank if there is none.
+        timeout_s: seconds without an answer after which a rank counts as lost.
 
     Raises:
         UnavailableError: the ranks could not connect.
@@ -167,45 +172,47 @@ def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChanne
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return SingleRank(), SingleRank()
-    # Others than those of the group need not know.
-    whose: dict[str, Any] = (
+    # Local synchronization: ranks outside of the group need not take part.
+    members: dict[str, Any] = (
         {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True} if group else {}
     )
     timeout = dt.timedelta(seconds=timeout_s)
     try:
-        front, back = (dist.new_group(backend="gloo", timeout=timeout, **whose) for _ in range(2))
+        main, background = (dist.new_group(backend="gloo", timeout=timeout, **members) for _ in range(2))
     except RuntimeError as error:
-        raise UnavailableError(f"the ranks could not connect to save together: {error}") from error
-    return GroupChannel(front, timeout_s), GroupChannel(back, timeout_s)
+        raise UnavailableError(f"the ranks could not connect for saving: {error}") from error
+    return GroupChannel(main, timeout_s), GroupChannel(background, timeout_s)
 
 
 def describe_error(error: BaseException | None) -> Mapping[str, str] | None:
-    """Return an error as a message."""
+    """Return an error as a JSON message for `raise_on_all_ranks`; None for None."""
     return None if error is None else {"type": type(error).__name__, "message": str(error)}
 
 
-def raise_on_all_ranks(told: Sequence[Mapping[str, str] | None], own: BaseException | None = None) -> None:
-    """Raise the same error on all ranks, if one of them told of an error; that of the first of these.
+def raise_on_all_ranks(
+    errors_by_rank: Sequence[Mapping[str, str] | None], own_error: BaseException | None = None
+) -> None:
+    """Raise the error of the first rank that failed, the same on all ranks; return if no rank failed.
 
     Args:
-        told: what each rank's `describe_error` gave, the same on all ranks.
-        own: this rank's.
+        errors_by_rank: result of `describe_error` of each rank, the same on all ranks.
+        own_error: error of this rank.
 
     Raises:
-        DatasvcError: of the type that it has on the rank where it arose, if that is one of ours.
+        DatasvcError: a rank failed; of the type that the error has there, if that is a subclass of DatasvcError.
     """
-    failed = [(rank, error) for rank, error in enumerate(told) if error is not None]
+    failed = [(rank, error) for rank, error in enumerate(errors_by_rank) if error is not None]
     if not failed:
         return
     rank, error = failed[0]
-    if len(told) == 1 and isinstance(own, DatasvcError):
-        raise own
+    if len(errors_by_rank) == 1 and isinstance(own_error, DatasvcError):
+        raise own_error
     kind = getattr(errors, error["type"], None)
     is_ours = isinstance(kind, type) and issubclass(kind, DatasvcError)
     message = error["message"] if is_ours else f"{error['type']}: {error['message']}"
-    others = f" (and so {len(failed) - 1} other ranks, or for other reasons)" if len(failed) > 1 else ""
-    where = "" if len(told) == 1 else f"rank {rank}: "
-    raise (kind if is_ours and kind is not None else DatasvcError)(f"{where}{message}{others}") from own
+    others = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
+    prefix = "" if len(errors_by_rank) == 1 else f"rank {rank}: "
+    raise (kind if is_ours and kind is not None else DatasvcError)(f"{prefix}{message}{others}") from own_error
 
 
 def _padded(raw: bytes, width: int) -> torch.Tensor:

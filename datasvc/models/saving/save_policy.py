@@ -1,9 +1,9 @@
-"""When to save: as often as asked, and never so often that it costs the training more than it may.
+"""Save policy: how often to save, limited to a share of the training time.
 
-What a save costs is measured, as CheckFreq does (Mohan et al., FAST 2021): the time for which it stops the training,
-and the time by which the steps beside its writing take longer than others. The share of the training's time that this
-may take, `max_stall`, pays for it: the next save waits until the last one is paid for. No clocks but the one given,
-and no I/O.
+The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021): the time for which the save stops the
+training, plus the time by which steps are slower while a save is written. `max_stall` is the share of the training
+time that this overhead may take: the next save waits until enough training time has passed. Pure except for the clock
+that is passed in; no I/O.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Final
 
 from datasvc.errors import ConfigError
 
-LOOK_EVERY_S: Final = 1.0
-"""How long several ranks go on between two looks at the clock and at signals, about: a look is a message to all."""
+CHECK_EVERY_S: Final = 1.0
+"""Approximate seconds between two checks of clocks and signals in a job of several ranks: a check is a collective."""
 _MEASURED_STEPS: Final = 64
 _MIN_MEASURED_STEPS: Final = 8
 _LATEST_STEPS: Final = 4
-# What takes longer than both is something else than a step, such as an evaluation, and no reason to save less often.
+# A step that is longer than both is a break, such as an evaluation, and is not counted as slowed by a save.
 _MAX_STEP: Final = 10.0
 _MIN_BREAK_S: Final = 2.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
@@ -38,9 +38,9 @@ class SavePolicy:
     """How often to save.
 
     Attributes:
-        every_steps: at the steps that it divides; None: not by steps.
-        every_s: so many seconds after the last save; None: not by time.
-        max_stall: share of the training's time that saving may take, 0.03; None: any.
+        every_steps: save at multiples of this step number; None: not by steps.
+        every_s: save when so many seconds have passed since the last save; None: not by time.
+        max_stall: largest share of the training time that saving may take, 0.03; None: no limit.
     """
 
     every_steps: int | None = None
@@ -49,22 +49,22 @@ class SavePolicy:
 
     @property
     def is_set(self) -> bool:
-        """Whether it says when to save at all."""
+        """Whether any rule is set; without one `SaveScheduler` never asks for a save."""
         return (self.every_steps, self.every_s, self.max_stall) != (None, None, None)
 
     @property
     def needs_clock(self) -> bool:
-        """Whether it goes by time, which is not the same on two ranks."""
+        """Whether the policy depends on time, which differs between ranks."""
         return self.every_s is not None or self.max_stall is not None
 
 
 @dataclass(frozen=True)
 class SaveDecision:
-    """What a look at the clock said.
+    """Result of one check of the policy.
 
     Attributes:
-        is_due: save now.
-        next_step: step at which to look again.
+        is_due: whether to save now.
+        next_step: step of the next check.
     """
 
     is_due: bool
@@ -73,12 +73,12 @@ class SaveDecision:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What saving has cost a training.
+    """Training time that saving has taken.
 
     Attributes:
-        stall_s: for which it was stopped.
-        slowed_s: by which the steps beside the writing took longer than others do.
-        training_s: of the training, with both.
+        stall_s: seconds for which the training was stopped.
+        slowed_s: seconds by which steps during a write were slower than other steps.
+        training_s: training time in seconds, including both.
     """
 
     stall_s: float = 0.0
@@ -87,21 +87,21 @@ class SaveCost:
 
     @property
     def share(self) -> float:
-        """Share of the training's time that saving took; 0 before there was any."""
+        """Share of the training time that saving took; 0 before any training time."""
         return (self.stall_s + self.slowed_s) / self.training_s if self.training_s else 0.0
 
     def __sub__(self, before: SaveCost) -> SaveCost:
-        """Return what it cost since."""
+        """Return the cost since `before`."""
         return SaveCost(
             self.stall_s - before.stall_s, self.slowed_s - before.slowed_s, self.training_s - before.training_s
         )
 
 
-def parse_pace(every: int | str | None, max_stall: float | str | None) -> SavePolicy:
-    """Return the pace that `every=1000`, `"1000 steps"` or `"10min"`, and `max_stall="3%"` or `0.03`, mean.
+def parse_policy(every: int | str | None, max_stall: float | str | None) -> SavePolicy:
+    """Parse the settings: `every=1000`, `"1000 steps"` or `"10min"`, and `max_stall="3%"` or `0.03`.
 
     Raises:
-        ConfigError: they mean nothing.
+        ConfigError: a value is not in one of these forms or out of range.
     """
     share = parse_share(max_stall) if isinstance(max_stall, str) else max_stall
     if share is not None and not 0 < share < 1:
@@ -119,134 +119,134 @@ def parse_pace(every: int | str | None, max_stall: float | str | None) -> SavePo
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of "90s", "10min", "2h" or "1d". Raises ConfigError."""
+    """Return the seconds of "90s", "10min", "2h" or "1d". Raises ConfigError: another form, or zero."""
     match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not float(match[1]):
-        raise ConfigError(f"{text!r} is no duration; expected such as 90s, 10min or 2h")
+        raise ConfigError(f"{text!r} is not a valid duration; write 90s, 10min, 2h or 1d")
     return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_share(text: str) -> float:
-    """Return the share that "3%" is. Raises ConfigError."""
+    """Return "3%" as a share, 0.03. Raises ConfigError: another form."""
     match = _SHARE.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"{text!r} is no share; expected such as 3%")
+        raise ConfigError(f"{text!r} is not a valid share; write a percentage such as 3%")
     return float(match[1]) / 100
 
 
-class Cadence:
-    """Follows the steps of a run, and says when to save.
+class SaveScheduler:
+    """Measures the steps of a run and decides when to save.
 
     Args:
-        pace: how often.
-        now: seconds from any origin.
+        policy: how often to save.
+        now: clock, seconds from any origin.
 
     Attributes:
         cost: what saving has cost so far.
     """
 
-    def __init__(self, pace: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
-        self._pace = pace
+    def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
+        self._policy = policy
         self._now = now
         self._last_end = self._last_save = now()
-        self._last_look: int | None = None
+        self._last_check: int | None = None
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)
         self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)
         self._was_saving = False
         self._num_since_save = 0
         self._slowed_s = self._copied_s = 0.0
-        self._debt_s = 0.0
-        self._paid_share = 1.0 if pace.max_stall is None else pace.max_stall
+        self._overhead_s = 0.0
+        self._paid_share = 1.0 if policy.max_stall is None else policy.max_stall
         self.cost = SaveCost()
 
     @property
-    def debt_s(self) -> float:
-        """What was spent on saving and is not paid for yet, in seconds."""
-        return self._debt_s
+    def overhead_s(self) -> float:
+        """Seconds spent on saving that training time has not yet paid for, at the share `max_stall`."""
+        return self._overhead_s
 
     @property
     def step_s(self) -> float | None:
-        """Median time of the last steps beside which nothing was saved; None until there were some."""
+        """Median duration of the last steps without a running save; None before the first."""
         return statistics.median(self._undisturbed) if self._undisturbed else None
 
-    def ended_step(self, *, is_saving: bool) -> None:
-        """A step has ended; `is_saving` says whether something is being written beside it."""
+    def end_step(self, *, is_saving: bool) -> None:
+        """Record the end of a step; `is_saving`: whether a save is running now."""
         ended = self._now()
-        took_s, self._last_end = ended - self._last_end, ended
-        self._latest.append(took_s)
-        self._add_cost(training_s=took_s)
+        step_s, self._last_end = ended - self._last_end, ended
+        self._latest.append(step_s)
+        self._add_cost(training_s=step_s)
         is_disturbed, self._was_saving = is_saving or self._was_saving, is_saving
         if not is_disturbed:
-            self._undisturbed.append(took_s)
+            self._undisturbed.append(step_s)
             self._num_since_save += 1
         elif (usual_s := self.step_s) is not None:
-            is_break = took_s >= max(_MAX_STEP * usual_s, _MIN_BREAK_S)
-            # Of a break, what a device is known to have copied in it, and no more.
-            self._slowed(min(took_s - usual_s, self._unseen_copying_s) if is_break else took_s - usual_s)
-        self._debt_s = max(0.0, self._debt_s - self._paid_share * took_s)
+            is_break = step_s >= max(_MAX_STEP * usual_s, _MIN_BREAK_S)
+            # Of a break only the known device copies count as caused by the save.
+            self._record_slowdown(min(step_s - usual_s, self._unmeasured_copying_s) if is_break else step_s - usual_s)
+        self._overhead_s = max(0.0, self._overhead_s - self._paid_share * step_s)
 
-    def stalled(self, stall_s: float) -> None:
-        """A save has stopped the training for `stall_s` seconds, which are no part of a step."""
+    def record_stall(self, stall_s: float) -> None:
+        """Record that a save stopped the training for `stall_s` seconds, outside of any step."""
         self._last_end = self._last_save = self._now()
         self._add_cost(stall_s=stall_s, training_s=stall_s)
-        self._debt_s += stall_s
+        self._overhead_s += stall_s
         self._num_since_save, self._slowed_s, self._copied_s = 0, 0.0, 0.0
-        self._was_saving = True  # though it may be written before the step has ended
+        self._was_saving = True  # the write may start and end within the next step
 
-    def spent(self, spent_s: float) -> None:
-        """A save has kept a device from the training for `spent_s` seconds, within steps that have ended or will.
+    def record_device_copy(self, spent_s: float) -> None:
+        """Record that a save occupied a device for `spent_s` seconds, within past or later steps.
 
-        Steps that take so much longer for it are not counted again.
+        The same seconds are not counted again as a slower step.
         """
-        before_s, self._copied_s = self._beside_s, self._copied_s + spent_s
-        self._debt_s += self._beside_s - before_s
+        before_s, self._copied_s = self._disturbed_s, self._copied_s + spent_s
+        self._overhead_s += self._disturbed_s - before_s
 
-    def look(self, step: int, *, is_saving: bool) -> SaveDecision:
-        """Say whether to save after `step`, which has just ended, and when to look again."""
-        before = step - 1 if self._last_look is None else self._last_look
-        self._last_look = step
+    def decide(self, step: int, *, is_saving: bool) -> SaveDecision:
+        """Decide whether to save after `step`, which has just ended, and at which step to check again."""
+        before = step - 1 if self._last_check is None else self._last_check
+        self._last_check = step
         return SaveDecision(
-            self._is_due(before, step, is_saving=is_saving), step + self._steps_to_next_look(before, step)
+            self._is_due(before, step, is_saving=is_saving), step + self._steps_to_next_check(before, step)
         )
 
     @property
-    def _beside_s(self) -> float:
-        # Steps that took less than others, by chance or since the machine has less to do, do not pay for the stall.
-        # What devices copied is in what steps took longer, unless those were not measured.
+    def _disturbed_s(self) -> float:
+        # A negative sum means that steps were faster, by chance or for another reason: it must not pay for the stall.
+        # Device copies are part of the slower steps, unless those steps were not measured: the larger one counts.
         return max(0.0, self._slowed_s, self._copied_s)
 
     @property
-    def _unseen_copying_s(self) -> float:
+    def _unmeasured_copying_s(self) -> float:
         return max(0.0, self._copied_s - max(0.0, self._slowed_s))
 
-    def _slowed(self, by_s: float) -> None:
-        slowed_before_s, beside_before_s = max(0.0, self._slowed_s), self._beside_s
+    def _record_slowdown(self, by_s: float) -> None:
+        slowed_before_s, disturbed_before_s = max(0.0, self._slowed_s), self._disturbed_s
         self._slowed_s += by_s
         self._add_cost(slowed_s=max(0.0, self._slowed_s) - slowed_before_s)
-        self._debt_s += self._beside_s - beside_before_s
+        self._overhead_s += self._disturbed_s - disturbed_before_s
 
     def _add_cost(self, *, stall_s: float = 0.0, slowed_s: float = 0.0, training_s: float = 0.0) -> None:
         so_far = self.cost
         self.cost = SaveCost(so_far.stall_s + stall_s, so_far.slowed_s + slowed_s, so_far.training_s + training_s)
 
     def _is_due(self, before: int, step: int, *, is_saving: bool) -> bool:
-        pace = self._pace
-        if not pace.is_set:
+        policy = self._policy
+        if not policy.is_set:
             return False
-        if pace.max_stall is not None and (self._debt_s > 0 or is_saving):
+        if policy.max_stall is not None and (self._overhead_s > 0 or is_saving):
             return False
-        if pace.every_steps is not None:
-            return step // pace.every_steps > before // pace.every_steps
-        if pace.every_s is not None:
-            return self._now() - self._last_save >= pace.every_s
-        # Nothing but the share: not before it is known how long a step takes now.
+        if policy.every_steps is not None:
+            return step // policy.every_steps > before // policy.every_steps
+        if policy.every_s is not None:
+            return self._now() - self._last_save >= policy.every_s
+        # Only `max_stall` is set: wait until enough undisturbed steps give a current step time.
         return self._num_since_save >= _MIN_MEASURED_STEPS
 
-    def _steps_to_next_look(self, before: int, step: int) -> int:
+    def _steps_to_next_check(self, before: int, step: int) -> int:
         longest_s = max(self._latest, default=0.0)
         if not longest_s:
             return 1
-        # A signal waits for the next look: steps that have become slow count at once, quick ones little by little.
-        steps = min(max(1, math.floor(LOOK_EVERY_S / longest_s)), 2 * max(1, step - before))
-        every = self._pace.every_steps
+        # A signal waits for the next check: a slow step shortens the interval at once, fast steps at most double it.
+        steps = min(max(1, math.floor(CHECK_EVERY_S / longest_s)), 2 * max(1, step - before))
+        every = self._policy.every_steps
         return steps if every is None else min(steps, every - step % every)

@@ -1,8 +1,8 @@
-"""Whether all ranks of a save store to one place: a path such as `./repo` may be another folder on every node.
+"""Checks that all ranks of a save store to the same place: `./repo` may be a different folder on every node.
 
-A rank leaves a marker, a small file of a random name with random content, and another one reads it. The name was
-never looked up before, so no cache of a file system or driver can answer for it. The marker is removed at once; that
-of a process that dies is a temporary file, which `gc` removes.
+One rank writes a marker, a small file with a random name and random content, and another one reads it. No cache of a
+file system or driver can answer for a name that was never looked up. The marker is removed at once; one that a killed
+process leaves is a temporary file, which `gc` removes.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _READS_AT_ONCE: Final = 16
 
 
 class Marker(NamedTuple):
-    """A file that a rank left in the repository.
+    """A file that a rank wrote into the repository for this check.
 
     Attributes:
-        path: below the root.
-        content: what is in it.
+        path: path below the root.
+        content: content of the file.
     """
 
     path: str
     content: str
 
 
-def leave_marker(storage: Storage) -> Marker:
-    """Write a marker. Raises ConfigError, UnavailableError."""
+def write_marker(storage: Storage) -> Marker:
+    """Write a marker and return it. Raises ConfigError, UnavailableError."""
     content = secrets.token_hex(16)
     return Marker(storage.create_temporary(content.encode()), content)
 
 
-def sees(storage: Storage, marker: Marker) -> bool:
-    """Return whether what another rank left is found here. Raises ConfigError, UnavailableError."""
+def can_read_marker(storage: Storage, marker: Marker) -> bool:
+    """Return whether this rank can read another rank's marker. Raises ConfigError, UnavailableError."""
     try:
         return storage.read(marker.path, len(marker.content)) == marker.content.encode()
     except NotFoundError:
@@ -50,61 +50,64 @@ def sees(storage: Storage, marker: Marker) -> bool:
 
 
 def check_same_store(channel: RankChannel, storage: Storage) -> None:
-    """Raise the same error on all ranks where they do not store to one place. Every rank calls this.
+    """Check that all ranks store to the same place; every rank calls this, and all raise the same error.
 
     Raises:
-        ConfigError: some ranks do not see what rank 0 has written; names them. Or the store cannot be written.
+        ConfigError: some ranks cannot read the marker of rank 0; the message names them. Or the store is not
+            writable.
         UnavailableError: the store did not answer, or a rank is lost.
     """
     error: Exception | None = None
-    marker, is_seen = None, False
+    marker, is_visible = None, False
     with ExitStack() as stack:
         try:
             storage.check_writable()
             if channel.rank == 0 and channel.size > 1:
-                marker = leave_marker(storage)
+                marker = write_marker(storage)
                 stack.callback(storage.remove_temporary, marker.path)
-        except Exception as failure:  # noqa: BLE001 - told to all ranks, and raised on all
+        except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
         answers = channel.exchange([describe_error(error), marker, redact_url(storage.url)])
         raise_on_all_ranks([answer[0] for answer in answers], error)
         if channel.size == 1:
             return
-        _, left, place = answers[0]
+        _, rank0_marker, rank0_url = answers[0]
         try:
-            is_seen = sees(storage, Marker(*left))
+            is_visible = can_read_marker(storage, Marker(*rank0_marker))
         except Exception as failure:  # noqa: BLE001 - likewise
             error = failure
-        answers = channel.exchange([describe_error(error), is_seen])
+        answers = channel.exchange([describe_error(error), is_visible])
     raise_on_all_ranks([answer[0] for answer in answers], error)
-    check_seen((rank for rank, answer in enumerate(answers) if not answer[1]), channel.size, place)
+    check_all_visible((rank for rank, answer in enumerate(answers) if not answer[1]), channel.size, rank0_url)
 
 
 def check_markers(storage: Storage, markers: Sequence[Marker | None]) -> None:
-    """Do the same where every rank but this one has left a marker, and remove those.
+    """Check and remove the markers that the other ranks have written; for saves where a coordinator collects them.
 
     Args:
-        storage: of this rank, the coordinator.
-        markers: by rank; None: the rank has left none.
+        storage: storage of this rank, the coordinator.
+        markers: marker by rank; None: the rank wrote none.
 
     Raises:
-        ConfigError: some of them are not found here; names their ranks.
+        ConfigError: this rank cannot read some of them; the message names their ranks.
         UnavailableError: the store did not answer.
     """
-    left = {rank: marker for rank, marker in enumerate(markers) if marker is not None}
+    written = {rank: marker for rank, marker in enumerate(markers) if marker is not None}
     with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-markers") as pool:
-        found = dict(zip(left, pool.map(partial(sees, storage), left.values()), strict=True))
-        list(pool.map(storage.remove_temporary, (left[rank].path for rank, is_seen in found.items() if is_seen)))
-    check_seen((rank for rank, is_seen in found.items() if not is_seen), len(markers), redact_url(storage.url))
+        visible = dict(zip(written, pool.map(partial(can_read_marker, storage), written.values()), strict=True))
+        list(pool.map(storage.remove_temporary, (written[rank].path for rank, is_seen in visible.items() if is_seen)))
+    check_all_visible(
+        (rank for rank, is_seen in visible.items() if not is_seen), len(markers), redact_url(storage.url)
+    )
 
 
-def check_seen(blind: Iterable[int], num_ranks: int, place: str) -> None:
-    """Raise ConfigError if ranks, `blind`, do not find what rank 0 has in its repository at `place`, or it theirs."""
-    ranks = set(blind)
+def check_all_visible(mismatched: Iterable[int], num_ranks: int, url: str) -> None:
+    """Raise ConfigError if any rank, `mismatched`, does not share the repository of rank 0 at `url`."""
+    ranks = set(mismatched)
     if ranks:
         raise ConfigError(
-            f"rank {describe_numbers(ranks)} (of {num_ranks}) does not store to the same place as rank 0, {place}, "
-            "though the path may have the same name there. Each would keep a part of the checkpoint, and nobody "
-            "could restore it; nothing was stored. Give all ranks one repository: a folder that all nodes mount, or "
+            f"rank {describe_numbers(ranks)} (of {num_ranks}) does not store to the same place as rank 0, {url}, "
+            "even if the path has the same name there. The checkpoint would be spread over several places and could "
+            "not be restored; nothing was stored. Give all ranks one repository: a folder that all nodes mount, or "
             "an object store such as s3://bucket/prefix"
         )

@@ -1,7 +1,7 @@
-"""Copies of a state in memory of the host that is used again: what a save writes while the training goes on.
+"""Staging buffers: reusable host memory that holds a copy of a state while the training changes the original.
 
-Memory is allocated once per buffer, not per save, and of as many buffers as there may be saves at a time, so that a
-save costs one pass over the bytes and the memory is bounded. Nothing that changes after `copy` reaches the copies.
+Memory is allocated once per buffer, not per save, and there is one buffer per concurrent save: a save costs one pass
+over the bytes, and memory is bounded. Changes of the originals after `copy` do not affect the copies.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MADV_WIPEONFORK: Final = 18  # linux/mman.h; Python does not name it
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Tensors on the host, in a buffer that must not be copied into again while they are read.
+    """Tensors in host memory; the buffer must not be filled again while they are read.
 
     Attributes:
-        tensors: by the names of the originals; tensors that were the same bytes are the same ones.
-        nbytes: of all, those that are the same counted once.
+        tensors: copies by the names of the originals; originals that share memory share one copy.
+        nbytes: bytes of all copies; a shared copy counts once.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -39,12 +39,12 @@ class HostCopies:
     _events: tuple[tuple[torch.device, Any, Any], ...]
 
     def wait(self) -> float:
-        """Return once devices have copied, with the seconds for which the busiest of them did nothing else."""
+        """Wait for the device copies; return the seconds for which the busiest device was copying."""
         import torch
 
         longest_s = 0.0
         for device, began, ended in self._events:
-            # Another thread's current device is the first, which this process may have nothing to do with.
+            # The current device of this thread is cuda:0, which this process may not use at all.
             with torch.cuda.device(device):
                 ended.synchronize()
                 longest_s = max(longest_s, began.elapsed_time(ended) / 1000)
@@ -52,12 +52,12 @@ class HostCopies:
 
 
 class HostBuffer:
-    """Memory that holds one state at a time; it grows to the largest. Safe for threads."""
+    """Host memory for one state at a time; grows to the largest state. Safe for threads."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._is_pinned = False
-        # Whose driver was asked to pin the memory, which it may have refused; None: none was.
+        # Device whose driver was asked to pin the memory, even if it refused; None: no driver was asked.
         self._pinned_for: torch.device | None = None
         self._lock = threading.Lock()
 
@@ -67,36 +67,37 @@ class HostBuffer:
         return 0 if self._memory is None else self._memory.numel()
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> HostCopies:
-        """Copy tensors of any device; those on CUDA are copied by their current streams, without a wait.
+        """Copy tensors from any device to the host; copies from CUDA run asynchronously on the current streams.
 
-        Work that these streams are given later, such as the next update of the weights, comes after the copies.
-        Copies that an earlier call returned are overwritten.
+        Work that is queued on these streams later, such as the next optimizer step, runs after the copies. The copies
+        that an earlier call returned are overwritten.
 
         Raises:
-            ConfigError: memory does not suffice.
+            ConfigError: there is not enough memory.
         """
         import torch
 
-        places, nbytes = plan_places(tensors)
+        offsets, nbytes = plan_offsets(tensors)
         copies: dict[str, torch.Tensor] = {}
-        filled: dict[int, torch.Tensor] = {}
+        by_offset: dict[int, torch.Tensor] = {}
         events = _CopyEvents()
         with self._lock, torch.no_grad():
-            self._grow(nbytes, pinned_for=next((each.device for each in tensors.values() if each.is_cuda), None))
+            first_cuda = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+            self._grow(nbytes, pinned_for=first_cuda)
             for name, tensor in tensors.items():
-                place = places[name]
+                offset = offsets[name]
                 if not tensor.numel():
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                     continue
-                if place not in filled:
-                    filled[place] = self._fill(place, tensor.detach(), events)
-                copies[name] = filled[place]
+                if offset not in by_offset:
+                    by_offset[offset] = self._fill(offset, tensor.detach(), events)
+                copies[name] = by_offset[offset]
         return HostCopies(copies, nbytes, events.end())
 
     def reserve_like(self, other: HostBuffer) -> None:
-        """Have as much memory as `other`, touched already, so that the first `copy` does not wait for it.
+        """Allocate as much memory as `other` has and touch it, so that the first `copy` does not pay for page faults.
 
-        Nothing happens where there is memory already. Raises ConfigError: memory does not suffice.
+        Does nothing if this buffer has memory already. Raises ConfigError: there is not enough memory.
         """
         with self._lock:
             if self._memory is None and other.capacity_bytes:
@@ -104,7 +105,7 @@ class HostBuffer:
                 self._touch()
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         with self._lock:
             self._release()
 
@@ -124,15 +125,15 @@ class HostBuffer:
         self._memory, self._pinned_for = _map_memory(nbytes), pinned_for
         self._is_pinned = pinned_for is not None and _pin(self._memory, pinned_for)
 
-    def _fill(self, place: int, tensor: torch.Tensor, events: _CopyEvents) -> torch.Tensor:
+    def _fill(self, offset: int, tensor: torch.Tensor, events: _CopyEvents) -> torch.Tensor:
         assert self._memory is not None
-        room = self._memory[place : place + tensor.numel() * tensor.element_size()]
-        copied = room.view(tensor.dtype).view(tensor.shape)
+        target = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
+        copied = target.view(tensor.dtype).view(tensor.shape)
         if tensor.is_cuda:
             events.begin(tensor.device)
-            # It may be of another stream, on which its memory is given to something else once it is freed.
+            # The tensor may belong to another stream: its memory must not be reused there before the copy has run.
             tensor.record_stream(events.stream(tensor.device))
-            # Resolved on the device: `copy_` would do it on the host, without waiting for the bytes.
+            # Resolve on the device: `copy_` would do it on the host, before the bytes have arrived.
             copied.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         else:
             copied.copy_(tensor)
@@ -140,7 +141,7 @@ class HostBuffer:
 
 
 class _CopyEvents:
-    """When each device began to copy, and when it ended."""
+    """Start and end events of the copies, per device."""
 
     def __init__(self) -> None:
         self._began: dict[Any, Any] = {}
@@ -166,47 +167,47 @@ class _CopyEvents:
         return event
 
 
-def plan_places(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """Return where in a buffer each tensor goes, in bytes, and the size of the buffer.
+def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
+    """Return the offset of each tensor in a buffer, in bytes, and the size of the buffer.
 
-    Tensors that are the same elements of the same memory, such as tied weights, get one place.
+    Tensors that are the same elements of the same memory, such as tied weights, share one offset.
     """
-    places: dict[str, int] = {}
-    known: dict[Any, int] = {}
+    offsets: dict[str, int] = {}
+    offset_by_memory: dict[Any, int] = {}
     end = 0
     for name, tensor in tensors.items():
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        same = (tensor.device, tensor.data_ptr(), *layout)
-        if same not in known:
-            known[same] = end
+        memory = (tensor.device, tensor.data_ptr(), *layout)
+        if memory not in offset_by_memory:
+            offset_by_memory[memory] = end
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        places[name] = known[same]
-    return places, end
+        offsets[name] = offset_by_memory[memory]
+    return offsets, end
 
 
 def _map_memory(nbytes: int) -> torch.Tensor:
-    """Return memory that a forked child has empty: every page would be copied at the next save otherwise."""
+    """Return anonymous memory that is empty in forked children: copy-on-write would slow the next save otherwise."""
     import torch
 
     try:
         mapped = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ConfigError(
-            f"there is no memory for a copy of {nbytes} bytes ({error}), and two are needed to save while the "
-            "training goes on; datasvc.models.save() needs none"
+            f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
+            "copies, datasvc.models.save() needs none"
         ) from error
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
         try:
             mapped.madvise(advice)
         except OSError:
-            logger.debug("the kernel takes no advice %d", advice)
+            logger.debug("the kernel does not support madvise %d", advice)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _pin(memory: torch.Tensor, device: torch.device) -> bool:
-    """Let devices write to the memory while the processor goes on; returns whether they can.
+    """Pin the memory, so that devices copy into it asynchronously; return whether that worked.
 
-    `device` is one that the process uses: asking on behalf of another would take memory there.
+    `device` is one that this process uses already: a call for another one would allocate a context there.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What happens to a save after the training goes on: wait for the copies, store, commit, remember."""
+"""Background part of a save: waits for the device copies, stores the tensors and commits the version."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class VersionWriter:
-    """Writes the versions of one model, one after the other, from the thread that saves.
+    """Writes the versions of one model one after the other, in the save thread.
 
     Args:
-        repository: where to.
-        name: of the model.
+        repository: repository that stores the versions.
+        name: name of the model.
         codec: see `store_tensors`.
-        channel: between the ranks, for this thread alone.
+        channel: channel between the ranks that no other thread uses.
 
     Attributes:
-        newest: version that it committed last, or that was restored since; None: none.
+        newest: version that was committed or restored last; None: none.
     """
 
     def __init__(self, repository: Repository, name: str, codec: Codec, channel: RankChannel) -> None:
@@ -42,29 +42,29 @@ class VersionWriter:
         self._codec: Codec = codec
         self._channel = channel
         self._records: tuple[str, Sequence[TensorRecord]] = ("", ())
-        # Copies that the save before wrote: the training may be overwriting them, which `store_pieces` sees.
-        self._held: Mapping[str, torch.Tensor] = {}
+        # Copies that the last save wrote. The training may overwrite them; `store_chunks` checks their digests.
+        self._base_tensors: Mapping[str, torch.Tensor] = {}
         self._trusts_base = True
         self.newest: Resolved | None = None
 
     def write(
         self,
-        content: FlatState,
+        flat_state: FlatState,
         copy: Callable[[], HostCopies],
-        about: VersionMetadata,
+        metadata: VersionMetadata,
         handle: SaveHandle,
         on_copied: Callable[[float], None],
         began_s: float,
     ) -> Resolved:
-        """Store and commit; every rank calls this, and gets the same version or the same error.
+        """Store and commit a state; every rank calls this and gets the same version or the same error.
 
         Args:
-            content: what to save, of which names and skeletons count.
-            copy: returns its tensors, or raises why there are none.
-            about: what is said of it.
-            handle: of the save.
-            on_copied: is told the seconds that a device copied.
-            began_s: when it was asked for, by `time.perf_counter`.
+            flat_state: state to save; its names and skeletons are used, its tensors come from `copy`.
+            copy: returns the copied tensors, or raises the reason why there are none.
+            metadata: metadata of the version.
+            handle: handle of the save.
+            on_copied: called with the seconds that a device was copying.
+            began_s: time of the call, by `time.perf_counter`.
 
         Raises:
             DatasvcError: see `save_distributed`.
@@ -76,36 +76,36 @@ class VersionWriter:
             device_s = copies[0].wait()
             handle.stall_s += device_s
             on_copied(device_s)
-            return content.with_tensors(copies[0].tensors)
+            return flat_state.with_tensors(copies[0].tensors)
 
         trusts_base, self._trusts_base = self._trusts_base, False
         version = save_distributed(
             self._channel,
             self._repository.objects,
             prepare,
-            lambda stored: self._commit(stored, about, handle, began_s),
-            step=about.step,
-            # After a failure in full: should the version before lack objects, whoever builds on it fails for ever.
-            base=lambda: self._base(about) if self._codec == "delta" and trusts_base else (),
-            held=self._held,
+            lambda stored: self._commit(stored, metadata, handle, began_s),
+            step=metadata.step,
+            # After a failure store in full: if the base lacks objects, every save that builds on it would fail too.
+            base=lambda: self._base(metadata) if self._codec == "delta" and trusts_base else (),
+            base_tensors=self._base_tensors,
             codec=self._codec,
         )
         self._trusts_base = True
-        self._held = copies[0].tensors
+        self._base_tensors = copies[0].tensors
         self.newest = version
         return version
 
-    def forget_copies(self) -> None:
-        """Let go of the copies of the last save."""
-        self._held = {}
+    def release_copies(self) -> None:
+        """Drop the copies of the last save, so that their memory can be freed."""
+        self._base_tensors = {}
 
-    def _parent(self, about: VersionMetadata) -> str | None:
-        return about.parent or (None if self.newest is None else str(self.newest))
+    def _parent(self, metadata: VersionMetadata) -> str | None:
+        return metadata.parent or (None if self.newest is None else str(self.newest))
 
-    def _base(self, about: VersionMetadata) -> Sequence[TensorRecord]:
-        """Return the tensors that those of the save are stored as differences to."""
-        parent = self._parent(about)
-        # Remembered records may name objects that went with their version: as long as it is there, they are.
+    def _base(self, metadata: VersionMetadata) -> Sequence[TensorRecord]:
+        """Return the records of the version to which the tensors of this save are stored as differences."""
+        parent = self._parent(metadata)
+        # Cached records are valid while their version exists: its removal may delete the objects that they name.
         if parent is not None and self._records[0] == parent and self._is_there(parent):
             return self._records[1]
         self._records = ("", ())
@@ -118,13 +118,13 @@ class VersionWriter:
             return False
         return True
 
-    def _commit(self, stored: StoredState, about: VersionMetadata, handle: SaveHandle, began_s: float) -> Resolved:
+    def _commit(self, stored: StoredState, metadata: VersionMetadata, handle: SaveHandle, began_s: float) -> Resolved:
         duration = {"stall_s": handle.stall_s, "total_s": time.perf_counter() - began_s}
         version = commit(
             self._repository,
             self._name,
             stored,
-            replace(about, parent=self._parent(about)),
+            replace(metadata, parent=self._parent(metadata)),
             extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
         )
         self._records = (str(version), stored.records)

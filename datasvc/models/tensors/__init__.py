@@ -1,1 +1,1 @@
-"""How tensors become stored bytes: chunks, byte planes, deltas and the table that lists them."""
+"""Stores tensors as objects: chunks, byte planes, differences, and the table that lists them."""

@@ -1,7 +1,7 @@
-"""Words taken apart into planes of their bytes, and put together again; differences of words on the way.
+"""Splits words into planes of their bytes and joins them again, optionally as differences to other words.
 
-All of it goes in blocks that stay in the processor's cache. Arithmetic and casts of whole words run on the vectors of
-the processor, where single bytes with a stride between them do not: up to words of four bytes that is faster.
+All steps run on blocks that fit into the processor's caches. Arithmetic and casts of whole words use vector
+instructions, while copies of single bytes with a stride do not: up to words of four bytes arithmetic is faster.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ WORD_BYTES: Final = (1, 2, 4, 8)
 _SIGNED: Final = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BLOCK_WORDS: Final = 128 << 10
-"""Words that pass through all steps at once: few enough for the caches, enough that threads seldom take turns."""
+"""Words per block: few enough for the caches, many enough that threads rarely compete for the interpreter lock."""
 _WIDEST_MULTIPLIED: Final = 4
 
 
 def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -> Bytes:
-    """Return the planes of words, or of what they differ by from those of `base`.
+    """Return the planes of words, or of their differences to the words of `base`.
 
     Args:
         content: whole little-endian words.
-        word: their size: 1, 2, 4 or 8.
-        encoding: "planes", or "xor" or "difference", which need a base.
-        base: what came before, of the same size.
+        word: size of a word in bytes: 1, 2, 4 or 8.
+        encoding: "planes"; or "xor" or "difference", which need a base.
+        base: earlier content of the same size.
 
     Returns:
         `uint8[word, words]`, lowest bytes first.
@@ -53,12 +53,12 @@ def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -
 
 
 def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
-    """Set `out` to the words that planes give, or change it by them.
+    """Set `out` to the words of the planes, or apply the planes to it as a difference.
 
     Args:
-        planes: one for each byte of a word, lowest first, of as many bytes as there are words.
-        encoding: as of `split`.
-        out: C-contiguous; for "xor" and "difference" it holds what came before.
+        planes: one plane for each byte of a word, lowest first, each with one byte per word.
+        encoding: as in `split`.
+        out: C-contiguous; for "xor" and "difference" it holds the earlier content.
     """
     word = len(planes)
     words = out.view(_UNSIGNED[word])
@@ -81,25 +81,25 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
 
 
 class _PlaneBuffers:
-    """Memory for words of two and four bytes that are on their way into larger ones.
+    """Memory for words of two and four bytes that are being joined to larger ones.
 
     Args:
-        most: words at once.
-        word: size of the largest.
+        max_words: number of words per block.
+        word: size of the largest words in bytes.
 
     Attributes:
-        narrow: for words that are to be widened, by their size.
-        low: for the lower half of words, by their size.
+        narrow: memory for words that will be widened, by word size.
+        low: memory for the lower halves of words, by word size.
     """
 
-    def __init__(self, most: int, word: int) -> None:
+    def __init__(self, max_words: int, word: int) -> None:
         sizes = [size for size in (2, 4) if size <= word <= _WIDEST_MULTIPLIED]
-        self.narrow: dict[int, _Words] = {size: np.empty(most, _UNSIGNED[size]) for size in sizes if size < word}
-        self.low: dict[int, _Words] = {size: np.empty(most, _UNSIGNED[size]) for size in sizes}
+        self.narrow: dict[int, _Words] = {size: np.empty(max_words, _UNSIGNED[size]) for size in sizes if size < word}
+        self.low: dict[int, _Words] = {size: np.empty(max_words, _UNSIGNED[size]) for size in sizes}
 
 
 def _join_block(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers) -> None:
-    """Set each word to the bytes that planes have of it."""
+    """Set each word to its bytes from the planes."""
     word = len(planes)
     if word == 1:
         out[:] = planes[0]
@@ -111,14 +111,14 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers) -> 
         half = word // 2
         low = memory.low[word][: out.size]
         _join_and_widen(planes[half:], out, memory)
-        # Cast before, and multiplied: a shift takes twice as long, and so does an operation on words of two sizes.
+        # Widen first, then multiply: a shift takes twice as long, and so does an operation on words of two sizes.
         np.multiply(out, 1 << 8 * half, out=out)
         _join_and_widen(planes[:half], low, memory)
         np.bitwise_or(out, low, out=out)
 
 
 def _join_and_widen(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers) -> None:
-    """Set each word to a smaller one, which has the bytes of these planes."""
+    """Set each word to a narrower one that consists of these planes."""
     if len(planes) == 1:
         out[:] = planes[0]
         return
@@ -128,7 +128,7 @@ def _join_and_widen(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers)
 
 
 def _subtract(block: _Words, base: _Words, encoding: str) -> _Words:
-    """Return by what words differ; the sign of integers is folded into the lowest bit."""
+    """Return the differences of words; the sign of an integer difference is folded into the lowest bit."""
     if encoding == "xor":
         return np.bitwise_xor(block, base)
     word = block.itemsize
@@ -140,7 +140,7 @@ def _subtract(block: _Words, base: _Words, encoding: str) -> _Words:
 
 
 def _unfold(differences: _Words, signs: _Words) -> None:
-    """Give each difference its sign again; `signs` is memory for it."""
+    """Restore the signs of differences, in place; `signs` is scratch memory."""
     np.bitwise_and(differences, 1, out=signs)
     np.negative(signs, out=signs)
     differences >>= 1

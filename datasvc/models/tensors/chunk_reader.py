@@ -1,7 +1,7 @@
-"""Reading pieces: the links of their chains fetched, decoded, and checked against the piece's digest.
+"""Reads chunks: fetches and decodes the links of their chains and verifies the result against the chunk's digest.
 
-Links that lie beside each other in one object are read in one request. Where the bytes turn out to be wrong, the
-source is asked for good copies of every link.
+Adjacent links of one object are read in one request. If a result does not match, the source is asked for good copies
+of every link.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ import numpy as np
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models.tensors.codec import Bytes, ChainDecoder, Decoders
-from datasvc.models.tensors.tensor_table import MAX_ENCODED_PIECE_BYTES, ChainLink, Chunk
+from datasvc.models.tensors.tensor_table import MAX_ENCODED_CHUNK_BYTES, ChainLink, Chunk
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import digest_of
 
 _MAX_BYTES_AT_ONCE: Final = 8 << 20
-# To read over a gap of this size costs less than another request.
+# Reading over a gap of this size costs less than another request.
 _GAP_BYTES: Final = 64 << 10
 
 
 class ChunkSource(Protocol):
-    """Where stored bytes are read: a repository's `Objects`, the node's cache, several repositories in turn.
+    """A source of stored bytes: a repository's `Objects`, the node's cache, or several repositories with failover.
 
-    Safe for threads. What it gives need not be verified: whoever loads checks it, and asks for other copies.
+    Safe for threads. Results may be unverified: the caller verifies them and asks for other copies.
     """
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes | memoryview:
         """Return exactly `length` bytes of an object from `offset`.
 
         Raises:
-            NotFoundError: no copy of the object is known.
-            CorruptDataError: it ends before.
-            UnavailableError: no copy could be read now.
+            NotFoundError: no place has the object.
+            CorruptDataError: the object ends before `offset + length`.
+            UnavailableError: no copy can be read now.
         """
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[bytes | memoryview]:
-        """Yield the same range of every good copy there is, the nearest first.
+        """Yield the same range of every good copy, nearest first.
 
-        Asked after damage was found: a copy counts where the whole object has the digest that it is named by.
+        Called after damage was found. A copy is good if the whole object matches its digest.
         """
 
     def location(self, digest: Digest) -> str:
-        """Return where the object lies, for messages."""
+        """Return the location of the object, for messages."""
 
 
 @runtime_checkable
 class NearSource(ChunkSource, Protocol):
-    """A source whose bytes may lie on this machine."""
+    """A source that may read from this machine's disks."""
 
     @property
     def is_near(self) -> bool:
-        """Whether they do: then they are read into memory that is used again, a few pieces at once."""
+        """Whether objects are local: they are then read into reused memory, by few threads."""
 
     def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
         """Fill `out` with bytes of an object from `offset`. Raises as `read_range`."""
@@ -64,7 +64,7 @@ class NearSource(ChunkSource, Protocol):
 
 @dataclass
 class _SharedRange:
-    """A range of an object that several links share. Kept in memory from its first use to its last."""
+    """A range of an object that holds several links; its content is kept from the first use to the last."""
 
     object: Digest
     offset: int
@@ -74,58 +74,58 @@ class _SharedRange:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class PieceReader:
-    """Reads pieces, each of which was announced. Safe for threads.
+class ChunkReader:
+    """Reads a set of chunks that is given in advance. Safe for threads.
 
     Args:
-        source: of the bytes.
-        pieces: those that will be read, once each.
-        decoders: that other readers use too; default: its own.
+        source: source of the bytes.
+        chunks: chunks that will be read, once each.
+        decoders: decoders shared with other readers; default: own ones.
     """
 
-    def __init__(self, source: ChunkSource, pieces: Iterable[Chunk], decoders: Decoders | None = None) -> None:
+    def __init__(self, source: ChunkSource, chunks: Iterable[Chunk], decoders: Decoders | None = None) -> None:
         self._source = source
         self._near = source if is_near(source) else None
-        self._spans = plan_spans(link for piece in pieces for link in piece.chain)
+        self._spans = plan_shared_ranges(link for chunk in chunks for link in chunk.chain)
         self._decoders = decoders or Decoders()
 
-    def read(self, name: str, piece: Chunk, out: Bytes) -> None:
-        """Fill `out`, which has the piece's size, with its verified bytes.
+    def read(self, name: str, chunk: Chunk, out: Bytes) -> None:
+        """Fill `out` with the verified bytes of a chunk.
 
         Args:
-            name: of the tensor, for messages.
-            piece: announced before.
-            out: C-contiguous, aligned to the elements. After an error it holds bytes not to be used.
+            name: name of the tensor, for messages.
+            chunk: one of the reader's chunks.
+            out: C-contiguous memory of the chunk's size, aligned to its elements; invalid after an error.
 
         Raises:
-            CorruptDataError, NotFoundError, UnavailableError: as `read.load_tensors`.
+            CorruptDataError, NotFoundError, UnavailableError: see `read.load_tensors`.
         """
         try:
-            self._fill(piece, out)
+            self._fill(chunk, out)
         except NotFoundError as error:
             raise NotFoundError(f"tensor {name!r} is missing: {error}") from error
         except CorruptDataError:
-            pass
+            pass  # handled below, as a digest that does not match
         else:
-            if digest_of(out.data) == piece.digest:
+            if digest_of(out.data) == chunk.digest:
                 return
-        self._fill_from_other_copies(name, piece, out)
+        self._fill_from_other_copies(name, chunk, out)
 
-    def _fill(self, piece: Chunk, out: Bytes) -> None:
-        (first, *more), near = piece.chain, self._near
+    def _fill(self, chunk: Chunk, out: Bytes) -> None:
+        (first, *more), near = chunk.chain, self._near
         if not more and first.encoding == "raw" and first.is_whole_object:
             self._fill_raw(first, out)
         elif near is not None:
             with self._decoders.borrow() as decoder:
-                links = ((link.encoding, self._read_near(near, link, decoder)) for link in piece.chain)
+                links = ((link.encoding, self._read_near(near, link, decoder)) for link in chunk.chain)
                 decoder.decode(links, out)
         else:
-            whole = [(link.encoding, self._read_link(link)) for link in piece.chain]
+            links_read = [(link.encoding, self._read_link(link)) for link in chunk.chain]
             with self._decoders.borrow() as decoder:
-                decoder.decode(whole, out)
+                decoder.decode(links_read, out)
 
     def _fill_raw(self, link: ChainLink, out: Bytes) -> None:
-        """Fill `out` with a raw link's bytes, needing little memory beside."""
+        """Fill `out` with the bytes of a raw link, in parts, so that little further memory is needed."""
         if self._near is not None:
             self._near.read_into(link.object, link.offset, out.data)
             return
@@ -135,7 +135,7 @@ class PieceReader:
             out[offset : offset + length] = np.frombuffer(content, np.uint8)
 
     def _read_near(self, source: NearSource, link: ChainLink, decoder: ChainDecoder) -> bytes | memoryview:
-        """Return a link's bytes, in memory of the decoder's where they are an object of their own."""
+        """Return the bytes of a link, in the decoder's memory if the link is a whole object."""
         if not link.is_whole_object:
             return self._read_link(link)
         content = decoder.memory(link.length)
@@ -156,22 +156,22 @@ class PieceReader:
                 span.content = None
         return content[link.offset - span.offset :][: link.length]
 
-    def _fill_from_other_copies(self, name: str, piece: Chunk, out: Bytes) -> None:
-        for links in self._good_copies(name, piece):
+    def _fill_from_other_copies(self, name: str, chunk: Chunk, out: Bytes) -> None:
+        for links in self._good_copies(name, chunk):
             with suppress(CorruptDataError), self._decoders.borrow() as decoder:
                 decoder.decode(links, out)
-                if digest_of(out.data) == piece.digest:
+                if digest_of(out.data) == chunk.digest:
                     return
         raise CorruptDataError(
-            f"tensor {name!r} is corrupt: its objects are as they were stored, but are not what its table says; "
+            f"tensor {name!r} is corrupt: its objects match their digests, but are not what its table says; "
             "restore another version"
         )
 
-    def _good_copies(self, name: str, piece: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
-        """Yield the piece's links from the first good copy of each, then from the next, while any has one."""
-        copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in piece.chain]
+    def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
+        """Yield the links of a chunk from the first good copy of each, then from the next copies, if any."""
+        copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in chunk.chain]
         contents: list[bytes | memoryview] = []
-        for link, copy in zip(piece.chain, copies, strict=True):
+        for link, copy in zip(chunk.chain, copies, strict=True):
             content = next(copy, None)
             if content is None:
                 raise CorruptDataError(
@@ -180,24 +180,24 @@ class PieceReader:
                 )
             contents.append(content)
         while True:
-            yield [(link.encoding, content) for link, content in zip(piece.chain, contents, strict=True)]
+            yield [(link.encoding, content) for link, content in zip(chunk.chain, contents, strict=True)]
             further = [next(copy, None) for copy in copies]
             if all(content is None for content in further):
                 return
             contents = [old if new is None else new for old, new in zip(contents, further, strict=True)]
 
 
-def plan_spans(links: Iterable[ChainLink]) -> dict[tuple[Digest, int, int], _SharedRange]:
-    """Return which range to read for each link that shares its object, by the link's place."""
-    places: dict[tuple[Digest, int, int], int] = {}
+def plan_shared_ranges(links: Iterable[ChainLink]) -> dict[tuple[Digest, int, int], _SharedRange]:
+    """Return the range to read for each link that is not a whole object, by object, offset and length."""
+    num_links: dict[tuple[Digest, int, int], int] = {}
     for link in links:
         if not link.is_whole_object and link.length <= _MAX_BYTES_AT_ONCE:
-            place = (link.object, link.offset, link.length)
-            places[place] = places.get(place, 0) + 1
+            key = (link.object, link.offset, link.length)
+            num_links[key] = num_links.get(key, 0) + 1
     spans: dict[tuple[Digest, int, int], _SharedRange] = {}
     span: _SharedRange | None = None
-    for place in sorted(places):
-        digest, offset, length = place
+    for key in sorted(num_links):
+        digest, offset, length = key
         stop = offset + length
         if (
             span is None
@@ -207,23 +207,23 @@ def plan_spans(links: Iterable[ChainLink]) -> dict[tuple[Digest, int, int], _Sha
         ):
             span = _SharedRange(digest, offset, stop)
         span.stop = max(span.stop, stop)
-        span.num_users += places[place]
-        spans[place] = span
+        span.num_users += num_links[key]
+        spans[key] = span
     return spans
 
 
 def is_near(source: ChunkSource) -> TypeGuard[NearSource]:
-    """Return whether `read_into` gives what lies on this machine."""
+    """Return whether `source` reads from this machine's disks, so that `read_into` is fast."""
     return isinstance(source, NearSource) and source.is_near
 
 
-def check_reaches(source: ChunkSource, name: str, piece: Chunk) -> None:
-    """Raise CorruptDataError where a piece of a size that only raw ones have is larger than what is stored.
+def check_reaches(source: ChunkSource, name: str, chunk: Chunk) -> None:
+    """Raise CorruptDataError if a large raw chunk exceeds its object. Raises as `read_range` too.
 
-    Asked before memory is allocated by what a table says. Raises NotFoundError, UnavailableError too.
+    Called before memory of the size that a table claims is allocated; the size of encoded chunks has a limit.
     """
-    for link in piece.chain:
-        if link.length > MAX_ENCODED_PIECE_BYTES:
+    for link in chunk.chain:
+        if link.length > MAX_ENCODED_CHUNK_BYTES:
             try:
                 source.read_range(link.object, link.offset + link.length - 1, 1)
             except NotFoundError as error:

@@ -1,7 +1,7 @@
-"""Writing pieces: looked for before they are stored, then encoded in whichever way is smallest.
+"""Writes chunks: reuses stored bytes where it can, else stores the smallest encoding.
 
-A piece is found where the version before, a raw object or a pointer has its bytes. Encoded pieces of
-`OWN_OBJECT_BYTES` or more are objects of their own, the others of one save lie packed in few.
+A chunk is reused if the version before, a raw object or the deduplication index has its bytes. Encoded chunks of
+`OWN_OBJECT_BYTES` or more become objects of their own; smaller ones of a save are packed into few objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dedup_index import find_chain, write_pointer
 from datasvc.models.tensors.dtypes import bytes_of, count_nonfinite, dtype_name
-from datasvc.models.tensors.read import load_piece
+from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.repository import Digest, ObjectInfo, Objects
@@ -33,12 +33,12 @@ Codec = Literal["none", "planes", "delta"]
 CODECS: Final[tuple[Codec, ...]] = ("none", "planes", "delta")
 OWN_OBJECT_BYTES: Final = 64 << 10
 
-# What a piece costs whoever restores it, over its bytes in memory: those that it reads, and for each encoded link the
-# time in which half a piece is read. Of weights a full piece and one difference fit into it; with more of them a
-# restore took four times as long as one of raw bytes.
+# Cost of restoring a chunk, relative to its size in memory: the bytes that are read, plus for each encoded link the
+# time in which half a chunk is read. For weights the limit allows a full chunk and one difference; with more
+# differences a restore took four times as long as one of raw bytes.
 _MAX_COST: Final = 2.7
 _LINK_COST: Final = 0.5
-# A difference lengthens the chain that a reader follows: it shall save this share of the piece.
+# A difference makes the chain longer for every reader: it must save at least this share of the chunk.
 _SAVED_BY_DIFFERENCE: Final = 0.1
 _PACK_BYTES: Final = 8 << 20
 _POINTERS_AT_ONCE: Final = 8
@@ -46,12 +46,12 @@ _POINTERS_AT_ONCE: Final = 8
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A piece of a tensor in memory, small enough to be stored as one.
+    """A slice of a tensor in memory that is stored as one chunk.
 
     Attributes:
-        name: of the tensor.
-        start: first element of the piece in it.
-        tensor: the piece.
+        name: name of the tensor.
+        start: index of the slice's first element in the tensor.
+        tensor: elements of the slice.
     """
 
     name: str
@@ -60,31 +60,35 @@ class TensorSlice:
 
     @property
     def shape(self) -> Shape:
-        """Sizes of the piece."""
+        """Size of the slice per dimension."""
         return tuple(self.tensor.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the piece."""
+        """Size of the slice in bytes."""
         return self.tensor.numel() * self.tensor.itemsize
 
     @property
-    def place(self) -> tuple[str, Shape, Shape, str]:
-        """What a piece of another version has equal when this one is a change of it."""
+    def key(self) -> tuple[str, Shape, Shape, str]:
+        """Name, start, shape and dtype: equal for the slices of two versions that can be stored as a difference."""
         return self.name, self.start, self.shape, dtype_name(self.tensor)
 
 
-class PieceWriter:
-    """Stores the pieces of one save: `store` each, from any thread, then `finish`.
+class ChunkWriter:
+    """Stores the chunks of one save: call `store` for each, from any thread, then `finish`.
 
     Args:
-        objects: where to.
-        batch: of these objects, in which new ones are stored; `finish` finishes it.
+        objects: objects of the repository.
+        batch: batch over `objects` in which new objects are written; `finish` finishes it.
         base: records of the version before.
-        held: pieces in memory that may be those of the base, by place.
+        base_tensors: slices in memory that may equal those of the base, by key.
         codec: see `write.store_tensors`.
-        source: where the base is read from.
-        longest_chain: links of a piece at most.
+        source: source of the base's bytes.
+        max_chain_length: largest number of links of a chunk.
+
+    Attributes:
+        new_bytes: bytes of the objects that were not stored before.
+        num_nonfinite: number of NaN and infinite elements by tensor.
     """
 
     def __init__(
@@ -92,34 +96,34 @@ class PieceWriter:
         objects: Objects,
         batch: ObjectBatch,
         base: Sequence[TensorRecord],
-        held: Mapping[tuple[str, Shape, Shape, str], TensorSlice],
+        base_tensors: Mapping[tuple[str, Shape, Shape, str], TensorSlice],
         codec: Codec,
         source: ChunkSource,
-        longest_chain: int,
+        max_chain_length: int,
     ) -> None:
-        self._objects, self._batch, self._held = objects, batch, held
-        self._codec, self._source, self._longest_chain = codec, source, longest_chain
-        self._at_place = {
-            (record.name, piece.start, piece.shape, record.dtype): piece for record in base for piece in record.pieces
+        self._objects, self._batch, self._base_tensors = objects, batch, base_tensors
+        self._codec, self._source, self._max_chain_length = codec, source, max_chain_length
+        self._base_chunks = {
+            (record.name, chunk.start, chunk.shape, record.dtype): chunk for record in base for chunk in record.chunks
         }
-        self._of_base = {piece.digest: piece.chain for piece in self._at_place.values()}
+        self._base_chains = {chunk.digest: chunk.chain for chunk in self._base_chunks.values()}
         self._decoders = Decoders()
         self._lock = threading.Lock()
         self._seen: set[Digest] = set()
         self._chains: dict[Digest, tuple[ChainLink, ...]] = {}
-        self._pointed: set[Digest] = set()
+        self._indexed: set[Digest] = set()
         self._stored: set[Digest] = set()
         self._small: dict[Digest, tuple[tuple[ChainLink, ...], str, bytes]] = {}
         self.new_bytes = 0
         self.num_nonfinite: Counter[str] = Counter()
 
-    def store(self, cut: TensorSlice) -> Digest:
-        """Store a piece, unless an equal one was or is being stored; returns the digest of its bytes."""
-        content = bytes_of(cut.tensor)
+    def store(self, part: TensorSlice) -> Digest:
+        """Store a slice, unless an equal one was stored or is being stored; return the digest of its bytes."""
+        content = bytes_of(part.tensor)
         digest = digest_of(content.data)
-        num_nonfinite = count_nonfinite(content, dtype_name(cut.tensor))
+        num_nonfinite = count_nonfinite(content, dtype_name(part.tensor))
         with self._lock:
-            self.num_nonfinite[cut.name] += num_nonfinite
+            self.num_nonfinite[part.name] += num_nonfinite
             if digest in self._seen:
                 return digest
             self._seen.add(digest)
@@ -127,11 +131,11 @@ class PieceWriter:
         if chain is not None:
             self._chains[digest] = chain
         else:
-            self._write(digest, *self._encode(cut, content))
+            self._write(digest, *self._encode(part, content))
         return digest
 
     def finish(self, order: Sequence[Digest]) -> Mapping[Digest, tuple[ChainLink, ...]]:
-        """Store the small pieces, packed in the order in which they come; returns the chains of all pieces."""
+        """Store the small chunks, packed in `order`, and finish the batch; return the chains of all chunks."""
         packs: list[list[Digest]] = []
         size = _PACK_BYTES
         for digest in dict.fromkeys(order):
@@ -145,15 +149,15 @@ class PieceWriter:
         for pack in packs:
             self._write_pack(pack)
         self._batch.finish()
-        # Afterwards: nothing points to an object that is not there.
-        pointers = [(digest, chain) for digest, chain in self._chains.items() if digest in self._pointed]
-        run_in_threads(lambda digest, chain: write_pointer(self._objects, digest, chain), pointers, _POINTERS_AT_ONCE)
+        # After the batch: the index must never name an object that is not stored.
+        indexed = [(digest, chain) for digest, chain in self._chains.items() if digest in self._indexed]
+        run_in_threads(lambda digest, chain: write_pointer(self._objects, digest, chain), indexed, _POINTERS_AT_ONCE)
         return self._chains
 
     def _find(self, digest: Digest, size: int) -> tuple[ChainLink, ...] | None:
-        """Return the chain of an equal piece that is stored already, of the base or any model."""
-        chain = self._of_base.get(digest)
-        if chain is not None and self._is_there(chain):
+        """Return the chain of an equal chunk that the base or any model has stored, None if there is none."""
+        chain = self._base_chains.get(digest)
+        if chain is not None and self._is_present(chain):
             return chain
         if size < OWN_OBJECT_BYTES:
             return None
@@ -162,53 +166,54 @@ class PieceWriter:
             return (ChainLink(digest, size, 0, size, "raw"),)
         return find_chain(self._objects, digest, size)
 
-    def _encode(self, cut: TensorSlice, content: Bytes) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
-        """Return the links that the piece follows on, its encoding and its encoded bytes: the smallest there is."""
+    def _encode(self, part: TensorSlice, content: Bytes) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
+        """Return the smallest encoding of a slice: the links that it continues, its name and the encoded bytes."""
         if self._codec == "none":
             return (), "raw", content.data
-        word = planes.word_bytes(dtype_name(cut.tensor))
-        base = self._base_of(cut, content.size)
+        word = planes.word_bytes(dtype_name(part.tensor))
+        base = self._base_of(part, content.size)
         shares = planes.estimate_shares(content, word, base[1] if base else None)
         if base:
-            piece, before = base
-            encoding = min(("xor", "difference"), key=lambda each: shares[each])
-            most = min(
+            chunk, base_content = base
+            encoding = min(("xor", "difference"), key=lambda name: shares[name])
+            max_share = min(
                 min(shares["planes"], 1) - _SAVED_BY_DIFFERENCE,
-                _MAX_COST - _restore_cost(piece, content.size) - _LINK_COST,
+                _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST,
             )
-            if shares[encoding] <= most:
-                stored = planes.encode(content, word, encoding, before)
-                if len(stored) <= most * content.size:  # the sample may be wrong of the whole
-                    return piece.chain, encoding, stored
+            if shares[encoding] <= max_share:
+                stored = planes.encode(content, word, encoding, base_content)
+                if len(stored) <= max_share * content.size:  # the share was estimated from a sample: check it
+                    return chunk.chain, encoding, stored
         if planes.is_worthwhile(shares["planes"]):
             stored = planes.encode(content, word, "planes")
             if planes.is_worthwhile(len(stored) / content.size):
                 return (), "planes", stored
         return (), "raw", content.data
 
-    def _base_of(self, cut: TensorSlice, size: int) -> tuple[Chunk, Bytes] | None:
-        """Return record and bytes of the piece that this one changes; None where a difference cannot be stored."""
-        piece = self._at_place.get(cut.place)
-        if self._codec != "delta" or piece is None or len(piece.chain) >= self._longest_chain:
+    def _base_of(self, part: TensorSlice, size: int) -> tuple[Chunk, Bytes] | None:
+        """Return the base chunk of a slice and its bytes; None if a difference to it cannot be stored."""
+        chunk = self._base_chunks.get(part.key)
+        if self._codec != "delta" or chunk is None or len(chunk.chain) >= self._max_chain_length:
             return None
-        if _restore_cost(piece, size) + _LINK_COST > _MAX_COST:
-            return None  # however small the difference is
-        held = self._held.get(cut.place)
-        if held is not None and self._is_there(piece.chain):
-            content = bytes_of(held.tensor).copy()  # of a background save the training may overwrite it meanwhile
-            if digest_of(content.data) == piece.digest:
-                return piece, content
+        if _restore_cost(chunk, size) + _LINK_COST > _MAX_COST:
+            return None  # too costly for a reader, however small the difference is
+        base_slice = self._base_tensors.get(part.key)
+        if base_slice is not None and self._is_present(chunk.chain):
+            # Copy before hashing: during a background save the training may overwrite the buffer.
+            content = bytes_of(base_slice.tensor).copy()
+            if digest_of(content.data) == chunk.digest:
+                return chunk, content
         try:
-            dtype = dtype_name(cut.tensor)
-            before = load_piece(self._source, dtype, piece, name=cut.name, decoders=self._decoders)
+            dtype = dtype_name(part.tensor)
+            base_chunk = load_chunk(self._source, dtype, chunk, name=part.name, decoders=self._decoders)
         except (CorruptDataError, NotFoundError):
-            return None  # damage of an earlier version is not handed on: this one is stored in full
-        return piece, bytes_of(before)
+            return None  # damage of the base must not spread: this chunk is stored in full
+        return chunk, bytes_of(base_chunk)
 
-    def _is_there(self, chain: Sequence[ChainLink]) -> bool:
-        """Return whether what the base's table names can be named again."""
-        # Where the base lies here it is looked at: what was lost of it is stored again. A remote one is believed, so
-        # its version must not be removed when the save begins: `gc` leaves it alone for longer than a save takes.
+    def _is_present(self, chain: Sequence[ChainLink]) -> bool:
+        """Return whether the objects of a chain of the base may be named again."""
+        # A local base is checked, so that lost objects are stored again. A remote base is not: its version must exist
+        # when the save begins, and `gc` keeps its objects for longer than a save takes.
         return not self._objects.storage.is_local or all(self._objects.reuse(link.info) for link in chain)
 
     def _write(self, digest: Digest, chain: tuple[ChainLink, ...], encoding: str, stored: bytes | memoryview) -> None:
@@ -219,7 +224,7 @@ class PieceWriter:
         self._put(info, stored)
         self._chains[digest] = (*chain, ChainLink(info.digest, info.size_bytes, 0, info.size_bytes, encoding))
         if encoding != "raw":
-            self._pointed.add(digest)
+            self._indexed.add(digest)
 
     def _write_pack(self, digests: Sequence[Digest]) -> None:
         content = b"".join(self._small[digest][2] for digest in digests)
@@ -244,7 +249,7 @@ class PieceWriter:
             self.new_bytes += info.size_bytes
 
 
-def _restore_cost(piece: Chunk, size: int) -> float:
-    """Return what it costs to restore a piece of `size` bytes, over what it costs to read as many."""
-    num_encoded = sum(link.encoding != "raw" for link in piece.chain)
-    return piece.stored_bytes / size + num_encoded * _LINK_COST
+def _restore_cost(chunk: Chunk, size: int) -> float:
+    """Return the cost of restoring a chunk of `size` bytes, relative to reading as many raw bytes."""
+    num_encoded = sum(link.encoding != "raw" for link in chunk.chain)
+    return chunk.stored_bytes / size + num_encoded * _LINK_COST

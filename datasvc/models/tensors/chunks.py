@@ -1,6 +1,6 @@
-"""How tensors are cut into pieces, and whether pieces make up a tensor. Pure: boxes in, boxes out.
+"""Splits tensors into chunks, and checks whether chunks tile a tensor. Pure functions on boxes.
 
-A box is the start and the shape of a block of a tensor, both one number per dimension.
+A box is the start and the shape of a block of a tensor, each with one number per dimension.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import numpy as np
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
-PIECE_BYTES: Final = 8 << 20
-# Honest tilings compare a piece with few others. More is a table made to keep its reader busy.
+CHUNK_BYTES: Final = 8 << 20
+# In a regular tiling a chunk is compared with few others. A table that needs more is rejected: it may be an attack.
 _MAX_COMPARISONS: Final = 50_000_000
 
 
-def plan_pieces(shape: Shape, item_bytes: int, *, piece_bytes: int = PIECE_BYTES) -> list[Box]:
-    """Return boxes of at most `piece_bytes` that tile a tensor, cut along leading dimensions, in row-major order.
+def plan_chunks(shape: Shape, item_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> list[Box]:
+    """Return boxes of at most `chunk_bytes` that tile a tensor, split along leading dimensions, in row-major order.
 
-    Each is contiguous in a row-major tensor. [] for a tensor without elements.
+    Each box is contiguous in a row-major tensor. [] for a tensor without elements.
     """
     if not math.prod(shape):
         return []
-    if not shape or math.prod(shape) * item_bytes <= piece_bytes:
+    if not shape or math.prod(shape) * item_bytes <= chunk_bytes:
         return [((0,) * len(shape), shape)]
     row_bytes = math.prod(shape[1:]) * item_bytes
-    if row_bytes > piece_bytes:
-        inner = plan_pieces(shape[1:], item_bytes, piece_bytes=piece_bytes)
+    if row_bytes > chunk_bytes:
+        inner = plan_chunks(shape[1:], item_bytes, chunk_bytes=chunk_bytes)
         return [((row, *start), (1, *size)) for row in range(shape[0]) for start, size in inner]
-    rows = max(1, piece_bytes // row_bytes)
-    rest = (0,) * (len(shape) - 1)
-    return [((row, *rest), (min(rows, shape[0] - row), *shape[1:])) for row in range(0, shape[0], rows)]
+    rows = max(1, chunk_bytes // row_bytes)
+    zeros = (0,) * (len(shape) - 1)
+    return [((row, *zeros), (min(rows, shape[0] - row), *shape[1:])) for row in range(0, shape[0], rows)]
 
 
 def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return whether every element of a tensor of `shape` lies in exactly one of `boxes`. None may be empty."""
+    """Return whether every element of a tensor of `shape` is in exactly one of `boxes`. No box may be empty."""
     for start, size in boxes:
         if len(start) != len(shape) or len(size) != len(shape):
             return False
@@ -50,7 +50,7 @@ def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the block that two boxes of one tensor share, None where they share nothing."""
+    """Return the block that two boxes of one tensor share, None if they share no element."""
     start = tuple(map(max, a[0], b[0]))
     stop = tuple(min(s + n, t + m) for s, n, t, m in zip(*a, *b, strict=True))
     size = tuple(end - begin for begin, end in zip(start, stop, strict=True))
@@ -58,13 +58,13 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
-    """Return the box as an index, relative to `origin`, by default the tensor's own."""
+    """Return the box as an index into an array that starts at `origin`, default the tensor itself."""
     begin = origin or (0,) * len(box[0])
     return tuple(slice(s - o, s - o + n) for s, n, o in zip(*box, begin, strict=True))
 
 
 def flat_offset(shape: Shape, box: Box) -> int | None:
-    """Return at which element of a row-major tensor a box begins, None where it is not contiguous in it."""
+    """Return the offset in elements at which a box starts in a row-major tensor, None if it is not contiguous."""
     start, size = box
     cut = next((place for place, count in enumerate(size) if count != 1), len(size))
     if size[cut + 1 :] != shape[cut + 1 :]:
@@ -73,13 +73,13 @@ def flat_offset(shape: Shape, box: Box) -> int | None:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two boxes share an element, by a sweep along the dimension that tells most of them apart."""
+    """Return whether two boxes overlap, by a sweep along the dimension with most distinct starts."""
     starts = np.array([start for start, _ in boxes], np.int64)
     stops = starts + np.array([size for _, size in boxes], np.int64)
     along = max(range(starts.shape[1]), key=lambda dimension: len(np.unique(starts[:, dimension])))
     order = np.argsort(starts[:, along], kind="stable")
     starts, stops = starts[order], stops[order]
-    # Whoever begins before a box ends, and stands behind it, may overlap it.
+    # Only boxes that start later in this order, but before the end of a box, can overlap it.
     ends = np.searchsorted(starts[:, along], stops[:, along], side="left")
     firsts = np.arange(1, len(boxes) + 1)
     if int(np.maximum(ends - firsts, 0).sum()) > _MAX_COMPARISONS:

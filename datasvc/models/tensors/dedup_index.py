@@ -1,13 +1,13 @@
-"""Pointers: where the bytes of a piece lie that is not stored raw, found by the digest of its raw bytes.
+"""Deduplication index: pointers from the digest of a chunk's raw bytes to the chain that stores it encoded.
 
-A raw piece is an object of its own digest, so whoever has equal bytes finds it. An encoded one is not: another model
-would store it again. So a small file `tensors/3f/DIGEST.json` says what chain it has. It is a hint and never more:
-nothing is read through it, a lost or damaged one costs a second copy, and every object that it names is looked at
-before a table names it again.
+A raw chunk is an object named by its own digest, so equal bytes are found without an index. Encoded bytes have
+another digest: without an index another model would store them again. A small file `tensors/3f/DIGEST.json` holds the
+chain. It is a hint only: no read depends on it, a lost or damaged one costs a second copy, and every object that it
+names is checked before a table names it again.
 
-The limit: in a remote store an object that is older than a day cannot be made young without writing it again (see
-`Objects.reuse`), so a chain that has one is not named again. A piece that was stored as a difference is then stored
-once more, in full, where another model has its bytes; raw pieces and planes get the object that they had.
+Limit: in a remote store the age of an object cannot be reset without writing it again (see `Objects.reuse`), so a
+chain with an object older than a day is not reused. A chunk that was stored as a difference is then stored once more,
+in full, where another model has its bytes; raw chunks and planes get the object that they had.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ _PATH = re.compile(r"tensors/([0-9a-f]{2})/(\1[0-9a-f]{62})\.json")
 
 
 def pointer_path(digest: Digest) -> str:
-    """Return where the pointer of a piece lies below the repository's root."""
+    """Return the path of a chunk's pointer below the root of the repository."""
     return f"{POINTERS}/{digest[:2]}/{digest}.json"
 
 
 def pointed_digest(path: str) -> Digest | None:
-    """Return the digest of the piece whose pointer lies at `path`, None where that is no pointer's."""
+    """Return the digest of the chunk whose pointer is at `path`, None if `path` is not that of a pointer."""
     match = _PATH.fullmatch(path)
     return Digest(match[2]) if match else None
 
 
 def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]) -> None:
-    """Let others find the chain of a piece whose objects are stored. Raises UnavailableError."""
-    piece = Chunk((), (), digest, chain).to_json()
-    content = encode_entry({"format": POINTER_FORMAT, "digest": digest, "chain": piece["chain"]})
-    # Not synced: what a power cut leaves of it fails its checksum, and nobody needs it.
+    """Write the pointer of a chunk whose objects are stored. Raises UnavailableError."""
+    chunk = Chunk((), (), digest, chain).to_json()
+    content = encode_entry({"format": POINTER_FORMAT, "digest": digest, "chain": chunk["chain"]})
+    # Not synced: a pointer that a power cut damages fails its checksum and is ignored.
     objects.storage.put_bytes(pointer_path(digest), content, synced=False)
 
 
-def find_chain(objects: Objects, digest: Digest, piece_bytes: int) -> tuple[ChainLink, ...] | None:
-    """Return the chain of a stored piece of that digest, its objects being there; None where none is known.
+def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[ChainLink, ...] | None:
+    """Return the chain of a stored chunk with this digest whose objects exist, None if there is none.
 
     Raises UnavailableError.
     """
     path = pointer_path(digest)
     try:
-        found = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))
-        piece = Chunk.from_json({"start": (), "shape": (), "digest": found["digest"], "chain": found["chain"]})
+        pointer = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))
+        chunk = Chunk.from_json({"start": (), "shape": (), "digest": pointer["digest"], "chain": pointer["chain"]})
     except (NotFoundError, CorruptDataError, ConfigError, KeyError):
         return None
     try:
-        wrong = piece.digest != digest or fault_of_chain(piece.chain, piece_bytes)
+        wrong = chunk.digest != digest or fault_of_chain(chunk.chain, chunk_bytes)
     except TypeError:
         return None
-    if wrong or not all(objects.reuse(link.info) for link in piece.chain):
+    if wrong or not all(objects.reuse(link.info) for link in chunk.chain):
         return None
-    return piece.chain
+    return chunk.chain

@@ -1,4 +1,4 @@
-"""The bytes of a tensor: its elements in row-major order, as arrays `uint8[size]`."""
+"""Dtypes of tensors, their bytes in row-major order as arrays `uint8[size]`, and checked casts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _magnitude(word: type[np.unsignedinteger[Any]], least: int) -> tuple[type[np
     return word, word(np.iinfo(word).max >> 1), word(least)
 
 
-# Words, the bits of them that are no sign, and the least of these that is no finite number: IEEE 754 gives it an
-# exponent of ones; float8_e4m3fn has no infinities and one NaN.
+# Per dtype: the word type, the bits without the sign, and the smallest magnitude that is not finite. In IEEE 754 that
+# is an exponent of ones; float8_e4m3fn has no infinities and one NaN.
 _MAGNITUDES: Final = {
     "float64": _magnitude(np.uint64, 0x7FF0 << 48),
     "float32": _magnitude(np.uint32, 0x7F80 << 16),
@@ -41,13 +41,13 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError, naming it, unless a tensor has bytes of its own to store. Does not touch them."""
+    """Raise ConfigError, naming the tensor, unless it has dense data of a known dtype. Does not read the data."""
     import torch
 
     if hasattr(tensor, "placements"):
         raise ConfigError(
             f"tensor {name!r} is a DTensor, of which each rank holds a part; save it with "
-            "torch.distributed.checkpoint and datasvc.models.dcp, or its full_tensor()"
+            "torch.distributed.checkpoint and datasvc.models.dcp, or save its full_tensor()"
         )
     is_strange = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
     if is_strange or dtype_name(tensor) not in ITEM_BYTES:
@@ -57,7 +57,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return a tensor's bytes, copied only where it is not contiguous on the CPU."""
+    """Return the bytes of a tensor, as a view if it is contiguous on the CPU, else as a copy."""
     import torch
 
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -65,26 +65,26 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's memory can be filled as it lies."""
+    """Return whether bytes can be written into the tensor's memory in row-major order."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def tensor_of(content: Bytes, dtype: str, shape: Shape) -> torch.Tensor:
-    """Return a tensor over `content`, which it shares."""
+    """Return a tensor that shares the memory of `content`."""
     import torch
 
     return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)
 
 
 def count_nonfinite(content: Bytes, dtype: str) -> int:
-    """Return how many elements of a tensor's bytes are NaN or infinite.
+    """Return the number of NaN and infinite elements in the bytes of a tensor.
 
-    Not by torch: its own threads would be started for each thread that asks, and take the processors from each other.
+    Uses numpy: torch would start a pool of threads for each calling thread, and these would compete for processors.
     """
-    found = _MAGNITUDES.get(dtype)
-    if found is None:
+    magnitude = _MAGNITUDES.get(dtype)
+    if magnitude is None:
         return 0
-    word, mask, least = found
+    word, mask, least = magnitude
     words = content.view(word)
     count = 0
     for start in range(0, words.size, _BLOCK_WORDS):
@@ -93,3 +93,28 @@ def count_nonfinite(content: Bytes, dtype: str) -> int:
             parts = (magnitudes >= least).reshape(-1, 2 if dtype.startswith("complex") else 1)
             count += int(np.count_nonzero(parts.any(axis=1)))
     return count
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor converted to `dtype`; the tensor itself if it has this dtype.
+
+    Raises:
+        ConfigError: finite numbers would become infinite; the message has the tensor and their count.
+    """
+    converted = tensor.to(dtype)
+    if converted is tensor or not (tensor.dtype.is_floating_point and dtype.is_floating_point):
+        return converted
+    # Eight-bit dtypes without infinities have NaN for numbers that are too large.
+    num = int((_isfinite(tensor) & ~_isfinite(converted)).sum())
+    if num:
+        raise ConfigError(
+            f"{num} of {tensor.numel()} numbers of tensor {name!r} are too large for "
+            f"{str(dtype).removeprefix('torch.')}; use a dtype with a larger range, such as bfloat16 or float32"
+        )
+    return converted
+
+
+def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor)

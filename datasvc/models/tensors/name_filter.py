@@ -1,4 +1,4 @@
-"""Which tensors of a state are meant, and by which names they go: patterns and name maps over dotted names."""
+"""Selects and renames tensors by patterns and name maps over dotted names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class NameRule:
     r"""One step of a name map.
 
     Attributes:
-        old: a whole name, or a prefix of whole segments: "model.head" means "model.head" and "model.head.weight", not
-            "model.header". Starting with `re:`, a regular expression, searched for anywhere in a name.
-        new: what stands there instead; empty takes a prefix away, its dot too. Of an expression, a template with
-            groups: "\1".
+        old: a name, or a prefix of whole segments: "model.head" matches "model.head" and "model.head.weight", not
+            "model.header". After `re:` a regular expression that may match anywhere in a name.
+        new: replacement; "" removes a prefix and its dot. For a regular expression a template with groups: "\1".
     """
 
     old: str
@@ -31,12 +30,14 @@ class NameRule:
 
     def __post_init__(self) -> None:
         if not self.old.removeprefix(REGEX_PREFIX):
-            raise ConfigError(f"the name map {self.old}={self.new} says nothing of what to map")
+            raise ConfigError(f"the name map {self.old}={self.new} has no old name; write OLD=NEW")
         if self.is_regex:
             try:
-                re.compile(self._expression).sub(self.new, "")  # reads the template too, match or not
+                re.compile(self._expression).sub(self.new, "")  # checks the template too, even without a match
             except (re.error, IndexError) as error:
-                raise ConfigError(f"the name map {self.old}={self.new} is no regular expression: {error}") from error
+                raise ConfigError(
+                    f"the name map {self.old}={self.new} is not a valid regular expression: {error}"
+                ) from error
 
     @property
     def is_regex(self) -> bool:
@@ -48,54 +49,56 @@ class NameRule:
         return self.old.removeprefix(REGEX_PREFIX)
 
     def matches(self, name: str) -> bool:
-        """Return whether the rule says something of `name`."""
+        """Return whether the rule applies to `name`."""
         if self.is_regex:
             return re.search(self._expression, name) is not None
         return is_below(name, self.old)
 
     def apply(self, name: str) -> str:
-        """Return what `name` becomes; itself where the rule does not match."""
+        """Return the new name of `name`; `name` itself if the rule does not match."""
         if not self.matches(name):
             return name
         if self.is_regex:
             return re.sub(self._expression, self.new, name)
-        rest = name.removeprefix(self.old.rstrip(".")).removeprefix(".")
-        return ".".join(part for part in (self.new.rstrip("."), rest) if part)
+        remainder = name.removeprefix(self.old.rstrip(".")).removeprefix(".")
+        return ".".join(part for part in (self.new.rstrip("."), remainder) if part)
 
 
 def parse_name_map(texts: Iterable[str]) -> dict[str, str]:
-    """Return `OLD=NEW` texts as a name map, in their order. Raises ConfigError."""
-    found: dict[str, str] = {}
+    """Parse `OLD=NEW` texts to a name map in their order. Raises ConfigError: another form, or an old name twice."""
+    name_map: dict[str, str] = {}
     for text in texts:
-        # A regular expression may hold "=": the last one divides, as no tensor's name has one.
+        # Split at the last "=": the expression may contain one, a tensor's name does not.
         old, equals, new = text.rpartition("=") if text.startswith(REGEX_PREFIX) else text.partition("=")
         if not equals or not old:
-            raise ConfigError(f"{text!r} is no name map; expected OLD=NEW, such as model.backbone=model.body")
-        if old in found:
-            raise ConfigError(f"the name map has {old!r} twice")
-        found[old] = new
-    return found
+            raise ConfigError(
+                f"{text!r} is not a valid name map; expected OLD=NEW, such as model.backbone=model.body"
+            )
+        if old in name_map:
+            raise ConfigError(f"the name map has {old!r} twice; give each old name once")
+        name_map[old] = new
+    return name_map
 
 
 def is_below(name: str, prefix: str) -> bool:
-    """Return whether `name` is `prefix` or lies below it, segment by segment. Everything lies below ""."""
-    whole = prefix.rstrip(".")
-    return not whole or name == whole or name.startswith(f"{whole}.")
+    """Return whether `name` is `prefix` or is below it, by whole segments. Every name is below ""."""
+    stem = prefix.rstrip(".")
+    return not stem or name == stem or name.startswith(f"{stem}.")
 
 
 def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Collection[str] = ()) -> list[str]:
-    """Return the names that are meant, in their order.
+    """Return the selected names, in their order.
 
     Args:
         names: dotted names.
-        only: a pattern or several, with `*`, `?` and `[...]`, where `*` crosses dots; without any of these a whole
-            name or a prefix of whole segments. Empty: every name.
-        exclude: patterns likewise, of names to leave out.
+        only: one or several patterns with `*`, `?` and `[...]`, where `*` matches dots too; a pattern without these
+            is a name or a prefix of whole segments. Empty: every name.
+        exclude: patterns of names to leave out.
 
     Raises:
-        ConfigError: a pattern matches nothing, or nothing is left: says which names are near.
+        ConfigError: a pattern matches no name (the message has similar names), or no name is left.
     """
-    only, exclude = ((each,) if isinstance(each, str) else each for each in (only, exclude))
+    only, exclude = ((patterns,) if isinstance(patterns, str) else patterns for patterns in (only, exclude))
     for pattern in (*only, *exclude):
         if not any(_matches(name, pattern) for name in names):
             raise ConfigError(f"no tensor matches {pattern!r}; {_nearest(pattern, names)}")
@@ -111,15 +114,15 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
 
 
 def map_names(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
-    """Return what every name becomes, by old name.
+    """Return the new name of every name, by old name.
 
     Args:
         names: dotted names.
-        rename: old names, prefixes or expressions, see `NameRule`; applied one after the other, each to what the one
-            before gave.
+        rename: new name by old name, prefix or expression, see `NameRule`; the rules are applied one after the other,
+            each to the results of the one before.
 
     Raises:
-        ConfigError: a rule matches no name, a name would become empty, or two names would become one.
+        ConfigError: a rule matches no name, a new name is empty, or two new names are equal.
     """
     mapped = {name: name for name in names}
     for old, new in (rename or {}).items():
@@ -135,22 +138,22 @@ def _check_distinct(mapped: Mapping[str, str]) -> None:
     taken: dict[str, str] = {}
     for old, new in mapped.items():
         if not new:
-            raise ConfigError(f"the name map leaves no name for {old!r}")
+            raise ConfigError(f"the name map leaves an empty name for {old!r}; map it to a name")
         if new in taken:
-            raise ConfigError(f"the name map makes {taken[new]!r} and {old!r} both {new!r}")
+            raise ConfigError(f"the name map makes {taken[new]!r} and {old!r} both {new!r}; names must stay distinct")
         taken[new] = old
 
 
 def _matches(name: str, pattern: str) -> bool:
-    if name == pattern:  # which may have a bracket in it
+    if name == pattern:  # a name may contain brackets
         return True
     if any(character in pattern for character in "*?["):
         return fnmatchcase(name, pattern)
     return is_below(name, pattern)
 
 
-def _nearest(wanted: str, names: Sequence[str]) -> str:
+def _nearest(pattern: str, names: Sequence[str]) -> str:
     if not names:
         return "there are no tensors"
-    near = difflib.get_close_matches(wanted.removeprefix(REGEX_PREFIX), names, n=_SHOWN_NAMES, cutoff=0.3)
+    near = difflib.get_close_matches(pattern.removeprefix(REGEX_PREFIX), names, n=_SHOWN_NAMES, cutoff=0.3)
     return f"there are {len(names)}, such as {', '.join(map(repr, near or names[:_SHOWN_NAMES]))}"

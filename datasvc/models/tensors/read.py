@@ -1,4 +1,4 @@
-"""Reading tensors: every piece verified against its digest, in parallel, and only what is asked for."""
+"""Reads tensors: every chunk verified against its digest, in parallel, and only the chunks that are needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVarTuple
 import numpy as np
 
 from datasvc.errors import ConfigError
-from datasvc.models.tensors.chunk_reader import ChunkSource, PieceReader, check_reaches, is_near
+from datasvc.models.tensors.chunk_reader import ChunkReader, ChunkSource, check_reaches, is_near
 from datasvc.models.tensors.chunks import Shape, flat_offset, intersect, slices
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
@@ -21,12 +21,12 @@ from datasvc.sizes import format_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChunkSource", "load_piece", "load_tensors", "load_window"]
+__all__ = ["ChunkSource", "load_chunk", "load_tensors", "load_window"]
 
 _Arguments = TypeVarTuple("_Arguments")
 
-# Remote stores want many requests at once. What lies on this machine comes fast: one thread more than there are
-# processors reads while others decode; many only take the caches, and the interpreter, from each other.
+# Remote stores need many parallel requests. Local reads are fast: one thread more than there are processors reads
+# while the others decode; further threads would only compete for caches and the interpreter lock.
 _THREADS: Final = max(16, min(32, count_processors()))
 _NEAR_THREADS: Final = min(32, count_processors() + 1)
 _SMALL_BYTES: Final = 1 << 20
@@ -42,84 +42,84 @@ def load_tensors(
     """Return tensors by name, in the order of `records`, every byte verified.
 
     Args:
-        source: of their bytes.
-        records: of the tensors that are wanted, from `read_table`.
-        into: by name, tensors of the same shape and dtype, of any device and layout, to be filled and returned
-            instead of new ones. After an error they may be filled in part.
-        report: called with the bytes of each piece once it is there, from any thread.
+        source: source of the bytes.
+        records: records of the tensors to load, from `read_table`.
+        into: tensors by name, of the same shape and dtype, on any device and in any layout, that are filled and
+            returned instead of new ones. After an error some of them may be filled.
+        report: called with the size of each chunk after it is loaded, from any thread.
 
     Returns:
         Tensors on the CPU, owned by the caller; or those of `into`.
 
     Raises:
-        ConfigError: a tensor of `into` has another shape or dtype, or memory does not suffice; names it.
-        CorruptDataError: no copy of a piece has the bytes that its digest says; names the tensor.
-        NotFoundError: an object is missing; names the tensor.
+        ConfigError: a tensor of `into` has another shape or dtype, or there is not enough memory.
+        CorruptDataError: no copy of a chunk matches its digest; the message names the tensor.
+        NotFoundError: an object is missing; the message names the tensor.
         UnavailableError: the store did not answer.
     """
-    wanted = list(records)
-    for record in wanted:
-        for piece in record.pieces:
-            check_reaches(source, record.name, piece)
-    targets = [_Target(record, (into or {}).get(record.name)) for record in wanted]
-    reader = PieceReader(source, (piece for record in wanted for piece in record.pieces))
+    requested = list(records)
+    for record in requested:
+        for chunk in record.chunks:
+            check_reaches(source, record.name, chunk)
+    targets = [_Target(record, (into or {}).get(record.name)) for record in requested]
+    reader = ChunkReader(source, (chunk for record in requested for chunk in record.chunks))
 
-    def load_one(target: _Target, piece: Chunk) -> None:
-        target.read(reader, piece)
+    def load_one(target: _Target, chunk: Chunk) -> None:
+        target.read(reader, chunk)
         if report is not None:
-            report(target.record.piece_bytes(piece))
+            report(target.record.chunk_bytes(chunk))
 
-    # Large ones first, so that no thread is left with one at the end; small ones as they lie in shared objects.
+    # Large tensors first, so that none is left for a single thread at the end; small ones in the order of objects.
     in_order = sorted(targets, key=lambda target: -target.record.nbytes if target.record.nbytes > _SMALL_BYTES else 0)
-    pieces = [(target, piece) for target in in_order for piece in target.record.pieces]
-    read_in_threads(source, load_one, pieces, [target.record.piece_bytes(piece) for target, piece in pieces])
+    chunks = [(target, chunk) for target in in_order for chunk in target.record.chunks]
+    read_in_threads(source, load_one, chunks, [target.record.chunk_bytes(chunk) for target, chunk in chunks])
     return {target.record.name: target.tensor for target in targets}
 
 
-def load_piece(
-    source: ChunkSource, dtype: str, piece: Chunk, *, name: str = "", decoders: Decoders | None = None
+def load_chunk(
+    source: ChunkSource, dtype: str, chunk: Chunk, *, name: str = "", decoders: Decoders | None = None
 ) -> torch.Tensor:
-    """Return one piece as a new tensor of its shape, verified.
+    """Return one chunk as a new tensor of its shape, verified.
 
-    `name` is the tensor's, for messages; `decoders` are those of other pieces, of which many are loaded one by one.
-    Raises as `load_tensors`.
+    `name` is the name of the tensor, for messages; `decoders` can be shared by the calls for many chunks. Raises as
+    `load_tensors`.
     """
-    check_reaches(source, name, piece)
-    content = np.empty(_count(piece.shape) * ITEM_BYTES[dtype], np.uint8)
-    PieceReader(source, [piece], decoders).read(name, piece, content)
-    return tensor_of(content, dtype, piece.shape)
+    check_reaches(source, name, chunk)
+    content = np.empty(_count(chunk.shape) * ITEM_BYTES[dtype], np.uint8)
+    ChunkReader(source, [chunk], decoders).read(name, chunk, content)
+    return tensor_of(content, dtype, chunk.shape)
 
 
 def load_window(source: ChunkSource, record: TensorRecord, start: Sequence[int], shape: Shape) -> torch.Tensor:
-    """Return a block of a tensor as a new tensor, reading only the pieces that it meets, verified.
+    """Return a block of a tensor as a new tensor; reads only the chunks that overlap it, verified.
 
     Args:
-        source: of the bytes.
-        record: of the whole tensor.
-        start: first element of the block.
-        shape: its sizes.
+        source: source of the bytes.
+        record: record of the whole tensor.
+        start: index of the block's first element.
+        shape: size of the block per dimension.
 
     Raises:
-        ConfigError: the block does not lie in the tensor.
-        CorruptDataError, NotFoundError, UnavailableError: as `load_tensors`.
+        ConfigError: the block is not inside of the tensor.
+        CorruptDataError, NotFoundError, UnavailableError: see `load_tensors`.
     """
     window = (tuple(start), tuple(shape))
     if not len(start) == len(shape) == len(record.shape) or any(
-        s < 0 or n < 0 or s + n > most for s, n, most in zip(*window, record.shape, strict=True)
+        s < 0 or n < 0 or s + n > size for s, n, size in zip(*window, record.shape, strict=True)
     ):
         raise ConfigError(f"tensor {record.name!r} of shape {record.shape} has no block {shape} at {tuple(start)}")
     block = _allocate(record.name, record.dtype, window[1])
-    shared = [(piece, both) for piece in record.pieces if (both := intersect(piece.box, window)) is not None]
-    reader = PieceReader(source, [piece for piece, _ in shared])
+    shared = [(chunk, overlap) for chunk in record.chunks if (overlap := intersect(chunk.box, window)) is not None]
+    reader = ChunkReader(source, [chunk for chunk, _ in shared])
 
-    def load_one(piece: Chunk, both: tuple[Shape, Shape]) -> None:
-        check_reaches(source, record.name, piece)
-        content = np.empty(record.piece_bytes(piece), np.uint8)
-        reader.read(record.name, piece, content)
-        found = tensor_of(content, record.dtype, piece.shape)
-        block[slices(both, origin=window[0])] = found[slices(both, origin=piece.start)]
+    def load_one(chunk: Chunk, overlap: tuple[Shape, Shape]) -> None:
+        check_reaches(source, record.name, chunk)
+        content = np.empty(record.chunk_bytes(chunk), np.uint8)
+        reader.read(record.name, chunk, content)
+        loaded = tensor_of(content, record.dtype, chunk.shape)
+        block[slices(overlap, origin=window[0])] = loaded[slices(overlap, origin=chunk.start)]
 
-    read_in_threads(source, load_one, shared, [record.piece_bytes(piece) for piece, _ in shared])
+    read_in_threads(source, load_one, shared, [record.chunk_bytes(chunk) for chunk, _ in shared])
     return block
 
 
@@ -129,13 +129,13 @@ def read_in_threads(
     arguments: Sequence[tuple[*_Arguments]],
     sizes: Sequence[int],
 ) -> None:
-    """Call `read` with each of `arguments`, in as many threads as a source is read best by.
+    """Call `read` with each of `arguments`, in a number of threads that suits the source.
 
     Args:
-        source: that is read.
-        read: reads one piece of it.
-        arguments: of each call.
-        sizes: of the pieces, in bytes.
+        source: source that `read` uses.
+        read: reads one chunk.
+        arguments: arguments of each call.
+        sizes: sizes of the chunks in bytes.
     """
     if is_near(source):
         run_in_threads(read, arguments, _NEAR_THREADS, sizes=sizes)
@@ -144,7 +144,7 @@ def read_in_threads(
 
 
 class _Target:
-    """A tensor being loaded, its own memory or the caller's."""
+    """A tensor that is being loaded: new memory, or a tensor of the caller."""
 
     def __init__(self, record: TensorRecord, given: torch.Tensor | None) -> None:
         self.record = record
@@ -154,32 +154,32 @@ class _Target:
                 f"{dtype_name(given)} of shape {tuple(given.shape)}"
             )
         self._given = None if given is None or is_plain(given) else given
-        if given is not None and not record.pieces:
+        if given is not None and not record.chunks:
             self.tensor = given
         elif given is None or self._given is not None:
             self.tensor = _allocate(record.name, record.dtype, record.shape)
         else:
             self.tensor = given
         self._flat = bytes_of(self.tensor)
-        self._num_left = len(record.pieces)
+        self._num_remaining = len(record.chunks)
         self._lock = threading.Lock()
 
-    def read(self, reader: PieceReader, piece: Chunk) -> None:
-        """Fill the piece's part of the tensor."""
-        size, item_bytes = self.record.piece_bytes(piece), ITEM_BYTES[self.record.dtype]
-        offset = flat_offset(self.record.shape, piece.box)
+    def read(self, reader: ChunkReader, chunk: Chunk) -> None:
+        """Read a chunk into its part of the tensor."""
+        size, item_bytes = self.record.chunk_bytes(chunk), ITEM_BYTES[self.record.dtype]
+        offset = flat_offset(self.record.shape, chunk.box)
         if offset is not None:
-            reader.read(self.record.name, piece, self._flat[offset * item_bytes :][:size])
+            reader.read(self.record.name, chunk, self._flat[offset * item_bytes :][:size])
         else:
             content: Bytes = np.empty(size, np.uint8)
-            reader.read(self.record.name, piece, content)
-            self.tensor.detach()[slices(piece.box)] = tensor_of(content, self.record.dtype, piece.shape)
+            reader.read(self.record.name, chunk, content)
+            self.tensor.detach()[slices(chunk.box)] = tensor_of(content, self.record.dtype, chunk.shape)
         with self._lock:
-            self._num_left -= 1
-            is_last = self._num_left == 0
+            self._num_remaining -= 1
+            is_last = self._num_remaining == 0
         if is_last and self._given is not None:
             self._given.detach().copy_(self.tensor)
-            self.tensor, self._flat = self._given, np.empty(0, np.uint8)  # what was between is not needed any more
+            self.tensor, self._flat = self._given, np.empty(0, np.uint8)  # frees the buffer on the host
 
 
 def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:
@@ -190,8 +190,8 @@ def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:
     except (RuntimeError, MemoryError) as error:
         size = format_size(_count(shape) * ITEM_BYTES[dtype])
         raise ConfigError(
-            f"tensor {name!r} of shape {shape} needs {size}, which this machine does not give ({error}); restore a "
-            "part of it, or on a larger machine"
+            f"tensor {name!r} of shape {shape} needs {size}, which this machine cannot allocate ({error}); restore "
+            "a part of it, or use a machine with more memory"
         ) from error
 
 

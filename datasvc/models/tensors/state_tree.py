@@ -1,7 +1,7 @@
-"""A state tree - nested dicts, lists and tuples with tensors among the leaves - as JSON and a set of tensors.
+"""Converts a state tree, nested dicts, lists and tuples with tensors as leaves, to JSON and named tensors, and back.
 
-No pickle: reading runs no code. What JSON cannot say is marked: `{"$tensor": NAME}`, `{"$tuple": [...]}`,
-`{"$dict": [[KEY, VALUE], ...]}` for keys that are no strings, `{"$float": "nan"}`, `{"$bytes": HEX}`.
+There is no pickle: reading runs no code. What JSON cannot represent is marked: `{"$tensor": NAME}`, `{"$tuple":
+[...]}`, `{"$dict": [[KEY, VALUE], ...]}` for keys that are not strings, `{"$float": "nan"}`, `{"$bytes": HEX}`.
 """
 
 from __future__ import annotations
@@ -20,67 +20,67 @@ if TYPE_CHECKING:
     import torch
 
 STATE_FORMAT: Final = 1
-# What a reader believes: room for the names of two million tensors, or random states of 36,000 ranks. What is
-# larger belongs into tensors, for values of JSON take some twenty times as much in memory.
+# Limit of a reader: enough for the names of two million tensors, or for the random states of 36,000 ranks. Larger
+# values belong into tensors: JSON values take some twenty times as much memory.
 MAX_STATE_BYTES: Final = 256 << 20
 _MAX_DEPTH = 100
 _MAX_PATH = 1 << 16
 
 
 class _TensorCollector(dict[str, "torch.Tensor"]):
-    """The tensors of a tree, and how many more values it may have."""
+    """Collects the tensors of a tree; `nodes_left` is the number of further values that the tree may have."""
 
     nodes_left: float = math.inf
 
 
-def flatten(state: Any, *, most_nodes: int | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the JSON skeleton of `state` and its tensors by dotted path. Numpy arrays become tensors.
 
     Args:
-        state: a tree.
-        most_nodes: values that it may have, one that hangs in several places counted in each: of a tree that comes
-            from elsewhere, which may hold one list very often.
+        state: state tree.
+        max_nodes: largest number of values; a value that occurs in several places counts each time. For trees from an
+            untrusted file, which may refer to one list very often.
 
     Raises:
-        ConfigError: a leaf can be stored neither as JSON nor as a tensor; names it and says what to do. Or the tree
-            is nested absurdly deep, or has too many values.
+        ConfigError: a leaf can be stored neither as JSON nor as a tensor, and the message names it; or the tree is
+            nested too deep or has too many values.
     """
     tensors = _TensorCollector()
-    if most_nodes is not None:
-        tensors.nodes_left = most_nodes
+    if max_nodes is not None:
+        tensors.nodes_left = max_nodes
     return _flatten(state, "", tensors, 0), dict(tensors)
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state tree that `flatten` was given. Raises CorruptDataError when it is no skeleton."""
+    """Return the state tree of a `flatten` result. Raises CorruptDataError: `skeleton` is not a valid skeleton."""
     return _unflatten(skeleton, tensors, 0)
 
 
 def encode_state(skeleton: Any) -> bytes:
-    """Return the bytes of a state object from the skeleton that `flatten` gave. Keys keep their order.
+    """Return the bytes of a state object with a skeleton from `flatten`; the order of keys is kept.
 
     Raises:
-        ConfigError: they are more than anyone would read again.
+        ConfigError: the bytes exceed the limit of a reader.
     """
     raw = json.dumps({"format": STATE_FORMAT, "state": skeleton}, allow_nan=False).encode()
     if len(raw) > MAX_STATE_BYTES:
         raise ConfigError(
-            f"what the state has beside its tensors is {format_size(len(raw))} of JSON, and may be "
-            f"{format_size(MAX_STATE_BYTES)}; make tensors of long lists of numbers and of large bytes"
+            f"the state without its tensors takes {format_size(len(raw))} of JSON; the limit is "
+            f"{format_size(MAX_STATE_BYTES)}. Store long lists of numbers and large bytes as tensors"
         )
     return raw
 
 
 def decode_state(raw: bytes, version: str) -> Any:
-    """Return the skeleton in a state object of `version`. Raises CorruptDataError, ConfigError (later format)."""
+    """Return the skeleton in a state object of `version`. Raises CorruptDataError; ConfigError: a later format."""
     try:
         stored = json.loads(raw)
-        found = int(stored["format"])
+        state_format = int(stored["format"])
         skeleton = stored["state"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptDataError(f"the state of {version} is damaged: {error!r}") from error
-    if found > STATE_FORMAT:
-        raise ConfigError(f"{version} has state format {found}; this datasvc reads up to {STATE_FORMAT}")
+    if state_format > STATE_FORMAT:
+        raise ConfigError(f"{version} has state format {state_format}; this datasvc reads up to {STATE_FORMAT}")
     return skeleton
 
 
@@ -91,12 +91,12 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
     tensors.nodes_left -= 1
     if tensors.nodes_left < 0 or (tensors.nodes_left < math.inf and len(path) > _MAX_PATH):
-        raise ConfigError(f"the state has too many values, or too long names, at {path[:60]}...")
+        raise ConfigError(f"the state has too many values or too long names, at {path[:60]}...")
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
     if isinstance(value, torch.Tensor):
         name = path or "tensor"
-        while name in tensors:  # {"a.b": x, "a": {"b": y}} has one path twice
+        while name in tensors:  # {"a.b": x, "a": {"b": y}} has the same path twice
             name += "'"
         tensors[name] = value
         return {"$tensor": name}
@@ -110,10 +110,10 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         return {"$bytes": value.hex()}
     if isinstance(value, tuple):
         return {
-            "$tuple": [_flatten(each, _join(path, index), tensors, depth + 1) for index, each in enumerate(value)]
+            "$tuple": [_flatten(item, _join(path, index), tensors, depth + 1) for index, item in enumerate(value)]
         }
     if isinstance(value, list):
-        return [_flatten(each, _join(path, index), tensors, depth + 1) for index, each in enumerate(value)]
+        return [_flatten(item, _join(path, index), tensors, depth + 1) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         return _flatten_mapping(value, path, tensors, depth)
     raise ConfigError(
@@ -126,40 +126,40 @@ def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _TensorCollec
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ConfigError(
-                f"state key {key!r} at {path or '(root)'} is no string and no int; store it under str() of it"
+                f"state key {key!r} at {path or '(root)'} is neither a string nor an int; use str() of it as the key"
             )
-    flat = {key: _flatten(each, _join(path, key), tensors, depth + 1) for key, each in value.items()}
+    flat = {key: _flatten(item, _join(path, key), tensors, depth + 1) for key, item in value.items()}
     if all(isinstance(key, str) and not key.startswith("$") for key in flat):
         return flat
-    return {"$dict": [[key, each] for key, each in flat.items()]}
+    return {"$dict": [[key, item] for key, item in flat.items()]}
 
 
 def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise CorruptDataError("this state is nested deeper than any that datasvc writes")
+        raise CorruptDataError("the state is nested deeper than any that datasvc writes")
     deeper = depth + 1
     if isinstance(value, list):
-        return [_unflatten(each, tensors, deeper) for each in value]
+        return [_unflatten(item, tensors, deeper) for item in value]
     if not isinstance(value, dict):
         return value
     marks = [key for key in value if key.startswith("$")]
     if not marks:
-        return {key: _unflatten(each, tensors, deeper) for key, each in value.items()}
+        return {key: _unflatten(item, tensors, deeper) for key, item in value.items()}
     try:
-        ((mark, held),) = value.items()
+        ((mark, marked),) = value.items()
         if mark == "$tensor":
-            return tensors[held]
+            return tensors[marked]
         if mark == "$tuple":
-            return tuple(_unflatten(each, tensors, deeper) for each in held)
+            return tuple(_unflatten(item, tensors, deeper) for item in marked)
         if mark == "$dict":
-            return {key: _unflatten(each, tensors, deeper) for key, each in held}
+            return {key: _unflatten(item, tensors, deeper) for key, item in marked}
         if mark == "$float":
-            return float(held)
+            return float(marked)
         if mark == "$bytes":
-            return bytes.fromhex(held)
+            return bytes.fromhex(marked)
     except (KeyError, ValueError, TypeError) as error:
-        raise CorruptDataError(f"this state's {marks[0]} is damaged: {error!r}") from error
-    raise CorruptDataError(f"this state uses the unknown mark {mark!r}; it may need a later datasvc")
+        raise CorruptDataError(f"the value of {marks[0]} in the state is damaged: {error!r}") from error
+    raise CorruptDataError(f"the state uses the unknown mark {mark!r}; it may need a later release of datasvc")
 
 
 def _from_numpy(value: np.ndarray[Any, Any], path: str) -> torch.Tensor:

@@ -1,13 +1,14 @@
-"""Tensor tables: what tensors a checkpoint has, and where the bytes of each piece of them lie.
+"""Tensor tables: which tensors a checkpoint has, and which stored bytes each of their chunks consists of.
 
-A table is complete in itself: to restore it no other table and no other version's entry is needed. Everything that
-a table says is checked here, before anyone allocates memory or asks a store for what it says.
+A table is self-contained: a restore needs no other table and no other version's entry. A decoded table is validated
+completely, before memory is allocated or an object is read because of its values.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,24 +16,24 @@ from typing import Any, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.tensors.arrow_compression import has_compressed_batch
 from datasvc.models.tensors.chunks import Box, Shape, is_tiling
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of, parse_digest
 
 TENSOR_TABLE_FORMAT: Final = 2
-# What a reader believes. A piece in an encoding is never larger, so that a few bytes cannot claim all memory.
-MAX_ENCODED_PIECE_BYTES: Final = 64 << 20
+# Limits for a table that is read. An encoded chunk is never larger, so that a few bytes cannot claim all memory.
+MAX_ENCODED_CHUNK_BYTES: Final = 64 << 20
 MAX_CHAIN: Final = 64
-# Room for ten million pieces in short chains: a mixture of experts of 140,000 tensors, moments counted, each cut over
-# 64 ranks. Records take some ten times as much in memory.
+# Enough for ten million chunks in short chains: a mixture of experts with 140,000 tensors, moments included, each
+# partitioned over 64 ranks. Decoded records take some ten times as much memory.
 MAX_TABLE_BYTES: Final = 2048 << 20
 MAX_TENSORS: Final = 1 << 20
 _MAX_DIMENSIONS: Final = 64
 _MAX_BYTES: Final = 1 << 60
 _ROWS_AT_ONCE: Final = 256
 
-ALONE: Final = ("raw", "planes")
+# Encodings of the first link of a chain, and of the links after it.
+STANDALONE: Final = ("raw", "planes")
 DIFFERENCES: Final = ("xor", "difference")
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
@@ -40,11 +41,15 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     "uint8": 1, "bool": 1, "uint16": 2, "uint32": 4, "uint64": 8, "complex64": 8, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
-"""Bytes of an element of every dtype that can be stored, by torch's name of it."""
+"""Bytes per element of every dtype that can be stored, by torch's name of the dtype."""
 
 _METADATA_KEY = b"datasvc.tensors.format"
 _MAGIC = b"ARROW1\0\0"
 _FIRST_MESSAGE = len(_MAGIC)
+# Field numbers of Arrow's Message.fbs.
+_RECORD_BATCH = 3
+_HEADER_TYPE, _HEADER = 1, 2
+_COMPRESSION = 3
 
 
 def _required(*fields: tuple[str, pa.DataType]) -> list[pa.Field]:
@@ -64,7 +69,7 @@ _LINK = pa.struct(
         ("encoding", pa.string()),
     )
 )
-_PIECE = pa.struct(
+_CHUNK = pa.struct(
     _required(
         ("start", _list(pa.int64())),
         ("shape", _list(pa.int64())),
@@ -73,7 +78,7 @@ _PIECE = pa.struct(
     )
 )
 _COLUMNS = pa.schema(
-    _required(("name", pa.string()), ("dtype", pa.string()), ("shape", _list(pa.int64())), ("pieces", _list(_PIECE))),
+    _required(("name", pa.string()), ("dtype", pa.string()), ("shape", _list(pa.int64())), ("pieces", _list(_CHUNK))),
     metadata={_METADATA_KEY: str(TENSOR_TABLE_FORMAT).encode()},
 )
 _COLUMNS_1 = pa.schema(
@@ -89,14 +94,14 @@ _COLUMNS_1 = pa.schema(
 
 @dataclass(frozen=True)
 class ChainLink:
-    """Stored bytes that a piece is made of.
+    """A range of stored bytes that encodes a chunk, or its difference to the result of the links before.
 
     Attributes:
-        object: the object that holds them.
-        object_bytes: its size.
-        offset: where they start in it.
-        length: their number.
-        encoding: "raw" and "planes" stand alone, "xor" and "difference" change what the links before them gave.
+        object: digest of the object that holds the bytes.
+        object_bytes: size of the object.
+        offset: first byte in the object.
+        length: number of bytes.
+        encoding: "raw" and "planes" encode a whole chunk, "xor" and "difference" a difference.
     """
 
     object: Digest
@@ -107,24 +112,24 @@ class ChainLink:
 
     @property
     def info(self) -> ObjectInfo:
-        """Name and size of the object."""
+        """Digest and size of the object."""
         return ObjectInfo(self.object, self.object_bytes)
 
     @property
     def is_whole_object(self) -> bool:
-        """Whether the object holds nothing else, so that its name is the digest of these bytes."""
+        """Whether the range is the whole object, so that the object's digest is that of these bytes."""
         return self.offset == 0 and self.length == self.object_bytes
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor, stored and checked by itself.
+    """A block of a tensor that is stored and verified separately.
 
     Attributes:
-        start: its first element in the tensor, one index per dimension.
-        shape: its sizes.
-        digest: of its elements' bytes in row-major order.
-        chain: the first link stands alone, each further one is the difference to what came before it.
+        start: index of its first element in the tensor, one number per dimension.
+        shape: size per dimension.
+        digest: digest of its elements' bytes in row-major order.
+        chain: links in decoding order; the first encodes a whole chunk, each further one a difference.
     """
 
     start: Shape
@@ -134,16 +139,16 @@ class Chunk:
 
     @property
     def box(self) -> Box:
-        """Where the piece lies in its tensor."""
+        """Start and shape of the chunk in its tensor."""
         return self.start, self.shape
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that a reader of the piece reads."""
+        """Bytes of all links: what a reader of the chunk reads."""
         return sum(link.length for link in self.chain)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the piece as JSON values, for other ranks."""
+        """Return the chunk as JSON values."""
         return {
             "start": list(self.start),
             "shape": list(self.shape),
@@ -153,12 +158,12 @@ class Chunk:
 
     @classmethod
     def from_json(cls, value: Any) -> Chunk:
-        """Return the piece that `to_json` gave. Raises CorruptDataError where it is none."""
+        """Return the chunk of a `to_json` result. Raises CorruptDataError: `value` has another form."""
         try:
             chain = tuple(ChainLink(**{**link, "object": parse_digest(link["object"])}) for link in value["chain"])
             return cls(tuple(value["start"]), tuple(value["shape"]), parse_digest(value["digest"]), chain)
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptDataError(f"{str(value)[:80]} is no piece of a tensor: {error!r}") from error
+            raise CorruptDataError(f"{str(value)[:80]} is not a chunk of a tensor: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -167,15 +172,15 @@ class TensorRecord:
 
     Attributes:
         name: dotted path in the state tree.
-        dtype: torch's name of it, "float32".
-        shape: sizes.
-        pieces: tile the tensor exactly, by their start; () for a tensor without elements.
+        dtype: torch's name of the dtype, "float32".
+        shape: size per dimension.
+        chunks: chunks that tile the tensor exactly, sorted by `start`; () for a tensor without elements.
     """
 
     name: str
     dtype: str
     shape: Shape
-    pieces: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
     def nbytes(self) -> int:
@@ -184,21 +189,21 @@ class TensorRecord:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """Equal for two records where the tensors are equal and cut alike, however they are stored."""
-        return self.dtype, self.shape, tuple((*piece.box, piece.digest) for piece in self.pieces)
+        """Value that is equal for equal tensors in equal chunks, whatever their encodings are."""
+        return self.dtype, self.shape, tuple((*chunk.box, chunk.digest) for chunk in self.chunks)
 
-    def piece_bytes(self, piece: Chunk) -> int:
-        """Return the bytes of a piece in memory."""
-        return math.prod(piece.shape) * ITEM_BYTES[self.dtype]
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        """Return the size of a chunk in memory, in bytes."""
+        return math.prod(chunk.shape) * ITEM_BYTES[self.dtype]
 
 
-def join_pieces(name: str, dtype: str, shape: Sequence[int], pieces: Iterable[Chunk]) -> TensorRecord:
-    """Return the record of a tensor whose pieces several ranks may have stored, in any order.
+def join_chunks(name: str, dtype: str, shape: Sequence[int], chunks: Iterable[Chunk]) -> TensorRecord:
+    """Return the record of a tensor whose chunks come from several ranks, in any order.
 
     Raises:
-        ConfigError: the pieces leave out elements or hold some twice, or there is no such dtype.
+        ConfigError: the chunks do not tile the tensor, or the dtype is unknown.
     """
-    joined = TensorRecord(name, dtype, tuple(shape), tuple(sorted(pieces, key=lambda piece: piece.start)))
+    joined = TensorRecord(name, dtype, tuple(shape), tuple(sorted(chunks, key=lambda chunk: chunk.start)))
     try:
         _check_record(joined, "this save")
     except CorruptDataError as error:
@@ -207,15 +212,15 @@ def join_pieces(name: str, dtype: str, shape: Sequence[int], pieces: Iterable[Ch
 
 
 def check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
-    """Raise CorruptDataError unless the boxes tile tensor `name` of `shape`."""
+    """Raise CorruptDataError unless the boxes tile a tensor of `shape`; `name` is for the message."""
     if len(shape) > _MAX_DIMENSIONS or min((*shape, 0)) < 0:
-        raise CorruptDataError(f"tensor {name!r}: {shape} cannot be a shape")
+        raise CorruptDataError(f"tensor {name!r}: {shape} is not a valid shape")
     if not is_tiling(shape, boxes):
-        raise CorruptDataError(f"tensor {name!r} of shape {shape}: its pieces leave out elements or hold some twice")
+        raise CorruptDataError(f"tensor {name!r} of shape {shape}: its chunks leave out elements or hold some twice")
 
 
 def digest_of_content(records: Iterable[TensorRecord]) -> Digest:
-    """Return a digest that is equal for checkpoints of equal tensors, cut alike, however they are stored."""
+    """Return a digest that is equal for equal tensors in equal chunks, whatever their encodings are."""
     ordered = sorted(records, key=lambda record: record.name)
     return digest_of(json.dumps([[record.name, *record.content] for record in ordered]).encode())
 
@@ -224,7 +229,7 @@ def encode_table(records: Iterable[TensorRecord]) -> bytes:
     """Return the table as an Arrow IPC file, sorted by name; equal records give equal bytes.
 
     Raises:
-        ConfigError: it would be larger than any that is read again.
+        ConfigError: the table is larger than the limits of a reader.
     """
     rows = [_row(record) for record in sorted(records, key=lambda record: record.name)]
     sink = pa.BufferOutputStream()
@@ -233,75 +238,77 @@ def encode_table(records: Iterable[TensorRecord]) -> bytes:
     table = sink.getvalue()
     if table.size > MAX_TABLE_BYTES or len(rows) > MAX_TENSORS:
         raise ConfigError(
-            f"the table of {len(rows)} tensors would have {table.size} bytes, and nobody reads more than "
-            f"{MAX_TENSORS} in {MAX_TABLE_BYTES}; save parts of this state as models of their own"
+            f"the table of {len(rows)} tensors would have {table.size} bytes; the limits are {MAX_TENSORS} tensors "
+            f"and {MAX_TABLE_BYTES} bytes. Save parts of this state as separate models"
         )
     return bytes(table.to_pybytes())
 
 
 def read_table(objects: Objects, table: Digest) -> tuple[TensorRecord, ...]:
-    """Return the records of a stored tensor table of any format, by name.
+    """Return the records of a stored tensor table of any format, sorted by name.
 
     Raises:
-        CorruptDataError: changed, or it says what cannot be.
-        ConfigError: of a later format, or with a dtype that this datasvc does not know.
+        CorruptDataError: the table does not match its digest, or a value in it is invalid.
+        ConfigError: the table has a later format, or a dtype that this release does not support.
         NotFoundError, UnavailableError: see `Objects.read`.
     """
     return decode_table(objects.read(table, MAX_TABLE_BYTES), objects.location(table))
 
 
 def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorRecord, ...]:
-    """Return the records in a table's bytes, checked; `location` is for messages. Raises as `read_table`."""
+    """Return the validated records of an encoded table; `location` is for messages. Raises as `read_table`."""
     try:
-        rows, found = _read_rows(content)
-        if found > TENSOR_TABLE_FORMAT:
+        rows, table_format = _read_rows(content)
+        if table_format > TENSOR_TABLE_FORMAT:
             raise ConfigError(
-                f"{location} has tensor format {found}; this datasvc reads up to {TENSOR_TABLE_FORMAT}: upgrade it"
+                f"{location} has tensor format {table_format}; this datasvc reads up to {TENSOR_TABLE_FORMAT}: "
+                "upgrade it"
             )
-        records = tuple(_check_sorted(_records_1(rows) if found == 1 else map(_record, _in_parts(rows)), location))
+        records = _records_1(rows) if table_format == 1 else map(_record, _in_parts(rows))
+        validated = tuple(_check_sorted(records, location))
     except (pa.ArrowException, OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptDataError(f"{location} is no tensor table: {error!r}") from error
-    return records
+        raise CorruptDataError(f"{location} is not a valid tensor table: {error!r}") from error
+    return validated
 
 
 def _check_sorted(records: Iterable[TensorRecord], location: str) -> Iterator[TensorRecord]:
-    """Yield records as they are made, so that the first one that cannot be is the last that takes memory."""
+    """Validate and yield records one by one, so that no further record takes memory after an invalid one."""
     before: str | None = None
     for record in records:
         if before is not None and before >= record.name:
-            raise CorruptDataError(f"{location} is no tensor table: its tensors are not sorted by name")
+            raise CorruptDataError(f"{location} is not a valid tensor table: its tensors are not sorted by name")
         _check_record(record, location)
         before = record.name
         yield record
 
 
 def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
-    """Return the rows and the format of a table of a format that is known, else no rows."""
+    """Return the rows and the format of a table; no rows if the format is a later one."""
     messages = pa.py_buffer(content)[_FIRST_MESSAGE:]
     if bytes(content[:_FIRST_MESSAGE]) != _MAGIC:
-        raise ValueError("it is no Arrow file")
-    # Read as the stream that an Arrow file is, so that what is looked at here is what is read.
+        raise ValueError("the file does not begin with Arrow's magic bytes")
+    # Read the stream inside of the Arrow file, not its footer: the bytes checked here are then the bytes read.
     reader = pa.ipc.open_stream(messages)
-    found = int((reader.schema.metadata or {})[_METADATA_KEY])
-    if found not in {1, 2}:
-        if found < 1:
-            raise ValueError(f"format {found}")
-        return pa.table({}), found
-    if not reader.schema.equals(_COLUMNS_1 if found == 1 else _COLUMNS):
+    table_format = int((reader.schema.metadata or {})[_METADATA_KEY])
+    if table_format not in {1, 2}:
+        if table_format < 1:
+            raise ValueError(f"format {table_format}")
+        return pa.table({}), table_format
+    if not reader.schema.equals(_COLUMNS_1 if table_format == 1 else _COLUMNS):
         raise ValueError(f"columns {reader.schema}")
-    if has_compressed_batch(messages):
+    if _has_compressed_batch(messages):
         raise ValueError("its buffers are compressed, which datasvc never writes")
     rows = reader.read_all()
     if rows.num_rows > MAX_TENSORS:
-        raise ValueError(f"{rows.num_rows} tensors, of at most {MAX_TENSORS}")
+        raise ValueError(f"{rows.num_rows} tensors; the limit is {MAX_TENSORS}")
     rows.validate(full=True)
-    return rows, found
+    return rows, table_format
 
 
 def _in_parts(rows: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield rows as Python values, a few at a time: in memory these take ten times as much as the table."""
+    """Yield rows as Python values in small batches: in memory they take ten times as much as the table."""
     for batch in rows.to_batches(max_chunksize=_ROWS_AT_ONCE):
         yield from batch.to_pylist()
 
@@ -313,32 +320,32 @@ def _row(record: TensorRecord) -> dict[str, Any]:
         "shape": list(record.shape),
         "pieces": [
             {
-                "start": list(piece.start),
-                "shape": list(piece.shape),
-                "digest": bytes.fromhex(piece.digest),
-                "chain": [{**vars(link), "object": bytes.fromhex(link.object)} for link in piece.chain],
+                "start": list(chunk.start),
+                "shape": list(chunk.shape),
+                "digest": bytes.fromhex(chunk.digest),
+                "chain": [{**vars(link), "object": bytes.fromhex(link.object)} for link in chunk.chain],
             }
-            for piece in record.pieces
+            for chunk in record.chunks
         ],
     }
 
 
 def _record(row: Mapping[str, Any]) -> TensorRecord:
-    pieces = tuple(
+    chunks = tuple(
         Chunk(
-            tuple(piece["start"]),
-            tuple(piece["shape"]),
-            _digest(piece["digest"]),
-            tuple(ChainLink(**{**link, "object": _digest(link["object"])}) for link in piece["chain"]),
+            tuple(chunk["start"]),
+            tuple(chunk["shape"]),
+            _digest(chunk["digest"]),
+            tuple(ChainLink(**{**link, "object": _digest(link["object"])}) for link in chunk["chain"]),
         )
-        for piece in row["pieces"]
+        for chunk in row["pieces"]
     )
-    return TensorRecord(row["name"], row["dtype"], tuple(row["shape"]), pieces)
+    return TensorRecord(row["name"], row["dtype"], tuple(row["shape"]), chunks)
 
 
 def _records_1(table: pa.Table) -> Iterable[TensorRecord]:
-    """Yield the records of a table of format 1: every tensor in one piece, raw."""
-    # It does not say how large objects are; they end with their last tensor.
+    """Yield the records of a table of format 1: every tensor in one chunk, raw."""
+    # Format 1 has no object sizes: an object ends with its last tensor.
     rows: list[dict[str, Any]] = table.to_pylist()
     sizes: dict[bytes, int] = {}
     for row in rows:
@@ -346,8 +353,8 @@ def _records_1(table: pa.Table) -> Iterable[TensorRecord]:
     for row in rows:
         shape = tuple(row["shape"])
         link = ChainLink(_digest(row["object"]), sizes[row["object"]], row["offset"], row["length"], "raw")
-        piece = Chunk((0,) * len(shape), shape, _digest(row["digest"]), (link,))
-        yield TensorRecord(row["name"], row["dtype"], shape, (piece,) if 0 not in shape else ())
+        chunk = Chunk((0,) * len(shape), shape, _digest(row["digest"]), (link,))
+        yield TensorRecord(row["name"], row["dtype"], shape, (chunk,) if 0 not in shape else ())
 
 
 def _digest(raw: bytes) -> Digest:
@@ -355,33 +362,78 @@ def _digest(raw: bytes) -> Digest:
 
 
 def _check_record(record: TensorRecord, location: str) -> None:
-    """Raise where a record says what cannot be."""
+    """Raise ConfigError or CorruptDataError if a value of the record is invalid."""
     if record.dtype not in ITEM_BYTES:
         raise ConfigError(f"tensor {record.name!r} in {location} has the unknown dtype {record.dtype!r}")
     try:
-        check_tiling(record.name, record.shape, [piece.box for piece in record.pieces])
+        check_tiling(record.name, record.shape, [chunk.box for chunk in record.chunks])
     except CorruptDataError as error:
         raise CorruptDataError(f"{location}: {error}") from error
     if math.prod(max(size, 1) for size in record.shape) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
-        raise CorruptDataError(f"{location}: tensor {record.name!r} of shape {record.shape} cannot be in any memory")
-    for piece in record.pieces:
-        wrong = fault_of_chain(piece.chain, record.piece_bytes(piece))
+        raise CorruptDataError(
+            f"{location}: tensor {record.name!r} of shape {record.shape} is larger than any memory"
+        )
+    for chunk in record.chunks:
+        wrong = fault_of_chain(chunk.chain, record.chunk_bytes(chunk))
         if wrong:
-            raise CorruptDataError(f"{location}: tensor {record.name!r}, its piece at {piece.start}: {wrong}")
+            raise CorruptDataError(f"{location}: tensor {record.name!r}, its chunk at {chunk.start}: {wrong}")
 
 
-def fault_of_chain(chain: Sequence[ChainLink], piece_bytes: int) -> str | None:
-    """Return what cannot be about the links of a piece, None when all is well."""
+def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
+    """Return what is invalid in the chain of a chunk, None if nothing is."""
     encodings = [link.encoding for link in chain]
     if not 1 <= len(chain) <= MAX_CHAIN:
         return f"its chain has {len(chain)} links"
-    if encodings[0] not in ALONE or any(encoding not in DIFFERENCES for encoding in encodings[1:]):
-        return f"{encodings} cannot be its encodings"
-    if encodings != ["raw"] and piece_bytes > MAX_ENCODED_PIECE_BYTES:
-        return f"a piece in encoding {encodings[-1]!r} has at most {MAX_ENCODED_PIECE_BYTES} bytes"
+    if encodings[0] not in STANDALONE or any(encoding not in DIFFERENCES for encoding in encodings[1:]):
+        return f"its encodings {encodings} are not a valid sequence"
+    if encodings != ["raw"] and chunk_bytes > MAX_ENCODED_CHUNK_BYTES:
+        return f"a chunk in encoding {encodings[-1]!r} has at most {MAX_ENCODED_CHUNK_BYTES} bytes"
     for link in chain:
         if min(link.offset, link.length) < 0 or link.offset + link.length > link.object_bytes:
-            return f"bytes {link.offset} to {link.offset + link.length} cannot lie in {link.object_bytes}"
-        if link.length != piece_bytes if link.encoding == "raw" else not 0 < link.length <= piece_bytes:
-            return f"{link.length} bytes cannot be it in encoding {link.encoding!r}"
+            return (
+                f"bytes {link.offset} to {link.offset + link.length} exceed its object of {link.object_bytes} bytes"
+            )
+        if link.length != chunk_bytes if link.encoding == "raw" else not 0 < link.length <= chunk_bytes:
+            return f"{link.length} bytes are not a valid length for encoding {link.encoding!r}"
     return None
+
+
+def _has_compressed_batch(stream: pa.Buffer) -> bool:
+    """Return whether a record batch of an Arrow IPC stream is compressed.
+
+    A reader would decompress it to whatever size the batch claims, which exhausts memory. pyarrow does not expose
+    this field, so it is read from the flatbuffers of each message.
+
+    Raises:
+        ArrowException, OSError, ValueError: `stream` is not a valid stream.
+    """
+    messages = pa.ipc.MessageReader.open_stream(stream)
+    try:
+        return any(_is_compressed_batch(message.metadata.to_pybytes()) for message in messages)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"a message is not a valid flatbuffer: {error}") from error
+
+
+def _is_compressed_batch(message: bytes) -> bool:
+    """Return whether a message is a record batch whose header has the field `compression`."""
+    root = _uint32(message, 0)
+    kind, header = _field_offset(message, root, _HEADER_TYPE), _field_offset(message, root, _HEADER)
+    if kind is None or header is None or message[kind] != _RECORD_BATCH:
+        return False
+    return _field_offset(message, header + _uint32(message, header), _COMPRESSION) is not None
+
+
+def _field_offset(message: bytes, table: int, index: int) -> int | None:
+    """Return the offset of a field of a flatbuffers table, None if the field is absent."""
+    vtable = table - struct.unpack_from("<i", message, table)[0]
+    if vtable < 0:
+        raise ValueError("a flatbuffers table is outside of its message")
+    (vtable_bytes,) = struct.unpack_from("<H", message, vtable)
+    if 4 + 2 * index >= vtable_bytes:
+        return None
+    (offset,) = struct.unpack_from("<H", message, vtable + 4 + 2 * index)
+    return table + offset if offset else None
+
+
+def _uint32(message: bytes, offset: int) -> int:
+    return int(struct.unpack_from("<I", message, offset)[0])

@@ -1,4 +1,4 @@
-"""Work on many pieces of tensors at once, that ends soon after the first failure."""
+"""Runs a function for many chunks in threads, and stops soon after the first failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, TypeVar, TypeVarTuple
 _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
-# Below, to hand work to another thread, and to take turns with it, costs more than that thread helps.
+# For calls on fewer bytes, handing the work to another thread costs more than that thread saves.
 _GROUP_BYTES: Final = 1 << 20
 
 
@@ -22,28 +22,27 @@ def run_in_threads(
     *,
     sizes: Sequence[int] | None = None,
 ) -> list[_Result]:
-    """Call `work` with each of `arguments`; returns what it gave, in their order.
+    """Call `work` with each of `arguments`; return the results in the same order.
 
-    After the first error, or an interrupt, no further call is begun; those under way are awaited, then it is raised.
+    After the first error, or an interrupt, no further call starts; the error is raised when the running calls end.
 
     Args:
-        work: called from several threads.
-        arguments: of each call.
-        threads: at once.
-        sizes: bytes that each call has to do with, where calls are fast for them: neighbours with few are made by one
-            thread, one after another.
+        work: function that is called from several threads.
+        arguments: arguments of each call.
+        threads: largest number of threads.
+        sizes: bytes that each call processes, if calls are fast: consecutive small calls then share a thread.
     """
     if len(arguments) <= 1:
-        return [work(*each) for each in arguments]
+        return [work(*call) for call in arguments]
     stopped = threading.Event()
 
-    def work_on(group: Sequence[tuple[*_Arguments]]) -> list[_Result]:
+    def run_group(group: Sequence[tuple[*_Arguments]]) -> list[_Result]:
         results = []
-        for each in group:
+        for call in group:
             if stopped.is_set():
                 break
             try:
-                results.append(work(*each))
+                results.append(work(*call))
             except BaseException:
                 stopped.set()
                 raise
@@ -51,11 +50,11 @@ def run_in_threads(
 
     pool = ThreadPoolExecutor(min(threads, len(arguments)), thread_name_prefix="datasvc-tensor")
     try:
-        futures = [pool.submit(work_on, group) for group in _group(arguments, sizes)]
+        futures = [pool.submit(run_group, group) for group in _group(arguments, sizes)]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         stopped.set()
-        # As a context manager the pool would see every call through first, where Ctrl-C ends the wait.
+        # Not by a `with` block: that would run all calls to their end after Ctrl-C has ended the wait.
         pool.shutdown(wait=True, cancel_futures=True)
     for future in done:
         future.result()
@@ -65,14 +64,14 @@ def run_in_threads(
 def _group(
     arguments: Sequence[tuple[*_Arguments]], sizes: Sequence[int] | None
 ) -> Iterator[Sequence[tuple[*_Arguments]]]:
-    """Yield neighbours that together have few bytes; one by one where sizes are not known."""
+    """Yield groups of consecutive calls with few bytes in total; single calls if `sizes` is None."""
     group: list[tuple[*_Arguments]] = []
     group_bytes = 0
-    for each, size in zip(arguments, repeat(_GROUP_BYTES) if sizes is None else sizes, strict=False):
+    for call, size in zip(arguments, repeat(_GROUP_BYTES) if sizes is None else sizes, strict=False):
         if group and group_bytes + size > _GROUP_BYTES:
             yield group
             group, group_bytes = [], 0
-        group.append(each)
+        group.append(call)
         group_bytes += size
     if group:
         yield group

@@ -1,4 +1,4 @@
-"""Writing tensors: cut into pieces, each stored once, in whichever encoding is smallest."""
+"""Writes tensors: split into chunks, each stored once, in the smallest of several encodings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunk_reader import ChunkSource, is_near
-from datasvc.models.tensors.chunk_writer import CODECS, Codec, PieceWriter, TensorSlice
-from datasvc.models.tensors.chunks import PIECE_BYTES, Shape, plan_pieces, slices
+from datasvc.models.tensors.chunk_writer import CODECS, ChunkWriter, Codec, TensorSlice
+from datasvc.models.tensors.chunks import CHUNK_BYTES, Shape, plan_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
-from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_pieces
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.processors import count_processors
 from datasvc.repository import Digest, Objects
@@ -24,29 +24,29 @@ __all__ = [
     "CODECS",
     "MAX_CHAIN_LENGTH",
     "Codec",
-    "StoredPieces",
+    "StoredChunks",
     "StoredTensors",
-    "TensorPiece",
+    "TensorBlock",
     "check_storable",
-    "store_pieces",
+    "store_chunks",
     "store_tensors",
 ]
 
 MAX_CHAIN_LENGTH: Final = 8
-# Each holds a piece several times, so many only take the caches and the memory from each other. Files are written to
-# memory, and the disk is waited for by other threads; to a remote store some upload while others encode.
+# Every thread holds several copies of a chunk, so more threads only compete for caches and memory. Local files are
+# written to the page cache and synced by other threads; for a remote store some threads upload while others encode.
 _NEAR_THREADS: Final = min(16, count_processors() + 1)
 _THREADS: Final = max(8, min(16, count_processors()))
 
 
 @dataclass(frozen=True)
-class TensorPiece:
-    """A block of a tensor in memory: what one rank holds of it, or all.
+class TensorBlock:
+    """A block of a tensor in memory: the part that one rank holds, or all of it.
 
     Attributes:
-        name: of the whole tensor, its dotted path in the state tree.
-        start: first element of the block in the whole tensor.
-        tensor: the block.
+        name: name of the tensor, its dotted path in the state tree.
+        start: index of the block's first element in the tensor.
+        tensor: elements of the block.
     """
 
     name: str
@@ -55,28 +55,28 @@ class TensorPiece:
 
 
 @dataclass(frozen=True)
-class StoredPieces:
-    """What a save wrote.
+class StoredChunks:
+    """Result of `store_chunks`.
 
     Attributes:
-        pieces: names of tensors and pieces of them, by name and start; see `tensor_table.join_pieces`.
-        new_bytes: that were not in the repository before.
-        num_nonfinite: NaN and infinities, by tensor; those that have none are left out.
+        chunks: tensor name and chunk, sorted by name and start; see `tensor_table.join_chunks`.
+        new_bytes: bytes that were not in the repository before.
+        num_nonfinite: number of NaN and infinite elements by tensor; tensors without any are left out.
     """
 
-    pieces: list[tuple[str, Chunk]]
+    chunks: list[tuple[str, Chunk]]
     new_bytes: int
     num_nonfinite: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """What a save of whole tensors wrote.
+    """Result of `store_tensors`.
 
     Attributes:
-        records: of the tensors, by name.
-        new_bytes: that were not in the repository before.
-        num_nonfinite: NaN and infinities, by tensor; those that have none are left out.
+        records: records of the tensors, sorted by name.
+        new_bytes: bytes that were not in the repository before.
+        num_nonfinite: number of NaN and infinite elements by tensor; tensors without any are left out.
     """
 
     records: tuple[TensorRecord, ...]
@@ -89,104 +89,106 @@ def store_tensors(
     tensors: Mapping[str, torch.Tensor],
     *,
     base: Sequence[TensorRecord] = (),
-    held: Mapping[str, torch.Tensor] | None = None,
+    base_tensors: Mapping[str, torch.Tensor] | None = None,
     codec: Codec = "delta",
     source: ChunkSource | None = None,
-    longest_chain: int = MAX_CHAIN_LENGTH,
-    piece_bytes: int = PIECE_BYTES,
+    max_chain_length: int = MAX_CHAIN_LENGTH,
+    chunk_bytes: int = CHUNK_BYTES,
     report: Callable[[int], None] | None = None,
 ) -> StoredTensors:
-    """Store every tensor. Equal pieces are stored once, over all versions of all models.
+    """Store every tensor. Equal chunks are stored once over all versions of all models.
 
     Args:
-        objects: where to.
-        tensors: by name, dense, of any device; they must not change meanwhile.
-        base: records of the version before, to whose pieces the new ones are stored as differences.
-        held: tensors that may be those of `base`: where their bytes have its digests, it is not read.
-        codec: "none" stores raw bytes, "planes" byte planes where these are smaller, "delta" also differences.
-        source: where the base is read from, default `objects`.
-        longest_chain: links of a piece; the next one is stored in full again.
-        piece_bytes: largest piece.
-        report: called with the bytes of each piece once it is stored, from any thread.
+        objects: objects of the repository.
+        tensors: dense tensors by name, on any device; they must not change during the call.
+        base: records of the version before; chunks are stored as differences to its chunks.
+        base_tensors: tensors in memory that may equal those of `base`: where their digests match, `base` is not read.
+        codec: "none" stores raw bytes, "planes" byte planes where these are smaller, "delta" differences too.
+        source: source of the base's bytes; default `objects`.
+        max_chain_length: largest number of links of a chunk; a chunk that would exceed it is stored in full.
+        chunk_bytes: largest size of a chunk in bytes.
+        report: called with the size of each chunk after it is stored, from any thread.
 
     Returns:
         The records; the caller stores their table and commits.
 
     Raises:
-        ConfigError: a tensor has no raw bytes (sparse, quantised, meta), or there is no such codec; names it.
+        ConfigError: a tensor has no dense data (sparse, quantized, meta), which the message names, or the codec is
+            unknown.
         UnavailableError: the store failed.
     """
-    stored = store_pieces(
+    base_blocks = [TensorBlock(name, (0,) * tensor.dim(), tensor) for name, tensor in (base_tensors or {}).items()]
+    stored = store_chunks(
         objects,
-        [TensorPiece(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()],
+        [TensorBlock(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()],
         base=base,
-        held=[TensorPiece(name, (0,) * tensor.dim(), tensor) for name, tensor in (held or {}).items()],
+        base_tensors=base_blocks,
         codec=codec,
         source=source,
-        longest_chain=longest_chain,
-        piece_bytes=piece_bytes,
+        max_chain_length=max_chain_length,
+        chunk_bytes=chunk_bytes,
         report=report,
     )
-    pieces: dict[str, list[Chunk]] = {name: [] for name in sorted(tensors)}
-    for name, piece in stored.pieces:
-        pieces[name].append(piece)
+    chunks: dict[str, list[Chunk]] = {name: [] for name in sorted(tensors)}
+    for name, chunk in stored.chunks:
+        chunks[name].append(chunk)
     records = tuple(
-        join_pieces(name, dtype_name(tensors[name]), tuple(tensors[name].shape), found)
-        for name, found in pieces.items()
+        join_chunks(name, dtype_name(tensors[name]), tuple(tensors[name].shape), tensor_chunks)
+        for name, tensor_chunks in chunks.items()
     )
     return StoredTensors(records, stored.new_bytes, stored.num_nonfinite)
 
 
-def store_pieces(
+def store_chunks(
     objects: Objects,
-    pieces: Sequence[TensorPiece],
+    blocks: Sequence[TensorBlock],
     *,
     base: Sequence[TensorRecord] = (),
-    held: Sequence[TensorPiece] = (),
+    base_tensors: Sequence[TensorBlock] = (),
     codec: Codec = "delta",
     source: ChunkSource | None = None,
-    longest_chain: int = MAX_CHAIN_LENGTH,
-    piece_bytes: int = PIECE_BYTES,
+    max_chain_length: int = MAX_CHAIN_LENGTH,
+    chunk_bytes: int = CHUNK_BYTES,
     report: Callable[[int], None] | None = None,
-) -> StoredPieces:
-    """Store blocks of tensors, as one rank of a sharded save does; large ones are cut further.
+) -> StoredChunks:
+    """Store blocks of tensors, as one rank of a sharded save does; large blocks are split into chunks.
 
-    Arguments and errors are those of `store_tensors`. The shapes of whole tensors are the caller's to know: it joins
-    the pieces of all ranks by `tensor_table.join_pieces`. A block without elements gives no piece.
+    Arguments and errors are those of `store_tensors`. The caller joins the chunks of all ranks with
+    `tensor_table.join_chunks`, as only it has the shapes of whole tensors. A block without elements gives no chunk.
     """
     if codec not in CODECS:
-        raise ConfigError(f"there is no codec {codec!r}; there are {', '.join(CODECS)}")
-    for piece in pieces:
-        check_storable(piece.name, piece.tensor)
-    cuts = sorted(_cut(pieces, piece_bytes), key=lambda cut: cut.place)
-    own = {cut.place: cut for cut in _cut(held, piece_bytes)} if base else {}
+        raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")
+    for block in blocks:
+        check_storable(block.name, block.tensor)
+    parts = sorted(_split(blocks, chunk_bytes), key=lambda part: part.key)
+    base_slices = {part.key: part for part in _split(base_tensors, chunk_bytes)} if base else {}
     with ObjectBatch(objects) as batch:
-        writer = PieceWriter(objects, batch, base, own, codec, source or objects, longest_chain)
+        writer = ChunkWriter(objects, batch, base, base_slices, codec, source or objects, max_chain_length)
 
-        def store_one(cut: TensorSlice) -> Digest:
-            digest = writer.store(cut)
+        def store_one(part: TensorSlice) -> Digest:
+            digest = writer.store(part)
             if report is not None:
-                report(cut.nbytes)
+                report(part.nbytes)
             return digest
 
-        arguments = [(cut,) for cut in cuts]
+        arguments = [(part,) for part in parts]
         if objects.is_near and (source is None or is_near(source)):
-            digests = run_in_threads(store_one, arguments, _NEAR_THREADS, sizes=[cut.nbytes for cut in cuts])
+            digests = run_in_threads(store_one, arguments, _NEAR_THREADS, sizes=[part.nbytes for part in parts])
         else:
             digests = run_in_threads(store_one, arguments, _THREADS)
         chains = writer.finish(digests)
-    found = [
-        (cut.name, Chunk(cut.start, cut.shape, digest, chains[digest]))
-        for cut, digest in zip(cuts, digests, strict=True)
+    chunks = [
+        (part.name, Chunk(part.start, part.shape, digest, chains[digest]))
+        for part, digest in zip(parts, digests, strict=True)
     ]
-    return StoredPieces(found, writer.new_bytes, {name: n for name, n in sorted(writer.num_nonfinite.items()) if n})
+    return StoredChunks(chunks, writer.new_bytes, {name: n for name, n in sorted(writer.num_nonfinite.items()) if n})
 
 
-def _cut(pieces: Sequence[TensorPiece], piece_bytes: int) -> list[TensorSlice]:
-    """Return the pieces that blocks are stored as, views of them."""
-    cuts = []
-    for piece in pieces:
-        for box in plan_pieces(tuple(piece.tensor.shape), piece.tensor.itemsize, piece_bytes=piece_bytes):
-            start = tuple(a + b for a, b in zip(piece.start, box[0], strict=True))
-            cuts.append(TensorSlice(piece.name, start, piece.tensor.detach()[slices(box)]))
-    return cuts
+def _split(blocks: Sequence[TensorBlock], chunk_bytes: int) -> list[TensorSlice]:
+    """Return the blocks split into slices of at most `chunk_bytes`, as views."""
+    parts = []
+    for block in blocks:
+        for box in plan_chunks(tuple(block.tensor.shape), block.tensor.itemsize, chunk_bytes=chunk_bytes):
+            start = tuple(a + b for a, b in zip(block.start, box[0], strict=True))
+            parts.append(TensorSlice(block.name, start, block.tensor.detach()[slices(box)]))
+    return parts

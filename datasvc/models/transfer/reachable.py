@@ -51,8 +51,8 @@ def _of_model(repository: Repository, version: Resolved, content: Mapping[str, A
     named = objects_of_entry(content, version)
     yield from _sized(repository, named.all)
     for record in read_table(repository.objects, named.tensors):
-        for piece in record.pieces:
-            for link in piece.chain:
+        for chunk in record.chunks:
+            for link in chunk.chain:
                 yield link.object, link.object_bytes
 
 

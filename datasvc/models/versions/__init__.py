@@ -1,1 +1,1 @@
-"""What the log entry of a model version says: metadata, code, environment, data, signatures."""
+"""The log entry of a model version: metadata, code, environment, data use and signatures."""

@@ -1,4 +1,4 @@
-"""Which code a run executes: the git revision around its working folder, and what differs from it."""
+"""Describes the code of a run: the git revision of its working folder, and the local changes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from datasvc.repository import Objects
 MAX_DIFF_BYTES: Final = 4 << 20
 _MAX_NAMES: Final = 100
 _MAX_NAME_BYTES: Final = 64 << 10
-# A file system that does not answer must not hold up a save for long.
+# A file system that does not answer must not delay a save for long.
 _TIMEOUT_S: Final = 60
-# Of several places a patch must say the same, whatever their users set up; and no lock may disturb another git.
-# git hands such a URL to a program of its own: codecommit::https://...
+# A remote helper: git passes a URL such as codecommit::https://... to a program of its own.
 _HELPER: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9+.-]*::)(.*)", re.DOTALL)
+# Override user settings, so that a patch has the same form everywhere.
 _PLAIN: Final = ("-c", "core.quotePath=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false")
 _DIFF: Final = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short")
 
@@ -32,14 +32,14 @@ class CodeRevision:
     """The code of a run.
 
     Attributes:
-        revision: git commit, None outside a git checkout.
+        revision: git commit; None outside of a git checkout.
         dirty: whether tracked files differed from that commit.
-        remote: where the checkout was cloned from, without credentials; None: nowhere, or not asked.
-        diff: digest of the object with what differed; None where nothing did, or nobody kept it.
-        diff_kind: "patch", which `git apply` takes; or "stat" where a patch is longer than MAX_DIFF_BYTES.
-        untracked: files and folders that git did not know, the first hundred.
-        num_untracked: how many there were.
-        submodules: by path the commit that was checked out, with "+" before one that is not the recorded one.
+        remote: URL of the remote repository, without credentials; None: no remote, or not recorded.
+        diff: digest of the object with the local changes; None: no changes, or not stored.
+        diff_kind: "patch", in the form for `git apply`; or "stat" if the patch is larger than MAX_DIFF_BYTES.
+        untracked: untracked files and folders, at most 100.
+        num_untracked: number of all untracked files and folders.
+        submodules: checked-out commit by path, with a leading "+" if it is not the recorded one.
     """
 
     revision: str | None
@@ -55,34 +55,34 @@ class CodeRevision:
         if self.revision is None:
             return "not in a git checkout"
         changes = f"with local changes{f', kept in {self.diff}' if self.diff else ''}" if self.dirty else ""
-        unknown = f"{self.num_untracked} untracked" if self.num_untracked else ""
-        said = ", ".join(each for each in (changes, unknown) if each)
-        return self.revision + (f" ({said})" if said else "")
+        untracked = f"{self.num_untracked} untracked" if self.num_untracked else ""
+        details = ", ".join(text for text in (changes, untracked) if text)
+        return self.revision + (f" ({details})" if details else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the revision as JSON values, without what there is none of."""
-        told = {name: value for name, value in vars(self).items() if value}
-        told |= {"untracked": list(self.untracked)} if self.untracked else {}
-        return {**told, "revision": self.revision, "dirty": self.dirty}
+        """Return the revision as JSON values; empty fields are left out."""
+        fields = {name: value for name, value in vars(self).items() if value}
+        fields |= {"untracked": list(self.untracked)} if self.untracked else {}
+        return {**fields, "revision": self.revision, "dirty": self.dirty}
 
     @classmethod
     def from_dict(cls, code: Mapping[str, Any]) -> CodeRevision:
-        """Return what `to_dict` gave; fields of a later release are left out. Raises CorruptDataError."""
+        """Return the revision of a `to_dict` result; unknown fields are ignored. Raises CorruptDataError."""
         try:
-            known = {name: code[name] for name in cls.__dataclass_fields__ if name in code}
-            return cls(**{**known, "untracked": tuple(code.get("untracked", ()))})
+            fields = {name: code[name] for name in cls.__dataclass_fields__ if name in code}
+            return cls(**{**fields, "untracked": tuple(code.get("untracked", ()))})
         except (TypeError, AttributeError) as error:
-            raise CorruptDataError(f"this does not say which code ran: {error}; found {code!r}") from error
+            raise CorruptDataError(f"not a valid code revision: {error}; found {code!r}") from error
 
 
 def describe_code(folder: Path | None = None) -> CodeRevision:
-    """Return the git revision of the checkout around `folder`, the working folder by default; nothing is kept."""
+    """Return the git revision of the checkout that contains `folder`, default the working folder; stores nothing."""
     where = str(folder or Path.cwd())
     revision = _git(where, "rev-parse", "--verify", "HEAD")
     if revision is None:
         return CodeRevision(None, dirty=False)
     status = (_git(where, "status", "--porcelain=v1", "-z", most=_MAX_NAME_BYTES) or "").split("\0")[:-1]
-    untracked = [each[3:] for each in status if each.startswith("?? ")]
+    untracked = [line[3:] for line in status if line.startswith("?? ")]
     return CodeRevision(
         revision,
         dirty=_is_dirty(where),
@@ -94,22 +94,22 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
 
 
 def capture_code(folder: Path | None = None) -> None:
-    """Read now what `keep_code` will store: a run calls this when it begins, however late it saves first."""
+    """Read the code now for a later `keep_code`; a run calls this at its start, before files are edited."""
     _capture(str(folder or Path.cwd()))
 
 
 def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:
-    """Return the revision of a checkout, what differs from it stored as an object.
+    """Return the revision of a checkout and store its local changes as an object.
 
-    It is read once per process and folder, by `capture_code` or here: a run executes what it loaded when it began,
-    whatever is edited later.
+    The code is read once per process and folder, by `capture_code` or here: a process executes the code that it
+    loaded at its start, whatever is edited later.
 
     Args:
-        objects: where the diff goes.
-        folder: in the checkout; default the working folder.
+        objects: objects of the repository that stores the changes.
+        folder: a folder in the checkout; default: the working folder.
 
     Raises:
-        UnavailableError: the diff cannot be stored.
+        UnavailableError: the changes cannot be stored.
     """
     code, diff = _capture(str(folder or Path.cwd()))
     return replace(code, diff=objects.put(diff).digest) if diff else code
@@ -128,14 +128,14 @@ def _capture(folder: str) -> tuple[CodeRevision, bytes]:
 
 
 def _is_dirty(folder: str) -> bool:
-    # Submodules that lie at another commit are local changes; files in them that git does not know are none.
+    # A submodule at another commit is a local change; untracked files in a submodule are not.
     return bool(
         _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=untracked", most=1)
     )
 
 
 def _remote(folder: str) -> str | None:
-    """Return the URL of the remote that HEAD follows, else of origin, without credentials."""
+    """Return the URL of the remote `origin`, or else of the first remote, without credentials."""
     remotes = (_git(folder, "remote") or "").split()
     if not remotes:
         return None
@@ -145,20 +145,21 @@ def _remote(folder: str) -> str | None:
 
 
 def without_credentials(url: str) -> str | None:
-    """Return the URL of a git remote without user, password and query; None where it may hold a secret all the same.
+    """Return the URL of a git remote without user, password and query; None if it may still contain a secret.
 
-    The user `git` is no secret and stays. A password may hold what else ends a host, so a path with an @ is cut too.
+    The user `git` is not a secret and is kept. A password may contain characters that end a host name, so everything
+    up to the last @ is removed, even in a path.
     """
     peeled = _HELPER.fullmatch(url)
     if peeled:
         helper, inner = peeled.groups()
         bare = without_credentials(inner) if "://" in inner else None
         return None if bare is None else f"{helper}{bare}"
-    scheme, is_url, rest = url.partition("://")
+    scheme, is_url, remainder = url.partition("://")
     if not is_url:
         user, _, place = url.rpartition("@")
         return url if user in {"", "git"} or url.startswith(("/", ".")) else place
-    user, _, place = rest.rpartition("@")
+    user, _, place = remainder.rpartition("@")
     if "?" in user:
         return None  # what follows may be the end of a token
     kept = "git@" if user == "git" and scheme == "ssh" else ""
@@ -170,12 +171,12 @@ def _submodules(folder: str) -> dict[str, str]:
     if top is None or not Path(top, ".gitmodules").is_file():
         return {}
     lines = (_output(top, "submodule", "status", most=_MAX_NAME_BYTES) or b"").decode(errors="replace").splitlines()
-    found = {}
+    submodules = {}
     for line in lines[:_MAX_NAMES]:
-        mark, (commit, _, rest) = line[:1], line[1:].partition(" ")
-        path = rest.rpartition(" (")[0] if rest.endswith(")") else rest
-        found[path] = f"{mark.strip()}{commit}"
-    return found
+        mark, (commit, _, remainder) = line[:1], line[1:].partition(" ")
+        path = remainder.rpartition(" (")[0] if remainder.endswith(")") else remainder
+        submodules[path] = f"{mark.strip()}{commit}"
+    return submodules
 
 
 def _git(folder: str, *arguments: str, most: int = 1 << 20) -> str | None:
@@ -184,7 +185,7 @@ def _git(folder: str, *arguments: str, most: int = 1 << 20) -> str | None:
 
 
 def _output(folder: str, *arguments: str, most: int) -> bytes | None:
-    """Return the first `most` bytes that git prints; None where it fails, takes too long, or is not installed."""
+    """Return the first `most` bytes of git's output; None if git fails, times out or is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
@@ -210,6 +211,6 @@ def _read(git: subprocess.Popen[bytes], most: int) -> bytes | None:
     assert git.stdout is not None
     output = git.stdout.read(most)
     if git.stdout.read(1):
-        git.kill()  # the rest is not wanted, however long it is
+        git.kill()  # the remaining output is not needed
         return output
     return output if git.wait() == 0 else None

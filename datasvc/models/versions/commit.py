@@ -1,4 +1,4 @@
-"""The one commit of a model version: stored tensors, their state, and what is said of them become an entry."""
+"""Commits model versions: stored tensors, the state and the metadata become a log entry. There is no other commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.objects.presence import check_present
 
-# An entry is read by whoever lists versions: it does not grow with the model.
+# Whoever lists versions reads their entries, so the size of an entry must not grow with the model.
 _MAX_NONFINITE: Final = 100
 
 
@@ -28,10 +28,10 @@ class StoredState:
     """A state whose tensors are stored, by one process or by all ranks of a job.
 
     Attributes:
-        records: of all its tensors.
-        skeleton: of its tree, from `state_tree.flatten`.
-        new_bytes: that were not in the repository before.
-        num_nonfinite: NaN and infinities by tensor, where there are any.
+        records: records of all its tensors.
+        skeleton: skeleton of its tree, from `state_tree.flatten`.
+        new_bytes: bytes that were not in the repository before.
+        num_nonfinite: number of NaN and infinite elements by tensor, for tensors that have any.
     """
 
     records: Sequence[TensorRecord]
@@ -44,49 +44,50 @@ def commit(
     repository: Repository,
     name: str,
     state: StoredState,
-    about: VersionMetadata,
+    metadata: VersionMetadata,
     *,
     extra: Mapping[str, Any] | None = None,
     extra_objects: Iterable[Digest] = (),
 ) -> Resolved:
-    """Commit a state as the next version of model `name`. Until this returns nothing of it is visible.
+    """Commit a state as the next version of model `name`. Nothing is visible to readers before this returns.
 
     Args:
-        repository: where its tensors are stored.
-        name: of the model, made when new.
-        state: what was stored.
-        about: what is said of it.
+        repository: repository in which the tensors are stored.
+        name: name of the model; the first commit creates the model.
+        state: the stored state.
+        metadata: metadata of the version.
         extra: further fields of the entry.
-        extra_objects: that they name, beside those of every entry.
+        extra_objects: objects that `extra` names.
 
     Raises:
-        ConfigError: bad name; or the table, the state or the entry is larger than any that can be read again.
-        NotFoundError: `about.parent` or one of `about.merged` is no version of its model; or an object that was
-            stored, or was there, is not there any more.
+        ConfigError: `name` is invalid; or the table, the state or the entry exceeds the limits of a reader.
+        NotFoundError: `metadata.parent` or one of `metadata.merged` does not exist in its model; or an object that
+            the entry names is no longer in the repository.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     check_name(name, "model")
     entry = {
-        "step": about.step,
+        "step": metadata.step,
         "tensors": repository.objects.put(encode_table(state.records)).digest,
         "num_tensors": len(state.records),
         "bytes": sum(record.nbytes for record in state.records),
         "stored_bytes": state.new_bytes,
         "content": digest_of_content(state.records),
-        "num_nonfinite": _worst(state.num_nonfinite),
+        "num_nonfinite": _largest_counts(state.num_nonfinite),
         "state": repository.objects.put(encode_state(state.skeleton)).digest,
-        "data": [use.to_dict() for use in about.data],
-        "code": (about.code or keep_code(repository.objects)).to_dict(),
-        "environment": dict(describe_environment() if about.environment is None else about.environment),
-        "config": dict(about.config or {}),
-        "metrics": {key: _json_number(value) for key, value in (about.metrics or {}).items()},
-        "parent": exact_version(repository, about.parent),
-        "message": about.message,
-        **({"merged": [exact_version(repository, each) for each in about.merged]} if about.merged else {}),
+        "data": [use.to_dict() for use in metadata.data],
+        "code": (metadata.code or keep_code(repository.objects)).to_dict(),
+        "environment": dict(describe_environment() if metadata.environment is None else metadata.environment),
+        "config": dict(metadata.config or {}),
+        "metrics": {key: _json_number(value) for key, value in (metadata.metrics or {}).items()},
+        "parent": exact_version(repository, metadata.parent),
+        "message": metadata.message,
+        **({"merged": [exact_version(repository, ref) for ref in metadata.merged]} if metadata.merged else {}),
         **(extra or {}),
     }
-    pieces = (piece for record in state.records for piece in record.pieces)
-    links = (link.object for piece in pieces for link in piece.chain)
+    # Check before the append: an entry must never name an object that is missing.
+    chunks = (chunk for record in state.records for chunk in record.chunks)
+    links = (link.object for chunk in chunks for link in chunk.chain)
     check_present(repository.objects, {*objects_of_entry(entry, name).all, *links, *extra_objects}, f"{name!r}")
     committed = repository.versions("models", name).append(lambda _head: entry)
     return Resolved("models", name, committed.number)
@@ -97,12 +98,13 @@ def exact_version(repository: Repository, ref: str) -> str: ...
 @overload
 def exact_version(repository: Repository, ref: None) -> None: ...
 def exact_version(repository: Repository, ref: str | None) -> str | None:
-    """Return the version that a parent's reference means now: a name or tag will mean another one later.
+    """Return the version that the reference of a parent resolves to now: a tag may be moved later.
 
-    One of a model that is not here, or that is no reference, is returned as it is: it may be of another repository.
+    A reference to a model that is not in this repository, or a text in another form, is returned unchanged: it may
+    name a version of another repository.
 
     Raises:
-        NotFoundError: the model is here, and has no such version or tag.
+        NotFoundError: the model exists here and has no such version or tag.
         UnavailableError: see `Repository.resolve`.
     """
     if ref is None:
@@ -120,10 +122,10 @@ def exact_version(repository: Repository, ref: str | None) -> str | None:
 
 
 def base_records(repository: Repository, name: str, parent: str | None = None) -> tuple[TensorRecord, ...]:
-    """Return the tensors to which those of the next version of `name` are stored as differences.
+    """Return the records of the version to whose tensors the next version of `name` stores differences.
 
-    Those of `parent`, else of the model's newest version. () where there is none, or where it is damaged: then the
-    next version is stored in full, which needs nothing of it. Raises UnavailableError.
+    That is `parent`, else the newest version of the model. () if there is none or it is damaged: the next version is
+    then stored in full. Raises UnavailableError.
     """
     for ref in (parent, name):
         if ref is None:
@@ -136,8 +138,8 @@ def base_records(repository: Repository, name: str, parent: str | None = None) -
     return ()
 
 
-def _worst(num_nonfinite: Mapping[str, int]) -> dict[str, int]:
-    """Return the counts of the tensors that have most."""
+def _largest_counts(num_nonfinite: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest counts, at most `_MAX_NONFINITE`, in descending order."""
     ranked = sorted(num_nonfinite.items(), key=lambda counted: (-counted[1], counted[0]))
     return dict(ranked[:_MAX_NONFINITE])
 

@@ -1,9 +1,9 @@
-"""What a version says of the data behind it: which split or mixture, in which order, from where to where.
+"""Data use of a model version: which split or mixture was read, in which order, and over which spans.
 
-A loader's state says where it stands, not from where it came: a run that begins anew with the weights of another
-may read the same data once more. So a use also has spans: all that the run consumed since its weights were those of
-the version that it continues. They count from there, not from the version before, so a save that failed, or was not
-recorded yet when the next one was made, leaves no hole.
+The state of a loader has the current position, not the positions that the weights were trained on: a run that starts
+from the weights of another may read the same data again. A data use therefore has spans: everything that the run
+consumed since its weights were equal to its parent version. Spans start at the parent, not at the previous save, so
+that a save that failed, or was not committed when the next one was made, leaves no gap.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.order import Tail, parse_tail
 
 Cursor = tuple[int, int]
-"""Epoch and position: everything of the epoch before the position was served."""
+"""Epoch and position: all samples of the epoch before the position were served."""
 
 _PURPOSES: Final = ("training", "evaluation")
 
 
 @dataclass(frozen=True)
 class ReadSpan:
-    """What a run read without a change of its batches.
+    """A span of consumed positions with one batch size.
 
     Attributes:
-        start: where it began; the first batch starts here.
-        stop: where it stood in the end.
-        step: optimizer steps behind the weights at the start; None: not known.
-        global_batch: samples of a step over all ranks; None: not known.
-        tail: what became of samples that filled no global batch; None: not known.
+        start: position at which the first batch starts.
+        stop: position after the last batch.
+        step: number of optimizer steps of the weights at `start`; None: unknown.
+        global_batch: samples per step over all ranks; None: unknown.
+        tail: treatment of samples that do not fill a global batch; None: unknown.
     """
 
     start: Cursor
@@ -46,7 +46,7 @@ class ReadSpan:
 
     @classmethod
     def from_dict(cls, span: Mapping[str, Any]) -> ReadSpan:
-        """Return what `to_dict` gave. Raises CorruptDataError."""
+        """Return the span of a `to_dict` result. Raises CorruptDataError: `span` has another form."""
         try:
             start, stop = (_cursor(*span[name]) for name in ("start", "stop"))
             step, global_batch, tail = (span.get(name) for name in ("step", "global_batch", "tail"))
@@ -54,21 +54,21 @@ class ReadSpan:
                 raise ValueError(f"from {start} to {stop}, step {step!r}, batches of {global_batch!r}")  # noqa: TRY301
             return cls(start, stop, step, global_batch, None if tail is None else parse_tail(tail))
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptDataError(f"this is no span of what a run consumed: {error}; found {span!r}") from error
+            raise CorruptDataError(f"not a valid span of consumed data: {error}; found {span!r}") from error
 
 
 @dataclass(frozen=True)
 class DataUse:
-    """A split or mixture that a run reads, and how far it has come. `ConsumptionTracker` makes it for a loader.
+    """A split or mixture that a run reads, and its current position. `ConsumptionTracker` makes it for a loader.
 
     Attributes:
-        dataset: the version, "digits@1"; of a mixture those of all its splits.
-        split: "train"; of a mixture "mixture".
-        state: the loader's state: order, epoch, position. Everything before it was consumed.
-        purpose: "training", or "evaluation" for data that the weights were not made of.
-        run: tells uses that one run made from those of others; None: not known.
-        spans: what the run consumed since its weights were those of the version that it continues, in order; ()
-            where nobody wrote it down.
+        dataset: version of the data set, "digits@1"; for a mixture the versions of all its splits.
+        split: name of the split, "train"; for a mixture "mixture".
+        state: state of the loader: order, epoch and position. Everything before the position was consumed.
+        purpose: "training", or "evaluation" for data that the weights were not trained on.
+        run: random identifier of the run that made this; None: unknown.
+        spans: what the run consumed since its weights were equal to the parent version, in order; () if this was not
+            recorded.
     """
 
     dataset: str
@@ -83,19 +83,19 @@ class DataUse:
             raise ConfigError(f"purpose is {self.purpose!r}; expected one of {', '.join(_PURPOSES)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the use as JSON values, without what was not said."""
-        own: dict[str, Any] = {"dataset": self.dataset, "split": self.split, "state": dict(self.state)}
+        """Return the use as JSON values; default values are left out."""
+        fields: dict[str, Any] = {"dataset": self.dataset, "split": self.split, "state": dict(self.state)}
         if self.purpose != "training":
-            own["purpose"] = self.purpose
+            fields["purpose"] = self.purpose
         if self.run is not None:
-            own["run"] = self.run
+            fields["run"] = self.run
         if self.spans:
-            own["spans"] = [span.to_dict() for span in self.spans]
-        return own
+            fields["spans"] = [span.to_dict() for span in self.spans]
+        return fields
 
     @classmethod
     def from_dict(cls, use: Mapping[str, Any]) -> DataUse:
-        """Return what `to_dict` gave, now or before there were purposes, runs and spans. Raises CorruptDataError."""
+        """Return the use of a `to_dict` result, also of an earlier release. Raises CorruptDataError: another form."""
         try:
             spans = tuple(map(ReadSpan.from_dict, use.get("spans", ())))
             state = dict(use["state"])
@@ -104,46 +104,46 @@ class DataUse:
                 raise TypeError(f"run is {run!r}")  # noqa: TRY301
             return cls(str(use["dataset"]), str(use["split"]), state, purpose, run, spans)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptDataError(f"this does not say which data was used: {error!r}; found {use!r}") from error
+            raise CorruptDataError(f"not a valid data use: {error!r}; found {use!r}") from error
 
 
 @runtime_checkable
 class ReadLoader(Protocol):
-    """What a `ConsumptionTracker` asks of a loader: those of `loaders` have it."""
+    """The attributes of a loader that a `ConsumptionTracker` needs; the loaders of datasvc have them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands."""
+        """Return the state with epoch and position."""
 
     @property
     def batch_size(self) -> int:
-        """Samples of this rank per step."""
+        """Samples per step on this rank."""
 
     @property
     def tail(self) -> Tail:
-        """What becomes of the samples that fill no global batch."""
+        """Treatment of samples that do not fill a global batch."""
 
     @property
     def ranks(self) -> Any:
-        """Has `world_size`, the number of data ranks."""
+        """Object with `world_size`, the number of data ranks."""
 
     @property
     def split(self) -> Any:
-        """A split, or a mixture."""
+        """The split or mixture that is read."""
 
 
 class ConsumptionTracker:
-    """Keeps what a run consumes from a loader, for its versions: `save(..., data=[reading.use()])`.
+    """Records what a run consumes from a loader: `save(..., data=[tracker.use()])`.
 
-    Make it when the loader stands where the run begins: after `load_state_dict` where it resumes. One rank is enough,
-    the one that saves. Where weights come from a living process and not from a version, its `state_dict` comes with
-    them: what they consumed since their version would be lost otherwise.
+    Make it when the loader is at the position where the run starts: after `load_state_dict` in a resumed run. Only
+    the rank that saves needs one. If a process takes its weights from another process and not from a version, load
+    that process's `state_dict` too: what these weights consumed since their version would be lost otherwise.
 
     Args:
-        loader: of the training data; one batch of it, over all ranks, is one optimizer step.
-        step: optimizer steps behind the weights now.
+        loader: loader of the training data; one batch of it, over all ranks, is one optimizer step.
+        step: number of optimizer steps of the current weights.
 
     Raises:
-        ConfigError: the loader is none of datasvc, so that it does not tell where it stands.
+        ConfigError: `loader` does not report its position, as the loaders of datasvc do.
     """
 
     def __init__(self, loader: ReadLoader, *, step: int = 0) -> None:
@@ -151,63 +151,65 @@ class ConsumptionTracker:
         self._spans: list[ReadSpan] = []
         self._begin(loader, step)
 
-    def go_on(self, loader: ReadLoader, *, step: int) -> None:
-        """Say that the run goes on with another loader, at another world size or batch size, from where it stands.
+    def switch_loader(self, loader: ReadLoader, *, step: int) -> None:
+        """Continue with another loader at the same position, with another world size or batch size.
 
         Args:
-            loader: from now on; it stands where the weights do.
-            step: optimizer steps behind the weights now.
+            loader: loader from now on; its position is that of the weights.
+            step: number of optimizer steps of the current weights.
         """
         self._spans.append(self._span(cursor_of(loader.state_dict())))
         self._begin(loader, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was consumed up to now, as JSON values, for a process that takes over the weights as they are.
+        """Return what was consumed so far as JSON values, for a process that takes over the current weights.
 
-        Raises ConfigError as `use`.
+        Raises ConfigError: see `use`.
         """
         spans = (*self._spans, self._span(cursor_of(self._loader.state_dict())))
         return {"run": self._run, "spans": [span.to_dict() for span in spans]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another process consumed; the next version has the parent that its next would have had.
+        """Continue what another process consumed, for a process that has taken over its weights.
+
+        The next version must have the parent that the other process's next version would have had.
 
         Args:
-            state: its `state_dict`, of the moment in which the weights and the loader's state were taken.
+            state: `state_dict` of the other process, from the same moment as the weights and the loader's state.
 
         Raises:
-            CorruptDataError: that is no such state.
-            ConfigError: the loader does not stand where that process did.
+            CorruptDataError: `state` is not such a state.
+            ConfigError: the loader is at another position than that process was.
         """
         try:
             run, spans = state["run"], [ReadSpan.from_dict(span) for span in state["spans"]]
             stop = spans[-1].stop
         except (KeyError, TypeError, IndexError) as error:
-            raise CorruptDataError(f"this is no state of a Reading: {error!r}; found {state!r}") from error
+            raise CorruptDataError(f"not a state of a ConsumptionTracker: {error!r}; found {state!r}") from error
         if stop != self._start:
             raise ConfigError(
-                f"the loader stands at {self._start} (epoch, position), and what was consumed ends at {stop}: load "
-                "the loader's state of the same moment first, and make the Reading then"
+                f"the loader is at {self._start} (epoch, position), but the consumed data ends at {stop}: load the "
+                "loader's state of the same moment first, then make the ConsumptionTracker"
             )
         self._run, self._spans = str(run), spans
 
     def use(self) -> DataUse:
-        """Return what was consumed up to now. Raises ConfigError: the loader was put back to before the run began."""
-        # The order alone: which decoder the pixels came from is in the loader's state, beside the weights.
+        """Return what was consumed so far. Raises ConfigError: the loader is at a position before the run started."""
+        # Only the order is needed here. The decoder settings are stored with the loader's state in the checkpoint.
         state = {name: value for name, value in self._loader.state_dict().items() if name != "decode"}
         splits = getattr(self._loader.split, "splits", None)
         if splits is None:
             dataset, split = self._loader.split.dataset, self._loader.split.name
         else:
-            dataset, split = ", ".join(dict.fromkeys(each.dataset for each in splits)), "mixture"
+            dataset, split = ", ".join(dict.fromkeys(part.dataset for part in splits)), "mixture"
         spans = (*self._spans, self._span(cursor_of(state)))
         return DataUse(str(dataset), str(split), state, run=self._run, spans=spans)
 
     def _begin(self, loader: ReadLoader, step: int) -> None:
         if not isinstance(loader, ReadLoader):
             raise ConfigError(
-                f"a {type(loader).__name__} does not tell which samples it has served: save versions without data=, "
-                "or read with a loader of `loaders`, such as datasvc.loaders.torch.ResumableDataLoader"
+                f"a {type(loader).__name__} does not report which samples it has served: save without data=, or read "
+                "with a loader of datasvc, such as datasvc.loaders.torch.ResumableDataLoader"
             )
         self._loader = loader
         self._start, self._step = cursor_of(loader.state_dict()), step
@@ -216,20 +218,20 @@ class ConsumptionTracker:
         loader = self._loader
         if stop < self._start:
             raise ConfigError(
-                f"the loader stands at {stop} (epoch, position), before {self._start}, where this run began: it was "
-                "put back; make a new Reading where the weights are put back too"
+                f"the loader is at {stop} (epoch, position), before {self._start}, where this run started: it was "
+                "reset. Make a new ConsumptionTracker where the weights are reset too"
             )
         return ReadSpan(self._start, stop, self._step, loader.batch_size * loader.ranks.world_size, loader.tail)
 
 
 def cursor_of(state: Mapping[str, Any]) -> Cursor:
-    """Return where a loader's state stands. Raises ConfigError: it is none."""
+    """Return the epoch and position in a loader's state. Raises ConfigError: it has none."""
     try:
         return _cursor(state["epoch"], state["position"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"this is no loader's state, it has no epoch and position: {sorted(state)}; of a StatefulDataLoader take "
-            "order_state(loader.state_dict())"
+            f"not a state of a loader: it has the keys {sorted(state)}, but no epoch and position; for a "
+            "StatefulDataLoader pass order_state(loader.state_dict())"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Reads entries of models along their ancestry: each log listed once, each entry read once, neighbours together."""
+"""Reads log entries of models along their ancestry: lists each log once, and reads each entry once, in batches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Final
 
 from datasvc.repository import Entry, Repository
 
-# The versions of a run continue each other: whoever asks for one will ask for those before it.
+# The versions of a run are each other's parents: after one entry its predecessors are usually read.
 _BATCH: Final = 32
 
 
 class EntryReader:
-    """Entries of the models of a repository, as they were when each was first asked for.
+    """Entries of the models of a repository; each is cached as it was at its first read.
 
     Args:
-        repository: where they are.
+        repository: repository of the models.
     """
 
     def __init__(self, repository: Repository) -> None:
@@ -25,7 +25,7 @@ class EntryReader:
         self._entries: dict[str, dict[int, Entry]] = {}
 
     def numbers(self, model: str) -> Mapping[int, int]:
-        """Return the versions of a model, ascending, each with its place in the log. Raises UnavailableError."""
+        """Return the position in the log by version number, ascending. Raises UnavailableError."""
         if model not in self._numbers:
             listed = self._repository.versions("models", model).numbers()
             self._numbers[model] = {number: place for place, number in enumerate(listed)}
@@ -33,13 +33,13 @@ class EntryReader:
 
     def entry(self, model: str, number: int) -> Entry:
         """Return the entry of a version. Raises as `Log.read`."""
-        known = self._entries.setdefault(model, {})
-        if number not in known:
+        cached = self._entries.setdefault(model, {})
+        if number not in cached:
             listed = list(self.numbers(model))
             stop = bisect_right(listed, number)
-            # One that came since the log was listed stands alone.
+            # A version that was committed after the listing is not in `listed`: add it.
             self._read(model, {*listed[max(0, stop - _BATCH) : stop], number})
-        return known[number]
+        return cached[number]
 
     def entries(self, model: str) -> list[Entry]:
         """Return all entries of a model, oldest first. Raises as `Log.read`."""
@@ -48,10 +48,10 @@ class EntryReader:
         return [self._entries[model][number] for number in listed]
 
     def content(self, model: str, number: int) -> Mapping[str, Any]:
-        """Return what `entry` says. Raises as `Log.read`."""
+        """Return the content of the entry of a version. Raises as `Log.read`."""
         return self.entry(model, number).content
 
     def _read(self, model: str, numbers: Iterable[int]) -> None:
-        known = self._entries.setdefault(model, {})
-        missing = [number for number in numbers if number not in known]
-        known |= {each.number: each for each in self._repository.versions("models", model).entries(missing)}
+        cached = self._entries.setdefault(model, {})
+        missing = [number for number in numbers if number not in cached]
+        cached |= {entry.number: entry for entry in self._repository.versions("models", model).entries(missing)}

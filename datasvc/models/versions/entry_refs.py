@@ -1,4 +1,4 @@
-"""Which objects the entry of a model version names: everything that verifies, copies or keeps versions asks here."""
+"""The objects that the entry of a model version names: used to verify, copy and keep versions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from datasvc.errors import CorruptDataError
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
-# What a reader believes. Room for as many pieces as a tensor table has.
+# Limits for objects that are read. The first allows as many chunks as a tensor table has.
 MAX_SHARDING_BYTES: Final = 512 << 20
 MAX_CODE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
 class EntryObjects:
-    """What an entry names beside what its tensor table names in turn.
+    """Digests in an entry; the tensor table names further objects.
 
     Attributes:
-        tensors: the tensor table.
-        state: the state's skeleton.
-        sharding: how a sharded save was cut; None for one that a single process made.
-        code: what differed from the checked out revision; None where nothing did, or nobody kept it.
+        tensors: tensor table.
+        state: skeleton of the state.
+        sharding: layout of a sharded save; None for a save by one process.
+        code: local changes of the code; None if there were none or they were not stored.
     """
 
     tensors: Digest
@@ -33,20 +33,20 @@ class EntryObjects:
 
     @property
     def all(self) -> tuple[Digest, ...]:
-        """Every object that is named, each once."""
-        named = (self.tensors, self.state, self.sharding, self.code)
-        return tuple(dict.fromkeys(digest for digest in named if digest is not None))
+        """Every object that is named, without repeats."""
+        digests = (self.tensors, self.state, self.sharding, self.code)
+        return tuple(dict.fromkeys(digest for digest in digests if digest is not None))
 
 
 def objects_of_entry(content: Mapping[str, Any], version: object) -> EntryObjects:
-    """Return what the entry of a model version names.
+    """Return the objects that the entry of a model version names.
 
     Args:
-        content: of the entry.
-        version: whose it is, for messages.
+        content: content of the entry.
+        version: the version, for messages.
 
     Raises:
-        CorruptDataError: it does not say what it should, or something in it is no digest.
+        CorruptDataError: a field is missing, or a value is not a digest.
     """
     try:
         sharding, code = content.get("sharding"), (content.get("code") or {}).get("diff")
@@ -57,4 +57,4 @@ def objects_of_entry(content: Mapping[str, Any], version: object) -> EntryObject
             None if code is None else parse_digest(code),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"the entry of {version} does not say what its tensors are: {error!r}") from error
+        raise CorruptDataError(f"the entry of {version} does not name its tensors and state: {error!r}") from error

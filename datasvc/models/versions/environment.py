@@ -1,4 +1,4 @@
-"""What a run executes in, beside its code: interpreter, packages, CUDA, GPUs. Nothing that names a machine."""
+"""Describes the environment of a run: interpreter, packages, CUDA, GPUs; no host name unless it is requested."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ PACKAGES: Final = (
     "nvidia-dali-cuda130", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "torchvision", "triton", "flash-attn",
     "safetensors", "tokenizers", "transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed",
 )  # fmt: skip
-"""Packages whose versions are recorded where they are installed."""
+"""Packages whose versions are recorded if they are installed."""
 _PROC: Final = Path("/proc/driver/nvidia")
 
 
 def describe_environment(*, world_size: int | None = None, hostname: bool = False) -> dict[str, Any]:
-    """Return what this process runs in, as JSON values; what there is none of is left out.
+    """Return the environment of this process as JSON values; what is absent is left out.
 
     Args:
-        world_size: processes of the job; None: that of torch.distributed where it is set up.
-        hostname: say which machine this is, too.
+        world_size: number of processes of the job; None: that of torch.distributed, if it is initialized.
+        hostname: whether to include the host name.
 
     Returns:
-        `python`, `platform`, `cpus` (processors of this process), `packages` by name, `gpus` (a count by model of
-        those that are visible), `driver` (of NVIDIA), `cuda`, `cudnn`, `world_size`, `hostname`.
+        `python`, `platform`, `cpus` (processors of this process), `packages` (version by name), `gpus` (number of
+        visible GPUs by model), `driver` (of NVIDIA), `cuda`, `cudnn`, `world_size`, `hostname`.
     """
-    # A copy: the caller may add to it, and keeps no hold on ours.
-    told: dict[str, Any] = {**_describe_process(), **_describe_gpus()}
+    # The caller may add to it: the cached packages are copied.
+    environment: dict[str, Any] = {**_describe_process(), **_describe_gpus()}
     size = _world_size() if world_size is None else world_size
     if size is not None:
-        told["world_size"] = size
+        environment["world_size"] = size
     if hostname:
-        told["hostname"] = socket.gethostname()
-    return told
+        environment["hostname"] = socket.gethostname()
+    return environment
 
 
 @lru_cache(maxsize=1)
 def _describe_packages() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _describe_process() -> dict[str, Any]:
@@ -63,36 +63,36 @@ def _describe_process() -> dict[str, Any]:
 
 
 def _describe_gpus() -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    gpu_fields: dict[str, Any] = {}
     driver = _driver()
     if driver is not None:
-        told["driver"] = driver
+        gpu_fields["driver"] = driver
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.version.cuda is not None:
-        told["cuda"] = torch.version.cuda
-        # Asking a GPU that the program does not use would set up a context on it, of some hundred megabytes.
+        gpu_fields["cuda"] = torch.version.cuda
+        # Querying a GPU that the program does not use would create a context on it, of some hundred megabytes.
         if torch.cuda.is_initialized():
-            told["cudnn"] = torch.backends.cudnn.version()
-            told["gpus"] = dict(Counter(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))))
-            return told
+            gpu_fields["cudnn"] = torch.backends.cudnn.version()
+            gpu_fields["gpus"] = dict(Counter(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))))
+            return gpu_fields
     gpus = _driver_gpus()
-    return told | ({"gpus": gpus} if gpus else {})
+    return gpu_fields | ({"gpus": gpus} if gpus else {})
 
 
 def _driver() -> str | None:
     with suppress(OSError):
-        found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", (_PROC / "version").read_text(errors="replace"))
-        return found[1] if found else None
+        match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", (_PROC / "version").read_text(errors="replace"))
+        return match[1] if match else None
     return None
 
 
 def _driver_gpus() -> dict[str, int]:
-    """Return the GPUs of the node by model, as its driver lists them."""
+    """Return the number of GPUs of the node by model, as listed by the driver."""
     models: Counter[str] = Counter()
     with suppress(OSError):
         for path in _PROC.glob("gpus/*/information"):
-            found = re.search(r"^Model:\s*(.+?)\s*$", path.read_text(errors="replace"), re.MULTILINE)
-            models.update([found[1]] if found else [])
+            match = re.search(r"^Model:\s*(.+?)\s*$", path.read_text(errors="replace"), re.MULTILINE)
+            models.update([match[1]] if match else [])
     return dict(models)
 
 

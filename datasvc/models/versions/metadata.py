@@ -1,4 +1,4 @@
-"""What is said of a state when it becomes a version, checked before anything is stored."""
+"""Metadata of a model version, validated before anything is stored."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MAX_DEPTH: Final = 100
 
 @dataclass(frozen=True)
 class VersionMetadata:
-    """What is said of a state: the arguments of `checkpoint.save` that have these names.
+    """Metadata of a version: the arguments of `checkpoint.save` with these names.
 
-    Numbers of numpy become those of Python, and metrics floats.
+    Numpy scalars are converted to Python numbers, and metrics to floats.
 
     Raises:
-        ConfigError: something cannot be said in an entry; names it.
+        ConfigError: a value cannot be stored in an entry; the message names it.
     """
 
     step: int
@@ -40,7 +40,7 @@ class VersionMetadata:
 
     def __post_init__(self) -> None:
         if not isinstance(self.message, str):
-            raise ConfigError(f"message is {self.message!r}; expected text")
+            raise ConfigError(f"message is {self.message!r}; expected a string")
         checked = {
             "step": check_step(self.step),
             "data": _check_data(self.data),
@@ -53,20 +53,20 @@ class VersionMetadata:
 
 
 def check_step(step: Any) -> int:
-    """Return a number of steps. Raises ConfigError where it is none."""
+    """Return `step` as an int. Raises ConfigError: it is not an integer from 0 to 2**63 - 1."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
     if not 0 <= number <= _MAX_STEP:
-        raise ConfigError(f"step is {step!r}; expected how many optimizer steps lie behind the state, 0 or more")
+        raise ConfigError(f"step is {step!r}; expected the number of optimizer steps of the state, 0 or more")
     return number
 
 
 def _check_data(data: Any) -> tuple[DataUse, ...]:
     uses = tuple(data) if isinstance(data, Iterable) and not isinstance(data, str | Mapping) else (None,)
     if not all(isinstance(use, DataUse) for use in uses):
-        raise ConfigError(f"data is {str(data)[:80]!r}; expected a list of DataUse, such as [reading.use()]")
+        raise ConfigError(f"data is {str(data)[:80]!r}; expected a list of DataUse, such as [tracker.use()]")
     return uses
 
 
@@ -86,25 +86,25 @@ def _check_metrics(metrics: Any) -> dict[str, float] | None:
 
 def _check_tree(value: Any, name: str) -> Any:
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is a {type(value).__name__}; expected a dict, such as vars(...) of it")
+        raise ConfigError(f"{name} is a {type(value).__name__}; expected a dict, such as vars({name})")
     return _json_value(value, name, 0)
 
 
 def _json_value(value: Any, path: str, depth: int) -> Any:
-    """Return a value as JSON has it; `path` leads to it."""
+    """Return a value converted to JSON types; `path` names it in messages."""
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{path} is {value}, which JSON cannot say; give it as text")
+        raise ConfigError(f"{path} is {value}, which JSON cannot represent; store it as a string")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str | int):
-                raise ConfigError(f"{path} has the key {key!r}; expected text")
-        return {str(key): _json_value(each, f"{path}.{key}", depth + 1) for key, each in value.items()}
+                raise ConfigError(f"{path} has the key {key!r}; expected a string")
+        return {str(key): _json_value(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_json_value(each, f"{path}.{number}", depth + 1) for number, each in enumerate(value)]
-    raise ConfigError(f"{path} is a {type(value).__name__}; expected what JSON can say, such as str() of it")
+        return [_json_value(item, f"{path}.{number}", depth + 1) for number, item in enumerate(value)]
+    raise ConfigError(f"{path} is a {type(value).__name__}; expected a JSON value, such as str() of it")

@@ -1,11 +1,11 @@
-"""Signatures of model versions: detached, Ed25519 (RFC 8032), by anybody who holds a key.
+"""Signatures of model versions: detached Ed25519 signatures (RFC 8032), one file per version and key.
 
-`models/NAME/signatures/00000003.<key id>.json` says that a key holder signed version 3 of NAME. What is signed is the
-model's name, the version's number and all of its entry; the entry names everything else by digest, so one signature
-covers every byte of the checkpoint and all that is said of it. Files are created only, one per version and key.
+`models/NAME/signatures/00000003.<key id>.json` holds a signature of version 3 of NAME. It covers the model's name,
+the version's number and the complete entry. The entry names everything else by digest, so that one signature covers
+every byte of the checkpoint and its metadata. Signature files are created and never changed.
 
-A signature says nothing of tags: who can write to the repository can still move a tag to another version that is
-signed. Where that matters name the number.
+A signature does not cover tags: who can write to the repository can move a tag to another signed version. Where that
+matters, refer to the version by its number.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from datasvc.repository.logs.log import MAX_ENTRY_BYTES, decode_entry, encode_en
 
 SIGNATURE_FORMAT = 1
 _ALGORITHM = "ed25519"
-# Of another purpose nobody shall be able to use what was signed for this one.
+# Prefix of every message: a signature made for this purpose is not valid for any other.
 _PURPOSE = b"datasvc model version 1"
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A signature that was found good, or was just made.
+    """A signature that was verified or just made.
 
     Attributes:
-        version: "digits-cnn@3".
-        key_id: whose, see `PublicKey.id`.
-        location: of the file that holds it.
+        version: signed version, "digits-cnn@3".
+        key_id: identifier of the key, see `PublicKey.id`.
+        location: location of the signature file.
     """
 
     version: str
@@ -44,21 +44,21 @@ class Signature:
 def signed_message(version: Resolved, content: Mapping[str, Any]) -> bytes:
     """Return the bytes that a signature of a version covers.
 
-    Purpose, name and number, a zero byte behind each, which none of them can hold; then the content of the entry,
-    without its checksum, as JSON with sorted keys, no spaces and ASCII alone. The content is that which was read and
-    is used, so there is no moment between the check and the use.
+    These are purpose, name and number, each followed by a zero byte, which none of them can contain; then the content
+    of the entry without its checksum, as JSON with sorted keys, no spaces and ASCII only. The content is the one that
+    was read and is used, so that it cannot change between check and use.
     """
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return b"\0".join((_PURPOSE, version.name.encode(), str(version.version).encode(), canonical.encode()))
 
 
 def sign(repository: Repository, ref: str, key: PrivateKey) -> Signature:
-    """Sign the version that `ref` means now, as it is stored now; signing it again changes nothing.
+    """Sign the version that `ref` resolves to; signing it again has no effect.
 
     Raises:
-        ConfigError, NotFoundError, CorruptDataError, UnavailableError: as `Repository.resolve`, `Repository.entry`.
-        ConflictError: another file stands where the signature belongs.
-        UnknownOutcomeError: the store did not say whether it wrote.
+        ConfigError, NotFoundError, CorruptDataError, UnavailableError: see `Repository.resolve`, `Repository.entry`.
+        ConflictError: another file exists at the path of the signature.
+        UnknownOutcomeError: the store did not report whether it wrote the file.
     """
     version = repository.resolve("models", ref)
     message = signed_message(version, repository.entry(version).content)
@@ -76,15 +76,17 @@ def sign(repository: Repository, ref: str, key: PrivateKey) -> Signature:
         repository.storage.create(path, encode_entry(content))
     except ConflictError as error:
         if _find(repository, version, key.public, message) is not None:
-            raise ConflictError(f"{location} is no signature of {version} by this key; remove that file") from error
+            raise ConflictError(
+                f"{location} exists and is not a signature of {version} by this key; remove that file"
+            ) from error
     return Signature(str(version), key.public.id, location)
 
 
 def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: Sequence[PublicKey]) -> Signature:
-    """Return a signature by one of `keys` of `entry`, which is that of `version`.
+    """Return a valid signature of `entry`, the entry of `version`, by one of `keys`.
 
     Raises:
-        CorruptDataError: there is none that holds; says for each key what there is.
+        CorruptDataError: no key has a valid signature; the message has the reason for each key.
         UnavailableError: the store did not answer.
     """
     message = signed_message(version, entry.content)
@@ -95,13 +97,13 @@ def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: 
             return Signature(str(version), key.id, repository.storage.location(_path(version, key)))
         reasons.append(f"{key.id} ({key.source}): {reason}")
     raise CorruptDataError(
-        f"{version} is not trusted. By key {'; by key '.join(reasons) or '- none is trusted'}. Look at where it "
-        f"comes from; who answers for it signs it: datasvc models sign {version} --key FILE"
+        f"{version} is not trusted. By key {'; by key '.join(reasons) or '- none is trusted'}. Check where it "
+        f"comes from; a trusted key holder can sign it: datasvc models sign {version} --key FILE"
     )
 
 
 def _find(repository: Repository, version: Resolved, key: PublicKey, message: bytes) -> str | None:
-    """Return why there is no good signature of `message` by `key`; None where there is one."""
+    """Return why there is no valid signature of `message` by `key`; None if there is one."""
     path = _path(version, key)
     location = repository.storage.location(path)
     try:
@@ -119,10 +121,10 @@ def _check(raw: bytes, location: str, key: PublicKey, message: bytes) -> None:
     try:
         algorithm, signature = content["algorithm"], bytes.fromhex(content["signature"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptDataError(f"{location} is no signature: {error!r}") from error
+        raise CorruptDataError(f"{location} is not a valid signature file: {error!r}") from error
     if algorithm != _ALGORITHM or not key.verifies(signature, message):
         raise CorruptDataError(
-            f"{location} does not sign what is stored: the version was changed, or belongs elsewhere"
+            f"{location} does not sign what is stored: the entry was changed, or the signature is of another version"
         )
 
 

@@ -31,11 +31,11 @@ _PUBLIC_PEM = re.compile(rb"-----BEGIN PUBLIC KEY-----[^-]*-----END PUBLIC KEY--
 
 @dataclass(frozen=True)
 class PublicKey:
-    """A key that signatures are checked with.
+    """A key that verifies signatures.
 
     Attributes:
-        id: 16 hex digits of the BLAKE3 of the key's 32 bytes: names it in files and messages, proves nothing.
-        source: the file that it comes from.
+        id: first 16 hex digits of the BLAKE3 digest of the key's 32 bytes: a name for files and messages, no proof.
+        source: file of the key.
     """
 
     id: str
@@ -58,7 +58,7 @@ class PrivateKey:
     """A key that signs.
 
     Attributes:
-        public: its other half.
+        public: public key of the pair.
     """
 
     public: PublicKey
@@ -70,10 +70,10 @@ class PrivateKey:
 
 
 def make_key(path: Path) -> PublicKey:
-    """Write a new private key to `path`, readable by its owner alone, and the public one to `path`.pub.
+    """Write a new private key to `path`, readable by its owner only, and its public key to `path`.pub.
 
     Raises:
-        ConfigError: one of the files exists, and nothing is overwritten; or it cannot be written.
+        ConfigError: one of the files exists and would be overwritten, or a file cannot be written.
     """
     _need_cryptography()
     from cryptography.hazmat.primitives import serialization
@@ -92,10 +92,12 @@ def make_key(path: Path) -> PublicKey:
         try:
             _create_secret(path, private)
         except BaseException:
-            public_path.unlink()  # it belongs to no key
+            public_path.unlink()  # there is no private key for it
             raise
     except FileExistsError as error:
-        raise ConfigError(f"{path} or {public_path} exists already; keys are never overwritten") from error
+        raise ConfigError(
+            f"{path} or {public_path} exists already; keys are never overwritten: choose another path"
+        ) from error
     except OSError as error:
         raise ConfigError(f"cannot write the key {path}: {error}") from error
     return _public_key(key.public_key(), public_path)
@@ -105,8 +107,8 @@ def load_private_key(path: Path) -> PrivateKey:
     """Return the private key in a PEM file.
 
     Raises:
-        ConfigError: the file cannot be read, or others than its owner can read or write it; or it holds no Ed25519
-            key that needs no password.
+        ConfigError: the file cannot be read, is accessible to other users than its owner, or does not hold an
+            Ed25519 key without a password.
     """
     _need_cryptography()
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -121,37 +123,38 @@ def load_private_key(path: Path) -> PrivateKey:
         raise ConfigError(f"cannot read a private key from {path}: {error}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(
-            f"others than its owner can use the private key {path}: chmod 600 it, or make a new one if they did"
+            f"other users than its owner can access the private key {path}: run chmod 600 on it, or make a new "
+            "key if they may have read it"
         )
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{path} holds a key of another kind; expected Ed25519: `datasvc models keygen` makes one")
+        raise ConfigError(f"{path} does not hold an Ed25519 key; `datasvc models keygen` makes one")
     return PrivateKey(_public_key(key.public_key(), path), key)
 
 
 def load_public_keys(paths: Iterable[Path]) -> tuple[PublicKey, ...]:
-    """Return all public keys in PEM files, each of which holds one or more.
+    """Return all public keys in PEM files, one or more per file.
 
     Raises:
-        ConfigError: a file cannot be read, or has no public key, or one that is not Ed25519.
+        ConfigError: a file cannot be read, has no public key, or has a key that is not Ed25519.
     """
     return tuple(key for path in paths for key in _load_public(path))
 
 
 def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, ...]:
-    """Return the keys that versions must be signed with; () where none is configured.
+    """Return the keys of which one must have signed a version; () if none is configured.
 
     Args:
-        paths: files of public keys; None: those that `DATASVC_TRUSTED_KEYS` names, separated as PATH is.
+        paths: files of public keys; None: the files that `DATASVC_TRUSTED_KEYS` names, separated as in PATH.
 
     Raises:
-        ConfigError: as `load_public_keys`; or the variable is set and names none: then keys were meant.
+        ConfigError: see `load_public_keys`; or the variable is set but names no file, so that keys were intended.
     """
     if paths is None:
         configured = os.environ.get(TRUSTED_KEYS_VARIABLE)
         paths = [part for part in (configured or "").split(os.pathsep) if part]
         if configured is not None and not paths:
             raise ConfigError(
-                f"{TRUSTED_KEYS_VARIABLE} names no file: give files of public keys, or unset it to trust all"
+                f"{TRUSTED_KEYS_VARIABLE} names no file: set it to files of public keys, or unset it to trust all"
             )
     return load_public_keys(Path(path).expanduser() for path in paths)
 
@@ -164,13 +167,13 @@ def _load_public(path: Path) -> list[PublicKey]:
 
     try:
         with path.open("rb") as file:
-            found = [load_pem_public_key(each) for each in _PUBLIC_PEM.findall(file.read(_MAX_BYTES))]
+            loaded = [load_pem_public_key(pem) for pem in _PUBLIC_PEM.findall(file.read(_MAX_BYTES))]
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"cannot read public keys from {path}: {error}") from error
-    keys = [_public_key(key, path) for key in found if isinstance(key, Ed25519PublicKey)]
-    # A key that is left out silently would refuse what its owner signed, and nobody would know why.
-    if not keys or len(keys) < len(found):
-        raise ConfigError(f"{path} has to hold Ed25519 public keys in PEM form and no others")
+    keys = [_public_key(key, path) for key in loaded if isinstance(key, Ed25519PublicKey)]
+    # Do not skip other keys: versions that their owners have signed would be refused without a visible reason.
+    if not keys or len(keys) < len(loaded):
+        raise ConfigError(f"{path} must contain Ed25519 public keys in PEM form and no other keys")
     return keys
 
 
@@ -179,7 +182,7 @@ def _public_key(key: Ed25519PublicKey, source: Path) -> PublicKey:
 
 
 def _create_secret(path: Path, content: bytes) -> None:
-    """Create a file that its owner alone can read from its first instant on. Raises OSError."""
+    """Create a file that only its owner can read, from the moment of its creation. Raises OSError."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
         with open(descriptor, "wb") as file:

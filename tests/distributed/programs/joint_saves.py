@@ -117,7 +117,7 @@ def fails(repo, rank):
         put = Objects.put
         if rank == 0:
             Objects.put = raising(UnavailableError("nothing can be committed"))
-        hears, hear = threading.Event(), distributed_save._hear_of_commit
+        hears, hear = threading.Event(), distributed_save._share_outcome
 
         def hear_late(*arguments):
             try:
@@ -126,21 +126,21 @@ def fails(repo, rank):
                 hears.wait(30)
 
         if rank == 2:
-            distributed_save._hear_of_commit = hear_late
+            distributed_save._share_outcome = hear_late
         handle = model.save(weights(2), step=2)
         if rank != 2:
             handle.wait()
         errors.append(caught(lambda: model.save(weights(3), step=3)))
         hears.set()
         Objects.put = put
-        wait_for_room = model._saver.wait_for_room
+        wait_for_slot = model._queue.wait_for_slot
         if rank == 1:
-            model._saver.wait_for_room = raising(KeyboardInterrupt())
+            model._queue.wait_for_slot = raising(KeyboardInterrupt())
         try:
             errors.append(caught(lambda: model.save(weights(3), step=3, wait=True)))
         except KeyboardInterrupt:
             errors.append(None)
-        model._saver.wait_for_room = wait_for_room
+        model._queue.wait_for_slot = wait_for_slot
         model.save(weights(4), step=4, wait=True)
     return [*errors, str(model.version), repo.restore("m").state["small"].tolist()]
 
@@ -159,7 +159,7 @@ def dies(repo, rank):
 def stops(repo, rank):
     """Only one rank gets the signal; all stop after the same step. Time says when to save: as rank 0 has it."""
     saved, step = [], 0
-    save_policy.LOOK_EVERY_S = 0.01
+    save_policy.CHECK_EVERY_S = 0.01
     with repo.model("m", max_stall="50%", grace="60s") as model:
         while not model.stop_signal:
             step += 1

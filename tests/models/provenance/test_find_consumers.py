@@ -177,14 +177,14 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
         "moved": ([use], {"parent": "silent"}, "may have meant any version"),
         "stateless": ([{**use, "state": {"epoch": 1, "position": 2}}], {}, "what it says of big@1/train cannot be"),
         "far": ([far], {}, "outside epochs of 40 samples"),
-        "spanless": ([{**use, "spans": [{"start": [1, 0], "stop": [0, 0]}]}], {}, "no span"),
+        "spanless": ([{**use, "spans": [{"start": [1, 0], "stop": [0, 0]}]}], {}, "not a valid span"),
         "circle": ([use], {"parent": "circle@1"}, "which continues it"),
         "copied": ([use], {"origin": {"parents": ["base@4"]}}, "continues base@4 of another repository, and says"),
-        "odd": ([], {"data": "data"}, "does not say which data"),
+        "odd": ([], {"data": "data"}, "not a valid data use"),
         "cut": ([ReadSpan((0, 0), (0, 4), 7, 4, "drop")], {}, "began at step 7, at which no version"),
         "torn": ([use], {"history": "all"}, "history of versions that are not here makes no sense"),
         "worn": ([use], {"history": [3, None, {"gap": 1}, {"run": [1]}]}, "history of versions that are not here"),
-        "unnamed": ([{**use, "run": ["a"]}], {}, "does not say which data was used"),
+        "unnamed": ([{**use, "run": ["a"]}], {}, "not a valid data use"),
     }  # fmt: skip
     for name, (uses, fields, message) in cases.items():
         said = [{**use, "spans": [each.to_dict()]} if isinstance(each, ReadSpan) else each for each in uses]
@@ -226,7 +226,7 @@ def test_what_a_living_process_consumed_goes_with_its_weights(data):
     taken, where = Run(repository, truth, "elastic", data["big"]), run.loaders[0].state_dict()
     with pytest.raises(ConfigError, match="load the loader's state of the same moment first"):
         taken.reading.load_state_dict(state)
-    with pytest.raises(CorruptDataError, match="no state of a Reading"):
+    with pytest.raises(CorruptDataError, match="not a state of a ConsumptionTracker"):
         taken.reading.load_state_dict({"run": "a", "spans": []})
     taken.version, taken.step, taken.served = run.version, run.step, Counter(run.served)
     taken._open(Batches(3, 2), where)
@@ -251,7 +251,7 @@ def test_a_loader_that_was_put_back_needs_a_new_reading(data):
     next(batches)
     reading = ConsumptionTracker(loader)
     loader.load_state_dict(before)
-    with pytest.raises(ConfigError, match="put back; make a new Reading"):
+    with pytest.raises(ConfigError, match=r"reset\. Make a new ConsumptionTracker"):
         reading.use()
 
 
@@ -347,7 +347,5 @@ def test_of_steps_without_recorded_samples_not_all_is_known(pets):
 
 
 def test_a_loader_that_does_not_tell_what_it_served_is_refused_by_its_name():
-    with pytest.raises(
-        ConfigError, match="a list does not tell which samples it has served: save versions without data="
-    ):
+    with pytest.raises(ConfigError, match="a list does not report which samples it has served: save without data="):
         ConsumptionTracker([1, 2])

@@ -7,8 +7,8 @@ from datasvc.errors import NotFoundError
 from datasvc.models import CodeRevision, DataUse, save
 from datasvc.models.registry.diff import compare_values, diff
 from datasvc.models.registry.removal import remove
-from datasvc.models.tensors.tensor_table import join_pieces
-from datasvc.models.tensors.write import TensorPiece, store_pieces
+from datasvc.models.tensors.tensor_table import join_chunks
+from datasvc.models.tensors.write import TensorBlock, store_chunks
 from datasvc.models.versions.commit import StoredState, VersionMetadata, commit
 
 
@@ -63,9 +63,9 @@ def test_tensors_are_added_removed_retyped_changed_or_equal(repository):
     assert diff(repository, first, second, norms=False).tensors.changes == ()
 
 
-def test_the_norm_of_a_change_over_many_pieces_is_that_of_the_whole(repository):
+def test_the_norm_of_a_change_over_many_chunks_is_that_of_the_whole(repository):
     torch.manual_seed(1)
-    before = torch.randn(5_000_000)  # 20 MB: three pieces
+    before = torch.randn(5_000_000)  # 20 MB: three chunks
     after = before.clone()
     after[4_000_000:] += 0.01 * torch.randn(1_000_000)
     first, second = save_state(repository, {"w": before}), save_state(repository, {"w": after})
@@ -100,12 +100,12 @@ def test_a_change_from_nothing_has_no_relative_size(repository):
     assert changes(repository, first, second)["w"].relative is None
 
 
-def test_tensors_that_are_cut_into_other_pieces_are_compared_by_their_elements(repository):
+def test_tensors_that_are_cut_into_other_chunks_are_compared_by_their_elements(repository):
     whole = torch.arange(8.0).reshape(4, 2)
     first = save_state(repository, {"w": whole})
-    halves = [TensorPiece("w", (0, 0), whole[:2]), TensorPiece("w", (2, 0), whole[2:] + 1)]
-    stored = store_pieces(repository.objects, halves)
-    record = join_pieces("w", "float32", (4, 2), [piece for _, piece in stored.pieces])
+    halves = [TensorBlock("w", (0, 0), whole[:2]), TensorBlock("w", (2, 0), whole[2:] + 1)]
+    stored = store_chunks(repository.objects, halves)
+    record = join_chunks("w", "float32", (4, 2), [chunk for _, chunk in stored.chunks])
     second = str(
         commit(repository, "m", StoredState([record], {"w": {"$tensor": "w"}}, new_bytes=0), VersionMetadata(step=1))
     )

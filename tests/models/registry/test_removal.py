@@ -211,7 +211,7 @@ def test_retention_removes_nothing_until_it_is_told_to(repository):
 
 
 def test_a_run_whose_last_version_was_removed_and_collected_stores_everything_again():
-    """What a remote repository has is not looked at piece by piece, so that the run must not go by its memory."""
+    """What a remote repository has is not looked at chunk by chunk, so that the run must not go by its memory."""
     repo = datasvc.open(f"memory://{secrets.token_hex(8)}", create=True)
     frozen, first = torch.arange(50_000.0), torch.randn(50_000, generator=torch.Generator().manual_seed(0))
     with repo.model("m") as model:

@@ -56,8 +56,8 @@ def test_every_bad_object_is_found_with_the_tensors_and_versions_that_it_hits(tw
             hit = {
                 record.name
                 for record in records_of(twice, version)
-                for piece in record.pieces
-                for each in piece.chain
+                for chunk in record.chunks
+                for each in chunk.chain
                 if each.object == digest and each.offset <= link.offset < each.offset + each.length
             }
             assert set(problem.hit.get(version, ())) == hit
@@ -68,7 +68,7 @@ def test_a_bad_table_state_or_entry_and_a_missing_object_are_found_together(twic
     entry = describe_model(twice, "m@2").entry
     flip(object_files(twice)[entry["state"]], 20)
     (record,) = [record for record in records_of(twice, "m@2") if record.name == "model.frozen"]
-    frozen = record.pieces[0].chain[0]
+    frozen = record.chunks[0].chain[0]
     object_files(twice)[frozen.object].unlink()
     flip(twice.storage.local_path("models/m/versions/00000001.json"), 30)
     found = {(each.role, each.kind): each for each in verify(twice, [V1, V2]).problems}
@@ -157,8 +157,8 @@ def commit_table(repository, records, **changes):
 
 def test_what_was_written_wrong_is_found_when_tensors_are_decoded(twice):
     first, *rest = records_of(twice, "m@2")
-    wrong = dataclasses.replace(first.pieces[0], digest=digest_of(b"something else"))
-    version = commit_table(twice, [dataclasses.replace(first, pieces=(wrong, *first.pieces[1:])), *rest])
+    wrong = dataclasses.replace(first.chunks[0], digest=digest_of(b"something else"))
+    version = commit_table(twice, [dataclasses.replace(first, chunks=(wrong, *first.chunks[1:])), *rest])
     assert verify(twice, [version]).problems == ()
     (problem,) = verify(twice, [version], deep=True).problems
     assert (problem.kind, problem.hit) == ("contradictory", {str(version): (first.name,)})

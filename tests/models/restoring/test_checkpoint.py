@@ -103,7 +103,7 @@ def test_a_flipped_byte_in_any_object_is_detected_and_a_tensor_is_named(reposito
 def test_a_missing_tensor_is_named(repository):
     save(repository, "m", {"big": torch.randn(OWN_OBJECT_BYTES)}, step=1)
     (record,) = read_table(repository.objects, describe_model(repository, "m").tensors)
-    repository.objects.local_path(record.pieces[0].chain[0].object).unlink()
+    repository.objects.local_path(record.chunks[0].chain[0].object).unlink()
     with pytest.raises(NotFoundError, match="tensor 'big' is missing"):
         restore(repository, "m")
 
@@ -236,7 +236,7 @@ def drifting(repository, versions, *, name="m", codec="delta"):
 
 def chain_of(repository, ref):
     (record,) = read_table(repository.objects, describe_model(repository, ref).tensors)
-    return record.pieces[0].chain
+    return record.chunks[0].chain
 
 
 def test_every_version_of_a_long_history_is_restored_from_its_own_table_alone(repository):

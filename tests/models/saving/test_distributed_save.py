@@ -28,7 +28,7 @@ def save(channel, repository, tensor, step):
 
     content = FlatState({}, {"w": tensor}, None, {})
     save_distributed(
-        channel, repository.objects, lambda: content, commit, step=step, base=tuple, held={}, codec="delta"
+        channel, repository.objects, lambda: content, commit, step=step, base=tuple, base_tensors={}, codec="delta"
     )
 
 

@@ -91,11 +91,11 @@ def test_a_model_tells_what_saving_cost_the_training(repo):
         assert 0 < model.cost.share <= 1
 
 
-def debt_after_a_step(model, step):
+def overhead_after_a_step(model, step):
     """Let a step end; returns what is owed then, and what of the training's time has paid for it."""
     before = model.cost
     model.should_save(step)
-    return model._cadence.debt_s, 0.01 * (model.cost - before).training_s
+    return model._scheduler.overhead_s, 0.01 * (model.cost - before).training_s
 
 
 @pytest.fixture
@@ -125,13 +125,13 @@ def test_a_save_that_blocks_until_it_is_committed_costs_all_that_time_and_a_copy
 ):
     with repo.model("m", max_stall=0.01) as model:
         if how == "has no thread":
-            monkeypatch.setattr(model._saver, "submit", without_a_thread(model._saver.submit))
+            monkeypatch.setattr(model._queue, "submit", without_a_thread(model._queue.submit))
         began_s = time.perf_counter()
         assert model.save({"w": torch.ones(50_000)}, step=1, wait=how == "waits").done()
         call_s = time.perf_counter() - began_s
         stall_s = model.cost.stall_s
-        debt_s, paid_s = debt_after_a_step(model, 2)
-        assert debt_s == pytest.approx(max(0.0, stall_s - paid_s))
+        overhead_s, paid_s = overhead_after_a_step(model, 2)
+        assert overhead_s == pytest.approx(max(0.0, stall_s - paid_s))
         written_s = repo.restore("m@1").entry["duration"]["total_s"]
         assert written_s - 1e-6 <= stall_s < call_s, "but for what the entry rounds"
 
@@ -161,8 +161,8 @@ def test_a_copy_that_a_device_makes_beside_the_training_is_owed_once(repo, gate)
         model.save({"w": torch.ones(50_000)}, step=1)
         assert gate.has_begun.wait(30)
         stall_s = model.cost.stall_s
-        debt_s, paid_s = debt_after_a_step(model, 2)
-        assert debt_s == pytest.approx(stall_s + 1000 - paid_s)
+        overhead_s, paid_s = overhead_after_a_step(model, 2)
+        assert overhead_s == pytest.approx(stall_s + 1000 - paid_s)
         gate.is_open.set()
 
 
@@ -190,7 +190,7 @@ def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_s
     with repo.model("m") as model:
 
         def estimate_shares(content, word, base=None):
-            for copied in model._writer._held.values():
+            for copied in model._writer._base_tensors.values():
                 copied.fill_(99.0)  # as the next save does, once this one has looked at them
             return real(content, word, base)
 
@@ -200,7 +200,7 @@ def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_s
             wanted.append(weight.clone())
             model.save({"w": weight}, step=step, wait=True)
     (record,) = read_table(repo.repository.objects, repo.describe("m@3").tensors)
-    assert len(record.pieces[0].chain) == 3
+    assert len(record.chunks[0].chain) == 3
     for number, expected in enumerate(wanted, start=1):
         assert torch.equal(repo.restore(f"m@{number}").state["w"], expected)
 
@@ -221,7 +221,7 @@ def test_a_save_that_fails_in_the_background_is_said_by_the_next_and_leaves_noth
     gate.is_open.set()
     model = repo.model("m")
     model.save({"w": torch.ones(50_000)}, step=1)
-    model._saver.finish()
+    model._queue.finish()
     with pytest.raises(UnavailableError, match=r"the save of step 1 failed: .*the disk is full"):
         model.save({"w": torch.ones(50_000)}, step=2)
     with pytest.raises(NotFoundError):
@@ -301,7 +301,7 @@ def test_after_a_signal_the_last_save_is_not_held_back_by_one_that_failed_before
     gate.is_open.set()
     with repo.model("m", grace="60s") as model:
         model.save({"w": torch.ones(50_000)}, step=1)
-        model._saver.finish()
+        model._queue.finish()
         gate.error = None
         signal.raise_signal(signal.SIGTERM)
         assert model.should_save(2)
@@ -347,7 +347,7 @@ def test_a_save_that_is_interrupted_before_its_turn_is_told_once_and_the_next_on
 
     with repo.model("m") as model:
         with monkeypatch.context() as patch:
-            patch.setattr(model._saver, "wait_for_room", interrupted)
+            patch.setattr(model._queue, "wait_for_slot", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model.save({"w": torch.ones(3)}, step=1)
         with pytest.raises(ConfigError, match=r"config\.lock is a lock"):

@@ -16,12 +16,12 @@ TENSORS = st.dictionaries(
 
 @given(tensors=TENSORS, num_ranks=st.integers(1, 5), data=st.data())
 def test_every_element_is_dealt_once_and_large_ones_evenly(tensors, num_ranks, data):
-    of_first = data.draw(st.sets(st.sampled_from(sorted(tensors)))) if tensors else set()
-    shares = partition_writes(tensors, num_ranks, of_first=of_first)
-    assert shares == partition_writes(dict(reversed(tensors.items())), num_ranks, of_first=of_first)
+    rank0_only = data.draw(st.sets(st.sampled_from(sorted(tensors)))) if tensors else set()
+    shares = partition_writes(tensors, num_ranks, rank0_only=rank0_only)
+    assert shares == partition_writes(dict(reversed(tensors.items())), num_ranks, rank0_only=rank0_only)
     for name, (_, shape) in tensors.items():
         assert is_tiling(shape, [share.box for share in shares if share.name == name])
-        assert name not in of_first or all(share.rank == 0 for share in shares if share.name == name)
+        assert name not in rank0_only or all(share.rank == 0 for share in shares if share.name == name)
     load, largest, small = [0] * num_ranks, 0, 0
     for share in shares:
         nbytes = math.prod(share.box[1]) * (4 if tensors[share.name][0] == "float32" else 1)
@@ -29,5 +29,5 @@ def test_every_element_is_dealt_once_and_large_ones_evenly(tensors, num_ranks, d
         load[share.rank] += nbytes
         small += nbytes if nbytes < SMALL_BYTES else 0
         largest = max(largest, nbytes)
-    if not of_first:
+    if not rank0_only:
         assert max(load) <= max(small, sum(load) / num_ranks + largest)

@@ -19,12 +19,12 @@ def test_a_signal_is_noted_and_handlers_come_back():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     preemption = Preemption(grace_s=100.0)
     try:
-        assert (preemption.received, preemption.left_s) == (None, 100.0)
+        assert (preemption.received, preemption.remaining_s) == (None, 100.0)
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # a terminal and a launcher pass on the same one
         signal.raise_signal(signal.SIGTERM)
         assert preemption.received == signal.SIGINT
-        assert 0 < preemption.left_s < 100.0
+        assert 0 < preemption.remaining_s < 100.0
     finally:
         preemption.close()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
@@ -45,7 +45,9 @@ def test_a_handler_that_was_set_since_stays():
     preemption = Preemption(grace_s=100.0)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     preemption.close()
-    assert signal.signal(signal.SIGTERM, signal.SIG_DFL if before == preemption._note else before) == signal.SIG_IGN
+    assert (
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before == preemption._on_signal else before) == signal.SIG_IGN
+    )
 
 
 def test_a_handler_that_is_put_back_after_the_end_does_what_was_done_before():
@@ -122,4 +124,7 @@ def test_a_process_that_does_not_end_within_the_grace_is_ended():
         [sys.executable, "-c", OVERDUE], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM came 0.05 s ago and the run goes on: what is not committed is lost" in done.stderr
+    assert (
+        "SIGTERM came 0.05 s ago and the run has not ended: the process exits now, uncommitted saves are lost"
+        in done.stderr
+    )

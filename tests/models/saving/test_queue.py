@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from datasvc.errors import BusyError, ConfigError, ConflictError, DatasvcError, UnavailableError
-from datasvc.models.saving.queue import SaveHandle, Saver
+from datasvc.models.saving.queue import SaveHandle, SaveQueue
 from datasvc.repository import Resolved
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ def failing(error):
 
 
 def test_saves_are_done_one_after_the_other_in_their_order():
-    saver, order, gate = Saver(limit=2, overlap="queue"), [], threading.Event()
+    saver, order, gate = SaveQueue(limit=2, overlap="queue"), [], threading.Event()
 
     def work(number):
         gate.wait()
@@ -52,11 +52,11 @@ def test_saves_are_done_one_after_the_other_in_their_order():
 
 
 def test_a_save_waits_for_room_and_not_for_all_before_it():
-    saver, gates = Saver(limit=2, overlap="queue"), [threading.Event() for _ in range(2)]
+    saver, gates = SaveQueue(limit=2, overlap="queue"), [threading.Event() for _ in range(2)]
     for number, gate in enumerate(gates):
         submit(saver, number, lambda gate=gate, number=number: gate.wait() and version(number))
     has_room = threading.Event()
-    waiting = threading.Thread(target=lambda: (saver.wait_for_room(), has_room.set()))
+    waiting = threading.Thread(target=lambda: (saver.wait_for_slot(), has_room.set()))
     waiting.start()
     assert not has_room.wait(0.02)
     gates[0].set()
@@ -67,7 +67,7 @@ def test_a_save_waits_for_room_and_not_for_all_before_it():
 
 
 def test_an_overlap_that_is_refused_says_which_save_goes_on():
-    saver, gate = Saver(limit=2, overlap="refuse"), threading.Event()
+    saver, gate = SaveQueue(limit=2, overlap="refuse"), threading.Event()
     saver.check(10)
     submit(saver, 10, lambda: gate.wait() and version(1))
     with pytest.raises(BusyError, match="step 20 is not saved: the save of step 10 goes on"):
@@ -76,11 +76,11 @@ def test_an_overlap_that_is_refused_says_which_save_goes_on():
     saver.wait()
     saver.check(20)
     with pytest.raises(ConfigError, match="expected one of queue, refuse"):
-        Saver(limit=2, overlap="drop")
+        SaveQueue(limit=2, overlap="drop")
 
 
 def test_a_failure_is_raised_by_the_next_save_named_and_once():
-    saver = Saver(limit=2, overlap="queue")
+    saver = SaveQueue(limit=2, overlap="queue")
     submit(saver, 10, failing(ConflictError("others were faster")))
     with pytest.raises(ConflictError, match="the save of step 10 failed: others were faster"):
         saver.wait()
@@ -89,7 +89,7 @@ def test_a_failure_is_raised_by_the_next_save_named_and_once():
 
 
 def test_a_failure_that_the_handle_told_is_not_raised_again_and_a_foreign_one_is_wrapped():
-    saver = Saver(limit=2, overlap="queue")
+    saver = SaveQueue(limit=2, overlap="queue")
     handle = submit(saver, 10, failing(UnavailableError("no answer")))
     with pytest.raises(UnavailableError, match="no answer"):
         handle.result()
@@ -101,11 +101,11 @@ def test_a_failure_that_the_handle_told_is_not_raised_again_and_a_foreign_one_is
 
 
 def test_a_failure_is_not_lost_on_who_asks_at_the_moment_it_happens():
-    saver = Saver(limit=2, overlap="queue")
+    saver = SaveQueue(limit=2, overlap="queue")
 
     class Asked(SaveHandle):
         def settle(self, *ended):
-            assert saver.take_failure() is None
+            assert saver.take_unreported_failure() is None
             super().settle(*ended)
 
     saver.submit(Asked(10), failing(UnavailableError("no answer")))
@@ -114,7 +114,7 @@ def test_a_failure_is_not_lost_on_who_asks_at_the_moment_it_happens():
 
 
 def test_what_another_rank_has_told_of_a_save_is_not_told_here_again():
-    saver, gate = Saver(limit=2, overlap="queue"), threading.Event()
+    saver, gate = SaveQueue(limit=2, overlap="queue"), threading.Event()
 
     def work():
         gate.wait()
@@ -124,14 +124,14 @@ def test_what_another_rank_has_told_of_a_save_is_not_told_here_again():
     saver.finish()
     submit(saver, 20, work)
     submit(saver, 30, failing(UnavailableError("no answer")))
-    saver.mark_told({0, 1})
+    saver.mark_reported({0, 1})
     gate.set()
     with pytest.raises(UnavailableError, match="the save of step 30 failed"):
         saver.wait()
 
 
 def test_a_save_for_which_no_thread_can_be_started_is_done_all_the_same(monkeypatch, caplog):
-    saver = Saver(limit=2, overlap="queue")
+    saver = SaveQueue(limit=2, overlap="queue")
 
     def start(_):
         raise RuntimeError("can't start new thread")
@@ -146,7 +146,7 @@ def test_a_save_for_which_no_thread_can_be_started_is_done_all_the_same(monkeypa
 
 
 def test_waiting_for_a_save_has_an_end():
-    saver, gate = Saver(limit=2, overlap="queue"), threading.Event()
+    saver, gate = SaveQueue(limit=2, overlap="queue"), threading.Event()
     handle = submit(saver, 10, lambda: gate.wait() and version(1))
     with pytest.raises(UnavailableError, match=r"step 10 has not ended within 0.01 s, and goes on"):
         handle.result(timeout=0.01)
@@ -160,13 +160,13 @@ PROGRAM = """
 import os, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.models.saving.queue import SaveHandle, Saver
+from datasvc.models.saving.queue import SaveHandle, SaveQueue
 
 ends = threading.Event()
 threading._register_atexit(ends.set)
 
 def main():
-    saver = Saver(limit=2, overlap="queue")
+    saver = SaveQueue(limit=2, overlap="queue")
     def work():
         ends.wait()
         with ThreadPoolExecutor(2) as pool:
@@ -190,5 +190,5 @@ def test_a_program_ends_after_its_saves_and_says_what_failed_and_a_forked_child_
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=50, check=True
     )
     assert "stored 3" in done.stdout
-    assert "child: this model was opened by the process that this one was forked from" in done.stdout
+    assert "child: this manager was made in the parent of this forked process" in done.stdout
     assert "the save of step 7 failed: the disk is gone" in done.stderr

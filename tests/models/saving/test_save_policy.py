@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from datasvc.models.saving.save_policy import Cadence, SaveCost, SavePolicy, parse_pace
+from datasvc.models.saving.save_policy import SaveCost, SavePolicy, SaveScheduler, parse_policy
 
 
 class Run:
@@ -13,7 +13,7 @@ class Run:
 
     def __init__(self, pace, *, step_s=1.0, stall_s=0.5, slowed_s=0.0, writing=0, device_s=0.0):
         self.now_s = 0.0
-        self.cadence = Cadence(pace, now=lambda: self.now_s)
+        self.scheduler = SaveScheduler(pace, now=lambda: self.now_s)
         self.step_s, self.stall_s, self.slowed_s, self.writing = step_s, stall_s, slowed_s, writing
         self.step, self.left, self.lost_s, self.saves = 0, 0, 0.0, []
         self.device_s, self.copying_s = device_s, 0.0
@@ -25,14 +25,14 @@ class Run:
             self.now_s += self.step_s + slowed_s + self.copying_s
             self.lost_s += slowed_s + self.copying_s
             if self.copying_s:
-                self.cadence.spent(self.copying_s)
+                self.scheduler.record_device_copy(self.copying_s)
                 self.copying_s = 0.0
             self.left = max(0, self.left - 1)
-            self.cadence.ended_step(is_saving=self.left > 0)
-            if self.cadence.look(self.step, is_saving=self.left > 0).is_due:
+            self.scheduler.end_step(is_saving=self.left > 0)
+            if self.scheduler.decide(self.step, is_saving=self.left > 0).is_due:
                 self.now_s += self.stall_s
                 self.lost_s += self.stall_s
-                self.cadence.stalled(self.stall_s)
+                self.scheduler.record_stall(self.stall_s)
                 self.saves.append(self.step)
                 self.left, self.copying_s = self.writing, self.device_s
         return self
@@ -75,7 +75,7 @@ def test_saves_take_no_more_than_their_share_of_the_time_but_for_the_last_one(
     one_save_s = stall_s + writing * run.slowed_s + run.device_s
     assert run.saves[0] <= 10, "the first is not held back"
     assert run.lost_s <= share * run.now_s + one_save_s * 1.001 + step_s
-    cost = run.cadence.cost
+    cost = run.scheduler.cost
     assert cost.stall_s == pytest.approx(len(run.saves) * stall_s)
     assert cost.stall_s + cost.slowed_s == pytest.approx(run.lost_s, abs=1e-6 * run.now_s)
     assert cost.share == pytest.approx(run.lost_s / run.now_s, abs=1e-6)
@@ -102,10 +102,10 @@ def test_a_share_holds_back_what_steps_would_save():
 def test_a_long_break_is_no_step_that_was_slowed_down():
     run = Run(SavePolicy(max_stall=0.03), stall_s=0.03, writing=3).go(12)
     run.now_s += 1000  # an evaluation, beside which the save is still being written
-    before = run.cadence.debt_s
+    before = run.scheduler.overhead_s
     run.left = 2
     run.go(1)
-    assert run.cadence.debt_s <= before
+    assert run.scheduler.overhead_s <= before
 
 
 def test_short_steps_that_writing_slows_down_many_times_over_count_too():
@@ -122,7 +122,7 @@ def test_steps_that_are_quicker_beside_the_writing_do_not_pay_for_its_stall():
         run.go(1)
     run.step_s = 1.0
     assert run.go(1000).saves[1] - run.saves[0] >= 33
-    assert run.cadence.cost.slowed_s == 0
+    assert run.scheduler.cost.slowed_s == 0
 
 
 def test_a_save_waits_until_it_is_known_again_how_long_a_step_takes():
@@ -132,10 +132,10 @@ def test_a_save_waits_until_it_is_known_again_how_long_a_step_takes():
 
 def test_what_saving_cost_is_told_since_any_moment():
     run = Run(SavePolicy(every_steps=10), stall_s=0.5, writing=2, slowed_s=0.25).go(15)
-    before = run.cadence.cost
+    before = run.scheduler.cost
     assert (before.stall_s, before.slowed_s, before.training_s) == pytest.approx((0.5, 0.5, 16.0))
     run.go(10)
-    since = run.cadence.cost - before
+    since = run.scheduler.cost - before
     assert (since.stall_s, since.slowed_s, since.training_s) == pytest.approx((0.5, 0.5, 11.0))
     assert since.share == pytest.approx(1 / 11)
     assert SaveCost().share == 0
@@ -161,47 +161,47 @@ def just_saved(stall_s=0.0):
 def test_what_a_device_copies_is_owed_once_however_much_of_it_a_step_shows(seen_s):
     run = just_saved()
     run.now_s += 1.0 + seen_s
-    run.cadence.spent(0.5)
-    run.cadence.ended_step(is_saving=True)
-    assert run.cadence.debt_s == pytest.approx(0.5 - 0.03 * (1.0 + seen_s))
-    assert run.cadence.cost.slowed_s == pytest.approx(seen_s)
+    run.scheduler.record_device_copy(0.5)
+    run.scheduler.end_step(is_saving=True)
+    assert run.scheduler.overhead_s == pytest.approx(0.5 - 0.03 * (1.0 + seen_s))
+    assert run.scheduler.cost.slowed_s == pytest.approx(seen_s)
 
 
 def test_what_a_device_copied_is_owed_once_when_it_is_told_after_the_step_that_shows_it():
     run = just_saved()
     run.now_s += 1.5
-    run.cadence.ended_step(is_saving=True)
-    run.cadence.spent(0.5)
-    assert run.cadence.debt_s == pytest.approx(0.5 - 0.03 * 1.5)
+    run.scheduler.end_step(is_saving=True)
+    run.scheduler.record_device_copy(0.5)
+    assert run.scheduler.overhead_s == pytest.approx(0.5 - 0.03 * 1.5)
 
 
 def test_writing_that_slows_steps_down_is_owed_beside_what_a_device_copied():
     run = just_saved()
-    run.cadence.spent(0.5)
+    run.scheduler.record_device_copy(0.5)
     for took_s in (1.5, 1.25):
         run.now_s += took_s
-        run.cadence.ended_step(is_saving=True)
-    assert run.cadence.debt_s == pytest.approx(0.5 + 0.25 - 0.03 * 2.75)
-    assert run.cadence.cost.slowed_s == pytest.approx(0.75)
+        run.scheduler.end_step(is_saving=True)
+    assert run.scheduler.overhead_s == pytest.approx(0.5 + 0.25 - 0.03 * 2.75)
+    assert run.scheduler.cost.slowed_s == pytest.approx(0.75)
 
 
 def test_copying_that_lasts_as_long_as_a_break_is_owed_once_and_what_is_written_after_it_too():
     run = just_saved()
-    run.cadence.spent(20.0)
+    run.scheduler.record_device_copy(20.0)
     for took_s in (21.0, 1.25):
         run.now_s += took_s
-        run.cadence.ended_step(is_saving=True)
-    assert run.cadence.debt_s == pytest.approx(20.0 + 0.25 - 0.03 * 22.25)
-    assert run.cadence.cost.slowed_s == pytest.approx(20.25)
+        run.scheduler.end_step(is_saving=True)
+    assert run.scheduler.overhead_s == pytest.approx(20.0 + 0.25 - 0.03 * 22.25)
+    assert run.scheduler.cost.slowed_s == pytest.approx(20.25)
 
 
 def test_the_copy_of_the_save_before_pays_for_nothing_of_the_next():
     run = just_saved()
-    run.cadence.spent(0.5)
-    run.cadence.stalled(0.0)
+    run.scheduler.record_device_copy(0.5)
+    run.scheduler.record_stall(0.0)
     run.now_s += 1.25
-    run.cadence.ended_step(is_saving=True)
-    assert run.cadence.debt_s == pytest.approx(0.5 + 0.25 - 0.03 * 1.25)
+    run.scheduler.end_step(is_saving=True)
+    assert run.scheduler.overhead_s == pytest.approx(0.5 + 0.25 - 0.03 * 1.25)
 
 
 def looks(run, num_steps):
@@ -209,10 +209,10 @@ def looks(run, num_steps):
     steps, upcoming = [], run.step
     for step in range(run.step + 1, run.step + num_steps + 1):
         run.now_s += run.step_s
-        run.cadence.ended_step(is_saving=False)
+        run.scheduler.end_step(is_saving=False)
         if step >= upcoming:
             steps.append(step)
-            upcoming = run.cadence.look(step, is_saving=False).next_step
+            upcoming = run.scheduler.decide(step, is_saving=False).next_step
     run.step += num_steps
     return steps
 
@@ -243,7 +243,7 @@ def test_a_step_that_took_long_makes_several_ranks_look_more_often_at_once():
     ],
 )
 def test_a_pace_is_read_as_people_write_it(every, max_stall, pace):
-    assert parse_pace(every, max_stall) == pace
+    assert parse_policy(every, max_stall) == pace
 
 
 @pytest.mark.parametrize(
@@ -253,13 +253,13 @@ def test_a_pace_is_read_as_people_write_it(every, max_stall, pace):
         ("0 steps", None, "every is 0"),
         (True, None, "every is True"),
         (1.5, None, "every is 1.5"),
-        ("often", None, "'often' is no duration"),
-        ("0s", None, "'0s' is no duration"),
-        (None, "3", "'3' is no share"),
+        ("often", None, "'often' is not a valid duration"),
+        ("0s", None, "'0s' is not a valid duration"),
+        (None, "3", "'3' is not a valid share"),
         (None, "100%", "max_stall is '100%'"),
         (None, 0.0, "max_stall is 0.0"),
     ],
 )
 def test_a_pace_that_means_nothing_is_refused_with_what_would(every, max_stall, said):
     with pytest.raises(ConfigError, match=said):
-        parse_pace(every, max_stall)
+        parse_policy(every, max_stall)

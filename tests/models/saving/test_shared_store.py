@@ -13,7 +13,7 @@ from datasvc.errors import ConfigError, UnavailableError
 from datasvc.gc import GRACE_S, gc
 from datasvc.models import CheckpointManager
 from datasvc.models.saving import shared_store
-from datasvc.models.saving.shared_store import check_same_store, leave_marker, sees
+from datasvc.models.saving.shared_store import can_read_marker, check_same_store, write_marker
 from datasvc.repository import Repository
 from tests.models.as_ranks import Block, rows, save_as_ranks
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
@@ -77,17 +77,17 @@ def test_ranks_whose_path_is_another_folder_get_the_same_error_that_names_them(t
 
 def test_a_marker_is_another_one_each_time_so_that_no_cache_knows_it(repository, monkeypatch):
     left = []
-    real = shared_store.leave_marker
-    monkeypatch.setattr(shared_store, "leave_marker", lambda storage: left.append(real(storage)) or left[-1])
+    real = shared_store.write_marker
+    monkeypatch.setattr(shared_store, "write_marker", lambda storage: left.append(real(storage)) or left[-1])
     check([repository] * 2), check([repository] * 2)
     assert len({marker.path for marker in left}) == len({marker.content for marker in left}) == 2
 
 
 def test_a_file_of_the_same_name_with_other_content_is_not_the_marker(repository):
-    marker = leave_marker(repository.storage)
-    assert sees(repository.storage, marker)
+    marker = write_marker(repository.storage)
+    assert can_read_marker(repository.storage, marker)
     Path(repository.url, marker.path).write_bytes(b"f" * 32)
-    assert not sees(repository.storage, marker)
+    assert not can_read_marker(repository.storage, marker)
 
 
 def test_a_rank_whose_store_does_not_answer_is_an_error_on_all_and_the_marker_is_removed(tmp_path, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_rank_whose_store_does_not_answer_is_an_error_on_all_and_the_marker_is
 
 
 def test_the_marker_of_ranks_that_died_is_no_entry_of_any_list_and_gc_removes_it(repository):
-    marker = leave_marker(repository.storage)
+    marker = write_marker(repository.storage)
     assert repository.storage.list("") == ["datasvc.json"]
     done = gc(repository, dry_run=False, now_s=time.time() + GRACE_S + 3600)
     assert done.temporary_files == (marker.path,)

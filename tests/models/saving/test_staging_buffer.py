@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from datasvc.models.saving import staging_buffer
-from datasvc.models.saving.staging_buffer import HostBuffer, plan_places
+from datasvc.models.saving.staging_buffer import HostBuffer, plan_offsets
 
 
 def odd_tensors():
@@ -61,7 +61,7 @@ def test_tied_tensors_are_copied_once_and_others_of_the_same_memory_are_not_conf
         "head": weight[:500],
         "as": weight.view(10, 100),
     }
-    places, nbytes = plan_places(tensors)
+    places, nbytes = plan_offsets(tensors)
     assert places["a"] == places["tied"] == places["again"]
     assert len(set(places.values())) == 3
     assert nbytes == 4032 + 2048 + 4032  # each rounded up to 64

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.models.tensors.chunks import flat_offset, intersect, is_tiling, plan_pieces, slices
+from datasvc.models.tensors.chunks import flat_offset, intersect, is_tiling, plan_chunks, slices
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
@@ -21,10 +21,10 @@ full_shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
 @given(shapes, st.sampled_from([1, 2, 4, 8]), st.integers(8, 200))
-def test_pieces_tile_a_tensor_in_order_and_none_is_larger_than_asked_for(shape, item_bytes, piece_bytes):
-    boxes = plan_pieces(shape, item_bytes, piece_bytes=piece_bytes)
+def test_chunks_tile_a_tensor_in_order_and_none_is_larger_than_asked_for(shape, item_bytes, chunk_bytes):
+    boxes = plan_chunks(shape, item_bytes, chunk_bytes=chunk_bytes)
     assert is_tiling(shape, boxes)
-    assert all(math.prod(size) * item_bytes <= piece_bytes for _, size in boxes)
+    assert all(math.prod(size) * item_bytes <= chunk_bytes for _, size in boxes)
     offsets = [flat_offset(shape, box) for box in boxes]
     assert offsets == list(itertools.accumulate([0, *(math.prod(size) for _, size in boxes)]))[:-1]
 
@@ -33,7 +33,7 @@ def test_pieces_tile_a_tensor_in_order_and_none_is_larger_than_asked_for(shape, 
 def test_boxes_tile_exactly_when_every_element_is_covered_once(data, shape):
     boxes = data.draw(st.lists(boxes_in(shape), max_size=6))
     if data.draw(st.booleans()):  # make tilings likely
-        boxes = [*boxes, *plan_pieces(shape, 1, piece_bytes=data.draw(st.integers(1, 20)))]
+        boxes = [*boxes, *plan_chunks(shape, 1, chunk_bytes=data.draw(st.integers(1, 20)))]
         boxes = [
             box for number, box in enumerate(boxes) if not any(intersect(box, other) for other in boxes[:number])
         ]
@@ -62,7 +62,7 @@ def test_a_tiling_that_no_straight_cut_takes_apart_is_one():
 
 
 @pytest.mark.parametrize("along", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_hundred_thousand_pieces_are_checked_at_once(along):
+def test_a_hundred_thousand_chunks_are_checked_at_once(along):
     boxes = [((number, 0), (1, 4)) if along == 0 else ((0, number), (4, 1)) for number in range(100_000)]
     shape = (100_000, 4) if along == 0 else (4, 100_000)
     assert is_tiling(shape, boxes)

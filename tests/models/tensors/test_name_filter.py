@@ -48,12 +48,12 @@ def test_names_are_mapped_by_prefixes_and_expressions_one_after_the_other():
     [
         ("model.layer4.1.bias=model.layer1.weight", "makes .* both 'model.layer1.weight'"),
         ("modle=net", "matches no tensor; there are 5, such as"),
-        ("optimizer.lr=", "leaves no name"),
-        ("re:(=x", "no regular expression"),
-        (r"re:a=\7", "no regular expression"),
-        ("model", "no name map"),
-        ("=x", "no name map"),
-        ("re:=x", "says nothing"),
+        ("optimizer.lr=", "leaves an empty name"),
+        ("re:(=x", "is not a valid regular expression"),
+        (r"re:a=\7", "is not a valid regular expression"),
+        ("model", "is not a valid name map"),
+        ("=x", "is not a valid name map"),
+        ("re:=x", "has no old name"),
     ],
 )
 def test_a_map_that_cannot_be_meant_is_refused(rule, message):

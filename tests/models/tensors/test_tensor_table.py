@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.tensors import tensor_table
-from datasvc.models.tensors.chunks import plan_pieces
+from datasvc.models.tensors.chunks import plan_chunks
 from datasvc.models.tensors.tensor_table import (
-    ALONE,
     DIFFERENCES,
     ITEM_BYTES,
+    STANDALONE,
     ChainLink,
     Chunk,
     TensorRecord,
@@ -20,7 +20,7 @@ from datasvc.models.tensors.tensor_table import (
     decode_table,
     digest_of_content,
     encode_table,
-    join_pieces,
+    join_chunks,
 )
 from datasvc.repository import Digest
 from tests.examples import examples
@@ -32,7 +32,7 @@ digests = st.binary(min_size=32, max_size=32).map(lambda raw: Digest(raw.hex()))
 def chains(draw, size):
     links = []
     for number in range(draw(st.integers(1, 3))):
-        encoding = draw(st.sampled_from(DIFFERENCES if number else ALONE))
+        encoding = draw(st.sampled_from(DIFFERENCES if number else STANDALONE))
         length = size if encoding == "raw" else draw(st.integers(1, size))
         offset = draw(st.integers(0, 100))
         links.append(ChainLink(draw(digests), offset + length + draw(st.integers(0, 9)), offset, length, encoding))
@@ -47,13 +47,13 @@ def tables(draw):
         dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
         shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
         item_bytes = ITEM_BYTES[dtype]
-        pieces = []
-        for start, size in plan_pieces(shape, item_bytes, piece_bytes=draw(st.integers(16, 200))):
+        chunks = []
+        for start, size in plan_chunks(shape, item_bytes, chunk_bytes=draw(st.integers(16, 200))):
             count = item_bytes
             for each in size:
                 count *= each
-            pieces.append(Chunk(start, size, draw(digests), draw(chains(count))))
-        found.append(TensorRecord(name, dtype, shape, tuple(pieces)))
+            chunks.append(Chunk(start, size, draw(digests), draw(chains(count))))
+        found.append(TensorRecord(name, dtype, shape, tuple(chunks)))
     return tuple(found)
 
 
@@ -65,27 +65,27 @@ def test_a_table_comes_back_and_equal_records_give_equal_bytes(table):
 
 
 @given(tables())
-def test_pieces_travel_as_json(table):
+def test_chunks_travel_as_json(table):
     for record in table:
-        for piece in record.pieces:
-            assert Chunk.from_json(json.loads(json.dumps(piece.to_json()))) == piece
+        for chunk in record.chunks:
+            assert Chunk.from_json(json.loads(json.dumps(chunk.to_json()))) == chunk
 
 
 @pytest.mark.parametrize("value", [None, [], {}, {"start": [0], "shape": [1], "digest": "../../x", "chain": []}])
-def test_other_json_is_no_piece(value):
-    with pytest.raises(CorruptDataError, match=r"no piece|not a digest"):
+def test_other_json_is_no_chunk(value):
+    with pytest.raises(CorruptDataError, match=r"not a chunk|not a digest"):
         Chunk.from_json(value)
 
 
 RAW = ChainLink(Digest("01" * 32), 24, 0, 24, "raw")
 PLANES = dataclasses.replace(RAW, length=20, encoding="planes")
 DIFFERENCE = dataclasses.replace(PLANES, encoding="difference")
-PIECE = Chunk((0, 0), (2, 3), Digest("02" * 32), (RAW,))
-RECORD = TensorRecord("model.w", "float32", (2, 3), (PIECE,))
+CHUNK = Chunk((0, 0), (2, 3), Digest("02" * 32), (RAW,))
+RECORD = TensorRecord("model.w", "float32", (2, 3), (CHUNK,))
 
 
 def with_chain(*chain, **changes):
-    return dataclasses.replace(RECORD, pieces=(dataclasses.replace(PIECE, chain=chain, **changes),))
+    return dataclasses.replace(RECORD, chunks=(dataclasses.replace(CHUNK, chain=chain, **changes),))
 
 
 def link(**changes):
@@ -97,13 +97,13 @@ HOSTILE = {
     "giant shape": dataclasses.replace(RECORD, shape=(2**40, 2**40)),
     "giant empty shape": TensorRecord("t", "float32", (0, 2**62, 2**62), ()),
     "absurd dimensions": TensorRecord("t", "float32", (1,) * 100, ()),
-    "no piece": dataclasses.replace(RECORD, pieces=()),
-    "overlapping pieces": dataclasses.replace(RECORD, pieces=(PIECE, PIECE)),
-    "overlapping pieces that add up": TensorRecord(
+    "no chunk": dataclasses.replace(RECORD, chunks=()),
+    "overlapping chunks": dataclasses.replace(RECORD, chunks=(CHUNK, CHUNK)),
+    "overlapping chunks that add up": TensorRecord(
         "t", "uint8", (48,), tuple(Chunk((start,), (24,), Digest("02" * 32), (RAW,)) for start in (0, 12))
     ),
-    "piece outside": with_chain(RAW, start=(1, 0)),
-    "piece of another rank": with_chain(RAW, start=(0,), shape=(6,)),
+    "chunk outside": with_chain(RAW, start=(1, 0)),
+    "chunk of another rank": with_chain(RAW, start=(0,), shape=(6,)),
     "no link": with_chain(),
     "endless chain": with_chain(PLANES, *[DIFFERENCE] * 64),
     "difference to nothing": with_chain(DIFFERENCE),
@@ -172,7 +172,7 @@ def test_a_table_of_a_later_format_is_refused():
 @pytest.mark.parametrize("metadata", [{}, {b"datasvc.tensors.format": b"x"}, {b"datasvc.tensors.format": b"-1"}])
 def test_what_says_no_format_or_has_other_columns_is_no_table(metadata):
     for content in (rewritten(metadata), rewritten(rows=lambda table: table.drop(["pieces"])), b"", b"ARROW1\0\0"):
-        with pytest.raises(CorruptDataError, match="there is no tensor table"):
+        with pytest.raises(CorruptDataError, match="there is not a valid tensor table"):
             decode_table(content, "there")
 
 
@@ -189,15 +189,15 @@ def test_a_damaged_table_raises_one_of_our_errors_or_is_a_table(data):
         pass
 
 
-def test_ranks_join_their_pieces_in_any_order_and_a_missing_one_is_said():
+def test_ranks_join_their_chunks_in_any_order_and_a_missing_one_is_said():
     left, right = (
         Chunk((0, start), (2, size), Digest("02" * 32), (link(length=8 * size, object_bytes=8 * size),))
         for start, size in ((0, 1), (1, 2))
     )
-    joined = join_pieces("w", "float32", (2, 3), [right, left])
-    assert joined.pieces == (left, right)
+    joined = join_chunks("w", "float32", (2, 3), [right, left])
+    assert joined.chunks == (left, right)
     with pytest.raises(ConfigError, match=r"'w'.*leave out elements or hold some twice"):
-        join_pieces("w", "float32", (2, 3), [right])
+        join_chunks("w", "float32", (2, 3), [right])
     with pytest.raises(CorruptDataError, match="'w'"):
         check_tiling("w", (2, 3), [right.box])
 

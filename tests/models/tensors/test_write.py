@@ -14,9 +14,9 @@ from datasvc.models.tensors import read
 from datasvc.models.tensors.codec import estimate_shares
 from datasvc.models.tensors.dedup_index import find_chain, pointer_path
 from datasvc.models.tensors.dtypes import bytes_of
-from datasvc.models.tensors.read import load_piece, load_tensors, load_window
-from datasvc.models.tensors.tensor_table import ITEM_BYTES, ChainLink, Chunk, TensorRecord, join_pieces
-from datasvc.models.tensors.write import TensorPiece, store_pieces, store_tensors
+from datasvc.models.tensors.read import load_chunk, load_tensors, load_window
+from datasvc.models.tensors.tensor_table import ITEM_BYTES, ChainLink, Chunk, TensorRecord, join_chunks
+from datasvc.models.tensors.write import TensorBlock, store_chunks, store_tensors
 from datasvc.repository import Objects, Repository, Storage
 from datasvc.repository.logs.log import decode_entry, encode_entry
 from datasvc.repository.objects.objects import digest_of
@@ -52,8 +52,8 @@ def later(tensor, seed=1, scale=1e-5):
 
 def chain_of(stored, name="w"):
     (record,) = [record for record in stored.records if record.name == name]
-    (piece,) = record.pieces
-    return [link.encoding for link in piece.chain]
+    (chunk,) = record.chunks
+    return [link.encoding for link in chunk.chain]
 
 
 @pytest.fixture
@@ -84,37 +84,37 @@ def tensors(draw, shape=None, dtype=None):
 
 @given(st.data(), st.sampled_from(["none", "planes", "delta"]), st.integers(16, 300))
 @examples(60)
-def test_any_tensors_come_back_bit_by_bit_however_they_are_cut_and_stored(shared_objects, data, codec, piece_bytes):
+def test_any_tensors_come_back_bit_by_bit_however_they_are_cut_and_stored(shared_objects, data, codec, chunk_bytes):
     torch.manual_seed(data.draw(st.integers(0, 5)))
     first = {name: data.draw(tensors()) for name in data.draw(st.sets(st.sampled_from("abc")))}
     second = {name: data.draw(tensors(tuple(each.shape), str(each.dtype)[6:])) for name, each in first.items()}
-    before = store_tensors(shared_objects, first, codec=codec, piece_bytes=piece_bytes)
-    after = store_tensors(shared_objects, second, base=before.records, codec=codec, piece_bytes=piece_bytes)
+    before = store_tensors(shared_objects, first, codec=codec, chunk_bytes=chunk_bytes)
+    after = store_tensors(shared_objects, second, base=before.records, codec=codec, chunk_bytes=chunk_bytes)
     for wanted, stored in ((first, before), (second, after)):
         found = load_tensors(shared_objects, stored.records)
         assert list(found) == sorted(wanted)
         assert all(same_bits(found[name], wanted[name]) for name in wanted)
         for record in stored.records:
-            for piece in record.pieces:
-                window = load_window(shared_objects, record, piece.start, piece.shape)
-                assert same_bits(window, load_piece(shared_objects, record.dtype, piece))
+            for chunk in record.chunks:
+                window = load_window(shared_objects, record, chunk.start, chunk.shape)
+                assert same_bits(window, load_chunk(shared_objects, record.dtype, chunk))
 
 
 @given(st.data())
 @examples(40)
-def test_a_window_is_what_slicing_gives_and_reads_only_the_pieces_that_it_meets(shared_objects, data):
+def test_a_window_is_what_slicing_gives_and_reads_only_the_chunks_that_it_meets(shared_objects, data):
     tensor = torch.arange(6 * 5 * 4, dtype=torch.int32).reshape(6, 5, 4)
-    (record,) = store_tensors(shared_objects, {"w": tensor}, piece_bytes=data.draw(st.integers(8, 600))).records
+    (record,) = store_tensors(shared_objects, {"w": tensor}, chunk_bytes=data.draw(st.integers(8, 600))).records
     start = tuple(data.draw(st.integers(0, size)) for size in tensor.shape)
     shape = tuple(data.draw(st.integers(0, size - s)) for size, s in zip(tensor.shape, start, strict=True))
     index = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
     assert torch.equal(load_window(shared_objects, record, start, shape), tensor[index])
 
 
-def test_a_window_outside_is_refused_and_pieces_apart_from_it_are_not_read(objects):
+def test_a_window_outside_is_refused_and_chunks_apart_from_it_are_not_read(objects):
     tensor = weights(count=2 * BIG).reshape(2, BIG)
-    (record,) = store_tensors(objects, {"w": tensor}, codec="none", piece_bytes=4 * BIG).records
-    objects.local_path(record.pieces[0].chain[0].object).unlink()
+    (record,) = store_tensors(objects, {"w": tensor}, codec="none", chunk_bytes=4 * BIG).records
+    objects.local_path(record.chunks[0].chain[0].object).unlink()
     assert torch.equal(load_window(objects, record, (1, 3), (1, 5)), tensor[1:, 3:8])
     with pytest.raises(NotFoundError, match="tensor 'w' is missing"):
         load_window(objects, record, (0, 3), (2, 5))
@@ -122,13 +122,13 @@ def test_a_window_outside_is_refused_and_pieces_apart_from_it_are_not_read(objec
         load_window(objects, record, (2, 0), (1, 1))
 
 
-def test_pieces_that_ranks_cut_along_any_dimension_make_up_the_tensor(objects):
+def test_chunks_that_ranks_cut_along_any_dimension_make_up_the_tensor(objects):
     tensor = torch.arange(6 * 8, dtype=torch.float32).reshape(6, 8)
     ranks = [
-        store_pieces(objects, [TensorPiece("w", start, tensor[start[0] : start[0] + 3, start[1] : start[1] + 4])])
+        store_chunks(objects, [TensorBlock("w", start, tensor[start[0] : start[0] + 3, start[1] : start[1] + 4])])
         for start in ((0, 0), (0, 4), (3, 0), (3, 4))
     ]
-    record = join_pieces("w", "float32", (6, 8), [piece for rank in reversed(ranks) for _, piece in rank.pieces])
+    record = join_chunks("w", "float32", (6, 8), [chunk for rank in reversed(ranks) for _, chunk in rank.chunks])
     assert torch.equal(load_tensors(objects, [record])["w"], tensor)
     assert torch.equal(load_window(objects, record, (2, 3), (2, 2)), tensor[2:4, 3:5])
 
@@ -136,7 +136,7 @@ def test_pieces_that_ranks_cut_along_any_dimension_make_up_the_tensor(objects):
 def test_a_difference_is_stored_where_it_is_smaller_and_the_chain_ends_in_time(objects):
     state, records, encodings = weights(), (), []
     for step in range(10):
-        stored = store_tensors(objects, {"w": state}, base=records, longest_chain=3)
+        stored = store_tensors(objects, {"w": state}, base=records, max_chain_length=3)
         assert torch.equal(load_tensors(objects, stored.records)["w"], state)
         encodings.append(chain_of(stored))
         records, state = stored.records, later(state, step, 1e-9)
@@ -145,14 +145,14 @@ def test_a_difference_is_stored_where_it_is_smaller_and_the_chain_ends_in_time(o
 
 
 @pytest.mark.parametrize(("scale", "longest"), [(1e-4, 2), (1e-6, 2), (1e-9, 3)])
-def test_a_restore_costs_at_most_2_7_pieces_where_to_decode_a_link_counts_as_half_of_one(objects, scale, longest):
+def test_a_restore_costs_at_most_2_7_chunks_where_to_decode_a_link_counts_as_half_of_one(objects, scale, longest):
     state, records, chains = weights(), (), []
     for step in range(7):
         stored = store_tensors(objects, {"w": state}, base=records)
         records, state = stored.records, later(state, step, scale)
-        piece = records[0].pieces[0]
-        chains.append(len(piece.chain))
-        assert piece.stored_bytes / state.nbytes + len(piece.chain) / 2 <= 2.7
+        chunk = records[0].chunks[0]
+        chains.append(len(chunk.chain))
+        assert chunk.stored_bytes / state.nbytes + len(chunk.chain) / 2 <= 2.7
     assert max(chains) == longest
 
 
@@ -195,7 +195,7 @@ def test_memory_between_is_given_back_as_soon_as_a_tensor_is_there(objects, monk
         into=into,
         report=lambda _: living.append(sum(each() is not None for each in between)),
     )
-    assert living == [3, 2, 2, 1, 1, 0]  # two pieces each
+    assert living == [3, 2, 2, 1, 1, 0]  # two chunks each
     assert all(torch.equal(into[name], state[name]) for name in state)
 
 
@@ -204,7 +204,7 @@ def test_frozen_tensors_cost_nothing_and_keep_their_objects(objects):
     first = store_tensors(objects, {"frozen": frozen, "head": head})
     second = store_tensors(objects, {"frozen": frozen, "head": later(head)}, base=first.records)
     assert second.new_bytes <= 4 * 100
-    assert second.records[0].pieces == first.records[0].pieces
+    assert second.records[0].chunks == first.records[0].chunks
     assert store_tensors(objects, {"frozen": frozen, "head": head}, base=first.records).new_bytes == 0
 
 
@@ -223,14 +223,14 @@ def test_equal_tensors_of_another_model_are_stored_once_whatever_they_were_store
 
 def test_equal_tensors_of_one_save_are_stored_once(objects):
     twins = {f"{number}": weights(count=20 * BIG) for number in range(8)}
-    stored = store_tensors(objects, twins, codec="none", piece_bytes=80 * BIG)
+    stored = store_tensors(objects, twins, codec="none", chunk_bytes=80 * BIG)
     assert stored.new_bytes == size_of(objects) == 80 * BIG
     assert all(torch.equal(each, twins["0"]) for each in load_tensors(objects, stored.records).values())
 
 
 def test_a_pointer_that_is_larger_than_any_is_not_read(repository):
     objects = repository.objects
-    digest = digest_of(b"a piece")
+    digest = digest_of(b"a chunk")
     path = Path(objects.storage.url, pointer_path(digest))
     path.parent.mkdir(parents=True)
     path.touch()
@@ -242,7 +242,7 @@ def test_a_pointer_to_what_is_gone_or_damaged_is_not_followed(objects):
     first, second = weights(), later(weights())
     base = store_tensors(objects, {"w": first})
     changed = store_tensors(objects, {"w": second}, base=base.records)
-    pointer = Path(objects.storage.url, pointer_path(changed.records[0].pieces[0].digest))
+    pointer = Path(objects.storage.url, pointer_path(changed.records[0].chunks[0].digest))
     whole = pointer.read_bytes()
     content = decode_entry(whole, "")
     for damage in (
@@ -256,7 +256,7 @@ def test_a_pointer_to_what_is_gone_or_damaged_is_not_followed(objects):
         assert torch.equal(load_tensors(objects, stored.records)["x"], second)
         assert chain_of(stored, "x") == ["planes"]
     pointer.write_bytes(whole)
-    objects.local_path(changed.records[0].pieces[0].chain[0].object).unlink()
+    objects.local_path(changed.records[0].chunks[0].chain[0].object).unlink()
     again = store_tensors(objects, {"x": second}, codec="none")
     assert chain_of(again, "x") == ["raw"]
     assert torch.equal(load_tensors(objects, again.records)["x"], second)
@@ -265,14 +265,14 @@ def test_a_pointer_to_what_is_gone_or_damaged_is_not_followed(objects):
 def test_equal_bytes_of_another_dtype_are_shared_and_read_as_their_own(objects):
     tensor = weights()
     stored = store_tensors(objects, {"f": tensor, "i": tensor.view(torch.int64), "b": tensor.view(torch.uint8)})
-    assert len({record.pieces[0].digest for record in stored.records}) == 1
+    assert len({record.chunks[0].digest for record in stored.records}) == 1
     found = load_tensors(objects, stored.records)
     assert torch.equal(found["i"], tensor.view(torch.int64))
     further = store_tensors(objects, {"i": later(tensor).view(torch.int64)}, base=stored.records)
     assert torch.equal(load_tensors(objects, further.records)["i"].view(torch.float32), later(tensor))
 
 
-def test_on_every_store_versions_are_stored_as_differences_and_equal_pieces_once(anywhere):
+def test_on_every_store_versions_are_stored_as_differences_and_equal_chunks_once(anywhere):
     objects, first, second = anywhere.objects, weights(), later(weights())
     base = store_tensors(objects, {"w": first, "small": first[:9]})
     changed = store_tensors(objects, {"w": second, "small": first[:9]}, base=base.records)
@@ -302,9 +302,9 @@ def test_a_base_in_memory_is_used_in_place_of_a_read_and_only_where_it_is_the_ba
     base = store_tensors(objects, {"w": first})
     for path in files(objects):
         path.write_bytes(b"\0" * path.stat().st_size)  # of the same size: it seems to be there
-    with_held = store_tensors(objects, {"w": second}, base=base.records, held={"w": first})
+    with_held = store_tensors(objects, {"w": second}, base=base.records, base_tensors={"w": first})
     assert len(chain_of(with_held)) == 2
-    with_another = store_tensors(objects, {"w": later(second)}, base=base.records, held={"w": second})
+    with_another = store_tensors(objects, {"w": later(second)}, base=base.records, base_tensors={"w": second})
     assert len(chain_of(with_another)) == 1
 
 
@@ -340,14 +340,14 @@ def test_nan_and_infinities_are_counted(objects):
 
 def test_progress_is_reported_in_bytes(objects):
     state, seen = {"a": weights(), "b": weights(1, 10)}, []
-    stored = store_tensors(objects, state, report=seen.append, piece_bytes=100_000)
+    stored = store_tensors(objects, state, report=seen.append, chunk_bytes=100_000)
     assert sum(seen) == BIG * 4 + 40
     load_tensors(objects, stored.records, report=seen.append)
     assert sum(seen) == 2 * (BIG * 4 + 40)
 
 
 def test_an_unknown_codec_and_tensors_without_bytes_are_refused(objects):
-    with pytest.raises(ConfigError, match="no codec 'zip'; there are none, planes, delta"):
+    with pytest.raises(ConfigError, match="codec is 'zip'; expected one of none, planes, delta"):
         store_tensors(objects, {}, codec="zip")
     for tensor in (
         torch.eye(3).to_sparse(),
@@ -369,8 +369,8 @@ def chained(objects):
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_flipped_bit_in_any_link_names_the_tensor_and_the_object(objects, chained, name, number):
     (record,) = [record for record in chained.records if record.name == name]
-    assert len(record.pieces[0].chain) == 2
-    link = record.pieces[0].chain[number]
+    assert len(record.chunks[0].chain) == 2
+    link = record.chunks[0].chain[number]
     path = objects.local_path(link.object)
     raw = bytearray(path.read_bytes())
     raw[link.offset + link.length // 2] ^= 1
@@ -411,19 +411,19 @@ def test_what_is_damaged_in_one_copy_is_read_from_another(objects, chained, tmp_
 
 def test_a_table_that_names_other_bytes_is_corrupt_and_the_tensor_named(objects):
     info = objects.put(b"\0" * 8)
-    piece = Chunk((0,), (2,), objects.put(b"\1" * 8).digest, (ChainLink(info.digest, 8, 0, 8, "raw"),))
+    chunk = Chunk((0,), (2,), objects.put(b"\1" * 8).digest, (ChainLink(info.digest, 8, 0, 8, "raw"),))
     with pytest.raises(CorruptDataError, match=r"tensor 't' is corrupt: .*not what its table says"):
-        load_tensors(objects, [TensorRecord("t", "float32", (2,), (piece,))])
+        load_tensors(objects, [TensorRecord("t", "float32", (2,), (chunk,))])
 
 
 def test_a_tensor_that_claims_more_than_is_stored_is_refused_before_memory_is_taken(objects):
     info = objects.put(b"\0" * 8)
     size = 1 << 45
-    piece = Chunk((0,), (size,), info.digest, (ChainLink(info.digest, size, 0, size, "raw"),))
+    chunk = Chunk((0,), (size,), info.digest, (ChainLink(info.digest, size, 0, size, "raw"),))
     with pytest.raises(CorruptDataError, match="tensor 't' is corrupt"):
-        load_tensors(objects, [TensorRecord("t", "uint8", (size,), (piece,))])
+        load_tensors(objects, [TensorRecord("t", "uint8", (size,), (chunk,))])
     with pytest.raises(CorruptDataError, match="tensor 't' is corrupt"):
-        load_piece(objects, "uint8", piece, name="t")
+        load_chunk(objects, "uint8", chunk, name="t")
 
 
 def test_a_difference_that_is_larger_than_its_sample_promised_is_not_stored(repository):
@@ -436,7 +436,7 @@ def test_a_difference_that_is_larger_than_its_sample_promised_is_not_stored(repo
         after[start : start + run] = before[start : start + run]
     first = store_tensors(repository.objects, {"buf": torch.from_numpy(before)}, codec="delta")
     second = store_tensors(repository.objects, {"buf": torch.from_numpy(after)}, base=first.records, codec="delta")
-    (piece,) = second.records[0].pieces
-    assert [link.encoding for link in piece.chain] in (["raw"], ["planes"])
+    (chunk,) = second.records[0].chunks
+    assert [link.encoding for link in chunk.chain] in (["raw"], ["planes"])
     loaded = load_tensors(repository.objects, second.records)
     assert torch.equal(loaded["buf"], torch.from_numpy(after))

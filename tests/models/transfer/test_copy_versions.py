@@ -420,7 +420,7 @@ def test_gc_between_copy_and_commit_takes_nothing_however_long_the_copy_took(rep
 
 def test_a_promise_is_kept_young_and_forgotten_where_nobody_came_back(repository, other, monkeypatch):
     monkeypatch.setattr(intent_journal, "_KEEP_S", 0)
-    info = other.objects.put(b"a piece")
+    info = other.objects.put(b"a chunk")
     with pytest.raises(UnavailableError), promised(other, {Resolved("models", "net", 1): [info]}) as keep:
         old(other, "", 9)
         keep()

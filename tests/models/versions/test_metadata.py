@@ -16,7 +16,7 @@ from datasvc.models.versions.metadata import VersionMetadata
 STATE = {"w": torch.ones(3)}
 NAN = float("nan")
 WRONG = [
-    ({"step": "7"}, "step is '7'; expected how many optimizer steps"),
+    ({"step": "7"}, "step is '7'; expected the number of optimizer steps"),
     ({"step": None}, "step is None"),
     ({"step": -1}, "step is -1"),
     ({"step": 1.5}, "step is 1.5"),
@@ -27,9 +27,9 @@ WRONG = [
     ({"metrics": {"top1": object()}}, "metric 'top1' is "),
     ({"metrics": {"top1": torch.ones(2)}}, "metric 'top1' is "),
     ({"metrics": [1]}, "metrics are '\\[1\\]'; expected numbers by name"),
-    ({"config": {"optimizer": {"lr": NAN}}}, "config.optimizer.lr is nan, which JSON cannot say"),
-    ({"config": {"layers": [1, {2}]}}, "config.layers.1 is a set; expected what JSON can say"),
-    ({"config": {"a": {(1, 2): 3}}}, r"config.a has the key \(1, 2\); expected text"),
+    ({"config": {"optimizer": {"lr": NAN}}}, "config.optimizer.lr is nan, which JSON cannot represent"),
+    ({"config": {"layers": [1, {2}]}}, "config.layers.1 is a set; expected a JSON value"),
+    ({"config": {"a": {(1, 2): 3}}}, r"config.a has the key \(1, 2\); expected a string"),
     ({"config": argparse.Namespace(lr=1)}, "config is a Namespace; expected a dict"),
     ({"environment": {"host": b"x"}}, "environment.host is a bytes"),
     ({"data": "imagenet@3"}, "data is 'imagenet@3'; expected a list of DataUse"),

@@ -191,7 +191,7 @@ def pem(key, *, password=None):
         (pem(Ed25519PrivateKey.generate()), 0o640, "chmod 600"),
         (pem(Ed25519PrivateKey.generate()), 0o620, "chmod 600"),
         (pem(Ed25519PrivateKey.generate(), password=b"x"), 0o600, "cannot read a private key"),
-        (pem(ed448.Ed448PrivateKey.generate()), 0o600, "another kind"),
+        (pem(ed448.Ed448PrivateKey.generate()), 0o600, "does not hold an Ed25519 key"),
         (b"no key", 0o600, "cannot read a private key"),
         (None, 0o600, "cannot read a private key"),
     ],

@@ -13,7 +13,7 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.models.registry.metric_mode import choose_metric_mode
 from datasvc.models.saving.queue import OVERLAPS
-from datasvc.models.saving.save_policy import parse_duration, parse_pace
+from datasvc.models.saving.save_policy import parse_duration, parse_policy
 from datasvc.models.tensors.write import CODECS
 from datasvc.repository.logs.references import check_name
 from datasvc.trainer.recipes.optimizers.parameter_groups import DECAYED
@@ -211,7 +211,7 @@ class TrainConfig:
         check_name(self.name, "model")
         self._check_ranges()
         self._check_together()
-        parse_pace(self.checkpoint_every, self.max_stall)
+        parse_policy(self.checkpoint_every, self.max_stall)
         parse_duration(self.grace)
         AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
         self.parse_milestones()
