@@ -107,6 +107,7 @@ class CachedSource:
         with self._lock:
             future = self._mapped.get(digest)
             if future is None:
+                # The first caller acquires the object outside of the lock; others wait for its future.
                 mine = self._mapped[digest] = Future[memoryview | None]()
         if future is not None:
             return future.result()
@@ -123,6 +124,7 @@ class CachedSource:
             try:
                 acquired = self._cache.acquire(info, repository, self._report)
             except CacheFullError:
+                # The caller reads the object directly instead.
                 return None
             except (CorruptDataError, NotFoundError, UnavailableError, ConfigError) as error:
                 self._direct.bad.add(info.digest, repository.objects.location(info.digest), str(error))

@@ -92,6 +92,7 @@ def count_bytes(links: Iterable[ChainLink]) -> Counter[Digest]:
     """Return the number of bytes that will be read of each object; a shared range counts once."""
     every = list(links)
     counted = Counter[Digest]()
+    # A shared range is read once for all chunks in it, a whole object once for each chunk.
     shared = {link for link in every if not link.is_whole_object}
     for link in [*shared, *(link for link in every if link.is_whole_object)]:
         counted[link.object] += link.length

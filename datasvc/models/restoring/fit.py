@@ -119,6 +119,7 @@ def plan_load(
         if name in found and not _fits(spec, found[name], cast=cast)
     )
     bad = {mismatch.name for mismatch in mismatched}
+    # Tied names are one tensor of the model: two different values cannot both be loaded.
     mismatched += tuple(_untied(expected, found, first, bad, are_equal))
     bad = {mismatch.name for mismatch in mismatched}
     given = {first.get(name, name) for name in expected if name in found and name not in bad}

@@ -148,6 +148,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     # torch reads the format version of each module from `_metadata`: tensors that fit have the current format.
     state = OrderedDict(tensors)
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch's place
+    # Check all casts before the first tensor is changed.
     for name, tensor in tensors.items():
         if name in current:
             cast_tensor(name, tensor, current[name].dtype)  # raises if a finite number would become infinite

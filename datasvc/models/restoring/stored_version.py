@@ -59,6 +59,7 @@ def read_version(
     keys = load_trusted_keys(trusted_keys)
     version = repository.resolve("models", ref)
     entry = repository.entry(version)
+    # Check the signature before anything that the entry names is read.
     if keys:
         check_signed(repository, version, entry, keys)
     refs = objects_of_entry(entry.content, version)

@@ -98,6 +98,7 @@ def save_distributed(
     try:
         flat_state = prepare()
         if channel.size > 1:
+            # Sorted, so that all ranks have the fingerprints in the same order.
             fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(flat_state.tensors.items())}
     except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
         error = failure

@@ -70,6 +70,7 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
             f"the state has the reserved key {RANK_STATE!r}: pass the state of each rank as rank_state="
         )
     skeleton, tensors = flatten(state)
+    # The states of the ranks are added to the skeleton under a plain key, which this form does not have.
     if rank_state is not None and "$dict" in skeleton:
         raise ConfigError("with a rank_state, all keys of the state must be strings that do not begin with '$'")
     rank_skeleton: Any = None

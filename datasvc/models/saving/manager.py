@@ -103,6 +103,7 @@ class CheckpointManager:
         self._scheduler = SaveScheduler(self._policy)
         self._queue = SaveQueue(limit=_NUM_BUFFERS, overlap=overlap)
         grace_s = None if grace is None else parse_duration(grace)
+        # Two channels: the calling thread and the save thread run collectives independently of each other.
         self._main_channel, self._save_channel = open_channels(group, timeout_s)
         try:
             check_same_store(self._main_channel, repository.storage)
@@ -169,6 +170,7 @@ class CheckpointManager:
         steps = [answer[0] for answer in answers]
         if len(set(steps)) > 1:
             raise ConfigError(f"the ranks called should_save() after different steps; by rank: {steps}")
+        # Clocks differ between ranks: the decision of rank 0 counts for all.
         _, is_due, self._next_check, _ = answers[0]
         signals = [answer[3] for answer in answers if answer[3] is not None]
         self.stop_signal = signals[0] if signals else None
@@ -256,6 +258,7 @@ class CheckpointManager:
         version, checkpoint = None, None
         try:
             if self._main_channel.rank == 0:
+                # One rank resolves the reference for all: a tag may be moved between two look-ups.
                 version = str(self._repository.resolve("models", ref or self.name))
         except Exception as failure:
             if self._main_channel.size == 1:
@@ -306,6 +309,7 @@ class CheckpointManager:
         try:
             self._queue.wait(self._preemption.remaining_s if is_ending and self._preemption is not None else None)
         finally:
+            # A save that continues still needs the channels and the buffers.
             if not self._queue.is_busy:
                 self._release()
 
@@ -337,6 +341,7 @@ class CheckpointManager:
             if self._main_channel.size == 1:
                 raise
             error = failure
+        # A rank that failed takes part in the exchange too: the others would wait for it.
         if self._main_channel.size > 1:
             digest = None if flat_state is None else flat_state.signature_digest
             answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])

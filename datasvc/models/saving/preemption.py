@@ -77,6 +77,7 @@ class Preemption:
     def _release(self) -> None:
         self._is_closed = True
         _open.remove(self)
+        # Python sets handlers in the main thread only; the handler of a closed instance passes signals on.
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:

@@ -233,9 +233,11 @@ class SaveScheduler:
         policy = self._policy
         if not policy.is_set:
             return False
+        # No save before the overhead of the last one is paid for, nor while one is running.
         if policy.max_stall is not None and (self._overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
+            # Steps between two checks are skipped: save if one of them is a multiple.
             return step // policy.every_steps > before // policy.every_steps
         if policy.every_s is not None:
             return self._now() - self._last_save >= policy.every_s

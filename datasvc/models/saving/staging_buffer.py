@@ -119,6 +119,7 @@ class HostBuffer:
         self._memory, self._is_pinned, self._pinned_for = None, False, None
 
     def _grow(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
+        # Also replace memory that is large enough but not pinned, as no tensor was on a device before.
         if nbytes <= self.capacity_bytes and (self._pinned_for is not None or pinned_for is None):
             return
         self._release()

@@ -78,6 +78,7 @@ class VersionWriter:
             on_copied(device_s)
             return flat_state.with_tensors(copies[0].tensors)
 
+        # Set again after success only, so that every kind of failure leaves it False.
         trusts_base, self._trusts_base = self._trusts_base, False
         version = save_distributed(
             self._channel,

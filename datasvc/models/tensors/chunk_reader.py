@@ -117,9 +117,11 @@ class ChunkReader:
             self._fill_raw(first, out)
         elif near is not None:
             with self._decoders.borrow() as decoder:
+                # Read the links one by one while they are decoded, into memory of the decoder.
                 links = ((link.encoding, self._read_near(near, link, decoder)) for link in chunk.chain)
                 decoder.decode(links, out)
         else:
+            # Fetch all links first, so that no decoder is occupied during requests.
             links_read = [(link.encoding, self._read_link(link)) for link in chunk.chain]
             with self._decoders.borrow() as decoder:
                 decoder.decode(links_read, out)
@@ -147,6 +149,7 @@ class ChunkReader:
         if span is None:
             return self._source.read_range(link.object, link.offset, link.length)
         with span.lock:
+            # The first user reads the range, the last one drops it.
             if span.content is None:
                 length = span.stop - span.offset
                 span.content = memoryview(self._source.read_range(span.object, span.offset, length))

@@ -123,6 +123,7 @@ class ChunkWriter:
         digest = digest_of(content.data)
         num_nonfinite = count_nonfinite(content, dtype_name(part.tensor))
         with self._lock:
+            # Counted for every tensor, also if another tensor has stored an equal chunk.
             self.num_nonfinite[part.name] += num_nonfinite
             if digest in self._seen:
                 return digest
@@ -159,6 +160,7 @@ class ChunkWriter:
         chain = self._base_chains.get(digest)
         if chain is not None and self._is_present(chain):
             return chain
+        # Smaller chunks are packed: they have neither an object of their own nor a pointer.
         if size < OWN_OBJECT_BYTES:
             return None
         if self._objects.reuse(ObjectInfo(digest, size)):
@@ -238,6 +240,7 @@ class ChunkWriter:
 
     def _put(self, info: ObjectInfo, content: bytes | memoryview) -> None:
         with self._lock:
+            # Different chunks may have the same encoded bytes.
             if info.digest in self._stored:
                 return
             self._stored.add(info.digest)

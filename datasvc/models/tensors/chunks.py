@@ -44,6 +44,7 @@ def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
             return False
         if any(s < 0 or n < 1 or s + n > most for s, n, most in zip(start, size, shape, strict=True)):
             return False
+    # Boxes inside of the tensor with as many elements, and without overlap, tile it.
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
     return len(boxes) <= 1 or not _overlap(boxes)

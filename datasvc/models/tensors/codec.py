@@ -60,6 +60,7 @@ def encode(content: Bytes, word: int, encoding: str, base: Bytes | None = None) 
         base: earlier content of the same size.
     """
     stored = [_compress(plane) for plane in split(content, word, encoding, base)]
+    # Header: the word size and the stored length of each plane.
     return b"".join([struct.pack(f"<B{word}I", word, *map(len, stored)), *stored])
 
 
@@ -93,6 +94,7 @@ def _sample(size: int, word: int) -> Iterator[slice]:
 
 def _compress(plane: Bytes) -> bytes:
     """Return a plane as a zstd frame, or raw if compression saves too little."""
+    # Try a sample from the middle first: compressing a whole plane in vain is expensive.
     middle = plane[max(0, plane.size // 2 - _PLANE_SAMPLE_BYTES // 2) :][:_PLANE_SAMPLE_BYTES]
     compressor = _thread_compressor()
     if plane.size > 2 * middle.size and not _is_worthwhile_plane(compressor.compress(middle.data), middle):

@@ -57,6 +57,7 @@ def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[Chai
         return None
     try:
         wrong = chunk.digest != digest or fault_of_chain(chunk.chain, chunk_bytes)
+    # A pointer is not trusted: a value of another type counts as no pointer.
     except TypeError:
         return None
     if wrong or not all(objects.reuse(link.info) for link in chunk.chain):

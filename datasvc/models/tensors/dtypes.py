@@ -49,8 +49,8 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
             f"tensor {name!r} is a DTensor, of which each rank holds a part; save it with "
             "torch.distributed.checkpoint and datasvc.models.dcp, or save its full_tensor()"
         )
-    is_strange = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
-    if is_strange or dtype_name(tensor) not in ITEM_BYTES:
+    is_unsupported = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
+    if is_unsupported or dtype_name(tensor) not in ITEM_BYTES:
         layout = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
         kind = f"{layout}, {dtype_name(tensor)}"
         raise ConfigError(f"tensor {name!r} ({kind}) cannot be stored; make it a dense tensor with data first")

@@ -168,6 +168,7 @@ class _Target:
         """Read a chunk into its part of the tensor."""
         size, item_bytes = self.record.chunk_bytes(chunk), ITEM_BYTES[self.record.dtype]
         offset = flat_offset(self.record.shape, chunk.box)
+        # A contiguous chunk is read straight into the tensor, any other one through a buffer.
         if offset is not None:
             reader.read(self.record.name, chunk, self._flat[offset * item_bytes :][:size])
         else:

@@ -267,7 +267,7 @@ def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorReco
         records = _records_1(rows) if table_format == 1 else map(_record, _in_parts(rows))
         validated = tuple(_check_sorted(records, location))
     except (pa.ArrowException, OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError):  # which is a ValueError
             raise
         raise CorruptDataError(f"{location} is not a valid tensor table: {error!r}") from error
     return validated

@@ -129,6 +129,7 @@ def _capture(folder: str) -> tuple[CodeRevision, bytes]:
 
 def _is_dirty(folder: str) -> bool:
     # A submodule at another commit is a local change; untracked files in a submodule are not.
+    # Any output means a change, so one byte of it is enough.
     return bool(
         _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=untracked", most=1)
     )

@@ -75,6 +75,7 @@ def sign(repository: Repository, ref: str, key: PrivateKey) -> Signature:
     try:
         repository.storage.create(path, encode_entry(content))
     except ConflictError as error:
+        # A valid signature by this key may exist already: then there is nothing to do.
         if _find(repository, version, key.public, message) is not None:
             raise ConflictError(
                 f"{location} exists and is not a signature of {version} by this key; remove that file"

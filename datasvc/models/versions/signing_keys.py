@@ -117,6 +117,7 @@ def load_private_key(path: Path) -> PrivateKey:
 
     try:
         with path.open("rb") as file:
+            # The mode of the open file: another file may be moved to the path meanwhile.
             mode = os.fstat(file.fileno()).st_mode
             key = load_pem_private_key(file.read(_MAX_BYTES), password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
