@@ -1,7 +1,7 @@
-"""A node's cache: one folder, shared by all processes and jobs on it, with a hard budget and no daemon."""
+"""The cache of a node: one folder with a hard budget, shared by all processes of the node, without a daemon."""
 
-from datasvc.cache.budget import parse_budget
 from datasvc.cache.cache import Acquired, Cache, CachedShards
+from datasvc.cache.catalogue.configuration import parse_budget
 from datasvc.cache.catalogue.quotas import Quota
 from datasvc.cache.scrub import ScrubReport
 from datasvc.cache.staging import StageReport

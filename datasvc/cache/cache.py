@@ -1,4 +1,4 @@
-"""A node's cache as its users see it."""
+"""The public interface of a node's cache: `Cache`, and the shards of one repository read through it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from datasvc.cache.budget import parse_budget
+from datasvc.cache.catalogue.configuration import parse_budget
 from datasvc.cache.catalogue.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Quota
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.fetch.fetch import Fetcher, Outcome, Report
+from datasvc.cache.fetch.fetch import Fetcher, FetchProgress, Outcome
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.process_handle import CacheFolder, join_folder, leave_folder
 from datasvc.cache.scrub import Finding, ScrubReport, check_object, scrub_folder
@@ -33,11 +33,11 @@ from datasvc.shards.versions.dataset import ShardRequest, Split
 
 
 class Acquired(NamedTuple):
-    """An object that this process holds.
+    """An object on which this process has a hold.
 
     Attributes:
-        path: its file; it stays until the object is released.
-        outcome: "resident" where it was there already, else where it came from: "origin" or "peer".
+        path: file of the object; it exists until the object is released.
+        outcome: "resident" if the object was there already, otherwise its source: "origin" or "peer".
     """
 
     path: Path
@@ -45,20 +45,20 @@ class Acquired(NamedTuple):
 
 
 class Cache:
-    """The cache of this node in `folder`; any number of processes may open it at once.
+    """The cache of this node in `folder`; any number of processes may open it at the same time.
 
-    What this process opens from it stays until released, or until the process ends however it ends.
+    An object that this process has acquired is not evicted until it is released, or until the process exits.
 
     Args:
-        folder: on a local disk, for the cache alone.
-        budget: bytes, or such as "50GB" or "10%"; kept for the node. None: as set before.
-        tenant: whose quota is used, see `set_quota`.
-        peers: other nodes to ask before the origin; None: there are none.
+        folder: folder on a local disk, used by the cache alone.
+        budget: bytes, or text such as "50GB" or "10%"; stored for all processes of the node. None: the stored budget.
+        tenant: tenant whose quota is charged, see `set_quota`.
+        peers: other nodes to read objects from before the origin; None: no other nodes.
 
     Raises:
-        ConfigError: no budget was ever set, or it is out of range; the folder cannot be used.
-        CorruptDataError: the catalogue is damaged and in use.
-        UnavailableError: it cannot be opened.
+        ConfigError: no budget was ever set, the budget is out of range, or the folder cannot be used.
+        CorruptDataError: the catalogue is damaged and other processes use it.
+        UnavailableError: the catalogue cannot be opened.
     """
 
     def __init__(
@@ -72,23 +72,24 @@ class Cache:
         self.folder = Path(folder).expanduser().resolve()
         self.tenant = check_name(tenant, "tenant")
         self.peers = peers
-        wanted = None if budget is None else parse_budget(str(budget), self.folder)
+        budget_bytes = None if budget is None else parse_budget(str(budget), self.folder)
         opened = join_folder(self.folder)
         self._opened: CacheFolder | None = opened
         self._fetcher = opened.fetcher(self.tenant, peers)
+        # Also runs if this object is collected without `close`.
         self._leave = weakref.finalize(self, leave_folder, self.folder, opened)
-        if wanted is not None:
-            opened.catalogue.configure(lambda before: replace(before, budget_bytes=wanted))
+        if budget_bytes is not None:
+            opened.catalogue.configure(lambda before: replace(before, budget_bytes=budget_bytes))
         elif not opened.catalogue.configuration.budget_bytes:
-            raise ConfigError(f"the cache {self.folder} has no budget yet; give one, such as budget='50GB'")
+            raise ConfigError(f"the cache {self.folder} has no budget yet; set one, such as budget='50GB'")
 
     @property
     def budget_bytes(self) -> int:
-        """What this cache's tenant may use at most: the node's budget, without what is guaranteed to others."""
+        """Most bytes that this tenant may use: the budget of the node minus the guarantees of other tenants."""
         return self._open().catalogue.account().available(self.tenant)
 
-    def room_bytes(self, digests: Collection[Digest]) -> int:
-        """Return what the budget leaves for some objects beside what is pinned of others."""
+    def available_bytes(self, digests: Collection[Digest]) -> int:
+        """Return the bytes available for `digests`: the budget minus other pinned objects."""
         pinned = {
             digest: size
             for pin in read_pins(self._open().files.pins).values()
@@ -97,108 +98,113 @@ class Cache:
         return self.budget_bytes - sum(footprint(size) for digest, size in pinned.items() if digest not in digests)
 
     def set_quota(self, tenant: str, quota: Quota) -> None:
-        """Set what a tenant is guaranteed and may use at most, for all processes of the node.
+        """Set the guaranteed and the maximum bytes of a tenant, for all processes of the node.
 
-        Raises ConfigError: more would be guaranteed than there is.
+        Raises ConfigError if the guarantees of all tenants together would exceed the budget.
         """
         name = check_name(tenant, "tenant")
         self._open().catalogue.configure(lambda before: replace(before, quotas={**before.quotas, name: quota}))
 
     def shards(self, repository: Repository) -> CachedShards:
-        """Return the shards of `repository`, read through this cache; usable for as long as they are kept."""
+        """Return a store of the shards of `repository` that reads through this cache, and outlives `close`."""
         self._open()
         return CachedShards(self.folder, repository, self._fetcher)
 
-    def acquire(self, info: ObjectInfo, repository: Store, report: Report | None = None) -> Acquired:
-        """Make an object resident and hold it until `release`.
+    def acquire(self, info: ObjectInfo, repository: Store, progress: FetchProgress | None = None) -> Acquired:
+        """Make an object resident, and add a hold on it until `release`.
 
         Args:
             info: the object.
-            repository: its origin, or a remote file as one.
-            report: called with where bytes come from and how many, as they arrive.
+            repository: origin of the object: a repository, or a remote file.
+            progress: called with the source and the number of the bytes that have arrived.
 
         Raises:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.fetch`.
             ConfigError: this cache is closed, or was opened before a fork.
         """
         opened = self._open()
-        outcome = opened.acquire(info, repository, self._fetcher, report)
+        outcome = opened.acquire(info, repository, self._fetcher, progress)
         return Acquired(opened.files.object_path(info.digest), outcome)
 
-    def new_owner(self, note: str = "") -> str:
-        """Return a name for one order of this process: it has a clock of its own; see `CacheFolder.new_owner`."""
-        return self._open().new_owner(note)
+    def new_job(self, note: str = "") -> str:
+        """Register one access order of this process, and return its job id; see `CacheFolder.new_job`."""
+        return self._open().new_job(note)
 
-    def end_owner(self, owner: str) -> None:
-        """Say that an order is done: what it leaves in the cache goes first."""
-        self._open().end_owner(owner)
+    def end_job(self, job_id: str) -> None:
+        """Mark a job of `new_job` as ended: its objects are evicted first."""
+        self._open().end_job(job_id)
 
-    def release(self, digest: Digest, reuse: NextUse | None = None, *, owner: str | None = None) -> None:
-        """Give up one hold of this process; the object may be evicted when nobody holds it.
+    def release(self, digest: Digest, reuse: NextUse | None = None, *, job_id: str | None = None) -> None:
+        """Remove one hold of this process; an object without holds may be evicted.
 
         Args:
             digest: the object.
-            reuse: when this job needs it again, where it knows; no matter where another needs it sooner.
-            owner: the order that says so, see `new_owner`; None: this process.
+            reuse: next use by this job; None: unknown. Ignored if another job needs the object sooner.
+            job_id: job of `new_job` that declares the next use; None: this process.
         """
-        self._open().release(digest, reuse, owner=owner)
+        self._open().release(digest, reuse, job_id=job_id)
 
     def prefetch(
-        self, info: ObjectInfo, repository: Store, reuse: NextUse, *, evict: bool = True, owner: str | None = None
+        self, info: ObjectInfo, repository: Store, reuse: NextUse, *, evict: bool = True, job_id: str | None = None
     ) -> Outcome:
-        """Make an object resident ahead of its use, without holding it, and without waiting for anybody.
+        """Make an object resident before its use, without a hold, and without waiting for other fetches.
 
         Args:
             info: the object.
-            repository: its origin, or a remote file as one.
-            reuse: when it is needed; nothing is evicted for it that is needed sooner.
-            evict: whether anything is evicted that anybody may need again.
-            owner: as for `release`.
+            repository: origin of the object: a repository, or a remote file.
+            reuse: next use of the object; nothing is evicted for it that is needed sooner.
+            evict: whether objects that a job may need again can be evicted.
+            job_id: as for `release`.
 
         Returns:
-            "later" where that would evict what is needed sooner: nothing was done. "busy" where somebody fetches it.
+            As `acquire`; or "later": the fetch would evict objects needed sooner, and nothing was done; or "busy":
+            another thread or process fetches the object.
 
-        Raises as `acquire`.
+        Raises:
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError, ConfigError: as `acquire`.
         """
-        return self._open().prefetch(info, repository, self._fetcher, reuse, evict=evict, owner=owner)
+        return self._open().prefetch(info, repository, self._fetcher, reuse, evict=evict, job_id=job_id)
 
     def expect(
-        self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False, owner: str | None = None
+        self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False, job_id: str | None = None
     ) -> None:
-        """Say when this job needs objects: those that are resident, and that no other needs as soon, become its own.
+        """Declare the next uses of objects by this job; those that are resident are assigned to it.
+
+        An object that another running job needs as soon stays assigned to that job.
 
         Args:
-            next_uses: what the job's clock will say at the next use, see `NextUse`.
-            now: what it says.
-            passed_only: leave those of its own alone whose next use is yet to come.
-            owner: as for `release`.
+            next_uses: next use of each object, on the job's clock, see `NextUse`. Bytes.
+            now: current value of the job's clock. Bytes.
+            passed_only: leave the job's own objects unchanged if their next use is still ahead.
+            job_id: as for `release`.
         """
-        self._open().expect(next_uses, now, passed_only=passed_only, owner=owner)
+        self._open().expect(next_uses, now, passed_only=passed_only, job_id=job_id)
 
     @contextmanager
     def resident(self, digest: Digest) -> Iterator[Path | None]:
-        """Yield the file of an object that is resident and verified, held inside the block; None where it is not."""
+        """Yield the file of a resident, verified object, with a hold inside the block; None if it is not resident."""
         with self._open().resident(digest) as path:
             yield path
 
     def stage(
         self,
         splits: Sequence[Split],
-        report: Report | None = None,
+        progress: FetchProgress | None = None,
         *,
         num_threads: int | None = None,
         stop: threading.Event | None = None,
     ) -> StageReport:
-        """Bring all shards of `splits` onto the node; equal shards once.
+        """Make all shards of `splits` resident; equal shards are fetched once.
 
         Args:
-            splits: of any data sets.
-            report: called from any thread with where bytes came from ("resident", "origin", "peer") and how many.
-            num_threads: shards fetched at once; None: enough for all requests that this process may have under way.
-            stop: once it is set no further shard is begun.
+            splits: splits of any data sets.
+            progress: called from any thread with the source of bytes ("resident", "origin", "peer") and their number.
+            num_threads: shards to fetch at once; None: enough to keep all requests of this process busy.
+            stop: no further shard is started after this event is set.
 
         Raises:
-            CacheFullError: they do not fit into the budget, and nothing was fetched; or beside what jobs hold.
+            CacheFullError: the shards exceed the budget, and nothing was fetched; or the space that objects in use
+                leave was not enough.
             CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.fetch`.
         """
         return stage_objects(
@@ -206,32 +212,34 @@ class Cache:
             self._fetcher,
             ((info, split.repository) for split in splits for info in split.table.shards()),
             tenant=self.tenant,
-            report=report,
+            progress=progress,
             num_threads=num_threads,
             stop=stop or threading.Event(),
         )
 
-    def pin(self, name: str, splits: Sequence[Split], report: Report | None = None) -> StageReport:
-        """Stage all shards of `splits` and keep them until `unpin(name)`, over restarts too; raises as `stage`.
+    def pin(self, name: str, splits: Sequence[Split], progress: FetchProgress | None = None) -> StageReport:
+        """Stage all shards of `splits`, and exclude them from eviction until `unpin(name)`, also after restarts.
 
-        Whoever pins or unpins the same name meanwhile waits.
+        Concurrent calls for the same name run one after the other. Raises the errors of `stage`.
         """
         opened = self._open()
         with changing_pin(opened.files.pins, name):
-            return self._pin(opened, name, splits, report)
+            return self._pin(opened, name, splits, progress)
 
-    def _pin(self, opened: CacheFolder, name: str, splits: Sequence[Split], report: Report | None) -> StageReport:
+    def _pin(
+        self, opened: CacheFolder, name: str, splits: Sequence[Split], progress: FetchProgress | None
+    ) -> StageReport:
         objects = {info.digest: info.size_bytes for split in splits for info in split.table.shards()}
         folder = opened.files.pins
         before = read_pins(folder).get(name)
         kept = {} if before is None else dict(before.objects)
         added = {digest: size for digest, size in objects.items() if digest not in kept}
-        # At every instant the file names all that the catalogue keeps, so that `unpin` can undo it after a crash.
+        # Written first: the file lists every object that the catalogue pins, so `unpin` works after a crash.
         write_pin(folder, Pin(name, {**kept, **objects}))
         try:
-            # Kept before they come: nothing of it is evicted while the rest is fetched.
+            # Pinned before the fetch: no shard of the pin is evicted while the others are fetched.
             opened.catalogue.pin(name, added)
-            staged = self.stage(splits, report)
+            staged = self.stage(splits, progress)
         except BaseException:
             opened.catalogue.unpin(name, added)
             if before is None:
@@ -244,35 +252,35 @@ class Cache:
         return staged
 
     def unpin(self, name: str) -> Pin:
-        """Let what was pinned as `name` be evicted. Raises NotFoundError: nothing was."""
+        """Remove a pin: its objects may be evicted. Raises NotFoundError if nothing is pinned as `name`."""
         opened = self._open()
         with changing_pin(opened.files.pins, name):
             pin = find_pin(opened.files.pins, name)
-            # In this order: what the catalogue keeps is named by a file at every instant.
+            # The catalogue first: an object that it pins is listed in a file at every instant.
             opened.catalogue.unpin(name, pin.objects)
             remove_pin(opened.files.pins, name)
         return pin
 
-    def scrub(self, report: Callable[[int], None] | None = None) -> ScrubReport:
-        """Read every resident object and quarantine those whose bytes have changed.
+    def scrub(self, progress: Callable[[int], None] | None = None) -> ScrubReport:
+        """Read every resident object, and quarantine those whose bytes have changed.
 
         Args:
-            report: called with the bytes of each object read.
+            progress: called with the size of each object after it was read. Bytes.
         """
-        return scrub_folder(self._open(), report)
+        return scrub_folder(self._open(), progress)
 
     def check(self, digest: Digest) -> Finding:
-        """Read one resident object again, and quarantine it if its bytes have changed."""
+        """Read one resident object, and quarantine it if its bytes have changed."""
         return check_object(self._open(), digest)
 
     def status(self) -> CacheStatus:
-        """Return how full the cache is, and who uses it."""
+        """Return the disk space in use, and the jobs and tenants that use it."""
         opened = self._open()
         opened.count_hits()
         return read_status(opened)
 
     def counters(self) -> Mapping[str, int]:
-        """Return what was counted, over all processes, since the catalogue was made, by name."""
+        """Return the counters of all processes since the catalogue was created, by name."""
         opened = self._open()
         opened.count_hits()
         return opened.catalogue.counters()
@@ -282,7 +290,7 @@ class Cache:
         self._open().catalogue.count({name: number})
 
     def close(self) -> None:
-        """Let go of the folder; closing again does nothing. What is held stays so until released."""
+        """Close the cache. Holds stay until they are released; closing again does nothing."""
         self._opened = None
         self._leave()
 
@@ -302,9 +310,9 @@ class Cache:
 
 
 class CachedShards:
-    """The shards of one repository through a node's cache: a `ShardStore`. Made by `Cache.shards`.
+    """A `ShardStore` of one repository that reads through a node's cache. Created by `Cache.shards`.
 
-    What was not released is released when this object is dropped.
+    Shards that were not released are released when this object is garbage-collected.
     """
 
     def __init__(self, folder: Path, repository: Repository, fetcher: Fetcher) -> None:
@@ -315,7 +323,7 @@ class CachedShards:
         weakref.finalize(self, _abandon, folder, self._opened, self._held)
 
     def open_shard(self, info: ObjectInfo) -> Shard:
-        """Return the shard, mapped from the cache; never evicted before `release_shard`.
+        """Return the shard, mapped from the cache; it is not evicted before `release_shard`.
 
         Raises:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Cache.acquire`.
@@ -323,7 +331,7 @@ class CachedShards:
         return self.open(info)[0]
 
     def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
-        """Return the shard as `open_shard` does, and where it came from."""
+        """Return the shard as `open_shard` does, and its source."""
         outcome = self._opened.acquire(info, self._repository, self._fetcher)
         self._held[info.digest] += 1
         try:
@@ -332,27 +340,27 @@ class CachedShards:
             self.release_shard(info)
             raise
 
-    def release_shard(self, info: ObjectInfo, reuse: NextUse | None = None, *, owner: str | None = None) -> None:
-        """Let the shard be evicted when space is needed; views of it that still exist stay readable."""
-        weighed = None if reuse is None else self._fetcher.weigh(info.digest, reuse)
-        self._opened.release(info.digest, weighed, owner=owner)
+    def release_shard(self, info: ObjectInfo, reuse: NextUse | None = None, *, job_id: str | None = None) -> None:
+        """Allow the shard to be evicted when space is needed; existing views of it stay readable."""
+        biased = None if reuse is None else self._fetcher.bias_to_owned(info.digest, reuse)
+        self._opened.release(info.digest, biased, job_id=job_id)
         self._held[info.digest] -= 1
 
     def is_resident(self, info: ObjectInfo) -> bool:
-        """Return whether a shard can be opened without waiting. Raises ConfigError in a forked child."""
+        """Return whether a shard can be opened without a fetch. Raises ConfigError in a forked child."""
         self._opened.check_process()
-        return self._opened.catalogue.ready(info)
+        return self._opened.catalogue.is_ready(info)
 
     def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
-        """Return {}: this store does not know the order, so it waits for whole shards."""
+        """Return {}: without an access order, this store waits for complete shards."""
         return {}
 
     def advance(self, epoch: int, position: int) -> None:
-        """Nothing to do: what was released last makes room first."""
+        """Do nothing: this store declares no next uses."""
 
 
 def _abandon(folder: Path, opened: CacheFolder, held: Counter[Digest]) -> None:
-    """Release what a dropped `CachedShards` held, and leave the folder: from a finalizer, wherever its thread is."""
+    """Release the shards of a collected `CachedShards`, and close its use of the folder. Runs in a finalizer."""
     if opened.process == os.getpid():
-        opened.holds.abandon(held.elements())
+        opened.locks.abandon(held.elements())
     leave_folder(folder, opened)

@@ -1,4 +1,7 @@
-"""What all caches of one process on one folder share: database, locks and lease are open once in a process."""
+"""The handle of a process on a cache folder: database, locks and lease are open once per process.
+
+All `Cache` objects of a process on the same folder share one handle, which is closed with the last of them.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from pathlib import Path
 
 from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import Lease, name_order
-from datasvc.cache.catalogue.object_locks import Holds
+from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.recovery import open_catalogue
-from datasvc.cache.fetch.fetch import Fetcher, Outcome, Report
+from datasvc.cache.fetch.fetch import Fetcher, FetchProgress, Outcome
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.cache.sources.remote_file import Store
@@ -26,10 +29,10 @@ _ROWS_AT_ONCE = 1000
 
 
 class CacheFolder:
-    """A cache folder, open in this process.
+    """A cache folder that is open in this process.
 
     Args:
-        folder: the folder.
+        folder: folder of the cache.
 
     Raises:
         ConfigError, CorruptDataError, UnavailableError: see `Cache`.
@@ -37,14 +40,15 @@ class CacheFolder:
 
     def __init__(self, folder: Path) -> None:
         self.files = Files(folder)
-        self.holds = Holds(folder / "holds")
+        self.locks = ObjectLocks(folder / "holds")
         with ExitStack() as opened:
-            opened.callback(self.holds.close)
-            self.catalogue, self._presence = open_catalogue(self.files, self.holds)
-            opened.callback(self._presence.close)
+            opened.callback(self.locks.close)
+            self.catalogue, self._open_lock = open_catalogue(self.files, self.locks)
+            opened.callback(self._open_lock.close)
             opened.callback(self.catalogue.close)
             self._lease = Lease(self.files.leases)
-            self.catalogue.enter(self._lease.id, "")
+            self.catalogue.register(self._lease.id, "")
+            # All steps have succeeded: `close` is responsible from here on.
             opened.pop_all()
         self.requests = RequestPool()
         self._num_hits = 0
@@ -54,69 +58,74 @@ class CacheFolder:
         self.num_users = 0
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close database, locks and lease, and end the requests in progress."""
         self.requests.close()
-        with suppress(UnavailableError):  # of the counters' last few
+        with suppress(UnavailableError):  # the last cache hits may stay uncounted
             self.count_hits()
         self._lease.close()
         self.catalogue.close()
-        self.holds.close()
-        self._presence.close()
+        self.locks.close()
+        self._open_lock.close()
 
     def close_locks(self) -> None:
-        """Close the descriptors of locks: in a child, which would keep them locked after the parent's end."""
-        self.holds.close()
+        """Close the descriptors of locks in a forked child, which would keep them locked after the parent's exit."""
+        self.locks.close()
         self.files.abandon()
-        self._presence.close()
+        self._open_lock.close()
         self._lease.abandon()
 
     def fetcher(self, tenant: str, peers: Peers | None) -> Fetcher:
-        """Return who fetches for a tenant."""
+        """Return a fetcher that charges the quota of a tenant."""
         return Fetcher(self.catalogue, self.files, self._lease.id, tenant, self.requests, peers)
 
-    def acquire(self, info: ObjectInfo, repository: Store, fetcher: Fetcher, report: Report | None = None) -> Outcome:
-        """Make an object resident and hold it until `release`; raises as `Fetcher.fetch`, and ConfigError."""
-        self.check_process()
-        # Held before it is looked at: from here on nobody evicts it.
-        self.holds.acquire(info.digest)
-        try:
-            if self.catalogue.ready(info):
-                self._count_hit()
-                return "resident"
-            return fetcher.fetch(info, repository, report)
-        except BaseException:
-            self.holds.release(info.digest)
-            raise
+    def acquire(
+        self, info: ObjectInfo, repository: Store, fetcher: Fetcher, progress: FetchProgress | None = None
+    ) -> Outcome:
+        """Make an object resident, and add a hold on it until `release`.
 
-    def new_owner(self, note: str = "") -> str:
-        """Return a name for one order of this process, which has a clock of its own.
-
-        It names the order in other processes too, such as one that fetches ahead for it. It counts as gone from
-        `end_owner` on, or from the end of this process.
-
-        Args:
-            note: what it calls itself.
+        Raises the errors of `Fetcher.fetch`, and those of `check_process`.
         """
         self.check_process()
-        owner = name_order(self._lease.id, next(self._order_numbers))
-        self.catalogue.enter(owner, note)
-        return owner
-
-    def end_owner(self, owner: str) -> None:
-        """Say that an order is done: what it leaves goes first. Ending it again does nothing."""
-        self.check_process()
-        self.catalogue.end(owner)
-
-    def release(self, digest: Digest, reuse: NextUse | None = None, *, owner: str | None = None) -> None:
-        """Give up one hold of this process; see `Cache.release`. Raises ConfigError: it has none."""
-        self.check_process()
-        if not self.holds.count(digest):
-            raise ConfigError(f"object {digest} was not acquired, or was released already")
+        # The hold comes first: from here on, no process can evict an object that the catalogue says is resident.
+        self.locks.acquire(info.digest)
         try:
-            # Before the hold goes: whoever evicts next must know when it is needed.
-            self.catalogue.release(digest, owner or self._lease.id, reuse, self._take_hits())
+            if self.catalogue.is_ready(info):
+                self._count_hit()  # in memory, until the next release: a hit writes nothing to the catalogue
+                return "resident"
+            return fetcher.fetch(info, repository, progress)
+        except BaseException:
+            self.locks.release(info.digest)
+            raise
+
+    def new_job(self, note: str = "") -> str:
+        """Register one access order of this process, which has its own clock, and return its job id.
+
+        Other processes can use the id too, such as the stager that fetches for the order. The job is valid until
+        `end_job`, or until this process exits.
+
+        Args:
+            note: description of the job, shown in the status.
+        """
+        self.check_process()
+        job_id = name_order(self._lease.id, next(self._order_numbers))
+        self.catalogue.register(job_id, note)
+        return job_id
+
+    def end_job(self, job_id: str) -> None:
+        """Mark a job as ended: its objects are evicted first. Ending it again does nothing."""
+        self.check_process()
+        self.catalogue.retire(job_id)
+
+    def release(self, digest: Digest, reuse: NextUse | None = None, *, job_id: str | None = None) -> None:
+        """Remove one hold of this process; see `Cache.release`. Raises ConfigError if it has none."""
+        self.check_process()
+        if not self.locks.count(digest):
+            raise ConfigError(f"object {digest} cannot be released: it was not acquired, or was released already")
+        try:
+            # Before the hold is removed: an eviction right after it must see the next use.
+            self.catalogue.release(digest, job_id or self._lease.id, reuse, self._take_hits())
         finally:
-            self.holds.release(digest)
+            self.locks.release(digest)
 
     def prefetch(
         self,
@@ -126,45 +135,46 @@ class CacheFolder:
         reuse: NextUse,
         *,
         evict: bool,
-        owner: str | None = None,
+        job_id: str | None = None,
     ) -> Outcome:
-        """Make an object resident ahead of its use, without holding it; raises as `Fetcher.fetch`."""
+        """Make an object resident before its use, without a hold. Raises the errors of `Fetcher.fetch`."""
         self.check_process()
-        if self.catalogue.ready(info):
+        if self.catalogue.is_ready(info):
             return "resident"
-        return fetcher.fetch(info, repository, prefetch=reuse, evict=evict, owner=owner)
+        return fetcher.fetch(info, repository, prefetch=reuse, evict=evict, job_id=job_id)
 
     def expect(
-        self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool, owner: str | None = None
+        self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool, job_id: str | None = None
     ) -> None:
-        """Say when this process needs what is resident already; see `Cache.expect`."""
+        """Declare the next uses of objects by this process; see `Cache.expect`."""
         self.check_process()
-        waiting = iter(next_uses.items())
-        # A piece at a time: nobody else can write to the catalogue meanwhile.
-        while some := dict(islice(waiting, _ROWS_AT_ONCE)):
-            self.catalogue.expect(some, owner or self._lease.id, now, passed_only=passed_only)
+        remaining = iter(next_uses.items())
+        # In chunks: a write transaction blocks the writes of all other processes.
+        while chunk := dict(islice(remaining, _ROWS_AT_ONCE)):
+            self.catalogue.expect(chunk, job_id or self._lease.id, now, passed_only=passed_only)
 
     @contextmanager
     def resident(self, digest: Digest) -> Iterator[Path | None]:
-        """Yield the file of an object that is resident and verified, held inside the block; None where it is not."""
+        """Yield the file of a resident, verified object, with a hold inside the block; None if it is not resident."""
         self.check_process()
-        self.holds.acquire(digest)
+        self.locks.acquire(digest)
         try:
             record = self.catalogue.record(digest)
             info = None if record is None else ObjectInfo(digest, record.size_bytes)
-            yield self.files.object_path(digest) if info is not None and self.catalogue.ready(info) else None
+            yield self.files.object_path(digest) if info is not None and self.catalogue.is_ready(info) else None
         finally:
-            self.holds.release(digest)
+            self.locks.release(digest)
 
     def check_process(self) -> None:
-        """Raise ConfigError in a forked child: no database survives a fork."""
+        """Raise ConfigError in a forked child: LMDB does not support a fork with an open database."""
         if self.process != os.getpid():
             raise ConfigError(
-                "this cache was opened before a fork, which no database survives; spawn processes instead"
+                "this cache was opened before a fork, and its database cannot be used in the child process; open the "
+                "cache in the child, or start processes with the method 'spawn'"
             )
 
     def count_hits(self) -> None:
-        """Add to the counters what was found resident; otherwise the next release does."""
+        """Add the cache hits since the last release to the counters; otherwise the next release adds them."""
         hits = self._take_hits()
         if hits:
             self.catalogue.count(hits)
@@ -185,7 +195,7 @@ _leaving: deque[tuple[Path, CacheFolder]] = deque()
 
 
 def join_folder(folder: Path) -> CacheFolder:
-    """Return the open folder, which stays open until each `join_folder` was answered by `leave_folder`."""
+    """Return the open folder of this process; it is closed when each `join_folder` had its `leave_folder`."""
     try:
         with _folders_lock:
             if folder not in _folders:
@@ -194,18 +204,18 @@ def join_folder(folder: Path) -> CacheFolder:
             opened.check_process()
             opened.num_users += 1
     finally:
-        _close_what_nobody_uses()
+        _close_unused_folders()
     return opened
 
 
 def leave_folder(folder: Path, opened: CacheFolder) -> None:
-    """Say that one user of the folder in this process is gone: also from a finalizer, in the middle of any call."""
+    """End one use of a folder in this process. Never blocks: a finalizer may interrupt any call of its thread."""
     _leaving.append((folder, opened))
-    _close_what_nobody_uses()
+    _close_unused_folders()
 
 
-def _close_what_nobody_uses() -> None:
-    # Whoever has the lock, this thread perhaps, looks once more when it has freed it.
+def _close_unused_folders() -> None:
+    # The thread that has the lock, perhaps this one, repeats the check after it has released the lock.
     while _leaving and _folders_lock.acquire(blocking=False):
         try:
             while _leaving:
@@ -216,7 +226,7 @@ def _close_what_nobody_uses() -> None:
 
 def _leave(folder: Path, opened: CacheFolder) -> None:
     if opened.process != os.getpid():
-        return  # a copy in a forked child: lease and database belong to the parent
+        return  # in a forked child: lease and database belong to the parent
     opened.num_users -= 1
     if not opened.num_users:
         del _folders[folder]
@@ -224,8 +234,8 @@ def _leave(folder: Path, opened: CacheFolder) -> None:
 
 
 def _forget_folders() -> None:
-    """In a forked child: close its copies of the descriptors whose locks say that the parent lives and holds."""
-    global _folders_lock  # noqa: PLW0603  another thread may have had it, which is not in this process
+    """Close the inherited descriptors of locks in a forked child: the locks stand for the parent process."""
+    global _folders_lock  # noqa: PLW0603  a thread that does not exist in the child may have locked it
     _folders_lock = threading.Lock()
     for opened in _folders.values():
         opened.close_locks()

@@ -1,4 +1,4 @@
-"""Scrub: read every resident object again, and take out of use what has changed on the disk."""
+"""Scrub a cache: read every resident object, and quarantine those whose bytes have changed on the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from datasvc.cache.catalogue.catalogue import JUDGED, MAPPED, EvictOutcome
+from datasvc.cache.catalogue.catalogue import MAPPED, SUPERSEDED, EvictOutcome
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.records import RESERVED
 from datasvc.cache.process_handle import CacheFolder
@@ -21,13 +21,13 @@ Finding = Literal["intact", "corrupt", "gone"]
 
 @dataclass(frozen=True)
 class ScrubReport:
-    """What a scrub found.
+    """Result of a scrub.
 
     Attributes:
-        num_checked: objects read.
-        checked_bytes: of them.
-        corrupt: bad ones; moved to the quarantine folder, and fetched again when they are wanted.
-        held: those of the bad ones that jobs had mapped: what these read may have been wrong.
+        num_checked: number of objects read.
+        checked_bytes: size of the objects read.
+        corrupt: corrupt objects; they are moved to the quarantine, and fetched again at their next use.
+        held: corrupt objects that jobs had mapped, and may have read.
     """
 
     num_checked: int
@@ -36,60 +36,60 @@ class ScrubReport:
     held: tuple[Digest, ...]
 
 
-def scrub_folder(folder: CacheFolder, report: Callable[[int], None] | None = None) -> ScrubReport:
+def scrub_folder(folder: CacheFolder, progress: Callable[[int], None] | None = None) -> ScrubReport:
     """Read every resident object; see `Cache.scrub`."""
     num_checked, checked_bytes = 0, 0
     corrupt, held = [], []
     for digest, record in folder.catalogue.records().items():
         if record.state == RESERVED:
+            continue  # verified at the end of its fetch
+        finding = _check(folder, digest)
+        if finding == "gone":
             continue
-        found = _check(folder, digest)
-        if found == "gone":
-            continue
-        corrupt += [digest] if found in {"corrupt", "mapped"} else []
-        held += [digest] if found == "mapped" else []
+        corrupt += [digest] if finding in {"corrupt", "mapped"} else []
+        held += [digest] if finding == "mapped" else []
         num_checked += 1
         checked_bytes += record.size_bytes
-        if report is not None:
-            report(record.size_bytes)
+        if progress is not None:
+            progress(record.size_bytes)
     return ScrubReport(num_checked, checked_bytes, tuple(corrupt), tuple(held))
 
 
 def check_object(folder: CacheFolder, digest: Digest) -> Finding:
-    """Read a resident object, and quarantine it if its bytes have changed."""
-    found = _check(folder, digest)
-    return "corrupt" if found == "mapped" else found
+    """Read one resident object, and quarantine it if its bytes have changed."""
+    finding = _check(folder, digest)
+    return "corrupt" if finding == "mapped" else finding
 
 
 def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
-    """Check as `check_object` does; "mapped" is a corrupt one that somebody else holds."""
+    """Check as `check_object` does; "mapped" is a corrupt object that another process uses."""
     path = folder.files.object_path(digest)
     try:
         link = path.lstat()
         if stat.S_ISLNK(link.st_mode):
-            return _name_of(folder.catalogue.condemn(digest, link.st_ino))
-        # Open until it is judged: as long as it is, no other file has its inode.
+            return _finding_of(folder.catalogue.invalidate(digest, link.st_ino))
+        # Open until `invalidate` has compared the inode: an open file's number is not reused.
         with path.open("rb", buffering=0) as file:
             if _is_intact(folder, digest, file.fileno()):
                 return "intact"
-            return _name_of(folder.catalogue.condemn(digest, os.fstat(file.fileno()).st_ino))
+            return _finding_of(folder.catalogue.invalidate(digest, os.fstat(file.fileno()).st_ino))
     except FileNotFoundError:
         return "gone"
 
 
-def _name_of(judged: EvictOutcome) -> Finding | Literal["mapped"]:
-    # Where somebody else was faster it is judged, or fetched again.
-    return "intact" if judged == JUDGED else "mapped" if judged == MAPPED else "corrupt"
+def _finding_of(outcome: EvictOutcome) -> Finding | Literal["mapped"]:
+    # A superseded file was already invalidated, or fetched again, by another process.
+    return "intact" if outcome == SUPERSEDED else "mapped" if outcome == MAPPED else "corrupt"
 
 
 def _is_intact(folder: CacheFolder, digest: Digest, descriptor: int) -> bool:
-    # Held, so that it is not evicted while its own digest, if it is a staged file, is looked up and noted.
-    folder.holds.acquire(digest)
+    # With a hold, so that the object and the recorded digest of a staged file are not evicted meanwhile.
+    folder.locks.acquire(digest)
     try:
-        found = digest_of_file(Path(f"/proc/self/fd/{descriptor}"))
-        intact = found == (FileLink(folder.files.folder, digest).content or digest)
+        expected = FileLink(folder.files.folder, digest).content or digest
+        intact = digest_of_file(Path(f"/proc/self/fd/{descriptor}")) == expected
         if intact:
-            folder.catalogue.verified(digest)
+            folder.catalogue.mark_verified(digest)
         return intact
     finally:
-        folder.holds.release(digest)
+        folder.locks.release(digest)

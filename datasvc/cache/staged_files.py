@@ -1,9 +1,10 @@
-"""Ordinary remote files, staged by URL: old scripts get plain paths on the local disk.
+"""Stage ordinary remote files by URL, for scripts that read plain paths on the local disk.
 
-What a URL gives may change, so a staged file is named by URL and what the store says of its state (ETag, or time and
-size): a changed file is another object. Its bytes have no digest beforehand; the one found on arrival is kept beside,
-in `CACHE/links/`, so that `scrub` and a restart can check it. The path that comes out is a link with the file's own
-name, in a folder of its own: two files of one name never meet.
+The content behind a URL may change, so the object of a staged file is named by the URL and the state that the store
+reports (ETag, or time and size): a changed file is another object. The digest of its content is not known before the
+transfer; it is computed on arrival and recorded in `CACHE/links/`, so that `scrub` and a restart can verify the file.
+The returned path is a link with the original file name, in a separate folder per object, so that files with equal
+names do not collide.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from pathlib import Path
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.catalogue.file_links import FileLink
-from datasvc.cache.fetch.fetch import Outcome, Report
+from datasvc.cache.fetch.fetch import FetchProgress, Outcome
 from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.repository import Digest
 
-_FILES_AT_ONCE = 8
+_MAX_FILES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A file that is on the node.
+    """A staged file.
 
     Attributes:
-        url: where it came from.
-        path: where it lies.
-        outcome: "resident" where it was there already, else "origin".
-        size_bytes: of it.
+        url: URL of the file.
+        path: path of the file on this node.
+        outcome: "resident" if the file was on the node already, otherwise "origin".
+        size_bytes: size of the file.
     """
 
     url: str
@@ -40,19 +41,19 @@ class StagedFile:
     size_bytes: int
 
 
-def stage_files(cache: Cache, urls: Sequence[str], report: Report | None = None) -> list[StagedFile]:
-    """Bring files onto the node, never over the budget; nobody holds them afterwards.
+def stage_files(cache: Cache, urls: Sequence[str], progress: FetchProgress | None = None) -> list[StagedFile]:
+    """Fetch files onto the node within the budget; no hold on them remains.
 
     Args:
-        cache: of the node.
-        urls: any that fsspec reads, each of one file.
-        report: called with where bytes come from and how many.
+        cache: cache of the node.
+        urls: URLs that fsspec reads, of one file each.
+        progress: called with the source and the number of the bytes that have arrived.
 
     Returns:
-        In the order of `urls`; a path stays until its room is needed.
+        The files in the order of `urls`; a file exists until its space is needed.
 
     Raises:
-        CacheFullError: they do not fit beside each other.
+        CacheFullError: the files do not fit into the cache at the same time.
         ConfigError, NotFoundError, UnavailableError: see `RemoteFile`.
         SourceChangedError: a file changed while it was read.
     """
@@ -62,15 +63,15 @@ def stage_files(cache: Cache, urls: Sequence[str], report: Report | None = None)
     def stage_one(url: str) -> StagedFile:
         file = RemoteFile(url)
         link = FileLink(cache.folder, file.info.digest)
-        acquired = cache.acquire(file.info, file, report)
+        acquired = cache.acquire(file.info, file, progress)
         with lock:
             held.append(file.info.digest)
-        if acquired.outcome == "resident" and report is not None:
-            report("resident", file.info.size_bytes)
+        if acquired.outcome == "resident" and progress is not None:
+            progress("resident", file.info.size_bytes)
         return StagedFile(url, link.make(file.file_name), acquired.outcome, file.info.size_bytes)
 
     try:
-        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="datasvc-files") as pool:
+        with ThreadPoolExecutor(_MAX_FILES_AT_ONCE, thread_name_prefix="datasvc-files") as pool:
             return list(pool.map(stage_one, urls))
     finally:
         for digest in held:

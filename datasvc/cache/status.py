@@ -1,4 +1,4 @@
-"""How full a cache is, and who uses it."""
+"""Status of a cache: disk space in use, tenants, pins, jobs and counters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from datasvc.cache.process_handle import CacheFolder
 
 @dataclass(frozen=True)
 class TenantUsage:
-    """What one tenant has. Bytes of the disk.
+    """Disk space of one tenant.
 
     Attributes:
-        used_bytes: resident and on their way.
-        guaranteed_bytes: its own in any case.
-        maximum_bytes: its most; None: as much as there is.
+        used_bytes: bytes of resident objects and of those being fetched.
+        guaranteed_bytes: bytes reserved for the tenant.
+        maximum_bytes: most bytes that it may use; None: no limit but the budget.
     """
 
     used_bytes: int
@@ -28,22 +28,22 @@ class TenantUsage:
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """What `datasvc cache status` prints. Bytes are those of the disk: whole blocks of 4 KiB.
+    """What `datasvc cache status` prints. Sizes are disk space, in whole blocks of 4 KiB.
 
     Attributes:
-        folder: of the cache.
-        budget_bytes: as it was set.
-        limit_bytes: what of it the disk had room for.
-        resident_bytes: of objects that are there.
-        reserved_bytes: of objects on their way.
-        quarantined_bytes: of bad ones that are kept until their room is needed.
-        held_bytes: of resident objects that jobs have mapped.
-        pinned_bytes: of resident objects that are pinned.
-        num_resident: how many are there.
+        folder: folder of the cache.
+        budget_bytes: budget as it was set.
+        limit_bytes: the budget, or the lower limit that a full disk has imposed.
+        resident_bytes: bytes of resident objects.
+        reserved_bytes: bytes of objects being fetched.
+        quarantined_bytes: bytes of corrupt objects that are kept until their space is needed.
+        held_bytes: bytes of resident objects that jobs use.
+        pinned_bytes: bytes of resident objects that are pinned.
+        num_resident: number of resident objects.
         pins: bytes by name of the pin, resident or not.
-        tenants: by name.
-        jobs: processes that have the cache open.
-        counters: what was counted since the catalogue was made, by name.
+        tenants: usage by tenant.
+        jobs: running jobs that have the cache open.
+        counters: counters since the catalogue was created, by name.
     """
 
     folder: str
@@ -62,32 +62,32 @@ class CacheStatus:
 
     @property
     def num_corrupt(self) -> int:
-        """Bad objects found so far, on the way and on the disk."""
+        """Number of corrupt objects found so far, in transfer and on the disk."""
         return self.counters.get("corrupt", 0)
 
 
 def read_status(folder: CacheFolder) -> CacheStatus:
-    """Return how full a cache is; dead holders count as gone."""
+    """Return the status of a cache; jobs of ended processes are not included."""
     catalogue = folder.catalogue
     account, configuration, pinned = catalogue.account(), catalogue.configuration, catalogue.pinned()
-    resident, reserved, held, kept, num_resident = 0, 0, 0, 0, 0
+    resident, reserved, held, pinned_bytes, num_resident = 0, 0, 0, 0, 0
     for digest, record in catalogue.records().items():
         if record.state == RESERVED:
             reserved += record.used_bytes
             continue
         num_resident += 1
         resident += record.used_bytes
-        held += record.used_bytes if folder.holds.is_held(digest) else 0
-        kept += record.used_bytes if digest in pinned else 0
+        held += record.used_bytes if folder.locks.is_held(digest) else 0
+        pinned_bytes += record.used_bytes if digest in pinned else 0
     return CacheStatus(
         folder=str(folder.files.folder),
         budget_bytes=configuration.budget_bytes,
         limit_bytes=account.budget_bytes,
         resident_bytes=resident,
         reserved_bytes=reserved,
-        quarantined_bytes=account.lost_bytes,
+        quarantined_bytes=account.quarantined_bytes,
         held_bytes=held,
-        pinned_bytes=kept,
+        pinned_bytes=pinned_bytes,
         num_resident=num_resident,
         pins={name: sum(map(footprint, pin.objects.values())) for name, pin in read_pins(folder.files.pins).items()},
         tenants={

@@ -128,7 +128,7 @@ class RankNodes:
         except ConfigError:
             self.close()
             raise
-        self.peers = Peers(FixedMembership(nodes, own=plan[leaders[rank]].url), PeerSettings(token=token))
+        self.peers = Peers(FixedMembership(nodes, local_url=plan[leaders[rank]].url), PeerSettings(token=token))
 
     def close(self) -> None:
         """Stop the server that this rank started, if any; other ranks then read from the origin."""

@@ -134,4 +134,4 @@ def _peers(settings: NodeSettings) -> Peers | None:
     if settings.peers is None:
         return None
     peer_settings = PeerSettings(token=settings.token, ca_file=settings.ca_file, tls_name=settings.tls_name)
-    return Peers(parse_membership(settings.peers, own=settings.own_url), peer_settings)
+    return Peers(parse_membership(settings.peers, local_url=settings.own_url), peer_settings)

@@ -49,5 +49,5 @@ def _check_windows(samples: Split | Mixture, order: OrderConfig, cache: Cache, r
         window = window_bytes(table.samples_per_shard, table.bytes_per_shard, order, own_run)
         # At an epoch's boundary the last shards of one and the first of the next are needed together.
         needed += min(2 * window, int(footprint(table.bytes_per_shard).sum())) if own_run else 0
-    room = cache.room_bytes({info.digest for table in tables for info in table.shards()})
+    room = cache.available_bytes({info.digest for table in tables for info in table.shards()})
     check_window(needed, room, f"the order of {samples!r}")

@@ -86,7 +86,7 @@ def test_releasing_what_is_not_held_is_refused(cache, origin):
 def test_a_table_that_gives_another_size_is_wrong_and_harms_nobody(cache, origin):
     repository, infos = origin
     path, _ = cache.acquire(infos[0], repository)
-    with pytest.raises(CorruptDataError, match="has 4096 bytes, and 99 are asked for"):
+    with pytest.raises(CorruptDataError, match="has 4096 bytes, but 99 were requested"):
         cache.acquire(ObjectInfo(infos[0].digest, 99), repository)
     assert path.exists()
     assert cache.status().held_bytes == 4096
@@ -152,7 +152,7 @@ def test_shards_that_the_garbage_collector_finds_in_the_middle_of_anything_are_r
     info = open_dataset(repository, "pets")["train"].table.shard(0)
     with Cache(tmp_path / "cache", budget="1MB") as cache:
         opened = cache._opened
-        for target, name in ((opened.holds, "_set"), (opened.files, "lock_incoming")):
+        for target, name in ((opened.locks, "_set"), (opened.files, "lock_incoming")):
             shards = [cache.shards(repository)]
             shards[0].open_shard(info)
             real = getattr(target, name)

@@ -126,7 +126,7 @@ def test_a_store_that_says_nothing_of_a_file_s_state_is_refused(site, cache):
     folder, url, server = site
     (folder / "x").write_bytes(b"1")
     server.says_state = False
-    with pytest.raises(ConfigError, match="neither a checksum nor a time"):
+    with pytest.raises(ConfigError, match="neither a checksum nor a modification time"):
         stage_files(cache, [f"{url}/x"])
 
 
@@ -166,7 +166,7 @@ def test_a_scrub_finds_a_changed_staged_file_and_leaves_a_sound_one(site, cache)
 def test_a_url_that_names_no_plain_file_is_refused_before_a_byte_is_read(site, cache, path):
     _, url, server = site
     server.gives = b"foreign"
-    with pytest.raises(ConfigError, match="name for a file"):
+    with pytest.raises(ConfigError, match="not a valid file name"):
         stage_files(cache, [f"{url}/{path}"])
     assert server.num_bytes == 0
     assert not (cache.folder / "links").exists()
@@ -190,7 +190,7 @@ def test_a_staged_file_lies_in_its_own_folder_whatever_its_url_says(site, cache,
     (tmp_path / "victim").write_bytes(b"mine")
     server.gives = b"foreign"
     if name is None:
-        with pytest.raises(ConfigError, match="name for a file"):
+        with pytest.raises(ConfigError, match="not a valid file name"):
             stage_files(cache, [f"{url}/{path}"])
     else:
         (staged,) = stage_files(cache, [f"{url}/{path}"])
@@ -251,7 +251,7 @@ def test_what_is_no_file_is_refused_by_its_name(site, cache):
     _, url, _ = site
     with pytest.raises(NotFoundError, match="nothing-here"):
         stage_files(cache, [f"{url}/nothing-here"])
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(ConfigError, match="is a folder or has no known size"):
         stage_files(cache, [f"file://{cache.folder}"])
 
 

@@ -104,7 +104,7 @@ def main():
 def serve(options):
     """Serve until the end, and print what was served; returns the exit status."""
     peers = Peers(
-        parse_membership(options.peers, own=options.own), PeerSettings(token=os.environ.get("DATASVC_TOKEN"))
+        parse_membership(options.peers, local_url=options.own), PeerSettings(token=os.environ.get("DATASVC_TOKEN"))
     )
     seen = {"served": {}, "wrong": []}
     with Cache(options.cache, budget=options.budget, peers=peers) as cache:

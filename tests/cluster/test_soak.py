@@ -32,7 +32,7 @@ SOAK_S = float(os.environ.get("DATASVC_SOAK_S", "150"))
 SMALL, LARGE = 3_000_000, 7_500_000  # half of one data set, and less than both
 DISK = LARGE + 3_000_000  # the catalogue's room, and some
 NUMBERS = {"pets": range(300), "cats": [*range(150), *range(1000, 1150)]}
-NOT_LISTED = "spell it as it is there"
+NOT_LISTED = "which is not in the list of nodes"
 # Connections that fell silent before all was mended are given up first.
 ENDS_S = Timeouts().silence_s + TIMEOUT_S
 # By chaos, with its machine, or told to stop before it could listen or after it had ended.

@@ -14,7 +14,7 @@ from cache_store import Store, environment
 from report import ROOT, Report, alternate
 
 from datasvc.cache import Cache
-from datasvc.cache.catalogue.files import ScannedFiles
+from datasvc.cache.catalogue.files import ScannedFile
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.cache.catalogue.recovery import boot_id
 from datasvc.cache.process_handle import join_folder, leave_folder
@@ -36,7 +36,7 @@ from pathlib import Path
 import secrets
 folder = CacheFolder(Path(sys.argv[1]))
 lease = Lease(folder.files.leases)
-folder.catalogue.enter(lease.id, "")
+folder.catalogue.register(lease.id, "")
 infos = [ObjectInfo(Digest(secrets.token_hex(32)), 0) for _ in range(int(sys.argv[2]))]
 print("ready", flush=True)
 sys.stdin.readline()
@@ -127,7 +127,7 @@ def measure_catalogue(folder: Path, arguments: argparse.Namespace) -> Report:
     with Cache(full, budget="1TB"):
         opened = join_folder(full)
         found = [
-            ScannedFiles(Digest(secrets.token_hex(32)), 1 << 20, DEFAULT_TENANT) for _ in range(arguments.objects)
+            ScannedFile(Digest(secrets.token_hex(32)), 1 << 20, DEFAULT_TENANT) for _ in range(arguments.objects)
         ]
         opened.catalogue.rebuild(opened.catalogue.configuration, found, boot_id())
         leave_folder(full, opened)

@@ -89,7 +89,7 @@ def _owner_of_all(url: str, infos: list[ObjectInfo]) -> Peers:
     """Return peers of a node whose own address is such that the peer at `url` owns all objects."""
     for number in itertools.count(1):
         own = f"http://127.0.0.1:{number}"
-        peers = Peers(FixedMembership([url, own], own=own))
+        peers = Peers(FixedMembership([url, own], local_url=own))
         if not any(peers.owns(info.digest) for info in infos):
             return peers
     raise AssertionError

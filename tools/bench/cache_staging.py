@@ -38,7 +38,7 @@ def stage(repository: Repository, infos: Sequence[ObjectInfo], requests: int, fo
         wanted = [(info, repository) for info in infos]
         started = time.perf_counter()
         found = stage_objects(
-            opened, fetcher, wanted, tenant=cache.tenant, report=None, num_threads=None, stop=threading.Event()
+            opened, fetcher, wanted, tenant=cache.tenant, progress=None, num_threads=None, stop=threading.Event()
         )
         seconds = time.perf_counter() - started
         assert found.origin_bytes == total_bytes, found

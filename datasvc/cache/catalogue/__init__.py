@@ -1,1 +1,1 @@
-"""Decides what a node's cache holds: the LMDB catalogue, its files and locks, budget, quotas and eviction."""
+"""The catalogue of a node's cache: its LMDB database, files, locks, pins, budget, quotas and eviction policy."""

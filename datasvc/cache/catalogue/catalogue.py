@@ -1,14 +1,16 @@
-"""The catalogue of a node's cache: what is resident and reserved, for whom. LMDB, one write at a time.
+"""The catalogue of a node's cache: an LMDB database of resident and reserved objects, with one writer at a time.
 
-Guards the budget: space is reserved here before a byte is fetched, and no reservation takes reserved + resident
-over it. Files get their name inside the transaction that says so, and lose it inside the one that forgets them.
+It guards the budget: space is reserved here before a byte is fetched, and no reservation takes the sum of reserved
+and resident bytes over the budget. A file gets its final name inside the transaction that marks the object resident,
+and is removed inside the transaction that deletes its record.
 
-A reservation stands exactly as long as the lock of its incoming file: the lock is taken before the reservation is
-visible and freed after it is completed or dropped, so a free lock means that whoever fetched is gone. What is mapped
-is held by locks outside the catalogue (`holds`): whoever evicts seizes the lock until its transaction is through.
+A reservation is valid exactly as long as the lock of its incoming file is held. The lock is taken before the
+reservation becomes visible and released after it is completed or dropped, so a free lock means that the fetching
+process has ended. Objects in use are protected by locks outside the catalogue (`object_locks`): an eviction takes the
+exclusive lock of its victim and keeps it until the transaction is committed.
 
-LMDB runs without fsync: a crash of a process loses nothing, and after a crash of the machine the catalogue is made
-again from the files, each verified before it is used (`recovery`).
+LMDB runs without fsync. A crash of a process loses nothing; after a crash of the machine the catalogue is rebuilt
+from the files, and each file is verified before it is used (`recovery`).
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ import lmdb
 
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.eviction import distance_bytes
-from datasvc.cache.catalogue.files import Files, ScannedFiles
+from datasvc.cache.catalogue.files import Files, ScannedFile
 from datasvc.cache.catalogue.lease import is_held, lease_of
-from datasvc.cache.catalogue.object_locks import Holds
+from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.quotas import Account
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
-from datasvc.cache.catalogue.space import NOBODY, SPARE_NOTHING, SPARE_WANTED, SpaceAllocator
+from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
 from datasvc.cache.catalogue.tables import CatalogueTables, Tables
 from datasvc.errors import CacheFullError, CorruptDataError, UnavailableError
 from datasvc.order import NextUse
@@ -37,10 +39,10 @@ from datasvc.repository import Digest, ObjectInfo
 
 
 class NoSpaceYet(NamedTuple):
-    """There may be room once what others fetch has come.
+    """A refused reservation that may succeed once another object has arrived.
 
     Attributes:
-        digest: one object that is on its way.
+        digest: one object that is being fetched.
     """
 
     digest: Digest
@@ -52,22 +54,23 @@ BUSY: Final = "busy"
 LATER: Final = "later"
 GRANTED: Final = "reserved"
 
-EvictOutcome = Literal["free", "mapped", "judged"]
+EvictOutcome = Literal["free", "mapped", "superseded"]
 FREE: Final = "free"
 MAPPED: Final = "mapped"
-JUDGED: Final = "judged"
+SUPERSEDED: Final = "superseded"
 
-_MAP_BYTES: Final = 4 << 30  # address space, not memory: room for some ten million objects
-_MIN_SHRINK_BYTES: Final = 64 << 10  # also where the disk took all but some note beside: each turn evicts
+_MAP_BYTES: Final = 4 << 30  # address space, not memory: enough for some ten million objects
+# A floor, because the disk may refuse the last few bytes only: every call of `shrink` must evict something.
+_MIN_SHRINK_BYTES: Final = 64 << 10
 
 
 class CacheJob(NamedTuple):
-    """A process that has the cache open, or one of its orders.
+    """A process that has the cache open, or one access order of such a process.
 
     Attributes:
-        lease_id: of the process; an order's has a number after a dot.
-        clock_bytes: what its order has served, as it said last.
-        note: what it calls itself.
+        lease_id: lease of the process; an access order adds a dot and a number.
+        clock_bytes: bytes that the job has served, as it last reported.
+        note: description that the job gave of itself.
     """
 
     lease_id: str
@@ -76,411 +79,422 @@ class CacheJob(NamedTuple):
 
 
 class Catalogue:
-    """The catalogue below one cache folder. Open it once in a process, through `recovery.open_catalogue`.
+    """The catalogue of one cache folder. Open it once per process, with `recovery.open_catalogue`.
 
     Args:
-        files: of the cache.
-        holds: of this process.
+        files: files of the cache.
+        locks: object locks of this process.
 
     Raises:
-        lmdb.Error: it cannot be opened, or is damaged.
+        lmdb.Error: the database cannot be opened, or is damaged.
     """
 
-    def __init__(self, files: Files, holds: Holds) -> None:
+    def __init__(self, files: Files, locks: ObjectLocks) -> None:
         self._files = files
-        self._holds = holds
+        self._locks = locks
+        # Without fsync: `recovery` rebuilds the catalogue after a crash of the machine.
         self.env = lmdb.open(
             str(files.catalogue), max_dbs=8, map_size=_MAP_BYTES, sync=False, metasync=False, max_readers=1024
         )
-        # Readers killed in the middle would keep old pages, and the file growing, for ever.
+        # A reader that was killed inside a transaction would keep old pages in use, and the file would grow.
         self.env.reader_check()
         self._tables = Tables(self.env)
-        self._one_thread = threading.Lock()
+        self._write_lock = threading.Lock()
 
     def close(self) -> None:
         """Close the database."""
         self.env.close()
 
     def check(self) -> None:
-        """Look at the ends of every table. Raises lmdb.Error, ValueError: damaged."""
+        """Read the first and last row of every table. Raises lmdb.Error or ValueError if one is damaged."""
         with self.env.begin() as txn:
             CatalogueTables(self._tables, txn).check()
 
     def configure(self, change: Callable[[Configuration], Configuration]) -> None:
-        """Change budget and quotas for all processes of the node, and evict what is over and held by nobody.
+        """Change budget and quotas for all processes of the node, and evict unused objects above the new limits.
 
-        Where they stay as they are nothing is evicted. A budget that a full disk had cut short counts in full again.
+        An unchanged configuration evicts nothing. A limit that a full disk had lowered is set to the budget again.
 
         Args:
-            change: returns what shall hold, given what does.
+            change: returns the new configuration, given the current one.
 
         Raises:
-            ConfigError: as `change` does.
-            OSError: it cannot be written.
+            ConfigError: raised by `change`.
+            OSError: the configuration cannot be written.
         """
-        with self._writing() as (rows, room):
-            configuration = change(rows.configuration)
-            is_new = configuration != rows.configuration
-            self._keep(rows, configuration, is_new=is_new)
-            if is_new and configuration.budget_bytes:  # otherwise none is known: what lies there stays until one is
-                room.keep_quotas()
+        with self._writing() as (tables, space):
+            configuration = change(tables.configuration)
+            is_new = configuration != tables.configuration
+            self._store_configuration(tables, configuration, is_new=is_new)
+            # Without a budget there is no limit to enforce, so the resident objects stay.
+            if is_new and configuration.budget_bytes:
+                space.enforce_quotas()
 
-    def rebuild(self, configuration: Configuration, found: Iterable[ScannedFiles], boot: str) -> None:
-        """Fill a new catalogue with what lies in the folder; what is over the budget is evicted, and nothing else."""
-        with self._writing() as (rows, room):
-            rows.boot = boot
-            rows.enter(NOBODY, "")
-            for each in found:
-                record = ObjectRecord(UNVERIFIED, each.size_bytes, rows.next_use(NOBODY, None), NOBODY, each.tenant)
-                rows.put(each.digest, None, record)
-            self._keep(rows, configuration, is_new=False)
+    def rebuild(self, configuration: Configuration, scanned: Iterable[ScannedFile], boot: str) -> None:
+        """Fill a new catalogue from the files of the folder; evict only what is above the budget."""
+        with self._writing() as (tables, space):
+            tables.boot = boot
+            tables.register(NO_JOB, "")
+            for file in scanned:
+                record = ObjectRecord(UNVERIFIED, file.size_bytes, tables.next_use(NO_JOB, None), NO_JOB, file.tenant)
+                tables.put(file.digest, None, record)
+            self._store_configuration(tables, configuration, is_new=False)
             if configuration.budget_bytes:
-                room.keep_budget()
+                space.enforce_budget()
 
-    def enter(self, owner: str, note: str) -> None:
-        """Let a process or an order in, before it reserves anything."""
-        with self._writing() as (rows, _):
-            rows.enter(owner, note)
+    def register(self, job_id: str, note: str) -> None:
+        """Register a process or an access order; call it before the job reserves anything."""
+        with self._writing() as (tables, _):
+            tables.register(job_id, note)
 
-    def end(self, owner: str) -> None:
-        """Let an order count as gone, though its process lives: what it leaves goes first. Not to be undone."""
-        with self._writing() as (rows, _):
-            if rows.owner(owner) is not None:
-                rows.end(owner)
+    def retire(self, job_id: str) -> None:
+        """Mark an access order as ended although its process runs: its objects are evicted first. Irreversible."""
+        with self._writing() as (tables, _):
+            if tables.job(job_id) is not None:
+                tables.retire(job_id)
 
-    def ready(self, info: ObjectInfo) -> bool:
-        """Return whether an object, which the caller holds, is resident and verified: what a hit costs."""
+    def is_ready(self, info: ObjectInfo) -> bool:
+        """Return whether an object, on which the caller has a hold, is resident and verified.
+
+        This is all that a cache hit costs.
+        """
         try:
             with self.env.begin() as txn:
                 state = CatalogueTables(self._tables, txn).state(info.digest)
         except lmdb.Error as error:
-            raise self._failed(error) from error
+            raise self._to_error(error) from error
         return state == RESIDENT and self._files.is_there(info.digest, info.size_bytes)
 
     def reserve(
-        self, info: ObjectInfo, lease_id: str, tenant: str, *, prefetch: NextUse | None = None, evict: bool = True
+        self, info: ObjectInfo, job_id: str, tenant: str, *, prefetch: NextUse | None = None, evict: bool = True
     ) -> Reservation:
         """Find an object resident, or reserve the space to fetch it.
 
         Args:
-            info: the object; who is not prefetching holds it already.
-            lease_id: of the caller.
-            tenant: whose budget it uses.
-            prefetch: when it is needed; then nothing is evicted that is needed sooner.
-            evict: whether anything is evicted that anybody may need again.
+            info: the object; the caller has a hold on it unless it prefetches.
+            job_id: job of the caller.
+            tenant: tenant whose quota is charged.
+            prefetch: next use of a prefetched object; then nothing is evicted that is needed sooner.
+            evict: whether objects that a job may need again can be evicted.
 
         Returns:
-            RESIDENT_ALREADY: its file is there and was verified. GRANTED: the caller has the lock of the incoming
-            file and must see to it that the file gets there, then `complete`, or `drop`. BUSY: another process or
-            thread has that lock, or waits for it; wait for it and call again. LATER: no room for a prefetch.
-            NoSpaceYet: no room before that object has come; likewise.
+            RESIDENT_ALREADY: the file exists and was verified. GRANTED: the caller has locked the incoming file and
+            must fill it, then call `complete` or `drop`. BUSY: another process or thread has that lock, or waits for
+            it; wait for it and call again. LATER: no space for a prefetch. NoSpaceYet: no space before that object
+            has arrived; wait for it and call again.
 
         Raises:
-            CacheFullError: evicting all that nobody holds would not make room, and nothing is on its way that might.
+            CacheFullError: evicting every unused object would not free enough space, and no fetch is in progress
+                whose object could be evicted later.
             CorruptDataError: the object has another size.
-            OSError: the incoming file cannot be made.
+            OSError: the incoming file cannot be created.
         """
-        with self._writing() as (rows, room):
-            record = rows.get(info.digest)
+        with self._writing() as (tables, space):
+            record = tables.get(info.digest)
+            # A reservation without the lock is of a process that has ended: this call takes it over.
             if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
                 return BUSY
             if record is not None and record.size_bytes != info.size_bytes:
-                self._forget_wrong_size(rows, room, info, record)
+                self._remove_wrong_size(tables, space, info, record)
                 record = None
             if record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes):
                 return RESIDENT_ALREADY
             refused = False
             if record is not None:
-                room.count_quarantine(record.tenant)
+                # The space of the record is charged already, but its corrupt copy in the quarantine may not be.
+                space.count_quarantine(record.tenant)
             else:
                 nearest = SPARE_NOTHING if prefetch is None else prefetch.next_use - prefetch.now
-                nearest = nearest if evict else max(nearest, SPARE_WANTED)
-                refused = not room.make(tenant, footprint(info.size_bytes), nearest)
+                # Without `evict`, only objects that no running job needs are evicted.
+                nearest = nearest if evict else max(nearest, SPARE_NEEDED)
+                refused = not space.make_space(tenant, footprint(info.size_bytes), nearest)
                 if refused and prefetch is not None:
                     return LATER
             if not refused:
                 if not self._files.lock_incoming(info.digest):
                     return BUSY
-                # A record that is left has its space already: of a fetch that died, or of a file to verify.
+                # An existing record is charged already: it is of a fetch whose process ended, or of a file to verify.
                 payer = tenant if record is None else record.tenant
-                rows.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, lease_id, payer))
+                tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
                 return GRANTED
-            # Who waits for a fetch has none under way itself, so no two wait for each other.
+            # A thread that waits for a fetch has none in progress itself, so two threads cannot wait for each other.
             if not self._files.is_fetching_in_this_thread():
-                awaited = room.on_its_way(tenant, footprint(info.size_bytes))
+                awaited = space.find_incoming(tenant, footprint(info.size_bytes))
                 if awaited is not None:
                     return NoSpaceYet(awaited)
-            rows.count({"refused": 1})
-            refusal = room.refusal(tenant, info)
-        # Raised out here: what was swept and counted stays so.
+            tables.count({"refused": 1})
+            refusal = space.refusal(tenant, info)
+        # Raised after the transaction, so that the sweep and the counter are committed.
         raise refusal
 
     def complete(
         self,
         digest: Digest,
-        lease_id: str,
+        job_id: str,
         *,
         publish: bool,
         reuse: NextUse | None = None,
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        """Turn the caller's reservation into a resident object, verified.
+        """Turn the caller's reservation into a resident, verified object.
 
         Args:
             digest: the object.
-            lease_id: of the caller.
-            publish: give the incoming file its name; otherwise the file is there already.
-            reuse: when it is needed, where the caller knows.
+            job_id: job of the caller.
+            publish: whether to rename the incoming file to its final name; False: the file is there already.
+            reuse: next use of the object, where the caller can tell.
             counts: counters to add to.
         """
-        with self._writing() as (rows, _):
-            record = rows.get(digest)
+        with self._writing() as (tables, _):
+            record = tables.get(digest)
             assert record is not None, digest
-            assert (record.state, record.owner) == (RESERVED, lease_id), record
+            assert (record.state, record.job_id) == (RESERVED, job_id), record
+            # Inside the transaction: no record ever says "resident" without its file.
             if publish:
                 self._files.publish(digest, record.tenant)
             else:
                 self._files.remove_incoming(digest)
-            rows.put(digest, record, record._replace(state=RESIDENT, next_use=rows.next_use(lease_id, reuse)))
-            rows.count(counts)
+            tables.put(digest, record, record._replace(state=RESIDENT, next_use=tables.next_use(job_id, reuse)))
+            tables.count(counts)
 
-    def drop(self, digest: Digest, lease_id: str, counts: Mapping[str, int] | None = None) -> None:
-        """Forget the caller's reservation, where it has one: a fetch that failed."""
-        with self._writing() as (rows, room):
-            record = rows.get(digest)
-            if record is not None and (record.state, record.owner) == (RESERVED, lease_id):
-                # Published, or lying there unverified: no record counts it any more.
-                room.forget(digest, record)
+    def drop(self, digest: Digest, job_id: str, counts: Mapping[str, int] | None = None) -> None:
+        """Remove the caller's reservation, if it has one, after a failed fetch."""
+        with self._writing() as (tables, space):
+            record = tables.get(digest)
+            if record is not None and (record.state, record.job_id) == (RESERVED, job_id):
+                # The file may be published, or unverified: without a record its space would not be counted.
+                space.forget(digest, record)
             self._files.remove_incoming(digest)
-            rows.count(counts)
+            tables.count(counts)
 
     def release(
-        self, digest: Digest, lease_id: str, reuse: NextUse | None, counts: Mapping[str, int] | None = None
+        self, digest: Digest, job_id: str, reuse: NextUse | None, counts: Mapping[str, int] | None = None
     ) -> None:
-        """Say that the caller is about to let go of an object, and when it needs it again."""
-        with self._writing() as (rows, room):
-            record = rows.get(digest)
+        """Record the next use of an object whose hold the caller is about to release."""
+        with self._writing() as (tables, space):
+            record = tables.get(digest)
             if record is not None and record.state == RESIDENT:
-                next_use = rows.next_use(lease_id, reuse)
-                _claim(rows, room, digest, record._replace(owner=lease_id, next_use=next_use))
-            rows.count(counts)
+                next_use = tables.next_use(job_id, reuse)
+                _claim(tables, space, digest, record._replace(job_id=job_id, next_use=next_use))
+            tables.count(counts)
 
-    def expect(self, next_uses: Mapping[Digest, int], lease_id: str, now: int, *, passed_only: bool = False) -> None:
-        """Say when the caller needs objects that are resident already; they count as its own from here on.
+    def expect(self, next_uses: Mapping[Digest, int], job_id: str, now: int, *, passed_only: bool = False) -> None:
+        """Record when the caller needs objects that are resident already, and assign them to the caller.
 
         Args:
-            next_uses: on the caller's clock.
-            lease_id: of the caller.
-            now: what the caller's clock says.
-            passed_only: leave those of the caller alone whose next use is yet to come.
+            next_uses: next use of each object, on the caller's clock. Bytes.
+            job_id: job of the caller.
+            now: current value of the caller's clock. Bytes.
+            passed_only: leave the caller's own objects unchanged if their next use is still ahead.
         """
-        with self._writing() as (rows, room):
-            rows.set_clock(lease_id, now)
+        with self._writing() as (tables, space):
+            tables.set_clock(job_id, now)
             for digest, next_use in next_uses.items():
-                record = rows.get(digest)
+                record = tables.get(digest)
                 if record is None or record.state == RESERVED:
                     continue
-                if not (passed_only and record.owner == lease_id and record.next_use >= now):
-                    _claim(rows, room, digest, record._replace(owner=lease_id, next_use=next_use))
+                if not (passed_only and record.job_id == job_id and record.next_use >= now):
+                    _claim(tables, space, digest, record._replace(job_id=job_id, next_use=next_use))
 
     def shrink(self, digest: Digest, allocated_bytes: int) -> None:
-        """Lower the limit to what the disk held when it was full, and make room below it for the caller.
+        """Lower the limit to what a full disk can hold, and evict until the caller's object fits below it.
 
         Args:
-            digest: what the caller has reserved and could not write.
-            allocated_bytes: what of it the disk took.
+            digest: object that the caller has reserved and could not write.
+            allocated_bytes: bytes of it that the disk accepted.
 
         Raises:
             CacheFullError: nothing is left to evict.
         """
-        with self._writing() as (rows, room):
-            record = rows.get(digest)
+        with self._writing() as (tables, space):
+            record = tables.get(digest)
             assert record is not None, digest
             missing = max(record.used_bytes - allocated_bytes, _MIN_SHRINK_BYTES)
-            before, limit = rows.limit_bytes, rows.account().total_bytes - missing
-            rows.limit_bytes = min(limit, before)
-            if room.make(record.tenant, 0):
+            before, limit = tables.limit_bytes, tables.account().total_bytes - missing
+            tables.limit_bytes = min(limit, before)
+            if space.make_space(record.tenant, 0):
                 return
-            # The caller's fetch fails, and the next may find a disk with room again.
-            rows.limit_bytes = before
+            # This fetch fails, and the disk may have free space again at the next one.
+            tables.limit_bytes = before
         raise CacheFullError(
-            f"the disk of the cache {self._files.folder} is full at {limit} bytes of cached objects, and all that is "
-            "left is held by running jobs or pinned: free space on the disk, or lower the budget"
+            f"the disk of the cache {self._files.folder} is full at {limit} bytes of cached objects, and every "
+            "remaining object is in use by a running job or pinned; free space on the disk, or lower the budget"
         )
 
     def quarantine(self, digest: Digest) -> None:
-        """Take the bad file of an object that the caller has a reservation on out of use, and count it."""
-        with self._writing() as (rows, room):
-            record = rows.get(digest)
+        """Quarantine and count the corrupt file of an object for which the caller has a reservation."""
+        with self._writing() as (tables, space):
+            record = tables.get(digest)
             assert record is not None, digest
             assert record.state == RESERVED, record
-            rows.count({"corrupt": 1})
-            room.quarantine_or_remove(digest, record.tenant)
+            tables.count({"corrupt": 1})
+            space.quarantine_or_remove(digest, record.tenant)
 
-    def condemn(self, digest: Digest, inode: int) -> EvictOutcome:
-        """Take an object whose bytes are wrong out of use, and count it; the file is kept until its room is needed.
+    def invalidate(self, digest: Digest, inode: int) -> EvictOutcome:
+        """Quarantine and count a resident object whose bytes are wrong; its file is kept until the space is needed.
 
         Args:
-            digest: the object, of which the caller lets go first.
-            inode: of the file that was read, which the caller has open so that no other has its number.
+            digest: the object; the caller has released its own hold.
+            inode: inode of the file that the caller read and still has open, so that the number is not reused.
 
         Returns:
-            FREE; MAPPED, where somebody holds it, so that its room is free only once they let go; JUDGED, where it
-            is that file no longer: somebody else was faster.
+            FREE: the object was not in use. MAPPED: a process has it mapped, so its space is freed only after the
+            release. SUPERSEDED: another process has invalidated or replaced that file already.
         """
-        with self._writing() as (rows, room):
-            record = rows.get(digest)
+        with self._writing() as (tables, space):
+            record = tables.get(digest)
             if record is None or record.state == RESERVED or self._files.inode(digest) != inode:
-                return JUDGED
-            mapped = not room.seize(digest)
-            rows.count({"corrupt": 1})
-            rows.delete(digest, record)
-            room.quarantine(digest, mapped=mapped)
+                return SUPERSEDED
+            mapped = not space.try_lock_exclusive(digest)
+            tables.count({"corrupt": 1})
+            tables.delete(digest, record)
+            space.quarantine(digest, mapped=mapped)
             return MAPPED if mapped else FREE
 
-    def verified(self, digest: Digest) -> None:
-        """Say that the bytes of an object that a scan found are right."""
-        with self._writing() as (rows, _):
-            record = rows.get(digest)
+    def mark_verified(self, digest: Digest) -> None:
+        """Mark an object that a scan found as verified."""
+        with self._writing() as (tables, _):
+            record = tables.get(digest)
             if record is not None and record.state == UNVERIFIED:
-                rows.put(digest, record, record._replace(state=RESIDENT))
+                tables.put(digest, record, record._replace(state=RESIDENT))
 
     def pin(self, name: str, digests: Mapping[Digest, int]) -> None:
-        """Keep objects until `unpin`, also those that are not here yet."""
-        with self._writing() as (rows, _):
+        """Exclude objects from eviction until `unpin`, resident or not."""
+        with self._writing() as (tables, _):
             for digest in digests:
-                rows.pin(digest, name)
+                tables.pin(digest, name)
 
     def unpin(self, name: str, digests: Mapping[Digest, int]) -> None:
-        """Let objects be evicted that no other pin keeps."""
-        with self._writing() as (rows, _):
+        """Remove the pin `name` from objects; those without another pin may be evicted."""
+        with self._writing() as (tables, _):
             for digest in digests:
-                rows.unpin(digest, name)
+                tables.unpin(digest, name)
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to counters."""
-        with self._writing() as (rows, _):
-            rows.count(counts)
+        with self._writing() as (tables, _):
+            tables.count(counts)
 
     @property
     def configuration(self) -> Configuration:
         """Budget and quotas."""
-        with self._reading() as rows:
-            return rows.configuration
+        with self._reading() as tables:
+            return tables.configuration
 
     @property
     def boot(self) -> str:
-        """The boot of the machine for which the catalogue was made; "" for a new one."""
-        with self._reading() as rows:
-            return rows.boot
+        """Boot id of the machine for which the catalogue was built; "" for a new one."""
+        with self._reading() as tables:
+            return tables.boot
 
     def account(self) -> Account:
         """Return what tenants use and may use."""
-        with self._reading() as rows:
-            return rows.account()
+        with self._reading() as tables:
+            return tables.account()
 
     def counters(self) -> dict[str, int]:
-        """Return what was counted since the catalogue was made, by name."""
-        with self._reading() as rows:
-            return rows.counters()
+        """Return the counters by name, since the catalogue was created."""
+        with self._reading() as tables:
+            return tables.counters()
 
     def record(self, digest: Digest) -> ObjectRecord | None:
-        """Return what is known of one object."""
-        with self._reading() as rows:
-            return rows.get(digest)
+        """Return the record of one object; None if there is none."""
+        with self._reading() as tables:
+            return tables.get(digest)
 
     def records(self) -> dict[Digest, ObjectRecord]:
         """Return every record."""
-        with self._reading() as rows:
-            return dict(rows.objects())
+        with self._reading() as tables:
+            return dict(tables.objects())
 
     def pinned(self) -> set[Digest]:
-        """Return what is pinned, here or not."""
-        with self._reading() as rows:
-            return rows.pinned()
+        """Return every pinned object, resident or not."""
+        with self._reading() as tables:
+            return tables.pinned()
 
     def jobs(self) -> list[CacheJob]:
-        """Return the processes that have the cache open."""
-        with self._reading() as rows:
-            owners = rows.owners()
+        """Return the running jobs that have the cache open."""
+        with self._reading() as tables:
+            rows = tables.jobs()
         return [
-            CacheJob(owner.name, owner.clock_bytes, owner.note)
-            for owner in owners
-            if owner.clock_bytes is not None
-            and owner.name != NOBODY
-            and is_held(self._files.leases, lease_of(owner.name))
+            CacheJob(row.job_id, row.clock_bytes, row.note)
+            for row in rows
+            if row.clock_bytes is not None
+            and row.job_id != NO_JOB
+            and is_held(self._files.leases, lease_of(row.job_id))
         ]
 
-    def _keep(self, rows: CatalogueTables, configuration: Configuration, *, is_new: bool) -> None:
+    def _store_configuration(self, tables: CatalogueTables, configuration: Configuration, *, is_new: bool) -> None:
         if is_new or not configuration.is_written(self._files.folder):
+            # The durable copy, from which a rebuild takes the configuration.
             configuration.write(self._files.folder)
-        rows.configuration = configuration
-        rows.limit_bytes = configuration.budget_bytes
+        tables.configuration = configuration
+        tables.limit_bytes = configuration.budget_bytes
 
-    def _forget_wrong_size(
-        self, rows: CatalogueTables, room: SpaceAllocator, info: ObjectInfo, record: ObjectRecord
+    def _remove_wrong_size(
+        self, tables: CatalogueTables, space: SpaceAllocator, info: ObjectInfo, record: ObjectRecord
     ) -> None:
         if record.state == RESIDENT:
-            # Its digest was right, so it is the caller who is wrong; others may have it mapped.
+            # The digest of the resident file was verified, so the requested size is wrong. The file may be mapped.
             raise CorruptDataError(
-                f"object {info.digest[:12]}... has {record.size_bytes} bytes, and {info.size_bytes} are asked for: "
-                "the table that says so is wrong"
+                f"object {info.digest[:12]}... has {record.size_bytes} bytes, but {info.size_bytes} were requested: "
+                "the shard table or index that names this size is wrong; verify the repository"
             )
-        rows.count({"corrupt": 1 if record.state == UNVERIFIED else 0})
-        room.forget(info.digest, record)
+        tables.count({"corrupt": 1 if record.state == UNVERIFIED else 0})
+        space.forget(info.digest, record)
         self._files.remove_incoming(info.digest)
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
-        """Yield the rows to change and the room to make; what is seized is let go of after the transaction."""
-        # Until all is let go: what the next thread of this process seizes is seized by the same descriptor.
-        with self._one_thread, ExitStack() as ending, self._translated(), self.env.begin(write=True) as txn:
-            rows = CatalogueTables(self._tables, txn)
-            room = SpaceAllocator(rows, self._files, self._holds, self.env.reader_check)
-            ending.callback(room.let_go)
-            yield rows, room
+        """Yield the tables and the space allocator of one write transaction; unlock the victims after the commit."""
+        # One thread at a time until the victims are unlocked: all threads of a process lock by the same descriptor.
+        with self._write_lock, ExitStack() as ending, self._map_errors(), self.env.begin(write=True) as txn:
+            tables = CatalogueTables(self._tables, txn)
+            space = SpaceAllocator(tables, self._files, self._locks, self.env.reader_check)
+            ending.callback(space.unlock_all)
+            yield tables, space
 
     @contextmanager
     def _reading(self) -> Iterator[CatalogueTables]:
-        with self._translated(), self.env.begin() as txn:
+        with self._map_errors(), self.env.begin() as txn:
             yield CatalogueTables(self._tables, txn)
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _map_errors(self) -> Iterator[None]:
         try:
             yield
         except lmdb.Error as error:
-            raise self._failed(error) from error
+            raise self._to_error(error) from error
 
-    def _failed(self, error: lmdb.Error) -> UnavailableError:
+    def _to_error(self, error: lmdb.Error) -> UnavailableError:
         return describe_failure(self._files.catalogue, error)
 
 
 def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
-    """Return what to tell a user of a database that failed."""
+    """Return the error to raise for a failure of the database at `path`."""
     if isinstance(error, lmdb.LockError):
         # LMDB locks a byte per process id: https://github.com/LMDB/lmdb, mdb.c, mdb_reader_pid.
         return UnavailableError(
             f"the cache catalogue {path} is in use by a process of the same process id as this one ({os.getpid()}): "
-            "they run in containers with process ids of their own. Give them those of the node (Kubernetes: hostPID: "
-            "true; Docker: --pid=host), or let one `datasvc serve` per node have the cache"
+            "the two run in containers with separate process ids. Share the process ids of the node (Kubernetes: "
+            "hostPID: true; Docker: --pid=host), or let one `datasvc serve` per node open the cache"
         )
     return UnavailableError(
-        f"the cache catalogue {path} failed: {error}. If it is damaged: end the jobs that use it and remove that "
-        "folder; the next to open the cache makes it anew, nothing cached is lost"
+        f"the cache catalogue {path} failed: {error}. If it is damaged, end the jobs that use it and remove that "
+        "folder: the next process that opens the cache rebuilds it, and no cached object is lost"
     )
 
 
-def _claim(rows: CatalogueTables, room: SpaceAllocator, digest: Digest, claim: ObjectRecord) -> None:
-    """Write down when an owner needs an object, unless another that lives needs it as soon.
+def _claim(tables: CatalogueTables, space: SpaceAllocator, digest: Digest, claim: ObjectRecord) -> None:
+    """Write the record `claim` unless another running job needs the object as soon.
 
-    What its own process said counts for nothing: that was before the order was known.
+    A claim of the caller's own process is always replaced: it was made before the access order was known.
     """
-    record, own = rows.get(digest), rows.owner(claim.owner)
+    record, claimant = tables.get(digest), tables.job(claim.job_id)
     assert record is not None
-    other = None if record.owner in {claim.owner, lease_of(claim.owner)} else rows.owner(record.owner)
+    other = None if record.job_id in {claim.job_id, lease_of(claim.job_id)} else tables.job(record.job_id)
     if other is not None:
-        own_bytes = distance_bytes(claim.next_use, None if own is None else own.clock_bytes)
-        if distance_bytes(record.next_use, other.clock_bytes) <= own_bytes and room.is_alive(other):
+        claimed_bytes = distance_bytes(claim.next_use, None if claimant is None else claimant.clock_bytes)
+        if distance_bytes(record.next_use, other.clock_bytes) <= claimed_bytes and space.is_alive(other):
             return
-    rows.put(digest, record, claim)
+    tables.put(digest, record, claim)

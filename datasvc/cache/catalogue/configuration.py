@@ -1,6 +1,7 @@
-"""What is set for a cache as a whole: `CACHE/cache.json`. It outlives the catalogue, which can be made again.
+"""Budget and quotas of a cache, in `CACHE/cache.json`: they survive a rebuild of the catalogue.
 
-Also who may use a folder as a cache: a local disk with locks, of this user, of a format that this datasvc knows.
+Also the check that a folder can be a cache: on a local disk with file locks, owned by this user, in a format that
+this version of datasvc reads.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,11 +19,12 @@ from datasvc import durable
 from datasvc.cache.catalogue.quotas import Quota, check_quotas
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository.repository import MARKER
+from datasvc.sizes import parse_size
 
 CACHE_FORMAT: Final = 2
 _NAME: Final = "cache.json"
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # proc(5): space, tab, newline and backslash as octal numbers
-# Their locks are kept per machine, lost on a reconnect, or not kept at all; and a cache on a network is none.
+# Their locks are per machine, lost after a reconnect, or missing; and a cache on a network saves no transfer.
 _REMOTE_FILE_SYSTEMS: Final = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs"}
     | {"gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "pvfs2", "smb2", "smb3", "smbfs", "virtiofs"}
@@ -33,8 +36,8 @@ class Configuration:
     """Budget and quotas of a cache.
 
     Attributes:
-        budget_bytes: 0 when none was ever set.
-        quotas: by tenant.
+        budget_bytes: budget of the cache; 0: none was ever set.
+        quotas: quotas by tenant.
     """
 
     budget_bytes: int = 0
@@ -55,11 +58,11 @@ class Configuration:
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> Configuration:
-        """Return what `encode` gave.
+        """Return the configuration that `encode` wrote; `name` is used in messages.
 
         Raises:
-            ConfigError: of a later format.
-            CorruptDataError: it does not parse.
+            ConfigError: `content` has a later format.
+            CorruptDataError: `content` cannot be parsed.
         """
         try:
             fields = json.loads(content)
@@ -70,21 +73,21 @@ class Configuration:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise CorruptDataError(
-                f"{name} is damaged: {error!r}; remove it and give the budget again: what is cached stays"
+                f"{name} is damaged: {error!r}; remove it and set the budget again, the cached objects are kept"
             ) from error
 
     def write(self, folder: Path) -> None:
-        """Publish the configuration in a cache's folder. Raises OSError."""
+        """Write the configuration to a cache folder. Raises OSError."""
         durable.write_file(folder / _NAME, self.encode())
 
     @staticmethod
     def is_written(folder: Path) -> bool:
-        """Return whether a cache's folder has one."""
+        """Return whether a cache folder has a configuration."""
         return (folder / _NAME).exists()
 
     @classmethod
     def read(cls, folder: Path) -> Configuration | None:
-        """Return the configuration of a cache's folder, None where there is none. Raises as `decode`."""
+        """Return the configuration of a cache folder; None if there is none. Raises the errors of `decode`."""
         path = folder / _NAME
         try:
             return cls.decode(path.read_bytes(), str(path))
@@ -92,52 +95,76 @@ class Configuration:
             return None
 
 
-def _check_format(found: int, name: str) -> None:
-    if found > CACHE_FORMAT:
+def parse_budget(text: str, folder: Path) -> int:
+    """Return the bytes of a budget for a cache at `folder`: a size ("50GB"), or a share of its disk ("10%").
+
+    Raises:
+        ConfigError: `text` is not a size, not above zero, or more than the size of the disk.
+    """
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if percent:
+        if float(percent[1]) > 100:
+            raise ConfigError(f"a cache budget of {text!r} is more than the disk has; expected at most 100%")
+        existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+        budget = int(shutil.disk_usage(existing).total * float(percent[1]) / 100)
+    else:
+        try:
+            budget = parse_size(text)
+        except OverflowError as error:
+            raise ConfigError(
+                f"a cache budget of {text[:20]!r}... is more than any disk has; write a size such as 50GB"
+            ) from error
+    if budget <= 0:
+        raise ConfigError(f"a cache budget of {text!r} is not valid; expected more than 0 bytes, such as 50GB or 10%")
+    return budget
+
+
+def _check_format(file_format: int, name: str) -> None:
+    if file_format > CACHE_FORMAT:
         raise ConfigError(
-            f"{name} has format {found}; this datasvc reads up to {CACHE_FORMAT}: upgrade it, or use "
-            "another cache folder"
+            f"{name} has format {file_format}; this version of datasvc reads formats up to {CACHE_FORMAT}: upgrade "
+            "datasvc, or use another cache folder"
         )
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be a cache; call it once the folder exists.
+    """Raise an error if a folder cannot be a cache. The folder must exist.
 
     Raises:
-        ConfigError: it lies on a network file system, belongs to another user, or holds something else.
+        ConfigError: the folder is on a network file system, belongs to another user, or has other contents.
     """
     kind = file_system_of(folder, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
     if kind in _REMOTE_FILE_SYSTEMS:
         raise ConfigError(
-            f"{folder} lies on {kind}, a network file system: its locks do not hold among nodes and its disk is not "
-            "this node's; put the cache on a local disk"
+            f"{folder} is on {kind}, a network file system, whose file locks are not reliable between nodes; put the "
+            "cache on a local disk"
         )
-    owner = folder.stat().st_uid
-    if owner != os.geteuid():
+    folder_user = folder.stat().st_uid
+    if folder_user != os.geteuid():
         raise ConfigError(
-            f"the cache {folder} belongs to user {owner}, this is user {os.geteuid()}: users cannot share a cache "
-            "folder; use another folder, or let `datasvc serve` run as one user for all"
+            f"the cache {folder} belongs to user {folder_user}, and this process runs as user {os.geteuid()}: users "
+            "cannot share a cache folder; use another folder, or run `datasvc serve` as one user for all"
         )
-    # What lies below objects/ is taken for cached copies, and evicted. Looked at first: another process may be making
-    # the folder, and makes objects/ last.
+    # A cache evicts the files below objects/. Checked first: a process that creates a cache makes catalogue/ before
+    # objects/, so a new cache never looks like another folder.
     has_objects = (folder / "objects").exists()
     is_cache = Configuration.is_written(folder) or (folder / "catalogue").exists()
     if (folder / MARKER).exists() or (has_objects and not is_cache):
         raise ConfigError(
-            f"{folder} is a repository or something else with objects of its own, which a cache would evict: "
-            "give the cache a folder to itself"
+            f"{folder} is a repository, or another folder with objects/, whose files a cache would evict: choose a "
+            "folder that is used by the cache alone"
         )
 
 
 def file_system_of(folder: Path, mounts: str) -> str:
-    """Return the type of the file system that `folder` lies on; `mounts` as in /proc/self/mountinfo."""
-    best, kind = -1, ""
-    place = str(folder.resolve())
+    """Return the type of the file system of `folder`; `mounts` is the content of /proc/self/mountinfo."""
+    longest, kind = -1, ""
+    path = str(folder.resolve())
     for line in mounts.splitlines():
-        fields, _, described = line.partition(" - ")
-        point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), fields.split(" ")[4])
-        inside = place == point or place.startswith(point.rstrip("/") + "/")
-        # Of two mounts on one point the later one is seen.
-        if inside and len(point) >= best:
-            best, kind = len(point), described.split(" ")[0]
+        fields, _, type_fields = line.partition(" - ")
+        mount_point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields.split(" ")[4])
+        is_inside = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
+        # Of two mounts at one mount point, the later one hides the earlier one.
+        if is_inside and len(mount_point) >= longest:
+            longest, kind = len(mount_point), type_fields.split(" ")[0]
     return kind

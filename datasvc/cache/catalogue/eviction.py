@@ -1,13 +1,13 @@
-"""What evicts: a pure choice, from what jobs say of their future.
+"""Eviction policy: a pure function of the next uses that jobs have declared.
 
-Of all resident objects that nobody holds, the one whose next use is furthest ahead goes first: Belady's rule
-(L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966), which the known order makes
-possible. Times of different jobs are compared as what each still reads until then, in bytes.
+Of all resident objects that are not in use, the one with the furthest next use is evicted first: Belady's rule
+(L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966), which a known access order
+makes possible. Next uses of different jobs are compared by distance: the bytes that each job still reads before.
 
-What nobody knows the next use of counts as further than all that is known, and of it what was released last goes
-first: where every shard is used once an epoch, that keeps as much of the data as fits (evicting what was released
-first would drop each shard just before its next use). What jobs left behind that are gone goes before anything of a
-running job, the oldest job first.
+An unknown next use counts as further than every known one; of these objects the one released last is evicted first.
+Where every shard is used once per epoch, this keeps as much of the data as fits; evicting the one released first
+would drop each shard just before its next use. Objects of ended jobs are evicted before those of running jobs, the
+oldest job first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasvc.order import NEVER
 from datasvc.repository import Digest
 
 UNKNOWN: Final = 1 << 60
-"""Next uses from here on are not known: they count releases."""
+"""Smallest unknown next use: from here on, values number the releases of all jobs."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class EvictionCandidate:
 
     Attributes:
         digest: the object.
-        freed_bytes: what evicting it frees.
-        tenant: whose it is.
-        distance_bytes: what its job still reads before it needs the object again.
+        freed_bytes: disk space that its eviction frees.
+        tenant: tenant that is charged for it.
+        distance_bytes: bytes that its job still reads before it needs the object again.
     """
 
     digest: Digest
@@ -51,20 +51,21 @@ def choose_victims(
     nearest_bytes: int = -NEVER,
     take: Callable[[EvictionCandidate], bool] = lambda _: True,
 ) -> list[EvictionCandidate]:
-    """Return what to evict so that `tenant` may use `size_bytes` more, or all that may go where that is not enough.
+    """Return the objects to evict so that `tenant` may use `size_bytes` more; all candidates if they are not enough.
 
     Args:
-        candidates: first what goes first; read no further than needed.
-        account: what is used; afterwards it says what is used, and missing, without the victims.
-        tenant: who asks.
-        size_bytes: for what.
-        nearest_bytes: spare what is needed as soon as that, or sooner: a prefetch does no harm.
-        take: returns whether a victim can be had; asked of nothing that would not help.
+        candidates: objects in the order of eviction; read no further than needed.
+        account: space in use; the victims are subtracted from it.
+        tenant: tenant that needs the space.
+        size_bytes: space that it needs.
+        nearest_bytes: distance up to which objects are spared, so that a prefetch evicts nothing needed sooner.
+        take: returns whether a victim could be locked; called only for objects whose eviction helps.
     """
     victims: list[EvictionCandidate] = []
-    waiting = iter(candidates)
+    remaining = iter(candidates)
     while account.missing(tenant, size_bytes) > 0:
-        candidate = next(waiting, None)
+        candidate = next(remaining, None)
+        # The candidates of running jobs come by descending distance, so all later ones are spared too.
         if candidate is None or candidate.distance_bytes <= nearest_bytes:
             break
         if account.helps(candidate.tenant, tenant, candidate.freed_bytes, size_bytes) and take(candidate):
@@ -74,13 +75,13 @@ def choose_victims(
 
 
 def distance_bytes(next_use: int, clock: int | None) -> int:
-    """Return what a job still reads until `next_use` of its clock; None is the clock of a job that is gone."""
+    """Return the bytes that a job still reads before `next_use` on its clock; `clock` is None for an ended job."""
     if clock is None:
-        return next_use + NEVER  # further than all that anybody still waits for
-    # Unknown ones count releases, of all jobs: no clock compares with them.
+        return next_use + NEVER  # further than every object of a running job
+    # An unknown next use numbers the releases of all jobs, so it is not relative to one job's clock.
     return next_use if next_use >= UNKNOWN else next_use - clock
 
 
 def by_distance(queues: Iterable[Iterator[EvictionCandidate]]) -> Iterator[EvictionCandidate]:
-    """Yield the candidates of running jobs, furthest first; each queue is sorted so already."""
+    """Merge the candidates of running jobs, the furthest first; each queue is sorted in this order."""
     yield from heapq.merge(*queues, key=lambda candidate: -candidate.distance_bytes)

@@ -1,4 +1,4 @@
-"""Where a staged file has its own name, and what its bytes were when they arrived: `CACHE/links/`."""
+"""Links that give staged files their original names, and the digests of their contents: `CACHE/links/`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CONTENT: Final = ".content"
 class FileLink:
     """The link of one staged file.
 
-    CACHE/links/3fa9.../.content     digest of its bytes
-    CACHE/links/3fa9.../model.bin    a link to the object
+    CACHE/links/3fa9.../.content     digest of the content
+    CACHE/links/3fa9.../model.bin    symbolic link to the object
 
     Args:
-        folder: of the cache.
-        digest: the name of its object.
+        folder: folder of the cache.
+        digest: name of the file's object, which is not the digest of its content.
     """
 
     def __init__(self, folder: Path, digest: Digest) -> None:
@@ -32,9 +32,9 @@ class FileLink:
 
     @property
     def content(self) -> Digest | None:
-        """The digest that its bytes had on arrival; None where the object is no staged file.
+        """Digest of the content when it arrived; None if the object is not a staged file.
 
-        None also where the file with the digest is damaged: then the object counts as changed, and is fetched again.
+        None also if the recorded digest is damaged: the object then counts as changed, and is fetched again.
         """
         path = self._folder / _CONTENT
         with suppress(FileNotFoundError, UnicodeDecodeError, CorruptDataError):
@@ -42,35 +42,36 @@ class FileLink:
         return None
 
     def note(self, content: Digest) -> None:
-        """Write down the digest of its bytes. Raises OSError."""
+        """Record the digest of the content. Raises OSError."""
         durable.make_folder(self._folder)
         durable.write_file(self._folder / _CONTENT, content.encode())
 
     def make(self, name: str) -> Path:
-        """Return the path under which the file has its own name, which is made unless it is there.
+        """Create the link if it is missing, and return its path. No existing file is ever replaced.
 
         Raises:
-            ConfigError: the name is not plain, or something else than this link has it; nothing is ever replaced.
-            OSError: the link cannot be made.
+            ConfigError: `name` is not a plain file name, or another file has it.
+            OSError: the link cannot be created.
         """
         path = self._folder / name
         if not durable.is_plain_name(name):
             raise ConfigError(
-                f"cannot link the staged file as {name[:80]!r} in {self._folder}: no plain name of a file"
+                f"cannot link the staged file as {name[:80]!r} in {self._folder}: this is not a plain file name; "
+                "copy the file to a name of 1 to 255 bytes without a leading dot, slash or control characters"
             )
         try:
             os.symlink(self._target, path)
         except FileExistsError:
-            # Another process may have made the same link a moment ago.
+            # Another process may have created the same link a moment ago.
             if not (path.is_symlink() and path.readlink() == self._target):
                 raise ConfigError(
                     f"cannot link the staged file as {path}: expected a link to {self._target} or nothing, found "
-                    "something else; remove it, then stage the file again"
+                    "another file; remove it, then stage the file again"
                 ) from None
         return path
 
     def remove(self) -> None:
-        """Forget the file."""
+        """Remove the link and the recorded digest."""
         if self._folder.is_dir():
             for path in self._folder.iterdir():
                 path.unlink(missing_ok=True)

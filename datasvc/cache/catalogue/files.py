@@ -1,14 +1,14 @@
-"""Where a cache keeps its files, and the lock of an object that is on its way.
+"""Files of a cache folder, and the locks of objects that are being fetched.
 
 CACHE/cache.json            budget and quotas, see `configuration`
 CACHE/objects/3f/3fa9...    resident objects, named by digest
-CACHE/incoming/3fa9...      an object on its way, locked by whoever fetches it; .parts: which parts are there
-CACHE/quarantine/3fa9...    objects whose bytes were found changed, until their room is needed
-CACHE/pins/                 what shall stay, see `pins`
-CACHE/holds/                locks of what is mapped, see `holds`
+CACHE/incoming/3fa9...      an object that is being fetched, locked by the fetching thread; .parts: received parts
+CACHE/quarantine/3fa9...    objects whose bytes have changed, kept until their space is needed
+CACHE/pins/                 pins, see `pins`
+CACHE/holds/                locks of objects in use, see `object_locks`
 CACHE/leases/               one locked file per process, see `lease`
-CACHE/catalogue/            LMDB, see `catalogue` and `recovery`
-CACHE/links/                staged files under their own names, see `staged_files`
+CACHE/catalogue/            LMDB database, see `catalogue` and `recovery`
+CACHE/links/                staged files under their original names, see `staged_files`
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PARTS_SUFFIX = ".parts"
 _TENANT: Final = "user.datasvc.tenant"  # an extended attribute: it outlives the catalogue
 
 
-class ScannedFiles(NamedTuple):
-    """What a scan found where resident objects lie.
+class ScannedFile(NamedTuple):
+    """A file that a scan found in the folder of resident objects.
 
     Attributes:
-        digest: its name.
-        size_bytes: of the file.
-        tenant: who brought it here; the default one where the file system does not say.
+        digest: digest in its name; the content is not verified.
+        size_bytes: size of the file.
+        tenant: tenant that fetched it; the default tenant if the file system stores no extended attributes.
     """
 
     digest: Digest
@@ -48,72 +48,83 @@ class ScannedFiles(NamedTuple):
 
 
 class Files:
-    """The files of one cache folder, made where missing.
+    """The files of one cache folder; missing folders are created.
 
     Args:
-        folder: the cache's folder.
+        folder: folder of the cache.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or is no place for a cache.
+        ConfigError: the folder cannot be created or written, or `check_folder` refuses it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._root = str(folder)  # paths are strings where there are thousands in a second
+        self._root = str(folder)  # strings where thousands of paths are built in a second: `Path` is slower
         self.leases = folder / "leases"
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
         self.pins = folder / "pins"
-        # By object and thread. An interrupt drops a file that has not got here, or is here no more: that closes it.
+        # By object and thread. A file object closes itself when an interrupt prevents that it is stored here.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
-        needed = (self.leases, self.catalogue, self.quarantine, self.pins, folder / "objects", folder / "incoming")
+        subfolders = (
+            self.leases,
+            self.catalogue,
+            self.quarantine,
+            self.pins,
+            folder / "objects",
+            folder / "incoming",
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_folder(folder)
-            for each in needed:
-                each.mkdir(exist_ok=True)
+            for subfolder in subfolders:
+                subfolder.mkdir(exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot use {folder} as a cache: {error}") from error
+            raise ConfigError(
+                f"cannot use {folder} as a cache: {error}; choose a folder on a local disk that this user can write"
+            ) from error
 
     def object_path(self, digest: Digest) -> Path:
-        """Return where a resident object lies."""
+        """Return the path of a resident object."""
         return Path(self.object_name(digest))
 
     def object_name(self, digest: Digest) -> str:
-        """Return where a resident object lies, as text: a `Path` takes longer to make than a file to open."""
+        """Return the path of a resident object as text: creating a `Path` takes longer than opening a file."""
         return f"{self._root}/objects/{digest[:2]}/{parse_digest(digest)}"
 
     def is_there(self, digest: Digest, size_bytes: int) -> bool:
-        """Return whether a resident object's file is there, and whole: a link is not it, whatever it leads to."""
+        """Return whether a resident object's file is a regular file, not a link, of the right size."""
         try:
-            found = os.lstat(self.object_name(digest))
+            status = os.lstat(self.object_name(digest))
         except FileNotFoundError:
             return False
-        return stat.S_ISREG(found.st_mode) and found.st_size == size_bytes
+        return stat.S_ISREG(status.st_mode) and status.st_size == size_bytes
 
     def inode(self, digest: Digest) -> int | None:
-        """Return the inode of a resident object's file; None where there is none."""
+        """Return the inode of a resident object's file; None if the file is missing."""
         try:
             return os.lstat(self.object_name(digest)).st_ino
         except FileNotFoundError:
             return None
 
     def incoming_path(self, digest: Digest) -> Path:
-        """Return where an object grows while it is fetched."""
+        """Return the path of an object that is being fetched."""
         return Path(self._incoming(digest))
 
     def parts_path(self, digest: Digest) -> Path:
-        """Return the file that says which parts of an incoming object are there."""
+        """Return the path of the list of received parts of an incoming object."""
         return Path(self._incoming(digest) + PARTS_SUFFIX)
 
     def lock_incoming(self, digest: Digest) -> bool:
-        """Take the incoming file of an object, locked until `unlock`; what a dead process left in it stays.
+        """Lock the incoming file of an object until `unlock`; bytes that an ended process has written are kept.
 
-        Call it in a write transaction of the catalogue only, so that there is never more than one. It does not wait:
-        False where somebody looks at the lock just then, see `wait_for_incoming`. Raises OSError.
+        Call it only inside a write transaction of the catalogue, so that an object has one incoming file. It does not
+        wait: it returns False also while another thread briefly takes the lock in `wait_for_incoming`.
+        Raises OSError.
         """
         file = FileIO(self._incoming(digest), "r+", opener=_open_or_create)
         try:
+            # Never waits: the caller has the write transaction, which blocks all other processes.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
@@ -122,13 +133,13 @@ class Files:
         return True
 
     def is_incoming_locked(self, digest: Digest) -> bool:
-        """Return whether a living process or thread fetches the object."""
+        """Return whether a running process or thread fetches the object."""
         return is_locked(self._incoming(digest))
 
     def wait_for_incoming(self, digest: Digest) -> None:
-        """Return once whoever fetches the object has finished, failed or died: the kernel frees its lock then.
+        """Wait until the fetch of an object has ended: the kernel then releases its lock, also after a crash.
 
-        Where nobody fetches it, return once nobody waits for it any more.
+        If the object is not being fetched, wait until no other thread waits for it.
         """
         try:
             descriptor = os.open(self._incoming(digest), os.O_RDONLY)
@@ -136,6 +147,7 @@ class Files:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # The object is not being fetched. Exclusive, so that the waiting threads go on one after the other.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -143,62 +155,63 @@ class Files:
             unlock_and_close(descriptor)
 
     def is_locked_by_this_thread(self, digest: Digest) -> bool:
-        """Return whether the calling thread has the lock."""
+        """Return whether the calling thread has the lock of the object's incoming file."""
         return (digest, threading.get_ident()) in self._locked
 
     def is_fetching_in_this_thread(self) -> bool:
-        """Return whether the calling thread has the lock of any object."""
+        """Return whether the calling thread has the lock of any incoming file."""
         thread = threading.get_ident()
-        return any(owner == thread for _, owner in tuple(self._locked))
+        return any(holder == thread for _, holder in tuple(self._locked))
 
     def incoming(self, digest: Digest) -> int:
-        """Return the descriptor of the locked file that this thread fetches into."""
+        """Return the descriptor of the incoming file that this thread has locked."""
         return self._locked[digest, threading.get_ident()].fileno()
 
     def publish(self, digest: Digest, tenant: str = DEFAULT_TENANT) -> None:
-        """Give a complete, verified incoming file its name; the lock stays until `unlock`. Raises OSError."""
+        """Rename a complete, verified incoming file to its final name; `unlock` releases its lock. Raises OSError."""
         target = self.object_name(digest)
         if tenant != DEFAULT_TENANT:
-            with suppress(OSError):  # not every file system has such attributes
+            with suppress(OSError):  # not every file system supports extended attributes
                 os.setxattr(self._incoming(digest), _TENANT, tenant.encode())
         # No fsync: after a crash of the machine the object is verified again before it is used.
         try:
             os.rename(self._incoming(digest), target)
         except FileNotFoundError:
+            # The folder of a digest prefix is created with its first object.
             Path(target).parent.mkdir(exist_ok=True)
             os.rename(self._incoming(digest), target)
         _unlink(self._incoming(digest) + PARTS_SUFFIX)
 
     def unlock(self, digest: Digest) -> None:
-        """Free this thread's lock, and with it whoever waits for the object."""
+        """Release this thread's lock; the threads that wait for the object go on."""
         file = self._locked.pop((digest, threading.get_ident()))
-        fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have a copy, for which closing is not enough
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock while a forked child has a copy
         file.close()
 
     def abandon(self) -> None:
-        """Close the copies of descriptors that a forked child has: the locks are the parent's."""
+        """Close the descriptors that a forked child has inherited; the locks stay with the parent."""
         for file in self._locked.values():
             file.close()
         self._locked.clear()
 
     def remove_incoming(self, digest: Digest) -> None:
-        """Remove what has arrived of an object. Call it in a write transaction of the catalogue only."""
+        """Remove the incoming file of an object. Call it only inside a write transaction of the catalogue."""
         _unlink(self._incoming(digest))
         _unlink(self._incoming(digest) + PARTS_SUFFIX)
 
     def _incoming(self, digest: Digest) -> str:
         return f"{self._root}/incoming/{parse_digest(digest)}"
 
-    def scan(self) -> list[ScannedFiles]:
-        """Return every file that lies where resident objects lie. Raises OSError."""
-        found = []
+    def scan(self) -> list[ScannedFile]:
+        """Return every object file in the folder of resident objects. Raises OSError."""
+        scanned = []
         for folder in sorted(path for path in (self.folder / "objects").iterdir() if path.is_dir()):
             with os.scandir(folder) as entries:
-                inside = [entry for entry in entries if _is_object(entry, folder.name)]
-                found += [
-                    ScannedFiles(Digest(entry.name), entry.stat().st_size, _tenant_of(entry.path)) for entry in inside
+                objects = [entry for entry in entries if _is_object(entry, folder.name)]
+                scanned += [
+                    ScannedFile(Digest(entry.name), entry.stat().st_size, _tenant_of(entry.path)) for entry in objects
                 ]
-        return found
+        return scanned
 
 
 def _open_or_create(path: str, flags: int) -> int:

@@ -1,7 +1,8 @@
-"""A lease is a file that its holder keeps locked: the kernel drops the lock when the holder dies.
+"""Leases: files that running processes keep locked, so that others can tell whether a process still runs.
 
-So nobody has to clean up after a crash, and no clock is involved. `flock` belongs to the open file, so the lock is
-seen by other threads of the same process too, and is not lost when another descriptor of the file is closed.
+The kernel releases the lock when the process exits, also by a crash, so no timeout and no clock is needed. `flock`
+belongs to the open file: other threads of the same process see the lock too, and it is not lost when another
+descriptor of the file is closed.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ class Lease:
     """The lease of this process on a cache.
 
     Args:
-        folder: the cache's folder of leases.
+        folder: folder of the leases.
 
     Raises:
-        ConfigError: the file system has no locks.
+        ConfigError: the file cannot be created or locked.
     """
 
     def __init__(self, folder: Path) -> None:
         self.id = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._path = folder / self.id
-        # Locked before it has its name: a lease is never seen unlocked while its holder lives.
+        # Locked before it is renamed: no other process ever sees the lease of a running process unlocked.
         unnamed = folder / f"{TEMPORARY_PREFIX}{self.id}"
         self._descriptor = -1
         try:
@@ -40,17 +41,17 @@ class Lease:
                 os.close(self._descriptor)
                 unnamed.unlink(missing_ok=True)
             raise ConfigError(
-                f"{folder} cannot hold leases: {error}; put the cache on a local disk with file locks"
+                f"cannot lock a file in {folder}: {error}; put the cache on a local disk that supports file locks"
             ) from error
 
     def abandon(self) -> None:
-        """Close the copy of the descriptor that a forked child has: the lease is the parent's."""
+        """Close the descriptor that a forked child has inherited; the lease stays with the parent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def close(self) -> None:
-        """Give the lease up. Calling it again does nothing."""
+        """End the lease. Closing again does nothing."""
         if self._descriptor >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -58,27 +59,28 @@ class Lease:
 
 
 def name_order(lease_id: str, number: int) -> str:
-    """Return what names one order of a process: it lives at most as long as the lease does."""
+    """Return the job id of one access order of a process; it is valid at most as long as the lease."""
     return f"{lease_id}.{number}"
 
 
-def is_order(owner: str) -> bool:
-    """Return whether `name_order` gave it, so that it is no lease."""
-    return "." in owner
+def is_order(job_id: str) -> bool:
+    """Return whether a job id names an access order, rather than a process."""
+    return "." in job_id
 
 
-def lease_of(owner: str) -> str:
-    """Return the lease of an order; a lease's own id is its own."""
-    return owner.partition(".")[0]
+def lease_of(job_id: str) -> str:
+    """Return the lease of the process that a job belongs to."""
+    return job_id.partition(".")[0]
 
 
 def is_locked(path: Path | str) -> bool:
-    """Return whether a living process or thread keeps `path` locked; False where there is no such file."""
+    """Return whether a running process or thread keeps `path` locked; False if there is no such file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
+        # A shared lock, so that two checks at the same time do not exclude each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -89,13 +91,14 @@ def is_locked(path: Path | str) -> bool:
 
 
 def unlock_and_close(descriptor: int) -> None:
-    """Free a lock also where a child, forked meanwhile, has a copy of the descriptor: closing alone would not."""
+    """Release a lock and close its descriptor."""
+    # Unlocked explicitly: closing does not release the lock while a forked child has a copy of the descriptor.
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def is_held(folder: Path, lease_id: str) -> bool:
-    """Return whether the holder of a lease still lives; a dead one's file is removed."""
+    """Return whether the process of a lease still runs; remove the file of one that has ended."""
     path = folder / lease_id
     held = is_locked(path)
     if not held:
@@ -104,6 +107,6 @@ def is_held(folder: Path, lease_id: str) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the lease files of dead holders, and what was to be one. Call it while nobody takes a lease."""
+    """Remove the lease files of ended processes, half-created ones too. Call it while no lease can be created."""
     for path in folder.iterdir():
         is_held(folder, path.name)

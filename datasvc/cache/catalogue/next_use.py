@@ -1,7 +1,8 @@
-"""When a job needs each shard, over many epochs: what a cache may know of the future. Pure.
+"""Next uses of each shard by one job, over several epochs: the input of the eviction policy. Pure.
 
-Times are on the job's clock: the bytes that its order served since epoch 0, which is the number of positions times
-the mean size of a sample. So jobs of one cache can be compared, whatever their data and their speed.
+Times are on the job's clock: the bytes that its access order has served since epoch 0, which is the number of
+positions times the mean size of a sample. This makes the jobs of one cache comparable, whatever their data and their
+speed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from datasvc.cache.catalogue.eviction import UNKNOWN
 from datasvc.keyed_random import Integers
 from datasvc.order import NEVER, AccessOrder, OrderConfig
 
-# Beyond every clock, and below UNKNOWN.
+# Larger than every clock, and smaller than UNKNOWN.
 _NOT_OWNED: Final = UNKNOWN >> 1
 
 
@@ -25,14 +26,14 @@ _NOT_OWNED: Final = UNKNOWN >> 1
 class Uses:
     """Uses of shards by one job on one node, in the order in which they begin.
 
-    A shard is used in one piece an epoch, but for those at the border of two lanes: these are used once per lane.
+    Each shard is used once per epoch; a shard at the border of two lanes is used once per lane.
 
     Attributes:
-        shards: `int64[n]`.
-        epochs: `int64[n]`.
-        lanes: `int64[n]`, the lane of the order that needs the piece.
-        first: `int64[n]`, when the piece is needed first, ascending. Bytes.
-        stop: `int64[n]`, from when on it is not needed any more. Bytes.
+        shards: `int64[n]`, number of the shard.
+        epochs: `int64[n]`, epoch of the use.
+        lanes: `int64[n]`, lane of the access order that reads the shard.
+        first: `int64[n]`, time of the first read, ascending. Bytes.
+        stop: `int64[n]`, time after the last read. Bytes.
     """
 
     shards: Integers
@@ -45,14 +46,14 @@ class Uses:
         return len(self.shards)
 
     def only(self, chosen: Integers | npt.NDArray[np.bool_]) -> Uses:
-        """Return some of the uses: numbers, ascending, or a mask."""
+        """Return some of the uses, given by ascending numbers or by a mask."""
         return Uses(
             self.shards[chosen], self.epochs[chosen], self.lanes[chosen], self.first[chosen], self.stop[chosen]
         )
 
 
 def bytes_per_position(samples_per_shard: Integers, bytes_per_shard: Integers) -> int:
-    """Return by how much the clock goes on with each position: the mean size of a sample, at least 1."""
+    """Return by how much each position advances the clock: the mean size of a sample, at least 1."""
     return max(1, int(bytes_per_shard.sum()) // max(1, int(samples_per_shard.sum())))
 
 
@@ -65,61 +66,62 @@ def plan_uses(
     chosen: npt.NDArray[np.bool_] | None = None,
     step_bytes: int | None = None,
 ) -> Uses:
-    """Return when the order needs each shard.
+    """Return the uses of each shard by an access order.
 
     Args:
-        samples_per_shard: as for `AccessOrder`.
+        samples_per_shard: `int64[num_shards]`, as for `AccessOrder`.
         bytes_per_shard: `int64[num_shards]`.
-        config: the order's parameters.
-        epochs: which epochs, ascending.
-        chosen: `bool[num_shards]`, which shards; None: all.
-        step_bytes: by how much the clock goes on with each position; None: the mean size of a sample.
+        config: parameters of the order.
+        epochs: epochs to plan, ascending.
+        chosen: `bool[num_shards]`, shards to plan; None: all.
+        step_bytes: bytes by which each position advances the clock; None: the mean size of a sample.
     """
     step = step_bytes or bytes_per_position(samples_per_shard, bytes_per_shard)
     parts = []
     for epoch in epochs:
         columns = _uses_of_epoch(AccessOrder(samples_per_shard, config, epoch), step)
-        wanted = slice(None) if chosen is None else chosen[columns[0]]
-        parts.append([column[wanted] for column in columns])
+        is_chosen = slice(None) if chosen is None else chosen[columns[0]]
+        parts.append([column[is_chosen] for column in columns])
     return Uses(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def next_uses(uses: Uses, *, epochs_ahead: int | None = 1) -> Integers:
-    """Return when the shard of each use is needed again once that use has stopped.
+    """Return, for each use, when its shard is needed again after that use.
 
     Args:
-        uses: of one job on one node.
-        epochs_ahead: how many epochs after its own a use sees; None: all there are.
+        uses: uses by one job on one node.
+        epochs_ahead: number of later epochs to search; None: all.
 
     Returns:
-        `int64[n]`, NEVER where no later use is seen.
+        `int64[n]`, next use in bytes; NEVER if there is none within these epochs.
     """
-    # Ranks instead of times, so that shard and time fit into one integer.
+    # Ranks replace times, so that shard and time fit into one integer.
     times = np.unique(np.concatenate([uses.first, uses.stop]))
     base = uses.shards * (len(times) + 1)
     begins, ends = (base + np.searchsorted(times, column) for column in (uses.first, uses.stop))
     by_shard = np.argsort(begins, kind="stable")
-    found = np.searchsorted(begins[by_shard], ends)
-    following = by_shard[np.minimum(found, len(uses) - 1)]
-    is_seen = (found < len(uses)) & (uses.shards[following] == uses.shards)
+    place = np.searchsorted(begins[by_shard], ends)
+    following = by_shard[np.minimum(place, len(uses) - 1)]
+    is_reused = (place < len(uses)) & (uses.shards[following] == uses.shards)
     if epochs_ahead is not None:
-        is_seen &= uses.epochs[following] - uses.epochs <= epochs_ahead
-    return np.where(is_seen, uses.first[following], NEVER)
+        is_reused &= uses.epochs[following] - uses.epochs <= epochs_ahead
+    return np.where(is_reused, uses.first[following], NEVER)
 
 
 def bias_owned(again: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
-    """Return next uses such that a node among peers evicts what it owns after what it does not.
+    """Return next uses such that a node with peers evicts the shards it owns after those it does not own.
 
-    The owner alone reads a shard from the origin; everybody else gets it from there. Where all nodes need all shards,
-    each would keep the same ones by next use alone, and what none keeps would come from the origin in every epoch.
+    Only the owner reads a shard from the origin; the other nodes read it from the owner. If all nodes need all
+    shards, next uses alone would make each node keep the same shards, and read the others from the origin in every
+    epoch.
 
     Args:
-        again: `int64[n]`, next uses by this node, NEVER where none is seen.
+        again: `int64[n]`, next uses by this node; NEVER if there is none.
         owned: `bool[n]`, whether this node is the owner of the shard.
 
     Returns:
-        `int64[n]`: first what is owned, by next use; then what is not; then, as UNKNOWN, what is owned and which only
-        peers may ask for; last, as NEVER, what nobody will miss here.
+        `int64[n]`, ascending in this order: owned shards, by next use; shards of other owners, by next use; UNKNOWN
+        for owned shards that only peers may request; NEVER for shards that no node will request from this one.
     """
     by_peers = np.where(owned, UNKNOWN, NEVER)
     by_this_node = np.where(owned, again, again + _NOT_OWNED)
@@ -132,7 +134,7 @@ def _uses_of_epoch(order: AccessOrder, step: int) -> tuple[Integers, ...]:
     return (
         windows.shards,
         np.full(len(windows.shards), order.epoch),
-        # Position p belongs to lane p % lanes, and a piece is needed first at a position of its own lane.
+        # Position p belongs to lane p % lanes, and a use begins at a position of its own lane.
         windows.first % order.config.lanes,
         (before + windows.first) * step,
         (before + windows.stop) * step,

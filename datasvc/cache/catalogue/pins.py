@@ -1,4 +1,7 @@
-"""Pins: what shall stay on a node until somebody says otherwise. One file each: they outlive the catalogue."""
+"""Pins: named sets of objects that are not evicted until they are unpinned. One file per pin, beside the catalogue.
+
+The files survive a rebuild of the catalogue, which reads the pins from them.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from datasvc.repository.objects.objects import digest_of, parse_digest
 
 @dataclass(frozen=True)
 class Pin:
-    """Objects that stay.
+    """A named set of objects that are not evicted.
 
     Attributes:
-        name: what was pinned, such as "pets@3".
+        name: name of the pin, such as "pets@3".
         objects: size in bytes by digest.
     """
 
@@ -30,25 +33,25 @@ class Pin:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all objects."""
+        """Total size of the objects."""
         return sum(self.objects.values())
 
 
 @contextmanager
 def changing_pin(folder: Path, name: str) -> Iterator[None]:
-    """Be the only one who changes the pins of a name; waits for whoever does. Raises OSError."""
-    # 60 bits of a digest: two names that share a byte would only wait for each other.
+    """Lock a pin's name for changes inside the block; wait until other changes of it are done. Raises OSError."""
+    # 60 bits of a digest: two names that share a byte would only exclude each other.
     with locked_byte(folder / "lock", int(digest_of(name.encode())[:15], 16)):
         yield
 
 
 def write_pin(folder: Path, pin: Pin) -> None:
-    """Publish a pin in place of one of the same name. Raises OSError."""
+    """Write a pin, and replace one of the same name. Raises OSError."""
     durable.write_file(_path(folder, pin.name), json.dumps({"name": pin.name, "objects": pin.objects}).encode())
 
 
 def read_pins(folder: Path) -> dict[str, Pin]:
-    """Return every pin by name. Raises CorruptDataError."""
+    """Return every pin by name. Raises CorruptDataError if a file is damaged."""
     pins = {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -57,22 +60,22 @@ def read_pins(folder: Path) -> dict[str, Pin]:
                 str(content["name"]), {parse_digest(digest): int(size) for digest, size in content["objects"].items()}
             )
         except (KeyError, TypeError, ValueError, AttributeError, CorruptDataError) as error:
-            raise CorruptDataError(f"{path} is damaged: {error!r}; remove it and pin again") from error
+            raise CorruptDataError(f"the pin {path} is damaged: {error!r}; remove the file and pin again") from error
         pins[pin.name] = pin
     return pins
 
 
 def remove_pin(folder: Path, name: str) -> None:
-    """Remove a pin, if it is there."""
+    """Remove a pin if it exists."""
     _path(folder, name).unlink(missing_ok=True)
 
 
 def find_pin(folder: Path, name: str) -> Pin:
-    """Return a pin. Raises NotFoundError: none has that name."""
+    """Return a pin. Raises NotFoundError if there is none with that name."""
     pins = read_pins(folder)
     if name not in pins:
-        known = ", ".join(sorted(pins)) or "nothing"
-        raise NotFoundError(f"nothing is pinned as {name!r}; pinned is: {known}")
+        pin_names = ", ".join(sorted(pins)) or "none"
+        raise NotFoundError(f"nothing is pinned as {name!r}; existing pins: {pin_names}")
     return pins[name]
 
 

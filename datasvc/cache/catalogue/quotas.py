@@ -1,7 +1,8 @@
-"""Who may use how much of a cache: a pure account.
+"""Quotas of tenants on one cache, and the account of what each tenant uses. Pure.
 
-A tenant's guarantee is its own whether it uses it or not, so it is never waited for; what is above may go to anybody
-up to a maximum. In short: the sum over tenants of max(used, guaranteed) never exceeds the budget.
+The guaranteed bytes of a tenant are reserved for it, used or not, so it never waits for them. Any tenant may use the
+remaining space up to its maximum. The invariant: the sum over tenants of max(used, guaranteed) never exceeds the
+budget.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True)
 class Quota:
-    """What a tenant may use. Bytes.
+    """Limits of one tenant.
 
     Attributes:
-        guaranteed_bytes: its own, used or not.
-        maximum_bytes: never more than that; None: as much as there is.
+        guaranteed_bytes: bytes reserved for the tenant, used or not.
+        maximum_bytes: most bytes that the tenant may use; None: no limit but the budget.
 
     Raises:
-        ConfigError: out of range.
+        ConfigError: a guarantee is negative, or above the maximum.
     """
 
     guaranteed_bytes: int = 0
@@ -31,10 +32,11 @@ class Quota:
 
     def __post_init__(self) -> None:
         if self.guaranteed_bytes < 0:
-            raise ConfigError(f"a guarantee of {self.guaranteed_bytes} bytes makes no sense; expected 0 or more")
+            raise ConfigError(f"a guarantee of {self.guaranteed_bytes} bytes is not valid; expected 0 or more")
         if self.maximum_bytes is not None and self.maximum_bytes < max(1, self.guaranteed_bytes):
             raise ConfigError(
-                f"a maximum of {self.maximum_bytes} bytes is below the guarantee of {self.guaranteed_bytes}"
+                f"a maximum of {self.maximum_bytes} bytes is not valid; expected at least 1, and not less than the "
+                f"guarantee of {self.guaranteed_bytes}"
             )
 
 
@@ -42,76 +44,84 @@ NO_QUOTA = Quota()
 
 
 def check_quotas(quotas: Mapping[str, Quota], budget_bytes: int) -> None:
-    """Raise ConfigError where more is guaranteed than there is."""
+    """Raise ConfigError if the guarantees exceed the budget."""
     guaranteed = sum(quota.guaranteed_bytes for quota in quotas.values())
     if guaranteed > budget_bytes:
         raise ConfigError(
-            f"the guarantees of all tenants are {guaranteed} bytes, the cache's budget is {budget_bytes}; "
+            f"all tenants together are guaranteed {guaranteed} bytes, but the cache's budget is {budget_bytes}; "
             "raise the budget or lower a guarantee"
         )
 
 
 @dataclass
 class Account:
-    """What each tenant uses, and what one of them still needs; evictions are tried on it.
+    """Disk space in use, by tenant, compared with budget and quotas; evictions are tried out on a copy.
 
     Attributes:
-        budget_bytes: of the cache.
-        quotas: of the tenants that have one.
-        used_bytes: by tenant, reserved and resident.
-        lost_bytes: what quarantined files take, of no tenant.
-        is_cut: the disk was full before the budget was: then what is guaranteed but not used is nobody's.
+        budget_bytes: budget of the cache, or the lower limit that a full disk has imposed.
+        quotas: quotas of the tenants that have one.
+        used_bytes: reserved and resident bytes by tenant.
+        quarantined_bytes: bytes of quarantined files, which count for no tenant.
+        is_limited_by_disk: whether the disk was full below the budget; then unused guarantees reserve nothing.
     """
 
     budget_bytes: int
     quotas: Mapping[str, Quota]
     used_bytes: dict[str, int] = field(default_factory=dict)
-    lost_bytes: int = 0
-    is_cut: bool = False
+    quarantined_bytes: int = 0
+    is_limited_by_disk: bool = False
 
     @property
     def total_bytes(self) -> int:
-        """All that lies on the disk or is about to."""
-        return sum(self.used_bytes.values()) + self.lost_bytes
+        """Bytes on the disk, reserved ones included."""
+        return sum(self.used_bytes.values()) + self.quarantined_bytes
 
     def used(self, tenant: str) -> int:
-        """Return what a tenant uses."""
+        """Return the bytes that a tenant uses."""
         return self.used_bytes.get(tenant, 0)
 
     def available(self, tenant: str) -> int:
-        """Return the most that a tenant may use in all, were everything evicted that others have above guarantees."""
+        """Return the most bytes that a tenant may use, if everything above the guarantees of others is evicted."""
         guaranteed_to_others = sum(quota.guaranteed_bytes for name, quota in self.quotas.items() if name != tenant)
-        most = self.budget_bytes - guaranteed_to_others
+        unreserved_bytes = self.budget_bytes - guaranteed_to_others
         maximum = self.quota(tenant).maximum_bytes
-        return most if maximum is None else min(most, maximum)
+        return unreserved_bytes if maximum is None else min(unreserved_bytes, maximum)
 
     def missing(self, tenant: str, size_bytes: int) -> int:
-        """Return how many bytes more must go before `tenant` may use `size_bytes` more; 0 or less: none."""
+        """Return how many bytes must be evicted before `tenant` may use `size_bytes` more; 0 or less: none."""
         maximum = self.quota(tenant).maximum_bytes
         above = 0 if maximum is None else self.used(tenant) + size_bytes - maximum
         return max(above, self._charged(tenant, size_bytes) - self.budget_bytes)
 
-    def helps(self, owner: str, tenant: str, freed_bytes: int, size_bytes: int) -> bool:
-        """Return whether evicting `freed_bytes` of `owner` is allowed for `tenant`, and brings it nearer."""
-        if owner == tenant:
-            return self.is_cut or self.used(tenant) + size_bytes > self.quota(tenant).guaranteed_bytes
+    def helps(self, victim: str, tenant: str, freed_bytes: int, size_bytes: int) -> bool:
+        """Return whether evicting `freed_bytes` of the tenant `victim` is allowed, and helps `tenant`.
+
+        Args:
+            victim: tenant whose object would be evicted.
+            tenant: tenant that needs the space.
+            freed_bytes: bytes that the eviction frees.
+            size_bytes: bytes that `tenant` needs.
+        """
+        if victim == tenant:
+            # Below its guarantee, evicting its own objects frees nothing: the guarantee stays reserved.
+            return self.is_limited_by_disk or self.used(tenant) + size_bytes > self.quota(tenant).guaranteed_bytes
         maximum = self.quota(tenant).maximum_bytes
         if maximum is not None and self.used(tenant) + size_bytes > maximum:
-            return False  # only its own can go
-        return self.used(owner) - freed_bytes >= self.quota(owner).guaranteed_bytes
+            return False  # above its own maximum, only its own objects can be evicted
+        return self.used(victim) - freed_bytes >= self.quota(victim).guaranteed_bytes
 
-    def evict(self, owner: str, freed_bytes: int) -> None:
-        """Take `freed_bytes` off what `owner` uses."""
-        self.used_bytes[owner] = self.used(owner) - freed_bytes
+    def evict(self, tenant: str, freed_bytes: int) -> None:
+        """Subtract `freed_bytes` from what a tenant uses."""
+        self.used_bytes[tenant] = self.used(tenant) - freed_bytes
 
     def quota(self, tenant: str) -> Quota:
-        """Return what is set for a tenant."""
+        """Return the quota of a tenant."""
         return self.quotas.get(tenant, NO_QUOTA)
 
     def _charged(self, tenant: str, size_bytes: int) -> int:
         names = {*self.quotas, *self.used_bytes, tenant}
-        charged = self.lost_bytes
+        charged = self.quarantined_bytes
         for name in names:
             used = self.used(name) + (size_bytes if name == tenant else 0)
-            charged += used if self.is_cut else max(used, self.quota(name).guaranteed_bytes)
+            charged += used if self.is_limited_by_disk else max(used, self.quota(name).guaranteed_bytes)
         return charged

@@ -1,4 +1,4 @@
-"""How the catalogue writes what it knows of an object: a few bytes, because there may be millions."""
+"""Binary encoding of the catalogue's records and index keys: a few bytes each, because there may be millions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from datasvc.keyed_random import Integers
 from datasvc.repository import Digest
 
 RESERVED: Final = 0
-"""Its bytes arrive, or are verified again."""
+"""State of an object that is being fetched, or verified again."""
 RESIDENT: Final = 1
-"""There, and verified since the machine started."""
+"""State of an object that was verified since the machine started."""
 UNVERIFIED: Final = 2
-"""There, found by a scan; verified when it is wanted."""
+"""State of an object that a scan found: it is verified before its first use."""
 
 _HEAD: Final = struct.Struct("<BQQ")
 _ORDER: Final = struct.Struct(">Q")
@@ -23,69 +23,69 @@ Size = TypeVar("Size", int, Integers)
 
 
 class ObjectRecord(NamedTuple):
-    """What the catalogue knows of one object.
+    """The record of one object.
 
     Attributes:
         state: RESERVED, RESIDENT or UNVERIFIED.
-        size_bytes: of its content.
-        next_use: on the clock of its owner, see `eviction`.
-        owner: the job (lease) that fetches it, or released it last.
-        tenant: whose budget it uses: of the job that brought it here.
+        size_bytes: size of the content.
+        next_use: next use on the clock of the job, see `eviction`. Bytes.
+        job_id: job that fetches the object, or that last declared a next use of it.
+        tenant: tenant whose quota is charged: that of the job that fetched the object.
     """
 
     state: int
     size_bytes: int
     next_use: int
-    owner: str
+    job_id: str
     tenant: str
 
     def encode(self) -> bytes:
         """Return the record as bytes."""
-        return _HEAD.pack(self.state, self.size_bytes, self.next_use) + f"{self.owner}\0{self.tenant}".encode()
+        return _HEAD.pack(self.state, self.size_bytes, self.next_use) + f"{self.job_id}\0{self.tenant}".encode()
 
     @classmethod
     def decode(cls, content: bytes) -> ObjectRecord:
-        """Return what `encode` gave. Raises ValueError: it is none."""
+        """Return the record that `encode` wrote. Raises ValueError if `content` is not a record."""
         if len(content) < _HEAD.size:
-            raise ValueError(f"a record of {len(content)} bytes")
-        owner, tenant = content[_HEAD.size :].decode().split("\0")
+            raise ValueError(f"a catalogue record has {len(content)} bytes; expected at least {_HEAD.size}")
+        job_id, tenant = content[_HEAD.size :].decode().split("\0")
         state, size_bytes, next_use = _HEAD.unpack_from(content)
-        return cls(state, size_bytes, next_use, owner, tenant)
+        return cls(state, size_bytes, next_use, job_id, tenant)
 
     @staticmethod
     def state_of(content: bytes | memoryview) -> int:
-        """Return only the state of what `encode` gave. Raises ValueError: it is none."""
+        """Return only the state of an encoded record. Raises ValueError if `content` is not a record."""
         if len(content) < _HEAD.size:
-            raise ValueError(f"a record of {len(content)} bytes")
+            raise ValueError(f"a catalogue record has {len(content)} bytes; expected at least {_HEAD.size}")
         state: int = _HEAD.unpack_from(content)[0]
         return state
 
     @property
     def used_bytes(self) -> int:
-        """What it takes of the disk."""
+        """Disk space of the object."""
         return footprint(self.size_bytes)
 
 
 def footprint(size_bytes: Size) -> Size:
-    """Return what a file of that size takes of a disk: whole blocks. Sizes may be `int64[n]`."""
+    """Return the disk space of a file of that size, in whole blocks of 4 KiB. Sizes may be `int64[n]`."""
     return -(-size_bytes // _BLOCK) * _BLOCK
 
 
-def order_key(owner: str, next_use: int, digest: Digest) -> bytes:
-    """Return the key that sorts an owner's objects by next use."""
-    return owner.encode() + b"\0" + _ORDER.pack(next_use) + bytes.fromhex(digest)
+def order_key(job_id: str, next_use: int, digest: Digest) -> bytes:
+    """Return the key that sorts the objects of a job by next use."""
+    return job_id.encode() + b"\0" + _ORDER.pack(next_use) + bytes.fromhex(digest)
 
 
 def parse_order_key(key: bytes) -> tuple[str, int, Digest]:
-    """Return owner, next use and object of a key that `order_key` gave."""
+    """Return job id, next use and object of a key that `order_key` wrote."""
     return key[:-41].decode(), _ORDER.unpack_from(key, len(key) - 40)[0], Digest(key[-32:].hex())
 
 
 def order_value(record: ObjectRecord) -> bytes:
-    """Return what the order keeps of a record: enough to choose it as a victim."""
+    """Return the fields of a record that eviction needs, so that choosing a victim reads no other table."""
     return _FREED.pack(record.used_bytes) + record.tenant.encode()
 
 
 def parse_order_value(value: bytes) -> tuple[int, str]:
-    """Return bytes and tenant of what `order_value` gave."""
+    """Return the freed bytes and the tenant that `order_value` wrote."""
     return _FREED.unpack_from(value)[0], value[_FREED.size :].decode()

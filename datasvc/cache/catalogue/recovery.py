@@ -1,8 +1,8 @@
-"""Open a node's catalogue, or make it again from the files where it cannot be trusted.
+"""Open a node's catalogue, or rebuild it from the files if it cannot be trusted.
 
-The catalogue is written without fsync, so it is good for one boot of the machine only. After that, and where it is
-damaged, a new one is filled by a scan of the folder: budget and quotas come from `cache.json`, pins from their files,
-and each object is verified when it is wanted next. Nobody else may have the cache open meanwhile.
+The catalogue is written without fsync, so it is valid for one boot of the machine only. After a reboot, or if it is
+damaged, a scan of the folder fills a new one: budget and quotas come from `cache.json`, pins from their files, and
+each object is verified before its next use. No other process may have the cache open during a rebuild.
 """
 
 from __future__ import annotations
@@ -22,79 +22,79 @@ from datasvc.cache.catalogue.catalogue import Catalogue, describe_failure
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import sweep, unlock_and_close
-from datasvc.cache.catalogue.object_locks import Holds
+from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.pins import read_pins
 from datasvc.errors import CorruptDataError
 
-# lmdb.h, mdb.c: both meta pages lie at the start; mm_last_pg of MDB_meta is at 136.
+# lmdb.h, mdb.c: both meta pages are at the start of the file; mm_last_pg of MDB_meta is at offset 136.
 _PAGE: Final = 4096
 _LAST_PAGE: Final = struct.Struct("<Q")
 _LAST_PAGE_OFFSET: Final = 136
-_MAX_UNWRITTEN: Final = 2
-_BOOT: Final = "boot"  # beside the database
+_MAX_UNWRITTEN: Final = 2  # ratio of expected to actual size above which a file counts as truncated
+_BOOT: Final = "boot"  # a file beside the database
 
 
 def boot_id() -> str:
-    """Return what names this boot of the machine."""
+    """Return the id of the current boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-class Presence:
-    """Says that this process has a cache open: a lock that all share, and that whoever rebuilds must have alone.
+class OpenLock:
+    """The lock of an open cache: shared by every process that uses it, exclusive for a rebuild.
 
     Args:
-        folder: of the cache.
+        folder: folder of the cache.
     """
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder / "open.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
 
-    def is_alone(self) -> bool:
-        """Return whether no other process has the cache open. Call it before `enter`, under the opening lock."""
+    def try_exclusive(self) -> bool:
+        """Lock exclusively, and return True, if no other process has the cache open. Call it before `share`."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
-    def enter(self) -> None:
-        """Have the cache open from here on."""
+    def share(self) -> None:
+        """Lock shared: this process has the cache open until `close`."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Have it open no longer."""
+        """Release the lock."""
         os.close(self._descriptor)
 
 
-def open_catalogue(files: Files, holds: Holds) -> tuple[Catalogue, Presence]:
-    """Open the catalogue of a cache, made again where it cannot be trusted.
+def open_catalogue(files: Files, locks: ObjectLocks) -> tuple[Catalogue, OpenLock]:
+    """Open the catalogue of a cache; rebuild it if it cannot be trusted.
 
     Raises:
         ConfigError: the cache has a later format.
-        CorruptDataError: the catalogue is damaged while other processes use it; or `cache.json` is.
-        UnavailableError: it cannot be opened.
+        CorruptDataError: the catalogue is damaged and other processes use it, or `cache.json` is damaged.
+        UnavailableError: the catalogue cannot be opened.
     """
     configuration = Configuration.read(files.folder) or Configuration()
     with _opening(files.folder):
-        presence = Presence(files.folder)
+        open_lock = OpenLock(files.folder)
         try:
-            catalogue = _open(files, holds, presence, configuration)
-            presence.enter()
+            catalogue = _open(files, locks, open_lock, configuration)
+            open_lock.share()
         except BaseException:
-            presence.close()
+            open_lock.close()
             raise
-    return catalogue, presence
+    return catalogue, open_lock
 
 
-def _open(files: Files, holds: Holds, presence: Presence, configuration: Configuration) -> Catalogue:
-    alone = presence.is_alone()
-    if alone:
+def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: Configuration) -> Catalogue:
+    is_exclusive = open_lock.try_exclusive()
+    if is_exclusive:
         sweep(files.leases)
-        # Not even opened, if it is of another boot: LMDB dies of what a power cut may leave of it.
-        if not _is_of_this_boot(files.catalogue) or _is_cut_short(files.catalogue):
-            return _rebuild(files, holds, configuration)
+        # Checked before LMDB opens the file: LMDB can crash the process on a file that a power cut has damaged.
+        if not _is_of_this_boot(files.catalogue) or _is_truncated(files.catalogue):
+            return _rebuild(files, locks, configuration)
     try:
-        catalogue = Catalogue(files, holds)
+        catalogue = Catalogue(files, locks)
         boot = catalogue.boot
         catalogue.check()
     except (
@@ -104,34 +104,37 @@ def _open(files: Files, holds: Holds, presence: Presence, configuration: Configu
         lmdb.PageNotFoundError,
         ValueError,
     ) as error:
-        return _rebuild_alone(files, holds, configuration, alone=alone, why=str(error))
+        return _rebuild_exclusive(files, locks, configuration, is_exclusive=is_exclusive, why=str(error))
     except lmdb.Error as error:
         raise describe_failure(files.catalogue, error) from error
     if boot == boot_id():
         return catalogue
     catalogue.close()
-    return _rebuild_alone(files, holds, configuration, alone=alone, why=f"it belongs to another boot, {boot!r}")
+    why = f"it belongs to another boot, {boot!r}"
+    return _rebuild_exclusive(files, locks, configuration, is_exclusive=is_exclusive, why=why)
 
 
-def _rebuild_alone(files: Files, holds: Holds, configuration: Configuration, *, alone: bool, why: str) -> Catalogue:
-    if not alone:
+def _rebuild_exclusive(
+    files: Files, locks: ObjectLocks, configuration: Configuration, *, is_exclusive: bool, why: str
+) -> Catalogue:
+    if not is_exclusive:
         raise CorruptDataError(
             f"the cache catalogue {files.catalogue} is damaged ({why}) and other processes use it: stop these, then "
-            "open the cache again; the catalogue is made anew from the files, nothing cached is lost"
+            "open the cache again; it rebuilds the catalogue from the files, and no cached object is lost"
         )
-    return _rebuild(files, holds, configuration)
+    return _rebuild(files, locks, configuration)
 
 
-def _rebuild(files: Files, holds: Holds, configuration: Configuration) -> Catalogue:
-    # The folders stay: another process that opens the cache knows it by them, and waits for this one.
+def _rebuild(files: Files, locks: ObjectLocks, configuration: Configuration) -> Catalogue:
+    # The folders themselves stay: by them another process recognises the folder as a cache, and then waits.
     for folder in (files.catalogue, files.folder / "incoming", files.quarantine):
         for path in folder.iterdir():
             path.unlink()
-    catalogue = Catalogue(files, holds)
+    catalogue = Catalogue(files, locks)
     for name, pin in read_pins(files.pins).items():
         catalogue.pin(name, pin.objects)
     catalogue.rebuild(configuration, files.scan(), boot_id())
-    # Last: a catalogue that was made half-way is made again.
+    # Last: without this file, the next process rebuilds a catalogue that was filled only in part.
     durable.write_file(files.catalogue / _BOOT, boot_id().encode(), synced=False)
     return catalogue
 
@@ -143,10 +146,10 @@ def _is_of_this_boot(folder: Path) -> bool:
         return False
 
 
-def _is_cut_short(folder: Path) -> bool:
-    """Return whether the database's file has lost its end: LMDB maps it, and would die of a bus error.
+def _is_truncated(folder: Path) -> bool:
+    """Return whether the database's file has lost its end: LMDB maps the file, and would crash with a bus error.
 
-    Pages at the end that LMDB never wrote may be missing in a sound file; then these are added, empty.
+    An intact file may lack pages at its end that LMDB never wrote; they are added as zeros.
     """
     path = folder / "data.mdb"
     if not path.exists():
@@ -156,17 +159,17 @@ def _is_cut_short(folder: Path) -> bool:
         if len(head) < 2 * _PAGE:
             return True
         last_page = max(_LAST_PAGE.unpack_from(head, page + _LAST_PAGE_OFFSET)[0] for page in (0, _PAGE))
-        wanted, found = (last_page + 1) * _PAGE, path.stat().st_size
-        if wanted > _MAX_UNWRITTEN * found:
+        expected_bytes, file_bytes = (last_page + 1) * _PAGE, path.stat().st_size
+        if expected_bytes > _MAX_UNWRITTEN * file_bytes:
             return True
-        if wanted > found:
-            file.truncate(wanted)
+        if expected_bytes > file_bytes:
+            file.truncate(expected_bytes)
     return False
 
 
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """Let one process at a time open the cache of a folder."""
+    """Lock a cache folder inside the block, so that one process at a time opens it."""
     descriptor = os.open(folder / "opening.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,6 +1,7 @@
-"""Making room in a cache: what is swept, seized, evicted and put into quarantine inside one write transaction.
+"""Free space for new objects: evict, quarantine and clean up inside one write transaction of the catalogue.
 
-What goes is chosen by `eviction`; here it is made sure that nobody holds it, and that files and rows go together.
+`eviction` chooses the victims. This module takes the exclusive lock of each one, so that no object in use is evicted,
+and removes its file and its record together.
 """
 
 from __future__ import annotations
@@ -14,214 +15,230 @@ from datasvc.cache.catalogue.eviction import EvictionCandidate, by_distance, cho
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import is_held, lease_of
-from datasvc.cache.catalogue.object_locks import Holds
+from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.quotas import Account
 from datasvc.cache.catalogue.records import ObjectRecord, footprint
-from datasvc.cache.catalogue.tables import CatalogueTables, Owner
+from datasvc.cache.catalogue.tables import CatalogueTables, JobRow
 from datasvc.errors import CacheFullError
 from datasvc.order import NEVER
 from datasvc.repository import Digest, ObjectInfo
 
-NOBODY: Final = ""
-"""Owner of what a scan found, and a tenant that has nothing."""
+NO_JOB: Final = ""
+"""Job id of objects that a scan of the folder found."""
 SPARE_NOTHING: Final = -NEVER
-SPARE_WANTED: Final = NEVER // 2
-"""As far as that is nobody's next use, known or not: beyond lies what will not be used, or its job is gone."""
+"""Distance that spares no object."""
+SPARE_NEEDED: Final = NEVER // 2
+"""Distance that spares every object that a running job may need again, at a known time or not."""
 
-_MAPPED: Final = ".mapped"  # ends the name of a file in quarantine that jobs had mapped
+_NO_TENANT: Final = ""  # owns no object: what is evicted for it is above the guarantee of every tenant
+_MAPPED: Final = ".mapped"  # name suffix of a quarantined file that was in use when it was moved
 
 
 class SpaceAllocator:
-    """The room of one cache, inside one write transaction.
+    """The disk space of one cache, inside one write transaction.
 
     Args:
-        rows: as the transaction sees them.
-        files: of the cache.
-        holds: of this process.
-        forget_readers: frees what readers that died keep of the database.
+        tables: tables of the transaction.
+        files: files of the cache.
+        locks: object locks of this process.
+        forget_readers: releases the database pages of reader processes that have ended.
     """
 
     def __init__(
-        self, rows: CatalogueTables, files: Files, holds: Holds, forget_readers: Callable[[], object]
+        self, tables: CatalogueTables, files: Files, locks: ObjectLocks, forget_readers: Callable[[], object]
     ) -> None:
-        self._rows = rows
+        self._tables = tables
         self._files = files
-        self._holds = holds
+        self._locks = locks
         self._forget_readers = forget_readers
-        self._seized: list[Digest] = []
-        self._living: dict[str, bool] = {}  # by lease
+        self._locked: list[Digest] = []
+        self._is_running: dict[str, bool] = {}  # by lease
 
-    def make(self, tenant: str, size_bytes: int, nearest_bytes: int = SPARE_NOTHING) -> bool:
-        """Evict until a tenant may use so much more; False, and nothing evicted, where that cannot be.
+    def make_space(self, tenant: str, size_bytes: int, nearest_bytes: int = SPARE_NOTHING) -> bool:
+        """Evict until a tenant may use `size_bytes` more; return False, and evict nothing, where that is impossible.
 
         Args:
-            tenant: who asks.
-            size_bytes: of the disk.
-            nearest_bytes: spare what is needed as soon as that, or sooner.
+            tenant: tenant that needs the space.
+            size_bytes: disk space to free.
+            nearest_bytes: distance up to which objects are spared.
         """
-        if self._rows.account().missing(tenant, size_bytes) <= 0:
+        if self._tables.account().missing(tenant, size_bytes) <= 0:
             return True
+        # Leftovers go before any object that a job may use.
         self.sweep()
-        account = self._rows.account()
-        victims = self._choose(account, tenant, size_bytes, nearest_bytes)
+        account = self._tables.account()
+        victims = self._choose_victims(account, tenant, size_bytes, nearest_bytes)
+        # All or nothing: an eviction that does not make enough space would only lose objects.
         if account.missing(tenant, size_bytes) > 0:
             return False
         self._evict(victims)
         return True
 
-    def keep_quotas(self) -> None:
-        """Evict what is over the budget, or over what tenants may use, and held by nobody."""
+    def enforce_quotas(self) -> None:
+        """Evict unused objects above the budget or above what tenants may use."""
         self.sweep()
-        for tenant in self._rows.account().used_bytes:
-            self._evict(self._choose(self._rows.account(), tenant, 0))
+        for tenant in self._tables.account().used_bytes:
+            self._evict(self._choose_victims(self._tables.account(), tenant, 0))
 
-    def keep_budget(self) -> None:
-        """Evict what is over the budget, last what tenants are guaranteed; what of that is not used is nobody's."""
-        # Who had what is not always known after a restart: a maximum is kept from the next reservation on.
-        guarantees = {name: replace(quota, maximum_bytes=None) for name, quota in self._rows.account().quotas.items()}
-        for tenant in (NOBODY, *self._rows.account().used_bytes):
-            account = replace(self._rows.account(), quotas=guarantees, is_cut=True)
-            self._evict(self._choose(account, tenant, 0))
+    def enforce_budget(self) -> None:
+        """Evict unused objects above the budget, guaranteed ones last; unused guarantees reserve nothing."""
+        # After a restart the tenant of an object may be lost: maximums are enforced from the next reservation on.
+        guarantees = {
+            name: replace(quota, maximum_bytes=None) for name, quota in self._tables.account().quotas.items()
+        }
+        for tenant in (_NO_TENANT, *self._tables.account().used_bytes):
+            account = replace(self._tables.account(), quotas=guarantees, is_limited_by_disk=True)
+            self._evict(self._choose_victims(account, tenant, 0))
 
-    def is_alive(self, owner: Owner) -> bool:
-        """Return whether an owner has not ended, and its process lives."""
-        if owner.clock_bytes is None or owner.name == NOBODY:
+    def is_alive(self, job: JobRow) -> bool:
+        """Return whether a job has not ended and its process runs."""
+        if job.clock_bytes is None or job.job_id == NO_JOB:
             return False
-        lease_id = lease_of(owner.name)
-        if lease_id not in self._living:
-            self._living[lease_id] = is_held(self._files.leases, lease_id)
-        return self._living[lease_id]
+        lease_id = lease_of(job.job_id)
+        # Checked once per transaction: each check opens the file of the lease.
+        if lease_id not in self._is_running:
+            self._is_running[lease_id] = is_held(self._files.leases, lease_id)
+        return self._is_running[lease_id]
 
-    def on_its_way(self, tenant: str, size_bytes: int) -> Digest | None:
-        """Return an object that somebody fetches, and whose room might be a tenant's once it has come."""
-        account = self._rows.account()
+    def find_incoming(self, tenant: str, size_bytes: int) -> Digest | None:
+        """Return an object in transfer that may be evicted for `tenant` once it has arrived; None if none may."""
+        account = self._tables.account()
         if size_bytes > account.available(tenant):
-            return None  # however much came
-        for digest in self._rows.reserved():
-            record = self._rows.get(digest)
+            return None  # no eviction can make this fit
+        for digest in self._tables.reserved():
+            record = self._tables.get(digest)
             assert record is not None
             helps = account.helps(record.tenant, tenant, record.used_bytes, size_bytes)
+            # A free lock means that the fetch has ended without result, so waiting for it would not help.
             if helps and self._files.is_incoming_locked(digest):
                 return digest
         return None
 
     def refusal(self, tenant: str, info: ObjectInfo) -> CacheFullError:
-        """Return what to tell a tenant for whom there is no room."""
-        account, budget = self._rows.account(), self._rows.configuration.budget_bytes
-        cut = (
-            f", of which the disk had room for {account.budget_bytes} (set it again once it has more)"
-            if account.is_cut
+        """Return the error for a tenant whose object does not fit."""
+        account, budget = self._tables.account(), self._tables.configuration.budget_bytes
+        disk_limit = (
+            f", lowered to {account.budget_bytes} because the disk was full (set the budget again once it is not)"
+            if account.is_limited_by_disk
             else ""
         )
-        share = f"; tenant {tenant!r} may use {account.available(tenant)} of them" if account.quotas else ""
+        tenant_limit = (
+            f"; tenant {tenant!r} may use {account.available(tenant)} of these bytes" if account.quotas else ""
+        )
         missing = account.missing(tenant, footprint(info.size_bytes))
         return CacheFullError(
-            f"no room for {info.size_bytes} bytes: the budget is {budget} bytes{cut}{share}; {account.total_bytes} "
-            "are taken, and what could go is not enough: the rest is held by running jobs, on its way, pinned, or "
-            f"guaranteed to other tenants; raise the budget by at most {missing} bytes, unpin something, or wait for "
-            "a job to end"
+            f"no room for {info.size_bytes} bytes: the budget is {budget} bytes{disk_limit}{tenant_limit}; "
+            f"{account.total_bytes} are taken, and evicting every unused object would not free enough: the others "
+            "are in use by running jobs, being fetched, pinned, or guaranteed to other tenants; raise the budget by "
+            f"at most {missing} bytes, unpin objects, or wait until a job has ended"
         )
 
     def sweep(self) -> None:
-        """Remove what goes before anything of use: bad files, and what fetches and owners left that are gone."""
-        self._rows.lost_bytes = self._empty_quarantine()
+        """Remove leftovers before any useful object is evicted: quarantined files, and those of ended processes."""
+        self._tables.quarantined_bytes = self._empty_quarantine()
         self._forget_readers()
-        for digest in self._rows.reserved():
-            record = self._rows.get(digest)
+        for digest in self._tables.reserved():
+            record = self._tables.get(digest)
             assert record is not None
             if not self._files.is_incoming_locked(digest):
                 self.forget(digest, record)
                 self._files.remove_incoming(digest)
-        for owner in self._rows.owners():
-            if not self.is_alive(owner):
-                self._rows.leave(owner.name)
+        for job in self._tables.jobs():
+            if not self.is_alive(job):
+                self._tables.unregister(job.job_id)
 
     def forget(self, digest: Digest, record: ObjectRecord) -> None:
-        """Remove an object, file and row."""
+        """Remove the file, the link and the record of an object."""
         self._files.object_path(digest).unlink(missing_ok=True)
         FileLink(self._files.folder, digest).remove()
-        self._rows.delete(digest, record)
+        self._tables.delete(digest, record)
 
-    def seize(self, digest: Digest) -> bool:
-        """Make sure that nobody holds an object until `let_go`; False where somebody does."""
-        if not self._holds.seize(digest):
+    def try_lock_exclusive(self, digest: Digest) -> bool:
+        """Lock an object until `unlock_all`, so that no process can use it; return False where one uses it now."""
+        # Never waits: an object in use may stay in use until its job ends.
+        if not self._locks.try_lock_exclusive(digest):
             return False
-        self._seized.append(digest)
+        self._locked.append(digest)
         return True
 
-    def let_go(self) -> None:
-        """Let go of what was seized, once the transaction is through."""
-        for digest in self._seized:
-            self._holds.let_go(digest)
+    def unlock_all(self) -> None:
+        """Release the exclusive locks. Call it after the transaction is committed."""
+        for digest in self._locked:
+            self._locks.unlock(digest)
 
     def quarantine(self, digest: Digest, *, mapped: bool) -> None:
-        """Put a bad file away until its room is needed, which is free only once nobody has it mapped."""
+        """Move a corrupt file to the quarantine, where it stays until its space is needed and no job maps it."""
         path = self._files.object_path(digest)
-        kept = self._files.quarantine / f"{digest}{_MAPPED if mapped else ''}"
-        found_bytes = _footprint_of(path)
-        if found_bytes:
-            self._rows.lost_bytes += found_bytes - _footprint_of(kept)
-            path.replace(kept)
+        quarantined = self._files.quarantine / f"{digest}{_MAPPED if mapped else ''}"
+        file_bytes = _footprint_of(path)
+        if file_bytes:
+            self._tables.quarantined_bytes += file_bytes - _footprint_of(quarantined)
+            path.replace(quarantined)
 
     def quarantine_or_remove(self, digest: Digest, tenant: str) -> None:
-        """Put away a bad file that its tenant fetches again, if there is room for both."""
+        """Quarantine a corrupt file whose tenant fetches it again, or remove it if there is no space for both."""
         path = self._files.object_path(digest)
-        if self._rows.account().missing(tenant, _footprint_of(path)) > 0:
+        if self._tables.account().missing(tenant, _footprint_of(path)) > 0:
             path.unlink(missing_ok=True)
         else:
             self.quarantine(digest, mapped=False)
 
     def count_quarantine(self, tenant: str) -> None:
-        """Count a bad file that was moved by a process killed before it said so; it goes where its room is needed."""
-        self._rows.lost_bytes = sum(map(_footprint_of, self._files.quarantine.iterdir()))
-        if self._rows.account().missing(tenant, 0) > 0:
-            self._rows.lost_bytes = self._empty_quarantine()
+        """Measure the quarantine again, and empty it if `tenant` is above its limit.
 
-    def _choose(
+        A process that is killed between moving a file and its commit leaves a file that is not counted.
+        """
+        self._tables.quarantined_bytes = sum(map(_footprint_of, self._files.quarantine.iterdir()))
+        if self._tables.account().missing(tenant, 0) > 0:
+            self._tables.quarantined_bytes = self._empty_quarantine()
+
+    def _choose_victims(
         self, account: Account, tenant: str, size_bytes: int, nearest_bytes: int = SPARE_NOTHING
     ) -> Mapping[Digest, int]:
-        """Return what to evict, bytes by digest, all of it seized."""
+        """Return the objects to evict, bytes by digest, each locked exclusively."""
         victims = choose_victims(
             self._candidates(),
             account,
             tenant,
             size_bytes,
             nearest_bytes=nearest_bytes,
-            take=lambda candidate: self.seize(candidate.digest),
+            take=lambda candidate: self.try_lock_exclusive(candidate.digest),
         )
         return {victim.digest: victim.freed_bytes for victim in victims}
 
     def _candidates(self) -> Iterator[EvictionCandidate]:
-        """Yield what may be evicted unless it is held, first what goes first."""
-        living = []
-        for owner in self._rows.owners():
-            if self.is_alive(owner):
-                living.append(self._queue(owner.name, owner.clock_bytes))
+        """Yield the objects that may be evicted if they are not in use, the best victim first."""
+        running = []
+        for job in self._tables.jobs():
+            # In the order of registration: the objects of the oldest ended job go first.
+            if self.is_alive(job):
+                running.append(self._queue(job.job_id, job.clock_bytes))
             else:
-                yield from self._queue(owner.name, None)
-        yield from by_distance(living)
+                yield from self._queue(job.job_id, None)
+        yield from by_distance(running)
 
-    def _queue(self, owner: str, clock: int | None) -> Iterator[EvictionCandidate]:
-        for next_use, digest, freed_bytes, tenant in self._rows.furthest(owner):
+    def _queue(self, job_id: str, clock: int | None) -> Iterator[EvictionCandidate]:
+        for next_use, digest, freed_bytes, tenant in self._tables.furthest(job_id):
             yield EvictionCandidate(digest, freed_bytes, tenant, distance_bytes(next_use, clock))
 
     def _evict(self, victims: Mapping[Digest, int]) -> None:
         for digest in victims:
-            record = self._rows.get(digest)
+            record = self._tables.get(digest)
             assert record is not None
             self.forget(digest, record)
-        self._rows.count({"evicted": len(victims), "evicted_bytes": sum(victims.values())})
+        self._tables.count({"evicted": len(victims), "evicted_bytes": sum(victims.values())})
 
     def _empty_quarantine(self) -> int:
-        """Remove the files in quarantine; returns the bytes of those that jobs have mapped still."""
-        kept_bytes = 0
+        """Remove the quarantined files; return the bytes of those that jobs still have mapped."""
+        mapped_bytes = 0
         for path in self._files.quarantine.iterdir():
             digest = Digest(path.name.removesuffix(_MAPPED))
-            if path.name.endswith(_MAPPED) and self._holds.is_held(digest):
-                kept_bytes += _footprint_of(path)
+            # The disk frees the space of a mapped file only after its last user has closed it.
+            if path.name.endswith(_MAPPED) and self._locks.is_held(digest):
+                mapped_bytes += _footprint_of(path)
             else:
                 path.unlink(missing_ok=True)
-        return kept_bytes
+        return mapped_bytes
 
 
 def _footprint_of(path: Path) -> int:

@@ -1,11 +1,11 @@
-"""The rows of the catalogue, as one transaction sees them: every change keeps the lists and sums in step.
+"""The tables of the catalogue inside one transaction: every change keeps the indexes and sums consistent.
 
-objects     digest -> Record
-order       owner, next use, digest -> bytes freed, tenant: what may be evicted, sorted by when it is needed
-reserved    digest: what is on its way
-owners      lease, or one order of it, see `lease` -> when it came, its clock, what it calls itself
+objects     digest -> `ObjectRecord`
+order       job, next use, digest -> bytes freed, tenant: objects that may be evicted, sorted by next use
+reserved    digest: objects that are being fetched
+owners      id of a job, see `lease` -> sequence number, clock, note
 pins        digest, name of the pin
-meta        numbers by name; "u:TENANT" what a tenant uses, "n:NAME" a counter
+meta        numbers by name: "u:TENANT" bytes that a tenant uses, "n:NAME" a counter
 """
 
 from __future__ import annotations
@@ -33,89 +33,94 @@ from datasvc.repository import Digest
 
 _TABLES: Final = (b"objects", b"order", b"reserved", b"owners", b"pins", b"meta")
 _CONFIGURATION, _LIMIT, _LOST, _SEQUENCE, _BOOT = b"configuration", b"limit", b"lost", b"sequence", b"boot"
-_OWNER: Final = struct.Struct("<QQ")
+_JOB: Final = struct.Struct("<QQ")
 _LAST: Final = b"\xff" * 40
-_ENDED: Final = (1 << 64) - 1  # the clock of an order that was closed
+_ENDED: Final = (1 << 64) - 1  # the clock of an access order that has ended
 
 
-class Owner(NamedTuple):
-    """Whose objects are listed: a process, or one order of it.
+class JobRow(NamedTuple):
+    """A registered job: a process, or one access order of it.
 
     Attributes:
-        sequence: when it came.
-        name: its lease, or one of that lease's orders.
-        clock_bytes: what it said last; None where it has ended, though its process may live.
-        note: what it calls itself.
+        sequence: registration number, ascending.
+        job_id: lease of the process, or id of one of its access orders.
+        clock_bytes: clock value that the job last reported; None: the job has ended, although its process may run.
+        note: description that the job gave of itself.
     """
 
     sequence: int
-    name: str
+    job_id: str
     clock_bytes: int | None
     note: str
 
 
 class Tables:
-    """The open tables of one database."""
+    """The open LMDB tables of one database."""
 
     def __init__(self, env: lmdb.Environment) -> None:
-        self.objects, self.order, self.reserved, self.owners, self.pins, self.meta = map(env.open_db, _TABLES)
-        self.configurations: dict[bytes, Configuration] = {}  # the last one parsed
+        self.objects, self.order, self.reserved, self.jobs, self.pins, self.meta = map(env.open_db, _TABLES)
+        self.configurations: dict[bytes, Configuration] = {}  # the last one parsed, by its bytes
 
 
 class CatalogueTables:
-    """The rows, inside one transaction."""
+    """The rows of the catalogue inside one transaction.
+
+    Args:
+        tables: tables of the database.
+        txn: LMDB transaction; reads need no write transaction.
+    """
 
     def __init__(self, tables: Tables, txn: Any) -> None:
         self._tables = tables
         self._txn = txn
 
     def check(self) -> None:
-        """Look at the first and last row of every table. Raises lmdb.Error, ValueError: damaged."""
+        """Read the first and last row of every table. Raises lmdb.Error or ValueError if one is damaged."""
         tables = self._tables
-        for table in (tables.objects, tables.order, tables.reserved, tables.owners, tables.pins, tables.meta):
+        for table in (tables.objects, tables.order, tables.reserved, tables.jobs, tables.pins, tables.meta):
             cursor = self._txn.cursor(db=table)
-            for found in (cursor.first(), cursor.last()):
-                if found and table is tables.objects:
+            for has_row in (cursor.first(), cursor.last()):
+                if has_row and table is tables.objects:
                     ObjectRecord.decode(bytes(cursor.value()))
 
     # Objects.
 
     def get(self, digest: Digest) -> ObjectRecord | None:
-        """Return the record of an object."""
+        """Return the record of an object; None if there is none."""
         value = self._txn.get(bytes.fromhex(digest), db=self._tables.objects)
         return None if value is None else ObjectRecord.decode(bytes(value))
 
     def state(self, digest: Digest) -> int | None:
-        """Return the state of an object alone, which every hit asks for; None where it has no record."""
+        """Return only the state of an object, which every cache hit reads; None if it has no record."""
         value = self._txn.get(bytes.fromhex(digest), db=self._tables.objects)
         return None if value is None else ObjectRecord.state_of(value)
 
     def put(self, digest: Digest, before: ObjectRecord | None, record: ObjectRecord) -> None:
-        """Write a record in place of `before`, and list it where it belongs."""
+        """Write a record in place of `before`, and update the indexes and the bytes used by its tenant."""
         key = bytes.fromhex(digest)
         if before is not None:
             self.unlist(digest, before)
-        self._use(record.tenant, record.used_bytes, before)
+        self._charge(record.tenant, record.used_bytes, before)
         self._txn.put(key, record.encode(), db=self._tables.objects)
         if record.state == RESERVED:
             self._txn.put(key, b"", db=self._tables.reserved)
-        elif not self.is_pinned(digest):
-            self._know(record.owner)
-            order = order_key(record.owner, record.next_use, digest)
+        elif not self.is_pinned(digest):  # eviction reads this index, so it never visits a pinned object
+            self._ensure_registered(record.job_id)
+            order = order_key(record.job_id, record.next_use, digest)
             self._txn.put(order, order_value(record), db=self._tables.order)
 
     def delete(self, digest: Digest, record: ObjectRecord) -> None:
-        """Forget an object."""
+        """Delete the record of an object, and its index entries."""
         self.unlist(digest, record)
         self._txn.delete(bytes.fromhex(digest), db=self._tables.objects)
-        self._use(record.tenant, 0, record)
+        self._charge(record.tenant, 0, record)
 
     def unlist(self, digest: Digest, record: ObjectRecord) -> None:
-        """Take an object off the lists of what is on its way and what may be evicted."""
+        """Remove an object from the index that lists it: of fetches in progress, or of what may be evicted."""
         if record.state == RESERVED:
             self._txn.delete(bytes.fromhex(digest), db=self._tables.reserved)
         else:
-            self._txn.delete(order_key(record.owner, record.next_use, digest), db=self._tables.order)
+            self._txn.delete(order_key(record.job_id, record.next_use, digest), db=self._tables.order)
 
     def objects(self) -> Iterator[tuple[Digest, ObjectRecord]]:
         """Yield every record."""
@@ -123,98 +128,101 @@ class CatalogueTables:
             yield Digest(bytes(key).hex()), ObjectRecord.decode(bytes(value))
 
     def reserved(self) -> list[Digest]:
-        """Return what is on its way."""
+        """Return the objects that are being fetched."""
         keys = self._txn.cursor(db=self._tables.reserved).iternext(values=False)
         return [Digest(bytes(key).hex()) for key in keys]
 
-    def furthest(self, owner: str) -> Iterator[tuple[int, Digest, int, str]]:
-        """Yield next use, digest, bytes and tenant of what an owner would have evicted, the furthest use first."""
-        prefix = owner.encode() + b"\0"
+    def furthest(self, job_id: str) -> Iterator[tuple[int, Digest, int, str]]:
+        """Yield next use, digest, bytes and tenant of each evictable object of a job, the furthest next use first."""
+        prefix = job_id.encode() + b"\0"
         cursor = self._txn.cursor(db=self._tables.order)
-        found = cursor.prev() if cursor.set_range(prefix + _LAST) else cursor.last()
-        while found and bytes(cursor.key()).startswith(prefix):
+        # `_LAST` sorts after every key of the job, so the row before it has the furthest next use.
+        has_row = cursor.prev() if cursor.set_range(prefix + _LAST) else cursor.last()
+        while has_row and bytes(cursor.key()).startswith(prefix):
             _, next_use, digest = parse_order_key(bytes(cursor.key()))
             yield next_use, digest, *parse_order_value(bytes(cursor.value()))
-            found = cursor.prev()
+            has_row = cursor.prev()
 
-    # Owners: the jobs that have the cache open, and those that left something behind.
+    # Jobs: those that have the cache open, and those that have ended but whose objects are still listed.
 
-    def enter(self, owner: str, note: str) -> None:
-        """Write down a new owner."""
-        value = _OWNER.pack(self.next_sequence(), 0) + note.encode()
-        self._txn.put(owner.encode() + b"\0", value, db=self._tables.owners)
+    def register(self, job_id: str, note: str) -> None:
+        """Add a job."""
+        value = _JOB.pack(self.next_sequence(), 0) + note.encode()
+        self._txn.put(job_id.encode() + b"\0", value, db=self._tables.jobs)
 
-    def _know(self, owner: str) -> None:
-        # Below one that left, while its objects were pinned, nothing would be found to evict.
-        if self._txn.get(owner.encode() + b"\0", db=self._tables.owners) is None:
-            self.enter(owner, "")
-            if is_order(owner):
-                self.end(owner)  # it was entered when it began, and is gone from the list since it ended
+    def _ensure_registered(self, job_id: str) -> None:
+        # Eviction visits registered jobs only. A job can be unregistered while all its objects are pinned, and one of
+        # these may be listed again later.
+        if self._txn.get(job_id.encode() + b"\0", db=self._tables.jobs) is None:
+            self.register(job_id, "")
+            if is_order(job_id):
+                self.retire(job_id)  # an access order registers when it starts, so a missing one has ended
 
-    def owner(self, name: str) -> Owner | None:
-        """Return an owner; None where none has that name, any more."""
-        value = self._txn.get(name.encode() + b"\0", db=self._tables.owners)
-        return None if value is None else _parse_owner(name, bytes(value))
+    def job(self, job_id: str) -> JobRow | None:
+        """Return a registered job; None if there is none with that id."""
+        value = self._txn.get(job_id.encode() + b"\0", db=self._tables.jobs)
+        return None if value is None else _parse_job(job_id, bytes(value))
 
-    def owners(self) -> list[Owner]:
-        """Return the owners in the order in which they came."""
-        rows = self._txn.cursor(db=self._tables.owners)
-        return sorted(_parse_owner(bytes(key)[:-1].decode(), bytes(value)) for key, value in rows)
+    def jobs(self) -> list[JobRow]:
+        """Return the registered jobs in the order of registration."""
+        rows = self._txn.cursor(db=self._tables.jobs)
+        return sorted(_parse_job(bytes(key)[:-1].decode(), bytes(value)) for key, value in rows)
 
-    def end(self, owner: str) -> None:
-        """Let an owner count as gone, whether its process lives or not."""
-        self._set_clock(owner, _ENDED)
+    def retire(self, job_id: str) -> None:
+        """Mark a job as ended, whether its process runs or not."""
+        self._set_clock(job_id, _ENDED)
 
-    def leave(self, owner: str) -> None:
-        """Forget an owner that has nothing left here."""
-        prefix = owner.encode() + b"\0"
+    def unregister(self, job_id: str) -> None:
+        """Delete a job unless objects of it are still listed."""
+        prefix = job_id.encode() + b"\0"
         cursor = self._txn.cursor(db=self._tables.order)
         if not (cursor.set_range(prefix) and bytes(cursor.key()).startswith(prefix)):
-            self._txn.delete(prefix, db=self._tables.owners)
+            self._txn.delete(prefix, db=self._tables.jobs)
 
-    def next_use(self, owner: str, reuse: NextUse | None) -> int:
-        """Return what to write as next use, and take down the owner's clock where it is known."""
+    def next_use(self, job_id: str, reuse: NextUse | None) -> int:
+        """Return the next use to store for an object, and update the job's clock from `reuse`."""
         if reuse is None:
             return UNKNOWN + self.next_sequence()
-        self.set_clock(owner, reuse.now)
+        self.set_clock(job_id, reuse.now)
         return reuse.next_use
 
-    def set_clock(self, owner: str, now: int) -> None:
-        """Take down an owner's clock, which goes back where a job loads an earlier state; not of one that ended."""
-        self._know(owner)
-        self._set_clock(owner, now)
+    def set_clock(self, job_id: str, now: int) -> None:
+        """Set a job's clock, unless the job has ended. The clock goes back when a job restores an earlier state."""
+        self._ensure_registered(job_id)
+        self._set_clock(job_id, now)
 
-    def _set_clock(self, owner: str, now: int) -> None:
-        key = owner.encode() + b"\0"
-        value = bytes(self._txn.get(key, db=self._tables.owners))
-        sequence, clock = _OWNER.unpack_from(value)
+    def _set_clock(self, job_id: str, now: int) -> None:
+        key = job_id.encode() + b"\0"
+        value = bytes(self._txn.get(key, db=self._tables.jobs))
+        sequence, clock = _JOB.unpack_from(value)
+        # An ended job stays ended; an unchanged clock needs no write.
         if clock not in (now, _ENDED):
-            self._txn.put(key, _OWNER.pack(sequence, now) + value[_OWNER.size :], db=self._tables.owners)
+            self._txn.put(key, _JOB.pack(sequence, now) + value[_JOB.size :], db=self._tables.jobs)
 
     # Pins.
 
     def pin(self, digest: Digest, name: str) -> None:
-        """Keep an object, which need not be here."""
+        """Add a pin to an object, resident or not: it leaves the index of what may be evicted."""
         record = self.get(digest)
         if record is not None and record.state != RESERVED:
             self.unlist(digest, record)
         self._txn.put(_pin_key(digest, name), b"", db=self._tables.pins)
 
     def unpin(self, digest: Digest, name: str) -> None:
-        """Undo `pin`; the object is listed again unless another pin keeps it."""
+        """Undo `pin`; the object may be evicted again unless it has another pin."""
         self._txn.delete(_pin_key(digest, name), db=self._tables.pins)
         record = self.get(digest)
         if record is not None:
             self.put(digest, record, record)
 
     def is_pinned(self, digest: Digest) -> bool:
-        """Return whether any pin keeps an object."""
+        """Return whether an object has a pin."""
         key = bytes.fromhex(digest)
         cursor = self._txn.cursor(db=self._tables.pins)
         return bool(cursor.set_range(key)) and bytes(cursor.key()).startswith(key)
 
     def pinned(self) -> set[Digest]:
-        """Return every object that a pin keeps."""
+        """Return every pinned object."""
         keys = self._txn.cursor(db=self._tables.pins).iternext(values=False)
         return {Digest(bytes(key)[:32].hex()) for key in keys}
 
@@ -224,11 +232,12 @@ class CatalogueTables:
     def configuration(self) -> Configuration:
         """Budget and quotas."""
         raw = bytes(self._txn.get(_CONFIGURATION, default=b"", db=self._tables.meta))
-        found = self._tables.configurations.get(raw)
-        if found is None:
-            found = Configuration.decode(raw, "catalogue") if raw else Configuration()
-            self._tables.configurations = {raw: found}  # replaced in one piece: threads share it
-        return found
+        configuration = self._tables.configurations.get(raw)
+        if configuration is None:
+            configuration = Configuration.decode(raw, "catalogue") if raw else Configuration()
+            # A new dictionary instead of a change of the old one, which other threads may be reading.
+            self._tables.configurations = {raw: configuration}
+        return configuration
 
     @configuration.setter
     def configuration(self, configuration: Configuration) -> None:
@@ -236,7 +245,7 @@ class CatalogueTables:
 
     @property
     def limit_bytes(self) -> int:
-        """The budget, or what of it the disk had room for."""
+        """The budget, or the lower limit that a full disk has imposed. Bytes."""
         return self._number(_LIMIT)
 
     @limit_bytes.setter
@@ -244,17 +253,17 @@ class CatalogueTables:
         self._set_number(_LIMIT, limit_bytes)
 
     @property
-    def lost_bytes(self) -> int:
-        """What quarantined files take."""
+    def quarantined_bytes(self) -> int:
+        """Disk space of quarantined files."""
         return self._number(_LOST)
 
-    @lost_bytes.setter
-    def lost_bytes(self, lost_bytes: int) -> None:
-        self._set_number(_LOST, lost_bytes)
+    @quarantined_bytes.setter
+    def quarantined_bytes(self, quarantined_bytes: int) -> None:
+        self._set_number(_LOST, quarantined_bytes)
 
     @property
     def boot(self) -> str:
-        """The boot of the machine for which the catalogue was made; "" for a new one."""
+        """Boot id of the machine for which the catalogue was built; "" for a new one."""
         return bytes(self._txn.get(_BOOT, default=b"", db=self._tables.meta)).decode()
 
     @boot.setter
@@ -265,7 +274,7 @@ class CatalogueTables:
         """Return what tenants use and may use."""
         used = {name: number for name, number in self._numbers(b"u:").items() if number}
         configuration, limit = self.configuration, self.limit_bytes
-        return Account(limit, configuration.quotas, used, self.lost_bytes, limit < configuration.budget_bytes)
+        return Account(limit, configuration.quotas, used, self.quarantined_bytes, limit < configuration.budget_bytes)
 
     def counters(self) -> dict[str, int]:
         """Return the counters by name."""
@@ -278,10 +287,10 @@ class CatalogueTables:
                 self._add(b"n:" + name.encode(), number)
 
     def next_sequence(self) -> int:
-        """Return a number that grows with each call, whoever calls."""
+        """Return a number that is larger than all those returned before, over all processes."""
         return self._add(_SEQUENCE, 1)
 
-    def _use(self, tenant: str, used_bytes: int, before: ObjectRecord | None) -> None:
+    def _charge(self, tenant: str, used_bytes: int, before: ObjectRecord | None) -> None:
         if before is not None and before.tenant == tenant:
             used_bytes -= before.used_bytes
         elif before is not None:
@@ -290,14 +299,14 @@ class CatalogueTables:
             self._add(b"u:" + tenant.encode(), used_bytes)
 
     def _numbers(self, prefix: bytes) -> dict[str, int]:
-        found = {}
+        numbers = {}
         cursor = self._txn.cursor(db=self._tables.meta)
         if cursor.set_range(prefix):
             for key, value in cursor:
                 if not bytes(key).startswith(prefix):
                     break
-                found[bytes(key)[len(prefix) :].decode()] = int(value)
-        return found
+                numbers[bytes(key)[len(prefix) :].decode()] = int(value)
+        return numbers
 
     def _add(self, name: bytes, change: int) -> int:
         number = self._number(name) + change
@@ -311,10 +320,11 @@ class CatalogueTables:
         self._txn.put(name, b"%d" % value, db=self._tables.meta)
 
 
-def _parse_owner(name: str, value: bytes) -> Owner:
-    sequence, clock = _OWNER.unpack_from(value)
-    return Owner(sequence, name, None if clock == _ENDED else clock, value[_OWNER.size :].decode())
+def _parse_job(job_id: str, value: bytes) -> JobRow:
+    sequence, clock = _JOB.unpack_from(value)
+    return JobRow(sequence, job_id, None if clock == _ENDED else clock, value[_JOB.size :].decode())
 
 
 def _pin_key(digest: Digest, name: str) -> bytes:
+    # LMDB keys have at most 511 bytes; the full name is in the pin's file.
     return bytes.fromhex(digest) + name.encode()[:400]

@@ -1,1 +1,1 @@
-"""Brings one object onto the node: reserve, transfer, verify, publish."""
+"""Fetches one object onto the node: reserve, transfer, verify, publish."""

@@ -1,4 +1,4 @@
-"""Bring one object onto the node: reserve, fetch, verify, publish. Of many who want it at once, one fetches."""
+"""Fetch one object onto the node: reserve, transfer, verify, publish. Concurrent fetches of an object share one."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import digest_of_file
 
 Outcome = Literal["resident", "origin", "peer", "busy", "later"]
-Report = Callable[[Outcome, int], None]
-"""Learns how many bytes more have come from where."""
+FetchProgress = Callable[[Outcome, int], None]
+"""Called with the source of bytes, and the number of bytes that have arrived since the last call."""
 
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Fetcher:
     """Fetches objects of repositories into one cache, for one tenant.
 
     Args:
-        catalogue: of the cache.
-        files: of the cache.
-        lease_id: of this process.
-        tenant: whose budget is used.
-        requests: what this process may ask origins for at once.
-        peers: other nodes; None: there are none.
+        catalogue: catalogue of the cache.
+        files: files of the cache.
+        lease_id: lease of this process.
+        tenant: tenant whose quota is charged.
+        requests: requests to origins, shared by all fetches of this process.
+        peers: other nodes; None: no other nodes.
     """
 
     def __init__(
@@ -62,46 +62,47 @@ class Fetcher:
         self,
         info: ObjectInfo,
         repository: Store,
-        report: Report | None = None,
+        progress: FetchProgress | None = None,
         *,
         prefetch: NextUse | None = None,
         evict: bool = True,
-        owner: str | None = None,
+        job_id: str | None = None,
     ) -> Outcome:
         """Make an object resident.
 
         Args:
-            info: the object, held by this process unless it is prefetched.
-            repository: its origin.
-            report: called as its bytes arrive.
-            prefetch: when it is needed; then nothing that is needed sooner is evicted for it, and nothing waited for.
-            evict: whether anything is evicted that anybody may need again.
-            owner: the order that needs it, see `CacheFolder.new_owner`; None: this process.
+            info: the object; this process has a hold on it unless it is prefetched.
+            repository: origin of the object.
+            progress: called as its bytes arrive.
+            prefetch: next use of a prefetched object: nothing needed sooner is evicted for it, and the call does not
+                wait for other fetches.
+            evict: whether objects that a job may need again can be evicted.
+            job_id: access order that needs the object, see `CacheFolder.new_job`; None: this process.
 
         Returns:
-            "resident": it was already. "origin", "peer": it came from there. Of a prefetch also "later": no room
-            yet, and "busy": somebody else fetches it.
+            "resident": the object was there already. "origin" or "peer": its source. A prefetch also returns "later"
+            if there is no space yet, and "busy" if another thread or process fetches the object.
 
         Raises:
-            CacheFullError: no room in the budget, or the disk is full and nothing can be evicted.
-            CorruptDataError: wrong bytes from every source, and twice from the origin.
+            CacheFullError: the budget has no space for the object, or the disk is full and nothing can be evicted.
+            CorruptDataError: every source sent wrong bytes, the origin twice.
             NotFoundError, UnavailableError: see `transfer`.
         """
-        owner = owner or self._lease_id
+        job_id = job_id or self._lease_id
         try:
-            return self._fetch(info, repository, report, prefetch, evict=evict, owner=owner)
+            return self._fetch(info, repository, progress, prefetch, evict=evict, job_id=job_id)
         except OSError as error:
             raise UnavailableError(f"cannot write to the cache {self._files.folder}: {error}") from error
         finally:
-            # Whatever happened, an interrupt at any line included: no reservation outlives this call.
+            # After any error, or an interrupt at any line: a reservation never outlives this call.
             if self._files.is_locked_by_this_thread(info.digest):
                 try:
-                    self._catalogue.drop(info.digest, owner)
+                    self._catalogue.drop(info.digest, job_id)
                 finally:
                     self._files.unlock(info.digest)
 
-    def weigh(self, digest: Digest, reuse: NextUse) -> NextUse:
-        """Return a next use such that, among peers, what this node owns stays longer than what it does not."""
+    def bias_to_owned(self, digest: Digest, reuse: NextUse) -> NextUse:
+        """Return a next use such that a node with peers keeps the objects it owns longer than others."""
         if self._peers is None or self._peers.num_nodes <= 1:
             return reuse
         owned = np.array([self._peers.owns(digest)])
@@ -111,60 +112,61 @@ class Fetcher:
         self,
         info: ObjectInfo,
         repository: Store,
-        report: Report | None,
+        progress: FetchProgress | None,
         prefetch: NextUse | None,
         *,
         evict: bool,
-        owner: str,
+        job_id: str,
     ) -> Outcome:
         tenant = self._tenant
         while True:
-            answer = self._catalogue.reserve(info, owner, tenant, prefetch=prefetch, evict=evict)
-            if answer == BUSY and prefetch is not None:
+            reservation = self._catalogue.reserve(info, job_id, tenant, prefetch=prefetch, evict=evict)
+            if reservation == BUSY and prefetch is not None:
                 return "busy"
-            if answer == BUSY:
+            if reservation == BUSY:
                 self._files.wait_for_incoming(info.digest)
-            elif isinstance(answer, NoSpaceYet):
-                # It ends whatever becomes of it, and each turn waits for another one: this goes on while others do.
-                self._files.wait_for_incoming(answer.digest)
+            elif isinstance(reservation, NoSpaceYet):
+                # Every fetch ends, successful or not, and each turn waits for another one: the loop makes progress.
+                self._files.wait_for_incoming(reservation.digest)
             else:
                 break
-        if answer != GRANTED:
-            return "later" if answer == LATER else "resident"
+        if reservation != GRANTED:
+            return "later" if reservation == LATER else "resident"
         if self._is_intact(info.digest):
-            # Found by a scan, or from a process killed between publishing and saying so.
-            self._complete(info.digest, owner, prefetch, {"hits": 1}, publish=False)
+            # Found by a scan, or published by a process that was killed before its commit.
+            self._complete(info.digest, job_id, prefetch, {"hits": 1}, publish=False)
             return "resident"
-        done = self._transfer(info, repository, report)
+        done = self._transfer(info, repository, progress)
         if isinstance(repository, RemoteFile):
+            # The ranges may be of two states of the file; the object is named by the first.
             repository.check_unchanged()
             FileLink(self._files.folder, info.digest).note(done.content)
         counts = {f"{kind}_bytes": count for kind, count in done.bytes_by_kind.items()}
         counts |= {"misses": 1, "corrupt": done.num_corrupt}
-        self._complete(info.digest, owner, prefetch, counts, publish=True)
-        # Where an earlier fetch had brought all of it nobody knows from where it did.
+        self._complete(info.digest, job_id, prefetch, counts, publish=True)
+        # If an earlier fetch had received all bytes, their source is not known: count them for the origin.
         return done.kind or "origin"
 
     def _complete(
-        self, digest: Digest, owner: str, prefetch: NextUse | None, counts: dict[str, int], *, publish: bool
+        self, digest: Digest, job_id: str, prefetch: NextUse | None, counts: dict[str, int], *, publish: bool
     ) -> None:
-        self._catalogue.complete(digest, owner, publish=publish, reuse=prefetch, counts=counts)
+        self._catalogue.complete(digest, job_id, publish=publish, reuse=prefetch, counts=counts)
         self._files.unlock(digest)
 
     def _is_intact(self, digest: Digest) -> bool:
-        """Check a file that lies there unverified; a bad one goes into quarantine."""
+        """Return whether an unverified file exists and is intact; quarantine it if it is corrupt."""
         path = self._files.object_path(digest)
         try:
-            # Of a link nothing is believed: what it leads to may change at any time. What is fetched replaces it.
-            found = None if path.is_symlink() else digest_of_file(path)
+            # The target of a link may change at any time, so a link is never intact; the fetched file replaces it.
+            file_digest = None if path.is_symlink() else digest_of_file(path)
         except FileNotFoundError:
             return False
-        wanted = FileLink(self._files.folder, digest).content or digest
-        if found != wanted:
+        is_intact = file_digest == (FileLink(self._files.folder, digest).content or digest)
+        if not is_intact:
             self._catalogue.quarantine(digest)
-        return found == wanted
+        return is_intact
 
-    def _transfer(self, info: ObjectInfo, repository: Store, report: Report | None) -> FetchReport:
+    def _transfer(self, info: ObjectInfo, repository: Store, progress: FetchProgress | None) -> FetchReport:
         descriptor = self._files.incoming(info.digest)
         while True:
             try:
@@ -172,29 +174,30 @@ class Fetcher:
                 with ReceivedParts(self._files.parts_path(info.digest), info.size_bytes) as parts:
                     is_named = not isinstance(repository, RemoteFile)
                     sources = self._sources(info, repository)
-                    return transfer(info, descriptor, parts, sources, report, is_named_by_content=is_named)
+                    return transfer(info, descriptor, parts, sources, progress, is_named_by_content=is_named)
             except CorruptDataError:
                 self._catalogue.count({"corrupt": 1})
                 raise
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in _DISK_FULL:
                     raise
-                # Each turn evicts something, or gives up.
+                # Each turn evicts at least one object, or raises: the loop ends.
                 self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)
 
     def _sources(self, info: ObjectInfo, repository: Store) -> list[ObjectSource]:
         origin = OriginSource(repository.objects, info.digest, self._requests)
         if self._peers is None or isinstance(repository, RemoteFile):
-            return [origin]  # no peer could be believed about bytes that have no digest
-        return [*self._peers.sources(info, repository.url), origin, *self._peers.holders(info)]
+            return [origin]  # no peers: the digest of a remote file is unknown, so their bytes cannot be verified
+        # Peers of higher rank first, so that an object leaves the origin once; those of lower rank after its failure.
+        return [*self._peers.sources(info, repository.url), origin, *self._peers.fallback_sources(info)]
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:
-    """Take the room on the disk before a byte is fetched; a file system that cannot do so takes it while writing."""
+    """Allocate disk space before the transfer; a file system without this feature allocates while it is written."""
     if size_bytes:
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in _DISK_FULL:
                 raise
             os.truncate(descriptor, size_bytes)

@@ -1,8 +1,8 @@
-"""The incoming file of an object while it fills: what of it is there, from whom, and the hash of its beginning.
+"""The incoming file of an object during a transfer: received ranges, bytes per source, and an incremental hash.
 
-Each byte is written once between two starts, and hashed as soon as all before it are there: mostly in the buffer that
-it arrived in, else from the page cache. So a digest that is right speaks for the very bytes in the file, without a
-second pass over cold data.
+Each byte is written once between two calls of `reset`, and hashed as soon as all bytes before it are there: usually
+from the buffer in which it arrived, otherwise from the page cache. So a correct digest proves the very bytes in the
+file, without a second pass over data that is no longer in memory.
 """
 
 from __future__ import annotations
@@ -19,68 +19,72 @@ from datasvc.cache.sources.origin_source import Kind, ObjectSource
 from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
 from datasvc.repository import Digest, ObjectInfo
 
-Report = Callable[[Kind, int], None]
+TransferProgress = Callable[[Kind, int], None]
+"""Called with the kind of source and the number of bytes that have arrived since the last call."""
+
 _READ_BACK_BYTES = 1 << 20
-# Of a piece that arrives: whoever hashes does not receive, and its sender waits meanwhile.
-_READ_BACK_AT_ONCE_BYTES = 8 << 20
+# Limit per received buffer: a thread that hashes does not receive, and its connection waits.
+_MAX_READ_BACK_BYTES = 8 << 20
 
 
-class GrowingFile:
-    """See above. Sources write from several threads; everything else is for one thread, while no source writes.
+class PartialFile:
+    """An incoming file that sources fill. They write from several threads; no other method may run at that time.
 
     Args:
-        size_bytes: of the object.
+        size_bytes: size of the object.
         descriptor: the file, open for reading and writing.
-        parts: which of its parts are there.
-        report: called with each piece that arrives, from any thread but by one at a time.
+        parts: parts of the object that are in the file.
+        progress: called with each buffer that arrives, from any thread, but by one at a time.
 
     Attributes:
-        is_continued: whether there is something in it that another process wrote.
-        bytes_by_kind: what arrived in this process, wrong bytes too.
+        is_continued: whether the file contains bytes that another process wrote.
+        bytes_by_kind: bytes that arrived in this process by kind of source, wrong ones included.
     """
 
-    def __init__(self, size_bytes: int, descriptor: int, parts: ReceivedParts, report: Report | None) -> None:
+    def __init__(
+        self, size_bytes: int, descriptor: int, parts: ReceivedParts, progress: TransferProgress | None
+    ) -> None:
         self._size_bytes = size_bytes
         self._descriptor = descriptor
         self._parts = parts
-        self._report = report
+        self._progress = progress
         self._lock = threading.Lock()
-        self._hashing = threading.Lock()  # held by whoever owns the next two
+        self._hashing = threading.Lock()  # guards the next two attributes
         self._hash = blake3()
         self._hashed = 0
         self._filled = [
             self._part_bytes(number) if number in parts.arrived else 0 for number in range(parts.num_parts)
         ]
-        self._given: dict[ObjectSource, int] = {}
+        self._bytes_by_source: dict[ObjectSource, int] = {}
         self.is_continued = bool(parts.arrived)
         self.bytes_by_kind: dict[Kind, int] = {}
 
     @property
-    def givers(self) -> dict[ObjectSource, int]:
-        """Bytes that are in the file, by who gave them in this process."""
-        return self._given
+    def bytes_by_source(self) -> dict[ObjectSource, int]:
+        """Bytes in the file that this process received, by source."""
+        return self._bytes_by_source
 
     @property
     def is_complete(self) -> bool:
         """Whether all bytes are there, right or wrong."""
         return sum(self._filled) == self._size_bytes
 
-    def take_from(self, source: ObjectSource, info: ObjectInfo) -> None:
-        """Ask a source for all that is missing.
+    def fill_from(self, source: ObjectSource, info: ObjectInfo) -> None:
+        """Read all missing ranges from a source.
 
         Raises:
-            NotFoundError, CorruptDataError, ConfigError, UnavailableError: as `ObjectSource.stream`.
+            NotFoundError, CorruptDataError, ConfigError, UnavailableError: see `ObjectSource.stream`.
             OSError: the file cannot be written.
         """
         for start, stop in self._missing():
             source.stream(info, start, stop - start, partial(self._write, source))
         assert self.is_complete, source.name
 
-    def start_over(self) -> None:
-        """Trust nothing of what is there. Raises OSError."""
+    def reset(self) -> None:
+        """Discard all bytes of the file. Raises OSError."""
         self._parts.clear()
         self._filled = [0] * len(self._filled)
-        self._given = {}
+        self._bytes_by_source = {}
         self.is_continued = False
         self._hash, self._hashed = blake3(), 0
 
@@ -91,7 +95,7 @@ class GrowingFile:
         return Digest(self._hash.hexdigest())
 
     def _missing(self) -> list[tuple[int, int]]:
-        """Return the ranges that are not there, ascending, as few as there are."""
+        """Return the missing ranges, ascending; adjacent ones are merged."""
         ranges: list[tuple[int, int]] = []
         for number, filled in enumerate(self._filled):
             start, stop = number * PART_BYTES + filled, number * PART_BYTES + self._part_bytes(number)
@@ -102,13 +106,14 @@ class GrowingFile:
         return ranges
 
     def _write(self, source: ObjectSource, offset: int, view: memoryview) -> None:
+        # Written before it is recorded: the list of received parts never names bytes that are not in the file.
         self._write_all(offset, view)
         with self._lock:
-            self._note(offset, len(view))
-            self._given[source] = self._given.get(source, 0) + len(view)
+            self._record(offset, len(view))
+            self._bytes_by_source[source] = self._bytes_by_source.get(source, 0) + len(view)
             self.bytes_by_kind[source.kind] = self.bytes_by_kind.get(source.kind, 0) + len(view)
-            if self._report is not None:
-                self._report(source.kind, len(view))
+            if self._progress is not None:
+                self._progress(source.kind, len(view))
         self._hash_on(offset, view)
 
     def _write_all(self, offset: int, view: memoryview) -> None:
@@ -116,27 +121,28 @@ class GrowingFile:
             written = os.pwrite(self._descriptor, view, offset)
             view, offset = view[written:], offset + written
 
-    def _note(self, offset: int, length: int) -> None:
+    def _record(self, offset: int, length: int) -> None:
         while length:
             number, inside = divmod(offset, PART_BYTES)
-            assert inside == self._filled[number], "bytes of a part come in order, and once"
-            here = min(length, self._part_bytes(number) - inside)
-            assert here > 0, "bytes behind the end"
-            self._filled[number] += here
+            assert inside == self._filled[number], "the bytes of a part must arrive in order, and once"
+            part_length = min(length, self._part_bytes(number) - inside)
+            assert part_length > 0, "bytes after the end of the object"
+            self._filled[number] += part_length
             if self._filled[number] == self._part_bytes(number):
                 self._parts.add(number)
-            offset, length = offset + here, length - here
+            offset, length = offset + part_length, length - part_length
 
     def _hash_on(self, offset: int, view: memoryview) -> None:
-        """Hash some of what has become contiguous. Who finds another thread at it leaves it to that one."""
+        """Hash some of the contiguous bytes, unless another thread is hashing."""
+        # Never waits: the other thread, or a later call, hashes these bytes from the file.
         if not self._hashing.acquire(blocking=False):
             return
         try:
-            frontier = self._frontier()
+            contiguous_bytes = self._contiguous_bytes()
             if offset == self._hashed:
                 self._hash.update(view)
                 self._hashed += len(view)
-            self._hash_file_to(min(frontier, self._hashed + _READ_BACK_AT_ONCE_BYTES))
+            self._hash_file_to(min(contiguous_bytes, self._hashed + _MAX_READ_BACK_BYTES))
         finally:
             self._hashing.release()
 
@@ -145,12 +151,12 @@ class GrowingFile:
         while self._hashed < stop:
             num_bytes = os.preadv(self._descriptor, [buffer[: stop - self._hashed]], self._hashed)
             if not num_bytes:
-                raise OSError(errno.EIO, "an incoming file was cut short by another program")
+                raise OSError(errno.EIO, "an incoming file was truncated by another program")
             self._hash.update(buffer[:num_bytes])
             self._hashed += num_bytes
 
-    def _frontier(self) -> int:
-        """Return how many bytes are there without a gap."""
+    def _contiguous_bytes(self) -> int:
+        """Return the number of bytes at the start of the file without a gap."""
         with self._lock:
             number = self._hashed // PART_BYTES
             while number < len(self._filled) and self._filled[number] == self._part_bytes(number):

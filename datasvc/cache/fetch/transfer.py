@@ -1,4 +1,4 @@
-"""Fill one incoming file with an object: from the first source that can, verified, the next one continuing."""
+"""Fill one incoming file with a verified object: each source continues where the one before has failed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from datasvc.cache.fetch.partial_file import GrowingFile, Report
+from datasvc.cache.fetch.partial_file import PartialFile, TransferProgress
 from datasvc.cache.sources.origin_source import Kind, ObjectSource
 from datasvc.cache.sources.received_parts import ReceivedParts
 from datasvc.errors import CorruptDataError, DatasvcError
@@ -15,13 +15,13 @@ from datasvc.repository import Digest, ObjectInfo
 
 @dataclass(frozen=True)
 class FetchReport:
-    """How an object came.
+    """Result of a transfer.
 
     Attributes:
-        bytes_by_kind: bytes that arrived from each kind of source, those of wrong objects too.
-        num_corrupt: how often what had arrived was not the object.
-        kind: what the object came from, mostly; None where an earlier fetch had brought all of it.
-        content: digest of its bytes.
+        bytes_by_kind: bytes received by kind of source, those of wrong objects included.
+        num_corrupt: how often the received bytes were not the object.
+        kind: kind of the source that sent most bytes; None: an earlier fetch had received all of them.
+        content: digest of the bytes.
     """
 
     bytes_by_kind: Mapping[Kind, int]
@@ -35,46 +35,47 @@ def transfer(
     descriptor: int,
     parts: ReceivedParts,
     sources: Sequence[ObjectSource],
-    report: Report | None = None,
+    progress: TransferProgress | None = None,
     *,
     is_named_by_content: bool = True,
 ) -> FetchReport:
-    """Fill a file with an object, verified.
+    """Fill a file with an object, and verify it.
 
-    A source that fails is followed by the next, which continues. One whose bytes are wrong is marked, and all starts
-    over with the next; the origin is tried a second time, as a bit that flipped on the way does not do so twice. What
-    an earlier process left is continued, and blamed on nobody.
+    When a source fails, the next one continues the transfer. When the complete bytes are wrong, their sources are
+    marked and the transfer restarts with the next source; the origin gets a second try, because a bit error in
+    transfer is not likely to repeat. Bytes that an earlier process received are kept, and no source is marked for
+    them.
 
     Args:
         info: the object.
         descriptor: the incoming file, open for reading and writing, locked by the caller.
-        parts: which of its parts are there.
-        sources: whom to ask, in this order; at least one.
-        report: called with each piece that arrives, from any thread but by one at a time.
-        is_named_by_content: whether its name is the digest of its bytes; otherwise these cannot be verified.
+        parts: parts of the object that are in the file.
+        sources: at least one source, in the order in which to use them.
+        progress: called with each buffer that arrives, from any thread, but by one at a time.
+        is_named_by_content: whether the object's name is the digest of its bytes; if not, they cannot be verified.
 
     Returns:
-        How it came. The file then holds the object, not synced.
+        A report of the transfer. The file contains the object, and is not synced to disk.
 
     Raises:
-        CorruptDataError, NotFoundError, ConfigError, UnavailableError: no source could give it; the message says why
-            for each. The kind is that of the origin's failure where it was asked. What has arrived stays in the file
-            and in `parts`.
+        CorruptDataError, NotFoundError, ConfigError, UnavailableError: no source could send the object; the message
+            has the reason of each. The class is that of the origin's failure if the origin was used. The received
+            bytes stay in the file and in `parts`.
         OSError: the file cannot be written.
     """
-    file = GrowingFile(info.size_bytes, descriptor, parts, report)
+    file = PartialFile(info.size_bytes, descriptor, parts, progress)
     return _Transfer(info, file, sources, is_named_by_content=is_named_by_content).run()
 
 
 class _Transfer:
-    """Which source is next, and what to think of those before."""
+    """The sources of one transfer: those to try, and the failures of the others."""
 
     def __init__(
-        self, info: ObjectInfo, file: GrowingFile, sources: Sequence[ObjectSource], *, is_named_by_content: bool
+        self, info: ObjectInfo, file: PartialFile, sources: Sequence[ObjectSource], *, is_named_by_content: bool
     ) -> None:
         assert sources
         self._info = info
-        self._waiting = deque(sources)
+        self._untried = deque(sources)
         self._file = file
         self._is_named_by_content = is_named_by_content
         self._failures: list[tuple[ObjectSource, DatasvcError]] = []
@@ -82,52 +83,56 @@ class _Transfer:
         self._tried_again: set[ObjectSource] = set()
 
     def run(self) -> FetchReport:
-        while not self._is_there():
-            if not self._waiting:
+        while not self._has_object():
+            if not self._untried:
                 raise self._failure()
-            source = self._waiting.popleft()
+            source = self._untried.popleft()
             try:
-                self._file.take_from(source, self._info)
+                self._file.fill_from(source, self._info)
             except CorruptDataError as error:
                 self._num_corrupt += 1
                 self._give_up(source, error)
             except DatasvcError as error:
                 self._failures.append((source, error))
-        givers = self._file.givers
-        kind = max(givers, key=givers.__getitem__).kind if givers else None
+        bytes_by_source = self._file.bytes_by_source
+        kind = max(bytes_by_source, key=bytes_by_source.__getitem__).kind if bytes_by_source else None
         return FetchReport(self._file.bytes_by_kind, self._num_corrupt, kind, self._file.digest())
 
-    def _is_there(self) -> bool:
-        """Return whether the file holds the object; if it holds something else it is emptied."""
+    def _has_object(self) -> bool:
+        """Return whether the file contains the object; discard other complete contents."""
         if not self._file.is_complete:
             return False
-        found = self._file.digest()
-        givers = self._file.givers
-        if found == self._info.digest or not self._is_named_by_content:
-            for source in givers:
-                source.judge(intact=True)
+        digest = self._file.digest()
+        bytes_by_source = self._file.bytes_by_source
+        if digest == self._info.digest or not self._is_named_by_content:
+            for source in bytes_by_source:
+                source.record_integrity(intact=True)
             return True
         self._num_corrupt += 1
+        # An empty file is always complete, so another try would never end.
         if not self._info.size_bytes:
             raise CorruptDataError(
-                f"object {self._info.digest[:12]}... cannot be empty: no bytes hash to {found[:12]}..."
+                f"object {self._info.digest[:12]}... cannot be empty: zero bytes have the digest {digest[:12]}...; "
+                "the shard table or index that names this object is wrong"
             )
         if self._file.is_continued:
-            # Whoever completed it need not have done the harm. Those who stopped half-way have had their turn.
+            # The wrong bytes may be those of the earlier process, so the sources of this one get a second try.
+            # Sources that have failed do not: the transfer must end.
             failed = {source for source, _ in self._failures}
-            self._waiting.extendleft(source for source in reversed(givers) if source not in failed)
+            self._untried.extendleft(source for source in reversed(bytes_by_source) if source not in failed)
         else:
-            for source in givers:
-                source.judge(intact=False)
-                self._give_up(source, CorruptDataError(f"{source.name} sent bytes that hash to {found[:12]}..."))
-        self._file.start_over()
+            for source in bytes_by_source:
+                source.record_integrity(intact=False)
+                self._give_up(source, CorruptDataError(f"{source.name} sent bytes with the digest {digest[:12]}..."))
+        self._file.reset()
         return False
 
     def _give_up(self, source: ObjectSource, error: CorruptDataError) -> None:
         self._failures.append((source, error))
+        # A bit error in transfer does not repeat; wrong bytes in the store do, so there is one more try only.
         if source.kind == "origin" and source not in self._tried_again:
             self._tried_again.add(source)
-            self._waiting.append(source)
+            self._untried.append(source)
 
     def _failure(self) -> DatasvcError:
         of_origin = [error for source, error in self._failures if source.kind == "origin"]

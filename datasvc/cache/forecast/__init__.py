@@ -1,1 +1,1 @@
-"""Predicts hits and traffic of a cache before a run starts. Pure."""
+"""Predicts hits and traffic of a cache before a run starts, by simulation. Pure."""

@@ -1,8 +1,9 @@
-"""What a training run will ask of caches, peers and origin, said before it starts. Pure.
+"""Forecast of the traffic of a training run between caches, peers and origin, before it starts. Pure.
 
-The first epochs are replayed with the rule of the real cache (see `replay`), all nodes at one pace and shards owned
-evenly. Of a large data set every n-th shard is replayed, with as much less budget: caches keep their hit ratio
-under such sampling (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015).
+The first epochs are simulated with the eviction policy of the real cache (see `replay`); all nodes read at the same
+rate, and own equal numbers of shards. Of a large data set, every n-th shard is simulated with a budget reduced in
+proportion: such sampling preserves the hit ratio of a cache (Waldspurger et al., "Efficient MRC Construction with
+SHARDS", FAST 2015).
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
 
 _EPOCHS: Final = 6
-_STEADY_EPOCHS: Final = 2  # the last of them
-_MAX_SHARDS: Final = 30_000  # some seconds
-_OWNERS: Final = 48  # purpose of keys
+_STEADY_EPOCHS: Final = 2  # the last of the simulated epochs
+_MAX_SHARDS: Final = 30_000  # a simulation of some seconds
+_OWNERS: Final = 48  # purpose of the keys, see `derive_keys`
 
 
 @dataclass(frozen=True)
 class EpochForecast:
-    """What one epoch moves, over all nodes.
+    """Traffic of one epoch, over all nodes.
 
     Attributes:
-        used_bytes: of the shards that all nodes need.
-        hit_bytes: of these, what their caches have.
-        origin_bytes: from the origin.
-        peer_bytes: from node to node.
-        origin_rate: bytes per second wanted from the origin, for all nodes; None without a rate of samples.
-        peer_rate: bytes per second that each node wants from the others; None without a rate of samples.
-        fed_samples_per_second: what each node can train at most with the bandwidths given; None: they set no limit.
-        starves: whether that is less than what it would train; None without a rate of samples or any bandwidth.
+        used_bytes: bytes of the shards that the nodes read.
+        hit_bytes: bytes read from their own caches.
+        origin_bytes: bytes from the origin.
+        peer_bytes: bytes between nodes.
+        origin_rate: bytes per second that all nodes need from the origin; None without a sample rate.
+        peer_rate: bytes per second that each node needs from the others; None without a sample rate.
+        fed_samples_per_second: highest sample rate of a node that the given bandwidths allow; None: no limit.
+        starves: whether that rate is below the sample rate; None without a sample rate or any bandwidth.
     """
 
     used_bytes: int
@@ -54,17 +55,17 @@ class EpochForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will ask for.
+    """Forecast of a run.
 
     Attributes:
-        num_samples: of the data set.
-        num_shards: of the data set.
-        data_bytes: of all shards.
-        budget_bytes: of each node.
-        window_bytes: what must be resident at once on a node.
-        resident_bytes: what a node holds after the first epochs, in the mean.
-        first_epoch: with empty caches.
-        later_epochs: each of those after some epochs.
+        num_samples: samples of the data set.
+        num_shards: shards of the data set.
+        data_bytes: size of all shards.
+        budget_bytes: budget of each node's cache.
+        window_bytes: bytes that must be resident at once on a node.
+        resident_bytes: mean resident bytes of a node after the first epochs.
+        first_epoch: traffic with empty caches.
+        later_epochs: mean traffic of an epoch after the first ones.
     """
 
     num_samples: int
@@ -78,29 +79,29 @@ class Forecast:
 
 
 def forecast(
-    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, shape: Workload, rates: Rates
+    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, workload: Workload, rates: Rates
 ) -> Forecast:
-    """Return what a run will ask for.
+    """Return the forecast of a run.
 
     Args:
         samples_per_shard: `int64[num_shards]`, as for `AccessOrder`.
         bytes_per_shard: `int64[num_shards]`.
-        budget_bytes: of each node's cache.
-        shape: how the run uses the data set.
-        rates: what it needs and gets.
+        budget_bytes: budget of each node's cache.
+        workload: how the run reads the data set.
+        rates: rates that the run needs, and those available.
 
     Raises:
-        CacheFullError: the window does not fit into the budget; says the number.
-        ConfigError: there is no sample.
+        CacheFullError: the window does not fit into the budget.
+        ConfigError: the data set has no samples.
     """
     num_samples, data_bytes = int(samples_per_shard.sum()), int(bytes_per_shard.sum())
     if not num_samples:
-        raise ConfigError("there is nothing to plan: the data set has no samples")
-    window = window_bytes(samples_per_shard, bytes_per_shard, shape.order, shape.run)
+        raise ConfigError("cannot forecast a run: the data set has no samples")
+    window = window_bytes(samples_per_shard, bytes_per_shard, workload.order, workload.run)
     # At an epoch's boundary the last shards of one and the first of the next are needed together.
     window = min(2 * window, int(footprint(bytes_per_shard).sum()))
     check_window(window, budget_bytes, "this order")
-    epochs, resident_bytes = _replay_sample(samples_per_shard, bytes_per_shard, budget_bytes, shape)
+    epochs, resident_bytes = _replay_sample(samples_per_shard, bytes_per_shard, budget_bytes, workload)
     return Forecast(
         num_samples=num_samples,
         num_shards=len(samples_per_shard),
@@ -108,80 +109,87 @@ def forecast(
         budget_bytes=budget_bytes,
         window_bytes=window,
         resident_bytes=resident_bytes,
-        first_epoch=_with_rates(epochs[0], num_samples, shape.nodes, rates),
-        later_epochs=_with_rates(_mean(epochs[-_STEADY_EPOCHS:]), num_samples, shape.nodes, rates),
+        first_epoch=_with_rates(epochs[0], num_samples, workload.nodes, rates),
+        later_epochs=_with_rates(_mean(epochs[-_STEADY_EPOCHS:]), num_samples, workload.nodes, rates),
     )
 
 
 def _replay_sample(
-    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, shape: Workload
+    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, workload: Workload
 ) -> tuple[list[EpochTraffic], int]:
-    """Return what each of the first epochs moves, and what a node holds after them."""
+    """Return the traffic of each of the first epochs, and the mean resident bytes of a node after them."""
     chosen = _choose_shards(samples_per_shard)
-    uses = plan_uses(samples_per_shard, bytes_per_shard, shape.order, range(_EPOCHS), chosen=chosen)
-    nodes = _nodes_of(uses, shape)
-    owners = _draw_owners(chosen, shape) if shape.has_peers and shape.nodes > 1 else None
+    uses = plan_uses(samples_per_shard, bytes_per_shard, workload.order, range(_EPOCHS), chosen=chosen)
+    nodes = _nodes_of(uses, workload)
+    owners = _draw_owners(chosen, workload) if workload.has_peers and workload.nodes > 1 else None
     used, sample_bytes = bytes_per_shard[samples_per_shard > 0], int(bytes_per_shard[chosen].sum())
-    # Files take whole blocks of the disk, shards in a replay their bytes.
+    # On the disk, files occupy whole blocks; in the simulation, shards have their exact size.
     budget = int(budget_bytes * sample_bytes / int(footprint(used).sum()))
-    # A small window may, by chance, take a larger share of the sample.
-    least = max(_most_held(each, bytes_per_shard) for each in nodes)
-    done = replay(
+    # A window of few shards may by chance need a larger share of the sampled budget than of the real one.
+    min_budget = max(_max_bytes_in_use(uses_of_node, bytes_per_shard) for uses_of_node in nodes)
+    result = replay(
         nodes,
         bytes_per_shard,
-        max(budget, least),
+        max(budget, min_budget),
         ahead_bytes=choose_ahead_bytes(bytes_per_shard, budget_bytes),
         owners=owners,
     )
-    epochs = done.epochs
-    if not shape.splits_lanes:
+    epochs = result.epochs
+    if not workload.splits_lanes:
         owned = 1.0 if owners is None else int(bytes_per_shard[chosen & (owners == 0)].sum()) / sample_bytes
-        epochs = [_of_all_nodes(epoch, shape.nodes, owned, has_peers=owners is not None) for epoch in epochs]
+        epochs = [_of_all_nodes(epoch, workload.nodes, owned, has_peers=owners is not None) for epoch in epochs]
     scale = int(used.sum()) / sample_bytes
-    return [_scaled(epoch, scale) for epoch in epochs], int(np.mean(done.resident_bytes) * scale)
+    return [_scaled(epoch, scale) for epoch in epochs], int(np.mean(result.resident_bytes) * scale)
 
 
 def _choose_shards(samples_per_shard: Integers) -> npt.NDArray[np.bool_]:
-    """Return which shards to replay, `bool[num_shards]`: all where that does not take long."""
+    """Return the shards to simulate, `bool[num_shards]`: all, or every n-th of many."""
     occupied = np.flatnonzero(samples_per_shard)
     chosen = np.zeros(len(samples_per_shard), bool)
     chosen[occupied[:: -(-len(occupied) // _MAX_SHARDS)]] = True
     return chosen
 
 
-def _nodes_of(uses: Uses, shape: Workload) -> list[Uses]:
-    """Return the uses of each node, or of one that stands for all where they all read the same."""
-    if not shape.splits_lanes:
+def _nodes_of(uses: Uses, workload: Workload) -> list[Uses]:
+    """Return the uses of each node, or of one representative node if all nodes read the same shards."""
+    if not workload.splits_lanes:
         return [uses]
-    node_of = uses.lanes // (shape.order.lanes // shape.nodes)
-    return [uses.only(node_of == node) for node in range(shape.nodes)]
+    node_of = uses.lanes // (workload.order.lanes // workload.nodes)
+    return [uses.only(node_of == node) for node in range(workload.nodes)]
 
 
 def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned: float, *, has_peers: bool) -> EpochTraffic:
-    """Return what nodes that all read the same move, from what one of them moves that owns that share of the data."""
+    """Return the traffic of all nodes, from that of one, if all read the same shards.
+
+    Args:
+        traffic: traffic of one node.
+        nodes: number of nodes.
+        owned: share of the data that this node owns.
+        has_peers: whether nodes read shards from each other.
+    """
     if not has_peers:
         return _scaled(traffic, nodes)
     used = nodes * traffic.used_bytes
     origin = traffic.origin_bytes / owned
-    # Of a few shards a node may own all.
-    others = traffic.peer_bytes / (1 - owned) if owned < 1 else origin
-    peers = (nodes - 1) * others
+    # Of very few shards one node may own all: then another node would read all of them from it.
+    per_peer = traffic.peer_bytes / (1 - owned) if owned < 1 else origin
+    peers = (nodes - 1) * per_peer
     return EpochTraffic(used, round(used - origin - peers), round(origin), round(peers))
 
 
-def _draw_owners(chosen: npt.NDArray[np.bool_], shape: Workload) -> Integers:
-    """Return the owner of each shard, `int64[num_shards]`: to each node as many of those that are replayed."""
-    key = derive_keys(shape.order.seed, 0, _OWNERS, 1)[0]
+def _draw_owners(chosen: npt.NDArray[np.bool_], workload: Workload) -> Integers:
+    """Return the owner of each shard, `int64[num_shards]`; each node owns as many of the simulated shards."""
+    key = derive_keys(workload.order.seed, 0, _OWNERS, 1)[0]
     numbers = np.flatnonzero(chosen)
     owners = np.zeros(len(chosen), np.int64)
-    owners[numbers[np.argsort(uniform(key, numbers, 0))]] = np.arange(len(numbers)) * shape.nodes // len(numbers)
+    owners[numbers[np.argsort(uniform(key, numbers, 0))]] = np.arange(len(numbers)) * workload.nodes // len(numbers)
     return owners
 
 
-def _most_held(uses: Uses, bytes_per_shard: Integers) -> int:
-    """Return the most bytes that are in use at one moment."""
+def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
+    """Return the largest number of bytes that are in use at the same time."""
     sizes = bytes_per_shard[uses.shards]
-    # At one moment the uses that stop give room before others begin.
+    # At the same time, uses end before others begin.
     by_time = np.lexsort((np.repeat([0, 1], len(uses)), np.concatenate([uses.stop, uses.first])))
     return int(np.cumsum(np.concatenate([-sizes, sizes])[by_time]).max(initial=0))
 
@@ -189,31 +197,31 @@ def _most_held(uses: Uses, bytes_per_shard: Integers) -> int:
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
-    given = {name: rate for name, rate in limits.items() if rate is not None}
-    fed = min((rate / per_sample[name] for name, rate in given.items() if per_sample[name]), default=None)
-    wanted = rates.samples_per_second
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    fed = min((limit / per_sample[name] for name, limit in given.items() if per_sample[name]), default=None)
+    rate = rates.samples_per_second
     return EpochForecast(
         used_bytes=traffic.used_bytes,
         hit_bytes=traffic.hit_bytes,
         origin_bytes=traffic.origin_bytes,
         peer_bytes=traffic.peer_bytes,
-        origin_rate=None if wanted is None else wanted * per_sample["origin"],
-        peer_rate=None if wanted is None else wanted * per_sample["peers"],
+        origin_rate=None if rate is None else rate * per_sample["origin"],
+        peer_rate=None if rate is None else rate * per_sample["peers"],
         fed_samples_per_second=fed,
-        starves=None if wanted is None or not given else fed is not None and fed < wanted,
+        starves=None if rate is None or not given else fed is not None and fed < rate,
     )
 
 
 def _scaled(traffic: EpochTraffic, scale: float) -> EpochTraffic:
-    counted = (traffic.used_bytes, traffic.hit_bytes, traffic.origin_bytes, traffic.peer_bytes)
-    return EpochTraffic(*(round(each * scale) for each in counted))
+    counts = (traffic.used_bytes, traffic.hit_bytes, traffic.origin_bytes, traffic.peer_bytes)
+    return EpochTraffic(*(round(count * scale) for count in counts))
 
 
 def _mean(epochs: list[EpochTraffic]) -> EpochTraffic:
     total = EpochTraffic()
-    for each in epochs:
-        total.used_bytes += each.used_bytes
-        total.hit_bytes += each.hit_bytes
-        total.origin_bytes += each.origin_bytes
-        total.peer_bytes += each.peer_bytes
+    for traffic in epochs:
+        total.used_bytes += traffic.used_bytes
+        total.hit_bytes += traffic.hit_bytes
+        total.origin_bytes += traffic.origin_bytes
+        total.peer_bytes += traffic.peer_bytes
     return _scaled(total, 1 / len(epochs))

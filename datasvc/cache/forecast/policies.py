@@ -1,6 +1,6 @@
-"""A cache in which nothing lies: which shards it would hold, and what it would evict, by three policies. Pure.
+"""Simulated caches without data: their resident shards and evictions under three policies. Pure.
 
-A shard in use (held) stays under all of them. The first runs the rule of the real cache, `eviction.choose_victims`.
+No policy evicts a shard in use. `SimulatedCache` applies the policy of the real cache, `eviction.choose_victims`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from datasvc.repository import Digest
 
 
 class SimulatedCache:
-    """A cache that is told the next use of each shard: "furthest", the policy of the real one.
+    """A cache that evicts the shard with the furthest next use, like the real cache: policy "furthest".
 
     Args:
         sizes: bytes of each shard.
-        budget_bytes: of the cache.
+        budget_bytes: budget of the cache.
     """
 
     def __init__(self, sizes: Sequence[int], budget_bytes: int) -> None:
@@ -28,23 +28,23 @@ class SimulatedCache:
         self._budget_bytes = budget_bytes
         self._bytes: dict[int, int] = {}
         self._holds: Counter[int] = Counter()
-        self._unheld: list[tuple[int, int]] = []  # (rank, shard) ascending: what goes first is last
+        self._unheld: list[tuple[int, int]] = []  # (rank, shard) ascending: the last one is evicted first
         self._ranks: dict[int, int] = {}
         self._num_unknown = 0
         self.resident_bytes = 0
 
     def missing(self, shard: int) -> int:
-        """Return how many bytes of a shard are not resident."""
+        """Return the bytes of a shard that are not resident."""
         return self._sizes[shard] - self._bytes.get(shard, 0)
 
     def hold(self, shard: int) -> None:
-        """Keep what is resident of a shard, and what is brought in, until `release`."""
+        """Add a hold on a shard until `release`; its resident bytes are not evicted meanwhile."""
         self._holds[shard] += 1
         if shard in self._ranks:
             self._forget_rank(shard)
 
     def release(self, shard: int, now: int, next_use: int) -> None:
-        """Give up a hold, saying when the shard is needed again: UNKNOWN where nobody knows, NEVER for never."""
+        """Remove a hold, and declare the next use of the shard: a time, UNKNOWN or NEVER."""
         self._holds[shard] -= 1
         if self._holds[shard]:
             return
@@ -54,15 +54,15 @@ class SimulatedCache:
             bisect.insort(self._unheld, (self._ranks[shard], shard))
 
     def bring(self, shard: int, now: int, nearest: int = -NEVER) -> bool:
-        """Make all of a held shard resident.
+        """Make a shard with a hold completely resident.
 
         Args:
-            shard: which.
-            now: the time.
-            nearest: evict nothing that is needed that soon or sooner, as a distance from now.
+            shard: number of the shard.
+            now: current time. Bytes.
+            nearest: distance from `now` up to which shards are spared. Bytes.
 
         Returns:
-            False where there is no room, and nothing was done.
+            True; False if there is no space, and nothing was changed.
         """
         needed = self.missing(shard)
         victims = self._victims(needed, now, nearest)
@@ -75,7 +75,7 @@ class SimulatedCache:
         return True
 
     def _rank(self, now: int, next_use: int) -> int:
-        """Return what sorts a shard that is released now: what is largest goes first."""
+        """Return the sort key of a shard that is released now: the largest is evicted first."""
         del now
         if next_use < UNKNOWN:
             return next_use
@@ -83,7 +83,7 @@ class SimulatedCache:
         return next_use + self._num_unknown
 
     def _victims(self, needed: int, now: int, nearest: int) -> list[tuple[int, int]] | None:
-        """Return which shards make room, and how many bytes of each; None where there is not enough."""
+        """Return the shards to evict, and the bytes of each; None if they do not free enough."""
         account = Account(self._budget_bytes, {}, {DEFAULT_TENANT: self.resident_bytes})
         victims = choose_victims(self._candidates(now), account, DEFAULT_TENANT, needed, nearest_bytes=nearest)
         if account.missing(DEFAULT_TENANT, needed) > 0:
@@ -109,7 +109,7 @@ class SimulatedCache:
 
 
 class LeastRecentlyUsedCache(SimulatedCache):
-    """A cache that evicts what was released first. For comparison only."""
+    """A cache that evicts the shard released first: policy "lru", for comparison only."""
 
     def _rank(self, now: int, next_use: int) -> int:
         del next_use
@@ -120,14 +120,14 @@ class LeastRecentlyUsedCache(SimulatedCache):
 
 
 class OptimalCache(SimulatedCache):
-    """A cache that evicts by Belady's rule byte by byte, so that a shard may stay in part.
+    """A cache that applies Belady's rule to single bytes, so that a shard may stay in part: policy "optimum".
 
-    No cache gets more bytes from its disk: to a cache of bytes all objects have one size, and there the rule is
+    No other cache has more hits in bytes: all bytes have the same size, and for objects of equal size the rule is
     optimal (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
     """
 
     def _victims(self, needed: int, now: int, nearest: int) -> list[tuple[int, int]] | None:
-        assert nearest == -NEVER, "the bound is on what is fetched when needed"
+        assert nearest == -NEVER, "the bound does not apply to a prefetch"
         missing = self.resident_bytes + needed - self._budget_bytes
         victims = []
         for candidate in self._candidates(now):

@@ -1,6 +1,6 @@
-"""What caches would move if a known sequence of uses ran through them: a simulation, without a byte moved. Pure.
+"""Simulates the traffic of caches for a known sequence of uses, without moving data. Pure.
 
-Of several nodes each has a cache. Each shard may have an owner among them, which alone asks the origin for it.
+Each node has a cache. Each shard may have an owner among the nodes, which alone reads it from the origin.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _CACHES: Final[dict[Policy, type[SimulatedCache]]] = {
     "lru": LeastRecentlyUsedCache,
     "optimum": OptimalCache,
 }
-_RELEASE, _ACQUIRE, _PREFETCH = 0, 1, 2  # in the order in which they happen at one moment
+_RELEASE, _ACQUIRE, _PREFETCH = 0, 1, 2  # in the order of events at the same time
 
 
 @dataclass
 class EpochTraffic:
-    """What one epoch moved, over all nodes. Bytes.
+    """Traffic of one epoch, over all nodes.
 
     Attributes:
-        used_bytes: of the shards, each once per use.
-        hit_bytes: of these, what the cache of the node had.
-        origin_bytes: read from the origin.
-        peer_bytes: read from other nodes.
-        late_bytes: of what was read, what was not asked for before it was needed.
+        used_bytes: bytes of the used shards, counted once per use.
+        hit_bytes: used bytes that the cache of the node had.
+        origin_bytes: bytes read from the origin.
+        peer_bytes: bytes read from other nodes.
+        late_bytes: bytes that were not fetched before they were needed.
     """
 
     used_bytes: int = 0
@@ -47,17 +47,17 @@ class EpochTraffic:
 
     @property
     def hit_ratio(self) -> float:
-        """The share of what was used that the cache had; 1 where nothing was used."""
+        """Share of the used bytes that the cache had; 1 if nothing was used."""
         return self.hit_bytes / self.used_bytes if self.used_bytes else 1.0
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found.
+    """Result of a simulation.
 
     Attributes:
-        epochs: what each moved.
-        resident_bytes: what each node's cache holds at the end.
+        epochs: traffic of each epoch.
+        resident_bytes: resident bytes of each node's cache at the end.
     """
 
     epochs: list[EpochTraffic]
@@ -72,34 +72,34 @@ def replay(
     policy: Policy = "furthest",
     ahead_bytes: int = 0,
     owners: Integers | None = None,
-    favours_owned: bool = True,
+    prefer_owned: bool = True,
 ) -> Replay:
-    """Run uses through caches that are empty at first, all nodes at one pace.
+    """Simulate caches that are empty at first; all nodes read at the same rate.
 
     Args:
-        nodes: the uses of each node, one at least in all. Next uses are seen up to the epoch after a use, by
-            "optimum" all of them.
+        nodes: uses of each node; all together at least one. A policy sees next uses until the end of the next epoch,
+            "optimum" sees all.
         bytes_per_shard: `int64[num_shards]`.
-        budget_bytes: of each node's cache.
-        policy: what is evicted: "furthest" as the real cache, "lru" for comparison, "optimum" the bound that no
-            cache exceeds.
-        ahead_bytes: "furthest" only: fetch what is needed within so much of the clock, where that evicts nothing
-            that is needed sooner; 0: fetch when needed.
-        owners: `int64[num_shards]`, the node that fetches each shard for all; None: each node for itself. Who is none
-            of `nodes` has its shards whenever they are asked for.
-        favours_owned: whether nodes keep what they own before what they do not, see `bias_owned`.
+        budget_bytes: budget of each node's cache.
+        policy: eviction policy: "furthest", that of the real cache; "lru", for comparison; "optimum", the upper bound
+            of the hits of any cache.
+        ahead_bytes: "furthest" only: fetch shards that are needed within this distance, unless that evicts shards
+            needed sooner; 0: fetch a shard when it is needed.
+        owners: `int64[num_shards]`, node that reads each shard from the origin for all; None: each node reads for
+            itself. An owner outside of `nodes` always has its shards.
+        prefer_owned: whether nodes keep owned shards longer than others, see `bias_owned`.
 
     Raises:
-        CacheFullError: what is in use at once exceeds the budget.
+        CacheFullError: the shards in use at once exceed the budget.
     """
-    assert policy == "furthest" or not ahead_bytes, "only who knows the future can prefetch"
+    assert policy == "furthest" or not ahead_bytes, "only the policy 'furthest' can prefetch"
     sizes = bytes_per_shard.tolist()
     cluster = _SimulatedCaches([_CACHES[policy](sizes, budget_bytes) for _ in nodes], sizes, owners)
     again = [next_uses(uses, epochs_ahead=None if policy == "optimum" else 1) for uses in nodes]
-    if owners is not None and favours_owned:
+    if owners is not None and prefer_owned:
         again = [
-            bias_owned(each, owners[uses.shards] == node)
-            for node, (uses, each) in enumerate(zip(nodes, again, strict=True))
+            bias_owned(next_use, owners[uses.shards] == node)
+            for node, (uses, next_use) in enumerate(zip(nodes, again, strict=True))
         ]
     numbers = np.concatenate([uses.epochs for uses in nodes])
     first_epoch = int(numbers.min())
@@ -117,7 +117,7 @@ def replay(
 
 
 def _events(nodes: Sequence[Uses], ahead_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Yield time, kind, node and number of a use, in the order in which things happen."""
+    """Yield time, kind, node and number of the use of each event, in the order of events."""
     columns: list[tuple[Integers, int, int]] = []
     for node, uses in enumerate(nodes):
         columns += [(uses.stop, _RELEASE, node), (uses.first, _ACQUIRE, node)]
@@ -125,14 +125,14 @@ def _events(nodes: Sequence[Uses], ahead_bytes: int) -> Iterator[tuple[int, ...]
             columns.append((uses.first - ahead_bytes, _PREFETCH, node))
     times = np.concatenate([column for column, _, _ in columns])
     kinds = np.concatenate([np.full(len(column), kind) for column, kind, _ in columns])
-    places = np.concatenate([np.full(len(column), node) for column, _, node in columns])
+    node_numbers = np.concatenate([np.full(len(column), node) for column, _, node in columns])
     numbers = np.concatenate([np.arange(len(column)) for column, _, _ in columns])
-    by_time = np.lexsort((places, numbers, kinds, times))
-    return zip(*(column[by_time].tolist() for column in (times, kinds, places, numbers)), strict=True)
+    by_time = np.lexsort((node_numbers, numbers, kinds, times))
+    return zip(*(column[by_time].tolist() for column in (times, kinds, node_numbers, numbers)), strict=True)
 
 
 class _SimulatedCaches:
-    """The caches of all nodes, and the ways between them."""
+    """The caches of all nodes, and the transfers between them."""
 
     def __init__(self, caches: Sequence[SimulatedCache], sizes: Sequence[int], owners: Integers | None) -> None:
         self.caches = caches
@@ -152,8 +152,8 @@ class _SimulatedCaches:
             return
         if not cache.bring(shard, now):
             raise CacheFullError(
-                f"at {now} of the job's clock the shards in use leave no {missing} bytes of the budget; raise it, or "
-                "use shuffle='windowed' with fewer lanes or smaller blocks"
+                f"the shards in use leave less than {missing} bytes of the budget free when the job has read {now} "
+                "bytes; raise the budget, or use shuffle='windowed' with fewer lanes or smaller blocks"
             )
         traffic.late_bytes += missing
         self._fetch(node, shard, missing, now, traffic)
@@ -165,11 +165,11 @@ class _SimulatedCaches:
         if missing and cache.bring(shard, now, nearest=needed - now):
             self._prefetched.add((node, shard))
             self._fetch(node, shard, missing, now, traffic)
-        # What is there already, perhaps for a peer, is now known to be needed.
+        # A shard that is resident already, perhaps for a peer, gets its next use declared.
         cache.release(shard, now, needed)
 
     def _fetch(self, node: int, shard: int, missing: int, now: int, traffic: EpochTraffic) -> None:
-        """Count where a node gets bytes that it misses, and let their owner have them on the way."""
+        """Count the missing bytes of a node by source. An owner that fetches a shard for another node keeps it."""
         owner = node if self._owners is None else int(self._owners[shard])
         if owner == node:
             traffic.origin_bytes += missing

@@ -1,4 +1,4 @@
-"""How a training run uses a data set, and how fast: what `forecast` must be told."""
+"""The input of a forecast: how a training run reads a data set, and at which rates."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from datasvc.order import OrderConfig, lanes_of_rank
 
 @dataclass(frozen=True)
 class Workload:
-    """How a run uses a data set.
+    """How a run reads a data set.
 
     Attributes:
-        order: the order's parameters.
-        batch_size: samples of a rank per step.
-        nodes: how many, each with a cache of its own.
-        ranks_per_node: data-parallel ranks on each.
-        prefetch: batches under way while a rank trains.
-        has_peers: whether nodes get shards from each other.
+        order: parameters of the access order.
+        batch_size: samples per rank and step.
+        nodes: number of nodes, each with a separate cache.
+        ranks_per_node: data-parallel ranks on each node.
+        prefetch: batches that each rank prepares in advance.
+        has_peers: whether nodes read shards from each other.
 
     Raises:
-        ConfigError: out of range.
+        ConfigError: a value is out of range.
     """
 
     order: OrderConfig
@@ -40,14 +40,14 @@ class Workload:
 
     @property
     def run(self) -> int:
-        """Positions under way at once over all ranks."""
+        """Positions that all ranks together have in progress at once."""
         return self._global_batch * (self.prefetch + 1)
 
     @property
     def splits_lanes(self) -> bool:
-        """Whether each rank reads lanes of its own, and a node nothing but those of its ranks."""
-        own = lanes_of_rank(self._global_batch, rank=0, world_size=self._world_size, lanes=self.order.lanes)
-        return own is not None
+        """Whether each rank reads separate lanes, so that a node reads only the lanes of its ranks."""
+        rank_lanes = lanes_of_rank(self._global_batch, rank=0, world_size=self._world_size, lanes=self.order.lanes)
+        return rank_lanes is not None
 
     @property
     def _world_size(self) -> int:
@@ -60,15 +60,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a run needs and gets; None where nobody says.
+    """Rates that a run needs, and rates that are available; None: unknown.
 
     Attributes:
-        samples_per_second: that one node trains.
-        origin: bytes per second that the origin gives to all nodes together.
-        peers: bytes per second that a node gets from the others.
+        samples_per_second: samples that one node trains per second.
+        origin: bytes per second that the origin sends to all nodes together.
+        peers: bytes per second that one node receives from the others.
 
     Raises:
-        ConfigError: out of range.
+        ConfigError: a rate is not above zero.
     """
 
     samples_per_second: float | None = None

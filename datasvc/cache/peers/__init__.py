@@ -1,1 +1,1 @@
-"""Reads objects from other nodes: who the nodes are, which of them owns an object, which of them are healthy."""
+"""Reads objects from other nodes: the list of nodes, the owner of each object, and the health of each peer."""

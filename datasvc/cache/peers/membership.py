@@ -1,21 +1,23 @@
-"""Who the nodes are: a fixed list, a file that may change while a job runs, or a DNS name with many addresses.
+"""The list of nodes: fixed, from a file that may change while a job runs, or from the addresses of a DNS name.
 
-A list that is wrong at the start is an error. One that becomes wrong later is counted, and the last good one stays:
-a job outlives a slip of the pen and a name server's bad minute.
+An invalid list at the start is an error. A list that becomes invalid later is counted, and the last valid one stays
+in use, so a typing error or a short failure of a name server does not end a job.
+
+The local node is identified among the nodes, so that it never requests an object from itself, and deadlocks.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from datasvc.cache.peers.own_node import addresses_of, find_own
 from datasvc.errors import ConfigError, UnavailableError
 
 _FILE_PREFIX = "file:"
@@ -28,39 +30,39 @@ class Nodes:
 
     Attributes:
         urls: base URLs such as "http://node1:8765", each once.
-        own: which of them this machine is; None when it is none of them and only asks.
+        local_url: URL of this node; None: it is not in the list, and reads from the nodes without serving.
     """
 
     urls: tuple[str, ...]
-    own: str | None
+    local_url: str | None
 
 
 class NodeMembership(Protocol):
-    """Says who the nodes are. Safe for threads; travels to other processes."""
+    """A list of nodes that may change. Safe for threads; can be pickled."""
 
     @property
     def num_failures(self) -> int:
-        """How often the list could not be read since the start, so that the last good one was used."""
+        """Number of failed reads of the list since the start; the last valid list stays in use."""
 
     def nodes(self) -> Nodes:
-        """Return the nodes as they are now."""
+        """Return the current nodes."""
 
 
 class FixedMembership:
-    """Nodes that stay as they are: written down by a user, or gathered from the ranks of a job.
+    """A constant list of nodes, given by a user or gathered from the ranks of a job.
 
     Args:
         urls: base URLs.
-        own: this node's; None looks for the one whose host is this machine.
+        local_url: base URL of this node; None: the one whose host is this machine.
 
     Raises:
-        ConfigError: an entry is no base URL, or `own` is not in the list or not to be told.
+        ConfigError: an entry is not a base URL, `local_url` is not in the list, or several hosts are this machine.
     """
 
     num_failures = 0
 
-    def __init__(self, urls: Iterable[str], *, own: str | None = None) -> None:
-        self._nodes = _nodes_at_start(_parse_urls(urls), own)
+    def __init__(self, urls: Iterable[str], *, local_url: str | None = None) -> None:
+        self._nodes = _nodes_at_start(_parse_urls(urls), local_url)
 
     def nodes(self) -> Nodes:
         """See `NodeMembership`."""
@@ -68,21 +70,22 @@ class FixedMembership:
 
 
 class FileMembership:
-    """Nodes named by a file, one base URL a line; lines that are empty or start with "#" say nothing.
+    """Nodes listed in a file, one base URL per line; empty lines and lines that start with "#" are ignored.
 
-    The file is read again whenever it changes. Replace it by renaming a new one over it.
+    The file is read again whenever it changes. Replace it by renaming a new file over it.
 
     Args:
-        path: the file.
-        own: as of `FixedMembership`; it may leave the list, and come back, while running.
+        path: path of the file.
+        local_url: as for `FixedMembership`; the local node may leave the list, and come back, while the job runs.
 
     Raises:
-        ConfigError: the file cannot be read, a line is no base URL, there is none, or `own` is not among them.
+        ConfigError: the file cannot be read, a line is not a base URL, there is no line, or `local_url` is not
+            listed.
     """
 
-    def __init__(self, path: Path, *, own: str | None = None) -> None:
+    def __init__(self, path: Path, *, local_url: str | None = None) -> None:
         self._path = path
-        self._own = own
+        self._local_url = local_url
         self._lock = threading.Lock()
         self.num_failures = 0
         self._nodes = self._read(_nodes_at_start)
@@ -97,7 +100,7 @@ class FileMembership:
         """See `NodeMembership`."""
         with self._lock:
             try:
-                if _identity(self._path.stat()) != self._seen:
+                if _identity(self._path.stat()) != self._file_identity:
                     self._nodes = self._read(_nodes_while_running)
             except (OSError, ConfigError):
                 self.num_failures += 1
@@ -106,27 +109,27 @@ class FileMembership:
     def _read(self, to_nodes: Callable[[tuple[str, ...], str | None], Nodes]) -> Nodes:
         try:
             with self._path.open(encoding="utf-8") as file:
-                # Before the content: what changes from here on is seen at the next look.
-                self._seen = _identity(os.fstat(file.fileno()))
+                # Before the content is read: a later change of the file changes its identity, and is read next time.
+                self._file_identity = _identity(os.fstat(file.fileno()))
                 lines = [line.strip() for line in file]
-            return to_nodes(_parse_urls(line for line in lines if line and not line.startswith("#")), self._own)
+            return to_nodes(_parse_urls(line for line in lines if line and not line.startswith("#")), self._local_url)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the nodes from {self._path}: {error}") from error
+            raise ConfigError(f"cannot read the list of nodes from {self._path}: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{self._path}: {error}") from error
 
 
 class DnsMembership:
-    """Nodes are the addresses that a DNS name has, such as that of a headless Kubernetes service.
+    """Nodes listed by the addresses of a DNS name, such as that of a headless Kubernetes service.
 
     Args:
-        host: the name.
-        port: on which all of them listen.
+        host: DNS name.
+        port: port on which all nodes listen.
         scheme: "http" or "https".
-        own: as of `FixedMembership`; a node that is not listed yet only asks until it is.
-        interval_s: how long an answer is used before the name is resolved again.
+        local_url: as for `FixedMembership`; a node that is not listed yet reads from the others without serving.
+        interval_s: time for which an answer is used before the name is resolved again.
         resolve: returns the addresses of a name; raises OSError.
-        clock: seconds that never run backwards.
+        clock: monotonic clock in seconds.
 
     Raises:
         UnavailableError: the name cannot be resolved.
@@ -138,13 +141,13 @@ class DnsMembership:
         port: int,
         *,
         scheme: str = "http",
-        own: str | None = None,
+        local_url: str | None = None,
         interval_s: float = 10,
         resolve: Callable[[str], Iterable[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._where = (host, port, scheme)
-        self._own = own
+        self._address = (host, port, scheme)
+        self._local_url = local_url
         self._interval_s = interval_s
         self._resolve = resolve or addresses_of
         self._clock = clock
@@ -154,7 +157,8 @@ class DnsMembership:
             self._refresh()
         except OSError as error:
             raise UnavailableError(
-                f"cannot resolve {host!r}: {error}; check the name, and that the service lists nodes not ready yet"
+                f"cannot resolve {host!r}: {error}; check the name, and that the service publishes the addresses of "
+                "nodes that are not ready yet"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,7 +169,7 @@ class DnsMembership:
 
     def nodes(self) -> Nodes:
         """See `NodeMembership`."""
-        # A name server may take seconds: one thread waits for it, the others use what is known.
+        # A name server may take seconds: one thread waits for it, and the others use the current list.
         if self._clock() - self._resolved_s >= self._interval_s and self._resolving.acquire(blocking=False):
             try:
                 self._refresh()
@@ -176,45 +180,45 @@ class DnsMembership:
         return self._nodes
 
     def _refresh(self) -> None:
-        host, port, scheme = self._where
+        host, port, scheme = self._address
         self._resolved_s = self._clock()
         urls = _parse_urls(f"{scheme}://{_bracketed(address)}:{port}" for address in self._resolve(host))
-        self._nodes = _nodes_while_running(urls, self._own)
+        self._nodes = _nodes_while_running(urls, self._local_url)
 
 
-def parse_membership(text: str, *, own: str | None = None) -> NodeMembership:
-    """Return who the nodes are, from its text form.
+def parse_membership(text: str, *, local_url: str | None = None) -> NodeMembership:
+    """Return the list of nodes that a text describes.
 
     Args:
-        text: "http://a:8765,http://b:8765", "file:/etc/datasvc/nodes", "dns:cache.example:8765" or, for nodes that
-            speak TLS, "dns:https://cache.example:8765".
-        own: this node's base URL; None finds it where the list has one with this machine's name or address.
+        text: "http://a:8765,http://b:8765", "file:/etc/datasvc/nodes", "dns:cache.example:8765" or, for nodes with
+            TLS, "dns:https://cache.example:8765".
+        local_url: base URL of this node; None: the listed URL with this machine's name or address.
 
     Raises:
-        ConfigError: the text, or what it names, is wrong.
+        ConfigError: the text, or the list it refers to, is not valid.
         UnavailableError: a DNS name cannot be resolved.
     """
     if text.startswith(_FILE_PREFIX):
-        return FileMembership(Path(text.removeprefix(_FILE_PREFIX)), own=own)
+        return FileMembership(Path(text.removeprefix(_FILE_PREFIX)), local_url=local_url)
     if text.startswith(_DNS_PREFIX):
-        where = text.removeprefix(_DNS_PREFIX)
-        split = urlsplit(parse_node(where if "://" in where else f"http://{where}"))
+        address = text.removeprefix(_DNS_PREFIX)
+        split = urlsplit(parse_node(address if "://" in address else f"http://{address}"))
         assert split.hostname is not None
         assert split.port is not None
-        return DnsMembership(split.hostname, split.port, scheme=split.scheme, own=own)
-    return FixedMembership((part.strip() for part in text.split(",")), own=own)
+        return DnsMembership(split.hostname, split.port, scheme=split.scheme, local_url=local_url)
+    return FixedMembership((part.strip() for part in text.split(",")), local_url=local_url)
 
 
 def parse_node(text: str) -> str:
-    """Return a node's base URL in the one spelling that all nodes use for it. Raises ConfigError."""
+    """Return a node's base URL in a canonical spelling, equal on all nodes. Raises ConfigError if it is not valid."""
     try:
         split = urlsplit(text)
         host, port = split.hostname, split.port
     except ValueError:
         host = port = None
-    rest = (split.path.rstrip("/"), split.query, split.fragment, split.username) if host else ()
-    if not host or not port or split.scheme not in ("http", "https") or any(rest) or not text.isprintable():
-        raise ConfigError(f"{text!r} is no node; expected http://HOST:PORT or https://HOST:PORT")
+    extra_parts = (split.path.rstrip("/"), split.query, split.fragment, split.username) if host else ()
+    if not host or not port or split.scheme not in ("http", "https") or any(extra_parts) or not text.isprintable():
+        raise ConfigError(f"{text!r} is not a valid node; expected http://HOST:PORT or https://HOST:PORT")
     return f"{split.scheme}://{_bracketed(host)}:{port}"
 
 
@@ -225,19 +229,58 @@ def _parse_urls(texts: Iterable[str]) -> tuple[str, ...]:
     return urls
 
 
-def _nodes_at_start(urls: tuple[str, ...], own: str | None) -> Nodes:
-    nodes = _nodes_while_running(urls, own)
-    if own is not None and nodes.own is None:
-        # Spelled otherwise it would ask itself for what it owns, and wait for itself.
-        raise ConfigError(f"this node is {own!r}, but the nodes are {', '.join(urls)}: spell it as it is there")
+def _nodes_at_start(urls: tuple[str, ...], local_url: str | None) -> Nodes:
+    nodes = _nodes_while_running(urls, local_url)
+    if local_url is not None and nodes.local_url is None:
+        # In another spelling, this node would request its own objects from itself, and wait for itself.
+        raise ConfigError(
+            f"this node is {local_url!r}, which is not in the list of nodes: {', '.join(urls)}; use the "
+            "same URL in both"
+        )
     return nodes
 
 
-def _nodes_while_running(urls: tuple[str, ...], own: str | None) -> Nodes:
-    if own is None:
-        return Nodes(urls, find_own(urls))
-    own = parse_node(own)
-    return Nodes(urls, own if own in urls else None)
+def _nodes_while_running(urls: tuple[str, ...], local_url: str | None) -> Nodes:
+    if local_url is None:
+        return Nodes(urls, find_local_url(urls))
+    local_url = parse_node(local_url)
+    return Nodes(urls, local_url if local_url in urls else None)
+
+
+def find_local_url(urls: Sequence[str]) -> str | None:
+    """Return the one of `urls` whose host is this machine, by name or address; None if there is none.
+
+    Raises ConfigError if several hosts are this machine.
+    """
+    local_urls = [url for url in urls if _is_this_machine(urlsplit(url).hostname or "")]
+    if len(local_urls) > 1:
+        raise ConfigError(f"{', '.join(local_urls)} are all on this machine; give the URL of this node explicitly")
+    return local_urls[0] if local_urls else None
+
+
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses of a host name, or the address itself. Raises OSError if it cannot be resolved."""
+    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return sorted({str(address[0]) for *_, address in infos})
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        addresses = addresses_of(host)
+    except OSError:
+        return False  # another node, whose address is not published yet
+    return any(_is_local(address) for address in addresses)
+
+
+def _is_local(address: str) -> bool:
+    """Return whether an interface of this machine has the address: a socket can be bound to local addresses only."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _bracketed(host: str) -> str:
@@ -245,4 +288,5 @@ def _bracketed(host: str) -> str:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    # The inode changes with a rename, also within the resolution of the modification time.
     return status.st_mtime_ns, status.st_ino, status.st_size

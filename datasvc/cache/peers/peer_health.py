@@ -1,4 +1,4 @@
-"""Which peers are asked: one that fails is left alone for a growing while, one that lies for longer."""
+"""Health of a peer: no requests for a growing time after failures, and for longer after corrupt data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-_MAX_DOUBLINGS: Final = 16
+_MAX_DOUBLINGS: Final = 16  # bounds the exponent; the pause has a separate maximum
 
 
 @dataclass(frozen=True)
 class PeerReport:
-    """What became of the requests to one peer.
+    """Results of the requests to one peer.
 
     Attributes:
-        num_ok: objects that it gave bytes of and that were right.
-        num_missing: objects that it does not have.
-        num_failed: requests that it refused, or did not answer to the end and in time.
-        num_lying: objects that it gave bytes of and that were wrong.
-        bytes_received: of all of them.
+        num_ok: objects that contain bytes from the peer and were right.
+        num_missing: objects that the peer does not have.
+        num_failed: requests that the peer refused, or did not complete in time.
+        num_lying: objects that contain bytes from the peer and were corrupt.
+        bytes_received: bytes from the peer, right or wrong.
     """
 
     num_ok: int = 0
@@ -31,7 +31,7 @@ class PeerReport:
 
 
 class _Streak:
-    """Faults of one kind in a row, and how long they make us stay away: twice as long with each."""
+    """Consecutive faults of one kind, and the pause that follows: each fault doubles it."""
 
     def __init__(self, first_pause_s: float, max_pause_s: float) -> None:
         self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
@@ -45,70 +45,71 @@ class _Streak:
 
 
 class PeerHealth:
-    """The record of one peer. Safe for threads.
+    """Results of the requests to one peer, and whether to send the next one. Safe for threads.
 
     Args:
-        clock: seconds that never run backwards.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = _Streak(first_pause_s=1, max_pause_s=60)
-        self._lies = _Streak(first_pause_s=60, max_pause_s=3600)
-        self._alone_until_s = clock()
+        self._corruptions = _Streak(first_pause_s=60, max_pause_s=3600)
+        self._paused_until_s = clock()
         self._is_on_trial = False
         self._report = PeerReport()
 
     @property
     def report(self) -> PeerReport:
-        """What happened until now."""
+        """Results so far."""
         return self._report
 
-    def may_ask(self) -> bool:
-        """Return whether to ask the peer now. Of many who would try it after a pause, one gets True."""
+    def may_request(self) -> bool:
+        """Return whether to send the peer a request now. After a pause, one caller gets True and tries the peer."""
         with self._lock:
-            if not (self._failures.length or self._lies.length):
+            if not (self._failures.length or self._corruptions.length):
                 return True
-            if self._clock() < self._alone_until_s:
+            if self._clock() < self._paused_until_s:
                 return False
             self._is_on_trial = True
-            self._leave_alone()
+            self._pause()
             return True
 
-    def received(self, num_bytes: int) -> None:
-        """Count bytes, whatever they are worth."""
+    def record_bytes(self, num_bytes: int) -> None:
+        """Count received bytes, right or wrong."""
         with self._lock:
             self._report = replace(self._report, bytes_received=self._report.bytes_received + num_bytes)
 
-    def missing(self) -> None:
-        """The peer answered that it lacks the object: it is well."""
+    def record_missing(self) -> None:
+        """Record that the peer does not have an object, which proves that it works."""
         with self._lock:
             self._report = replace(self._report, num_missing=self._report.num_missing + 1)
+            # Corruptions stay counted: this answer proves nothing about the bytes that the peer sends.
             self._failures.length = 0
 
-    def failed(self) -> None:
-        """The peer refused, stalled or broke off."""
+    def record_failure(self) -> None:
+        """Record a request that the peer refused, stalled or broke off."""
         with self._lock:
             self._report = replace(self._report, num_failed=self._report.num_failed + 1)
             self._extend(self._failures)
 
-    def judged(self, *, intact: bool) -> None:
-        """The digest of an object that the peer gave bytes of was right, or not."""
+    def record_integrity(self, *, intact: bool) -> None:
+        """Record whether the digest of an object with bytes from the peer was right."""
         with self._lock:
             if intact:
                 self._report = replace(self._report, num_ok=self._report.num_ok + 1)
-                self._failures.length = self._lies.length = 0
+                self._failures.length = self._corruptions.length = 0
             else:
                 self._report = replace(self._report, num_lying=self._report.num_lying + 1)
-                self._extend(self._lies)
+                self._extend(self._corruptions)
 
     def _extend(self, streak: _Streak) -> None:
-        # Eight threads that lose the same peer at the same time have seen one fault, not eight.
-        if not streak.length or self._is_on_trial or self._clock() >= self._alone_until_s:
+        # Several threads may lose the same peer at the same time: during a pause, their failures count as one fault.
+        if not streak.length or self._is_on_trial or self._clock() >= self._paused_until_s:
             streak.length += 1
             self._is_on_trial = False
-        self._leave_alone()
+        self._pause()
 
-    def _leave_alone(self) -> None:
-        self._alone_until_s = self._clock() + max(self._failures.pause_s, self._lies.pause_s)
+    def _pause(self) -> None:
+        self._paused_until_s = self._clock() + max(self._failures.pause_s, self._corruptions.pause_s)

@@ -1,6 +1,6 @@
-"""One other node as the source of an object: the HTTP requests that it comes over, and what counts as a failure.
+"""A peer (another node) as the source of an object: the HTTP requests, and what counts as a failure.
 
-A connection of its own for each stream: what is asked for is long, and nothing is left open that a fork could copy.
+Each stream has its own connection: transfers are long, and no idle connection remains that a fork could copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 
 from datasvc.cache.peers.peer_health import PeerHealth
 from datasvc.cache.sources.origin_source import Kind
-from datasvc.cache.sources.request_gate import Sink
+from datasvc.cache.sources.range_requests import Sink
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.min_throughput import MinThroughput
@@ -28,27 +28,31 @@ _BUFFER_BYTES = 1 << 20
 _OK, _PARTIAL = 200, 206
 _MISSING = 404
 _REFUSALS = {
-    401: "it refuses our token",
-    403: "it refuses our token",
-    416: "it has fewer bytes under this name",
+    401: "it refuses the token of this node",
+    403: "it refuses the token of this node",
+    416: "its object of this name is shorter",
     503: "it is busy, or its origin does not answer",
-    507: "it has no room for the object",
+    507: "it has no space for the object",
 }
 
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """How peers are talked to.
+    """Connection settings for peers.
 
     Attributes:
-        token: what they ask for; None where they ask for nothing.
-        ca_file: certificates that vouch for peers with "https"; None takes the system's.
-        tls_name: the name in the peers' certificates; None expects each to have its host's.
-        connect_timeout_s: until a connection stands.
-        stall_timeout_s: without a byte, once an answer has begun; before that, without a sign of life.
-        answer_timeout_s: until an answer begins: a peer that lives may have to fetch the object itself.
-        min_bytes_s: a peer that gives less over `rate_window_s` is too slow.
-        rate_window_s: see there.
+        token: bearer token that peers require; None: they require none.
+        ca_file: certificates that verify peers with "https"; None: those of the system.
+        tls_name: name in the certificates of the peers; None: the host name of each peer.
+        connect_timeout_s: time limit to establish a connection.
+        stall_timeout_s: longest time without a byte during an answer; before the answer begins, the interval of
+            health checks.
+        answer_timeout_s: time limit until an answer begins: the peer may have to fetch the object first.
+        min_bytes_s: lowest accepted rate in bytes per second, measured over `rate_window_s`.
+        rate_window_s: time over which the rate is measured.
+
+    Raises:
+        ConfigError: the token has invalid characters, or a time is not above zero.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -64,22 +68,24 @@ class PeerSettings:
         if self.token is not None and not (
             self.token.isascii() and self.token.isprintable() and " " not in self.token
         ):
-            raise ConfigError("the token has characters that no HTTP header can carry; expected printable ASCII")
+            raise ConfigError(
+                "the token has characters that an HTTP header cannot contain; expected printable ASCII without spaces"
+            )
         for name in ("connect_timeout_s", "stall_timeout_s", "answer_timeout_s", "rate_window_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0")
 
 
 class PeerSource:
-    """One peer as the source of one object, over a connection of its own per stream.
+    """One peer as the source of one object.
 
     Args:
-        url: the peer's base URL.
+        url: base URL of the peer.
         digest: the object.
-        origin_url: the repository to fetch from if it lacks the object; None: it shall not fetch.
-        settings: how to talk to it.
-        health: its record.
-        tls: None for "http".
+        origin_url: repository from which the peer fetches the object if it does not have it; None: it does not fetch.
+        settings: connection settings.
+        health: health of the peer.
+        tls: TLS context; None for "http".
     """
 
     kind: Kind = "peer"
@@ -96,54 +102,55 @@ class PeerSource:
     ) -> None:
         self.name = url
         self._digest = digest
+        # Without credentials: the peer reads the origin with its own.
         self._origin = {} if origin_url is None else {"origin": redact_url(origin_url)}
         self._settings = settings
         self._health = health
         self._tls = tls
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
-        """See `Source`: in order, from the calling thread."""
-        # A peer that shall fetch was chosen a moment ago; one that is a last resort is chosen when it comes to that.
-        if not self._origin and not self._health.may_ask():
-            raise UnavailableError(f"{self.name} is left alone after it failed")
-        with closing(self._pieces(info, offset, length)) as pieces:
-            for view in pieces:
-                self._health.received(len(view))
+        """See `ObjectSource`. Calls the sink in order, from the calling thread."""
+        # Without an origin, the peer is a fallback, whose health was not checked when the list of sources was made.
+        if not self._origin and not self._health.may_request():
+            raise UnavailableError(f"{self.name} is not requested again so soon after a failure")
+        with closing(self._receive(info, offset, length)) as views:
+            for view in views:
+                self._health.record_bytes(len(view))
                 sink(offset, view)
                 offset += len(view)
 
-    def judge(self, *, intact: bool) -> None:
-        """See `Source`: whoever gave wrong bytes is left alone for long, and told to look at its disk."""
-        self._health.judged(intact=intact)
+    def record_integrity(self, *, intact: bool) -> None:
+        """See `ObjectSource`. After wrong bytes, the peer is paused, and told to verify its copy of the object."""
+        self._health.record_integrity(intact=intact)
         if not intact:
-            self._have_it_checked()
+            self._request_check()
 
-    def _have_it_checked(self) -> None:
-        """Ask the peer to read its object again. Nothing depends on the answer: it may be no honest one."""
-        with suppress(OSError, http.client.HTTPException), closing(self._connected()) as connection:
+    def _request_check(self) -> None:
+        """Tell the peer to verify its copy of the object. The answer is ignored: a faulty peer may send any."""
+        with suppress(OSError, http.client.HTTPException), closing(self._connect()) as connection:
             connection.request("POST", f"/objects/{self._digest}/check", headers=self._headers())
             connection.getresponse().close()
 
-    def _pieces(self, info: ObjectInfo, offset: int, length: int) -> Generator[memoryview, None, None]:
-        """Yield the bytes as they come, in one buffer that is used again and again."""
+    def _receive(self, info: ObjectInfo, offset: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes as they arrive, in one buffer that is overwritten by the next ones."""
         with (
-            self._translated(),
-            closing(self._connected()) as connection,
-            closing(self._ask(connection, info, offset, length)) as response,
+            self._map_errors(),
+            closing(self._connect()) as connection,
+            closing(self._request(connection, info, offset, length)) as response,
         ):
-            pace = MinThroughput(self._settings.min_bytes_s, self._settings.rate_window_s)
+            throughput = MinThroughput(self._settings.min_bytes_s, self._settings.rate_window_s)
             buffer = memoryview(bytearray(min(_BUFFER_BYTES, length)))
             while length:
                 began = time.monotonic()
-                # One read of the socket at most, so that a trickle is seen as such.
+                # At most one read of the socket per call, so that a low rate is detected.
                 num_bytes = response.fp.readinto1(buffer[:length])
                 if not num_bytes:
-                    raise ConnectionError(f"it hung up with {length} bytes to go")
-                pace.add(num_bytes, time.monotonic() - began)
+                    raise ConnectionError(f"it closed the connection with {length} bytes missing")
+                throughput.add(num_bytes, time.monotonic() - began)
                 length -= num_bytes
                 yield buffer[:num_bytes]
 
-    def _ask(
+    def _request(
         self, connection: http.client.HTTPConnection, info: ObjectInfo, offset: int, length: int
     ) -> http.client.HTTPResponse:
         query = urlencode({**self._origin, "size": info.size_bytes})
@@ -152,10 +159,10 @@ class PeerSource:
             stop = offset + length
             headers["Range"] = f"bytes={offset}-{'' if stop == info.size_bytes else stop - 1}"
         connection.request("GET", f"/objects/{info.digest}?{query}", headers=headers)
-        connected = connection.sock  # an answer that ends the connection takes it away from there
-        self._wait_for_answer(connected)
+        connected_socket = connection.sock  # `getresponse` removes it from the connection if the answer ends it
+        self._wait_for_answer(connected_socket)
         response = connection.getresponse()
-        connected.settimeout(self._settings.stall_timeout_s)
+        connected_socket.settimeout(self._settings.stall_timeout_s)
         try:
             self._check(response, info, offset, length)
         except BaseException:
@@ -166,41 +173,43 @@ class PeerSource:
     def _check(self, response: http.client.HTTPResponse, info: ObjectInfo, offset: int, length: int) -> None:
         status = response.status
         if status == _MISSING:
-            raise NotFoundError(f"{self.name} does not have it")
+            raise NotFoundError(f"{self.name} does not have the object")
         if status not in (_OK, _PARTIAL):
-            raise ConnectionError(_REFUSALS.get(status, f"answers {status} {response.reason}"))
+            raise ConnectionError(_REFUSALS.get(status, f"it answers with status {status} {response.reason}"))
         expected = _OK if length == info.size_bytes else _PARTIAL
         content_range = f"bytes {offset}-{offset + length - 1}/{info.size_bytes}"
         if status != expected or response.length != length:
-            raise ConnectionError(f"sends {response.length} bytes (status {status}), asked for {length}")
+            raise ConnectionError(
+                f"it sends {response.length} bytes (status {status}), expected {length} (status {expected})"
+            )
         if status == _PARTIAL and response.getheader("Content-Range") != content_range:
-            raise ConnectionError(f"sends {response.getheader('Content-Range')!r}, asked for {content_range!r}")
+            raise ConnectionError(f"it sends {response.getheader('Content-Range')!r}, expected {content_range!r}")
 
-    def _wait_for_answer(self, connected: socket.socket) -> None:
-        """Wait until an answer begins, as long as the peer lives: it may be fetching the object itself."""
+    def _wait_for_answer(self, connected_socket: socket.socket) -> None:
+        """Wait until an answer begins, while the peer is alive: it may be fetching the object."""
         deadline = time.monotonic() + self._settings.answer_timeout_s
         poll = select.poll()
-        poll.register(connected, select.POLLIN)
+        poll.register(connected_socket, select.POLLIN)
         while not poll.poll(1000 * self._settings.stall_timeout_s):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"no answer in {self._settings.answer_timeout_s} s")
+                raise TimeoutError(f"it sent no answer within {self._settings.answer_timeout_s} s")
             if not self._is_alive():
-                raise TimeoutError(f"no sign of life in {self._settings.stall_timeout_s} s")
-        if self._tls is not None:  # what came may be a message of TLS itself
-            connected.settimeout(max(deadline - time.monotonic(), self._settings.stall_timeout_s))
+                raise TimeoutError(f"it does not respond to health checks after {self._settings.stall_timeout_s} s")
+        if self._tls is not None:  # the received bytes may be a TLS message instead of the answer
+            connected_socket.settimeout(max(deadline - time.monotonic(), self._settings.stall_timeout_s))
 
     def _is_alive(self) -> bool:
         try:
-            with closing(self._connected()) as connection:
+            with closing(self._connect()) as connection:
                 connection.sock.settimeout(self._settings.connect_timeout_s)
                 connection.request("GET", "/healthz")
-                # Whatever it says: one that is busy or about to stop still has our request in hand.
+                # Any answer counts: a peer that is busy or shutting down still completes this request.
                 connection.getresponse().close()
         except (OSError, http.client.HTTPException):
             return False
         return True
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         url = urlsplit(self.name)
         assert url.hostname is not None
         connection = http.client.HTTPConnection(url.hostname, url.port)
@@ -222,13 +231,13 @@ class PeerSource:
         return {} if self._settings.token is None else {"Authorization": f"Bearer {self._settings.token}"}
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turn what can go wrong with a peer into our errors, and keep it in the peer's record."""
+    def _map_errors(self) -> Iterator[None]:
+        """Record failures in the peer's health, and raise them as errors of datasvc."""
         try:
             yield
         except NotFoundError:
-            self._health.missing()
+            self._health.record_missing()
             raise
         except (OSError, http.client.HTTPException) as error:
-            self._health.failed()
+            self._health.record_failure()
             raise UnavailableError(f"{self.name}: {error or type(error).__name__}") from error

@@ -1,9 +1,9 @@
-"""The other nodes: who of them is asked for an object before its origin.
+"""The other nodes, as sources of objects before and after the origin.
 
-Only nodes that rank above this one are asked, see `placement`: they fetch the object from its origin if they lack it,
-so that it leaves the origin once. The owner itself asks nobody. A node that is left alone after a failure counts as
-gone, so the next in rank owns what was its own, for everybody who noticed. Where the origin fails, those that rank
-below are asked for what they have.
+A node requests an object only from nodes that rank above it, see `placement`: they fetch the object from its origin
+if they do not have it, so that it leaves the origin once. The owner ranks first, and reads from the origin. Other
+nodes skip a peer that is paused after a failure: for them, the next in rank is the owner. If the origin fails, the
+nodes that rank below send the objects that they have.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from datasvc.repository import Digest, ObjectInfo
 
 
 class Peers:
-    """The other nodes, and how each of them has behaved towards this process.
+    """The other nodes, and the health of each as seen by this process.
 
     Args:
-        membership: who the nodes are.
-        settings: how to talk to them.
-        clock: seconds that never run backwards, for how long a peer is left alone.
+        membership: list of nodes.
+        settings: connection settings.
+        clock: monotonic clock in seconds, for the pauses after failures.
 
     Raises:
         ConfigError: the certificates cannot be read.
@@ -49,48 +49,48 @@ class Peers:
         self._health: dict[str, PeerHealth] = {}
         self._lock = threading.Lock()
         if self._settings.ca_file is not None:
-            _ = self._tls  # wrong certificates are found now rather than at the first object
+            _ = self._tls  # reports invalid certificates now, instead of at the first object
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process makes its own experience, and its own connections.
+        # Health is not pickled: another process has its own connections, and its own failures.
         return Peers, (self._membership, self._settings)
 
     def sources(self, info: ObjectInfo, origin_url: str) -> list[PeerSource]:
-        """Return whom to ask for an object before its origin, the best first; [] where this node owns it.
+        """Return the peers to read an object from before its origin, the best first; [] if this node owns it.
 
         Args:
             info: the object.
-            origin_url: the repository that has it, for a peer that does not.
+            origin_url: repository of the object, for a peer that does not have it.
         """
         above, _ = self._ranked(info.digest)
-        return [self._source(url, info, origin_url) for url in above if self._health_of(url).may_ask()]
+        return [self._source(url, info, origin_url) for url in above if self._health_of(url).may_request()]
 
-    def holders(self, info: ObjectInfo) -> list[PeerSource]:
-        """Return whom to ask for an object when its origin has failed: those that rank below this node.
+    def fallback_sources(self, info: ObjectInfo) -> list[PeerSource]:
+        """Return the peers to read an object from when its origin has failed: those that rank below this node.
 
-        They give it only if it is resident there, so nobody waits for anybody in a circle.
+        They send it only if it is resident there, so requests never wait for each other in a cycle.
         """
         _, below = self._ranked(info.digest)
         return [self._source(url, info, None) for url in below]
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are, this one counted."""
+        """Number of nodes, this one included."""
         return len(self._membership.nodes().urls)
 
     def owns(self, digest: Digest) -> bool:
-        """Return whether this node is the owner of an object, were all nodes well."""
+        """Return whether this node is the owner of an object when all nodes work."""
         nodes = self._membership.nodes()
-        return rank_nodes(digest, nodes.urls)[0] == nodes.own
+        return rank_nodes(digest, nodes.urls)[0] == nodes.local_url
 
     def report(self) -> Mapping[str, PeerReport]:
-        """Return what became of the requests to each peer that was ever asked, by its URL."""
+        """Return the results of the requests to each peer, by its URL."""
         with self._lock:
             return {url: health.report for url, health in self._health.items()}
 
     @property
     def num_membership_failures(self) -> int:
-        """See `NodeMembership.num_failures`."""
+        """See `NodeMembership`."""
         return self._membership.num_failures
 
     @cached_property
@@ -101,8 +101,8 @@ class Peers:
         """Return the nodes that rank above this one, and those below."""
         nodes = self._membership.nodes()
         ranked = rank_nodes(digest, nodes.urls)
-        own = ranked.index(nodes.own) if nodes.own is not None else len(ranked)
-        return ranked[:own], ranked[own + 1 :]
+        rank = ranked.index(nodes.local_url) if nodes.local_url is not None else len(ranked)
+        return ranked[:rank], ranked[rank + 1 :]
 
     def _source(self, url: str, info: ObjectInfo, origin_url: str | None) -> PeerSource:
         tls = self._tls if url.startswith("https:") else None
@@ -117,4 +117,6 @@ def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"cannot read certificates from {ca_file}: {error}") from error
+        raise ConfigError(
+            f"cannot read certificates from {ca_file}: {error}; expected a file in PEM format"
+        ) from error

@@ -1,12 +1,13 @@
-"""Which node owns an object: pure, and the same on every node that knows the same names.
+"""Placement: the owner of each object, computed alike on every node with the same list of nodes. Pure.
 
 Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions
-on Networking, 1998): every node draws a weight for every object, and the heaviest owns it. A node that leaves moves
-only its own objects, one that joins takes an equal share from each of the others.
+on Networking, 1998): each node has a pseudo-random weight for each object, and the node with the largest weight is
+the owner. A node that leaves moves only its own objects; a node that joins takes an equal share from each of the
+others.
 
-How two nodes stand to each other never depends on who else is there. So requests for one object, which only go to
-nodes that rank above the asker, can never wait for each other in a circle, not even while nodes disagree about who
-takes part. That holds as long as a node has one name: the same spelling on every node.
+The rank of two nodes relative to each other does not depend on other nodes. Requests for an object go only to nodes
+of higher rank, so they never wait for each other in a cycle, even while nodes have different lists. This requires
+that a node has the same name, in the same spelling, in all lists.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from datasvc.repository import Digest
 
 
 def rank_nodes(digest: Digest, nodes: Sequence[str]) -> list[str]:
-    """Return `nodes` in the order in which they own the object: the first is the owner, the second its deputy.
+    """Return `nodes` by descending weight for an object: the first is the owner, the second its replacement.
 
     The order of `nodes` does not matter.
     """
@@ -27,5 +28,5 @@ def rank_nodes(digest: Digest, nodes: Sequence[str]) -> list[str]:
 
 
 def _weight(digest: Digest, node: str) -> int:
-    # A zero byte is in no URL, so no two pairs make one text.
+    # A URL has no zero byte, so two different pairs never give the same text.
     return xxhash.xxh3_64_intdigest(f"{node}\0{digest}".encode())

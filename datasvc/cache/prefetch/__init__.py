@@ -1,1 +1,1 @@
-"""Fetches the shards of a job ahead of its access order."""
+"""Fetches the shards of a job before its access order needs them."""

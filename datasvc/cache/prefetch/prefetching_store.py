@@ -1,4 +1,4 @@
-"""The shards of a job whose order is known: fetched ahead by a stager, evicted by when they are needed again."""
+"""A shard store for a known access order: a stager fetches shards ahead, and eviction follows their next uses."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import ShardRequest, Split
 from datasvc.shards.format.reader import Shard
 
-_SHARDS_AT_ONCE = 4
+_MAX_FETCHES = 4
 
 
 class PrefetchingShardStore:
-    """The shards of one split through a node's cache, for one order: a `ShardStore`.
+    """A `ShardStore` of one split that reads through a node's cache in one access order.
 
-    The stager starts when a shard is missing for the first time: data that is all here needs none. Until it is up,
-    and wherever it is late, the shards that a batch lacks are fetched side by side from here.
+    The stager starts when a shard is missing for the first time: data that is fully resident needs no stager. Until
+    the stager runs, and whenever it is late, this process fetches the missing shards of a batch in parallel.
 
     Args:
-        cache: the node's.
-        split: the samples.
-        config: the order's parameters.
-        lanes: those that this process is served from; None: all.
-        num_ranks: of the job: what is read early is shared among them.
+        cache: cache of the node.
+        split: split to read.
+        config: parameters of the access order.
+        lanes: lanes that this process reads; None: all.
+        num_ranks: number of ranks of the job, which share the limit of early reads.
         step_bytes: see `UseTimeline`.
     """
 
@@ -53,8 +53,8 @@ class PrefetchingShardStore:
         self._timeline = UseTimeline(split.table, config, lanes, step_bytes=step_bytes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
         self._cursor = (0, 0)
-        # Two loaders of one process are two jobs: each has its own clock.
-        self._owner = cache.new_owner(f"{split.dataset}/{split.name}")
+        # One job per store: two loaders of one process have separate clocks.
+        self._job_id = cache.new_job(f"{split.dataset}/{split.name}")
         self._early = PartialShardReader(
             split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=cache.count
         )
@@ -67,7 +67,7 @@ class PrefetchingShardStore:
         return self.open(info)[0]
 
     def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
-        """Return the shard as `open_shard` does, and where it came from."""
+        """Return the shard as `open_shard` does, and its source."""
         shard, outcome = self._shards.open(info)
         self._early.forget(info.digest)
         if outcome != "resident" and self._stager is None:
@@ -79,27 +79,27 @@ class PrefetchingShardStore:
         return self._shards.is_resident(info)
 
     def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return shards still in transfer whose wanted samples were read one by one; see `PartialShardReader`."""
-        missing = [each for each in wanted if not self._shards.is_resident(each.info)]
+        """Return shards still in transfer whose wanted samples were read early; see `PartialShardReader`."""
+        missing = [request for request in wanted if not self._shards.is_resident(request.info)]
         if missing and self._stager is None:
             self._start()
-        for each in missing:
-            self._fetch(each.info)
+        for request in missing:
+            self._fetch(request.info)
         return self._early.read(missing)
 
     def release_shard(self, info: ObjectInfo) -> None:
-        """Let the shard be evicted once it is the one that is needed last."""
+        """Allow the shard to be evicted, and declare its next use by this job."""
         reuse = self._timeline.reuse(self._numbers[info.digest], *self._cursor)
-        self._shards.release_shard(info, reuse, owner=self._owner)
+        self._shards.release_shard(info, reuse, job_id=self._job_id)
 
     def advance(self, epoch: int, position: int) -> None:
-        """Say that everything before a position was served: the stager goes on."""
+        """Record that all samples before a position were served; the stager goes on from there."""
         self._cursor = (epoch, position)
         if self._stager is not None:
             self._stager.advance(epoch, position)
 
     def close(self) -> None:
-        """End the stager; what is held stays so until released."""
+        """End the stager. Shards that are in use stay open until they are released."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
@@ -109,21 +109,21 @@ class PrefetchingShardStore:
             self._stager = None
 
     def _fetch(self, info: ObjectInfo) -> None:
-        """Begin to fetch what is needed now; what becomes of it shows when it is opened."""
+        """Start a fetch of a shard that is needed now. An error is reported when the shard is opened."""
 
         def fetch() -> None:
             now = self._timeline.clock(*self._cursor)
             try:
-                with suppress(DatasvcError):  # whoever opens the shard meets the same
-                    self._cache.prefetch(info, self._split.repository, NextUse(now, now), owner=self._owner)
+                with suppress(DatasvcError):  # opening the shard raises the same error
+                    self._cache.prefetch(info, self._split.repository, NextUse(now, now), job_id=self._job_id)
             finally:
                 self._fetching.discard(info.digest)
 
-        # More wait for the stager, which is better at it, or for whoever opens them.
-        if info.digest in self._fetching or len(self._fetching) >= _SHARDS_AT_ONCE:
+        # More shards wait for the stager, which fetches in the order of need, or until they are opened.
+        if info.digest in self._fetching or len(self._fetching) >= _MAX_FETCHES:
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-missing")
+            self._threads = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="datasvc-missing")
             weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
         self._fetching.add(info.digest)
         self._threads.submit(fetch)
@@ -139,7 +139,7 @@ class PrefetchingShardStore:
             self._lanes,
             epoch,
             position,
-            self._owner,
+            self._job_id,
             self._step_bytes,
         )
         self._stager = Stager(job)

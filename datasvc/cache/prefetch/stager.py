@@ -1,16 +1,17 @@
-"""The stager: a process beside a job that fetches ahead of its order, so that I/O stays out of the training process.
+"""The stager: a child process of a job that fetches shards ahead, so that I/O stays out of the training process.
 
-It follows what the job says of its position, fetches the shards in the order in which they are needed, across the end
-of the epoch, and stops where the next one would push out what is needed sooner. The job fetches by itself what it
-finds missing, so a stager that is late, or dead, costs time and nothing else.
+It receives the position of the job, fetches the shards in the order of need, across the end of the epoch, and pauses
+when the next shard would evict one that is needed sooner. The job fetches missing shards itself, so a stager that is
+late or has crashed costs time, but no correctness.
 
-It is a program of its own (`python -m datasvc.cache.prefetch.stager`) and ends when the job ends: see `ChildProcess`.
+It is a separate program (`python -m datasvc.cache.prefetch.stager`), and exits when the job exits: see
+`ChildProcess`.
 """
 
 from __future__ import annotations
 
 import os
-import pickle  # between a job and its own child
+import pickle  # only between a job and its child process
 import queue
 import sys
 import threading
@@ -34,26 +35,26 @@ from datasvc.order import NextUse, OrderConfig
 from datasvc.orphans import ChildProcess
 from datasvc.shards import Split
 
-# Each shard is fetched by many ranged requests; of small ones it takes more to have as many under way.
-_SHARDS_AT_ONCE = 4
+# Each shard is fetched by many ranged requests; small shards have fewer, so more shards are fetched at once.
+_MIN_SHARDS_AT_ONCE = 4
 _BYTES_AT_ONCE = 256 << 20
-_SHARE_AT_ONCE = 16
+_BUDGET_DIVISOR = 16
 
 
 @dataclass(frozen=True)
 class StagerJob:
-    """What a stager needs to know.
+    """The input of a stager.
 
     Attributes:
-        folder: of the cache.
-        tenant: whose quota is used.
+        folder: folder of the cache.
+        tenant: tenant whose quota is charged.
         peers: other nodes.
-        split: the samples.
-        config: the order's parameters.
-        lanes: those that the job is served from; None: all.
-        epoch: where the job stands.
-        position: likewise.
-        owner: the name under which the job says when it needs what, see `Cache.new_owner`.
+        split: split that the job reads.
+        config: parameters of the access order.
+        lanes: lanes that the job reads; None: all.
+        epoch: current epoch of the job.
+        position: current position in the epoch.
+        job_id: job that declares the next uses, see `Cache.new_job`.
         step_bytes: see `UseTimeline`.
     """
 
@@ -65,172 +66,175 @@ class StagerJob:
     lanes: Sequence[int] | None
     epoch: int
     position: int
-    owner: str
+    job_id: str
     step_bytes: int | None = None
 
 
 class Stager:
-    """A running stager, seen from the job. Starts at once, and does its work without being waited for.
+    """The job's handle on a running stager. The process starts at once; no call waits for it.
 
     Args:
-        job: what to do.
+        job: input of the stager.
     """
 
     def __init__(self, job: StagerJob) -> None:
         self._program = ChildProcess(__name__, job)
 
     def advance(self, epoch: int, position: int) -> None:
-        """Say that everything before a position was served. Does nothing once the stager is gone."""
+        """Send the position before which all samples were served. Does nothing if the stager has exited."""
         self._program.send((epoch, position))
 
     def close(self) -> None:
-        """End the stager; fetches under way are given up. Closing again does nothing, nor does a forked child."""
+        """End the stager and its fetches. Closing again does nothing, and neither does a forked child."""
         self._program.close()
 
 
 class JobPrefetcher:
-    """Fetches ahead of one job, as far as there is room.
+    """Chooses and fetches the shards that one job needs next, while the cache has space.
 
     Args:
-        cache: the node's.
-        job: whose order is followed.
+        cache: cache of the node.
+        job: job whose access order is followed.
 
     Attributes:
-        num_at_once: shards that are fetched side by side.
+        num_at_once: number of shards to fetch in parallel.
     """
 
     def __init__(self, cache: Cache, job: StagerJob) -> None:
         self._cache = cache
         self._split = job.split
-        self._owner = job.owner
+        self._job_id = job.job_id
         self._timeline = UseTimeline(job.split.table, job.config, job.lanes, step_bytes=job.step_bytes)
         self._cursor = job.epoch, job.position
         self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, cache.budget_bytes)
         self.num_at_once = _choose_shards_at_once(job.split, cache.budget_bytes)
         self._waiting: deque[NeededShard] = deque()
-        self._set_aside: list[tuple[int, NeededShard]] = []  # with the clock at which to try again
-        self._under_way: set[int] = set()
+        self._deferred: list[tuple[int, NeededShard]] = []  # with the clock value at which to try again
+        self._in_progress: set[int] = set()
         self._is_blocked = False
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Tell the cache what of the job's data is here already, and when it is needed."""
+    def start(self) -> None:
+        """Declare the next uses of shards that are resident already, and plan the fetches."""
         self._expect(passed_only=False)
-        self._waiting = deque(self._timeline.pieces(*self._cursor))
+        self._waiting = deque(self._timeline.needed_shards(*self._cursor))
 
     def advance(self, epoch: int, position: int) -> None:
-        """Follow the job."""
+        """Continue from a new position of the job."""
         with self._lock:
             before, self._cursor = self._cursor, (epoch, position)
             self._is_blocked = False
             now = self._timeline.clock(epoch, position)
             if epoch != before[0] or self._cursor < before:
-                # Another epoch, or a state was loaded: what was fetched and not used must not wait for ever.
+                # A new epoch, or an earlier state was restored: declare again, so that shards that are not used can
+                # be evicted.
                 self._expect(passed_only=self._cursor > before)
-                self._waiting = deque(self._timeline.pieces(epoch, position))
-                self._set_aside.clear()
-            due = [piece for when, piece in self._set_aside if when <= now]
-            self._set_aside = [each for each in self._set_aside if each[0] > now]
+                self._waiting = deque(self._timeline.needed_shards(epoch, position))
+                self._deferred.clear()
+            due = [needed for retry_at, needed in self._deferred if retry_at <= now]
+            self._deferred = [(retry_at, needed) for retry_at, needed in self._deferred if retry_at > now]
             self._waiting.extendleft(reversed(due))
+            # Uses that the job has passed need no fetch.
             while self._waiting and self._waiting[0].stop <= now:
                 self._waiting.popleft()
 
-    def next_piece(self) -> NeededShard | None:
-        """Return what to fetch next; None where that must wait until the job goes on."""
+    def next_shard(self) -> NeededShard | None:
+        """Return the shard to fetch next; None if the fetch must wait until the job advances."""
         with self._lock:
-            if self._is_blocked or not self._waiting or len(self._under_way) >= self.num_at_once:
+            if self._is_blocked or not self._waiting or len(self._in_progress) >= self.num_at_once:
                 return None
-            piece = self._waiting.popleft()
-            self._under_way.add(piece.shard)
-            return piece
+            needed = self._waiting.popleft()
+            self._in_progress.add(needed.shard)
+            return needed
 
-    def fetch(self, piece: NeededShard) -> None:
-        """Fetch a piece that `next_piece` gave, or put it back where there is no room, or aside where it failed."""
+    def fetch(self, needed: NeededShard) -> None:
+        """Fetch a shard that `next_shard` returned; queue it again if there is no space, or after a failure."""
         now = self._timeline.clock(*self._cursor)
         outcome: Outcome | None = None
         try:
-            outcome = self._fetch(piece, now)
+            outcome = self._fetch(needed, now)
         except DatasvcError:
-            # The job meets the same error when it needs the shard, and says so; until then it may have passed.
+            # Not raised: the job meets and reports the same error if it persists until the shard is needed.
             with suppress(DatasvcError):
                 self._cache.count("prefetch_failures", 1)
         finally:
             with self._lock:
-                self._under_way.discard(piece.shard)
+                self._in_progress.discard(needed.shard)
                 if outcome == "later":
-                    self._is_blocked = True
-                    self._waiting.appendleft(piece)
+                    self._is_blocked = True  # until the job advances: then it releases shards, and distances shrink
+                    self._waiting.appendleft(needed)
                 elif outcome == "busy":
-                    # Somebody else fetches it: look again whether it came, once the job has gone on.
-                    self._set_aside.append((now + 1, piece))
+                    # Another process fetches it: check whether it has arrived when the job has advanced.
+                    self._deferred.append((now + 1, needed))
                 elif outcome is None:
-                    self._set_aside.append((now + self._ahead_bytes, piece))
+                    self._deferred.append((now + self._ahead_bytes, needed))
 
-    def _fetch(self, piece: NeededShard, now: int) -> Outcome:
-        info = self._split.table.shard(piece.shard)
-        # Further ahead only where there is room to spare: what it would evict is worth more.
-        evict = piece.first - now <= self._ahead_bytes
-        # Of a shard that comes in pieces an earlier one may be yet to come.
-        next_use = self._timeline.next_use(piece.shard, *self._cursor)
+    def _fetch(self, needed: NeededShard, now: int) -> Outcome:
+        info = self._split.table.shard(needed.shard)
+        # Further ahead only into free space: the shards that it would evict are worth more.
+        evict = needed.first - now <= self._ahead_bytes
+        # A shard at the border of two lanes has several uses, and another one may be earlier.
+        next_use = self._timeline.next_use(needed.shard, *self._cursor)
         reuse = NextUse(now, max(now, next_use))
-        outcome = self._cache.prefetch(info, self._split.repository, reuse, evict=evict, owner=self._owner)
+        outcome = self._cache.prefetch(info, self._split.repository, reuse, evict=evict, job_id=self._job_id)
         if outcome == "resident":
-            self._cache.expect({info.digest: next_use}, now, owner=self._owner)
+            self._cache.expect({info.digest: next_use}, now, job_id=self._job_id)
         return outcome
 
     def _expect(self, *, passed_only: bool) -> None:
         next_uses, infos = self._timeline.next_uses(*self._cursor), self._split.table.shards()
         expected = {infos[shard].digest: next_use for shard, next_use in next_uses.items()}
         now = self._timeline.clock(*self._cursor)
-        self._cache.expect(expected, now, passed_only=passed_only, owner=self._owner)
+        self._cache.expect(expected, now, passed_only=passed_only, job_id=self._job_id)
 
 
 def _choose_shards_at_once(split: Split, budget_bytes: int) -> int:
-    """Return how many shards to fetch side by side: what is on its way takes room too, so a small share of it."""
+    """Return how many shards to fetch in parallel."""
+    # Shards in transfer occupy cache space too, so they may take only a small share of the budget.
     largest = int(split.table.bytes_per_shard.max(initial=1))
-    return max(_SHARDS_AT_ONCE, min(_BYTES_AT_ONCE, budget_bytes // _SHARE_AT_ONCE) // largest)
+    return max(_MIN_SHARDS_AT_ONCE, min(_BYTES_AT_ONCE, budget_bytes // _BUDGET_DIVISOR) // largest)
 
 
 def serve(pipe: BinaryIO) -> None:
-    """Do what the job on the other end of a pipe asks, until the pipe ends."""
+    """Run a stager for the job at the other end of a pipe, until the pipe is closed."""
     job: StagerJob = pickle.load(pipe)  # noqa: S301 - from our own parent process
     events: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, events), daemon=True, name="datasvc-job").start()
     with Cache(job.folder, tenant=job.tenant, peers=job.peers) as cache:
-        ahead = JobPrefetcher(cache, job)
-        ahead.begin()
-        with ThreadPoolExecutor(ahead.num_at_once, thread_name_prefix="datasvc-ahead") as pool:
+        prefetcher = JobPrefetcher(cache, job)
+        prefetcher.start()
+        with ThreadPoolExecutor(prefetcher.num_at_once, thread_name_prefix="datasvc-ahead") as pool:
             while True:
-                while (piece := ahead.next_piece()) is not None:
-                    pool.submit(ahead.fetch, piece).add_done_callback(partial(_finished, events))
+                while (needed := prefetcher.next_shard()) is not None:
+                    pool.submit(prefetcher.fetch, needed).add_done_callback(partial(_finished, events))
                 event = events.get()
                 if event is not None:
-                    ahead.advance(*event)
+                    prefetcher.advance(*event)
 
 
 def _finished(events: queue.SimpleQueue[tuple[int, int] | None], fetch: Future[None]) -> None:
     error = fetch.exception()
     if error is not None:
-        traceback.print_exception(error)  # ours to mend; the piece was set aside
+        traceback.print_exception(error)  # a bug in datasvc; the shard is deferred and tried again
     events.put(None)
 
 
 def _listen(pipe: BinaryIO, events: queue.SimpleQueue[tuple[int, int] | None]) -> None:
-    """Hand on what the job says; when it is gone, so is everything here, whatever it is doing."""
+    """Pass on the positions of the job; exit the process when the job has exited, whatever it is doing."""
     with suppress(EOFError, pickle.UnpicklingError):
         while True:
             events.put(pickle.load(pipe))  # noqa: S301 - from our own parent process
-    os._exit(0)  # locks and leases go with the process; a fetch that is cut off is continued by whoever wants it
+    os._exit(0)  # the kernel releases locks and leases; the next fetch of the object resumes an interrupted one
 
 
 def main() -> None:
-    """Serve the job on standard input; what goes wrong is one line on standard error."""
+    """Run a stager for the job on standard input; report an error in one line on standard error."""
     try:
         serve(sys.stdin.buffer)
     except (DatasvcError, OSError) as error:
         sys.stderr.write(f"datasvc: nothing is fetched ahead: {error}\n")
         sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 - the end of this process, with the thread that reads still at it
+    except BaseException:  # noqa: BLE001 - the top of this process, whose reading thread still runs
         traceback.print_exc()
     os._exit(1)
 

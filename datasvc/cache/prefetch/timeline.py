@@ -1,7 +1,7 @@
-"""What one job needs when: its order on the clock that jobs of a cache are compared by. Pure.
+"""Timeline of one job: when its access order uses each shard, on the clock that compares the jobs of a cache. Pure.
 
-The clock counts bytes that the order served since epoch 0, see `uses`. A job looks ahead to the end of the next
-epoch: further it need not see, as every shard is used once in each.
+The clock counts the bytes that the order has served since epoch 0, see `next_use`. The timeline ends with the next
+epoch: that is enough, because every shard is used in each epoch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from datasvc.shards.format.shard_table import ShardTable
 
 @dataclass(frozen=True)
 class NeededShard:
-    """A shard that is needed, or a part of it.
+    """One use of a shard by a job.
 
     Attributes:
         shard: number in the shard table.
-        first: when it is needed first, on the job's clock.
-        stop: from when on it is not needed any more.
+        first: time of the first read, on the job's clock. Bytes.
+        stop: time after the last read. Bytes.
     """
 
     shard: int
@@ -36,11 +36,11 @@ class UseTimeline:
     """The uses of one job's shards, epoch by epoch.
 
     Args:
-        table: the shards.
-        config: the order's parameters.
-        lanes: those that this process is served from; None: all.
-        step_bytes: by how much the clock goes on with each position. None: the mean size of a sample; what is read in
-            turns with other data goes on by what the job reads of all of it from one position to the next.
+        table: shards of the split.
+        config: parameters of the access order.
+        lanes: lanes that this process reads; None: all.
+        step_bytes: bytes by which each position advances the clock; None: the mean size of a sample. For a split in a
+            mixture: the bytes that the job reads of all splits between two positions of this one.
     """
 
     def __init__(
@@ -59,55 +59,58 @@ class UseTimeline:
         self._epochs: dict[int, tuple[Uses, Uses]] = {}
 
     def clock(self, epoch: int, position: int) -> int:
-        """Return what the job's clock says at a position."""
+        """Return the job's clock at a position. Bytes."""
         return (epoch * self._num_samples + position) * self._step
 
     def reuse(self, shard: int, epoch: int, position: int) -> NextUse:
-        """Return when a shard that is let go of at a position is needed again, by the end of the next epoch.
+        """Return the next use of a shard that is released at a position, until the end of the next epoch.
 
-        Whichever lane needs it then: that may be another rank's of this node.
+        All lanes count, because another rank of this node may read the lane.
         """
         now = self.clock(epoch, position)
         return NextUse(now, _first_use(shard, ((uses, uses.first >= now) for uses, _ in self._both(epoch))))
 
     def next_use(self, shard: int, epoch: int, position: int) -> int:
-        """Return when this process needs a shard from a position on; NEVER where it does not see that."""
+        """Return the next use of a shard by this process from a position on; NEVER if there is none in sight."""
         now = self.clock(epoch, position)
-        return _first_use(shard, ((own, own.stop > now) for _, own in self._both(epoch)))
+        return _first_use(shard, ((local, local.stop > now) for _, local in self._both(epoch)))
 
     def next_uses(self, epoch: int, position: int) -> dict[int, int]:
-        """Return when this process needs each shard from a position on, by number; none that it sees no use of."""
+        """Return the next use by this process, from a position on, of each shard that has one, by its number."""
         uses: dict[int, int] = {}
-        for piece in self.pieces(epoch, position):
-            uses.setdefault(piece.shard, piece.first)
+        for needed in self.needed_shards(epoch, position):
+            uses.setdefault(needed.shard, needed.first)
         return uses
 
-    def pieces(self, epoch: int, position: int) -> list[NeededShard]:
-        """Return what is needed from a position on until the end of the next epoch, in order of need."""
+    def needed_shards(self, epoch: int, position: int) -> list[NeededShard]:
+        """Return the uses from a position on until the end of the next epoch, in order of time."""
         now = self.clock(epoch, position)
         return [
             NeededShard(shard, first, stop)
-            for _, own in self._both(epoch)
-            for shard, first, stop in zip(own.shards.tolist(), own.first.tolist(), own.stop.tolist(), strict=True)
+            for _, local in self._both(epoch)
+            for shard, first, stop in zip(
+                local.shards.tolist(), local.first.tolist(), local.stop.tolist(), strict=True
+            )
             if stop > now
         ]
 
     def _both(self, epoch: int) -> Iterator[tuple[Uses, Uses]]:
-        """Yield the uses of an epoch, and then of the next: by all lanes, and by this process's own."""
-        for each in (epoch, epoch + 1):
-            found = self._epochs.get(each)
-            if found is None:
-                uses = plan_uses(self._samples, self._bytes, self._config, [each], step_bytes=self._step)
-                found = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
-                near = {known: kept for known, kept in self._epochs.items() if abs(known - each) <= 1}
-                self._epochs = near | {each: found}
-            yield found
+        """Yield the uses of an epoch and of the next: by all lanes, and by the lanes of this process."""
+        for number in (epoch, epoch + 1):
+            both = self._epochs.get(number)
+            if both is None:
+                uses = plan_uses(self._samples, self._bytes, self._config, [number], step_bytes=self._step)
+                both = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
+                # Replaced, not changed: other threads may be reading. Only neighbouring epochs are kept.
+                near = {other: kept for other, kept in self._epochs.items() if abs(other - number) <= 1}
+                self._epochs = near | {number: both}
+            yield both
 
 
 def _first_use(shard: int, epochs: Iterable[tuple[Uses, npt.NDArray[np.bool_]]]) -> int:
-    """Return when a shard is used first, of those uses that count; NEVER where none does."""
-    for uses, counts in epochs:
-        found = uses.first[counts & (uses.shards == shard)]
-        if len(found):
-            return int(found[0])
+    """Return the first use of a shard among the uses selected by each mask; NEVER if there is none."""
+    for uses, is_selected in epochs:
+        times = uses.first[is_selected & (uses.shards == shard)]
+        if len(times):
+            return int(times[0])
     return NEVER

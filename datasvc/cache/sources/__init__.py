@@ -1,1 +1,1 @@
-"""Reads objects from where they come from: the origin, by parallel ranged requests."""
+"""Reads objects from their permanent stores: an origin, by parallel ranged requests, or a remote file."""

@@ -1,7 +1,7 @@
-"""Where an object can come from: what every source does, and the origin, read by parallel ranged requests.
+"""Sources of objects: the interface of every source, and the origin, read by parallel ranged requests.
 
-One request to an object store gives some 35-90 MB/s, so many are under way at once, and their number is bounded over
-all objects that a process fetches: one shard is as fast as many, and many ask for no more than one.
+One request to an object store transfers some 35-90 MB/s, so many run at once. Their number is limited over all
+objects that a process fetches: a single shard is as fast as many, and many shards send no more requests than one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
-from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS, Spans
-from datasvc.cache.sources.request_gate import Gate, Sink
+from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS, RangeRequests, RequestGate, Sink
 from datasvc.errors import CorruptDataError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.cancellation import CancellationToken
@@ -25,151 +24,151 @@ Kind = Literal["origin", "peer"]
 
 T = TypeVar("T")
 
-# What was gathered is written and hashed while the next requests are under way.
+# These threads write and hash collected answers while the next requests are in progress.
 _WRITING_THREADS = 4
 
 
 class ObjectSource(Protocol):
-    """One place that may have an object.
+    """A place from which an object can be read.
 
     Attributes:
-        name: for messages.
-        kind: what it counts as.
+        name: name of the source, for messages.
+        kind: kind of the source, for counters.
     """
 
     name: str
     kind: Kind
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
-        """Hand `length` bytes from `offset` to `sink`, each byte once.
+        """Pass `length` bytes from `offset` to `sink`, each byte once.
 
-        The sink may be called from several threads and out of order, but inside a part of `PART_BYTES` in order.
-        After this returns or raises it is not called any more.
+        The sink may be called from several threads and out of order, but in order inside each part of `PART_BYTES`.
+        It is not called after this method has returned or raised.
 
         Raises:
-            NotFoundError: the source lacks the object.
-            CorruptDataError: it has something else under the name.
-            ConfigError: it refuses.
-            UnavailableError: it stopped; what the sink got stays good.
+            NotFoundError: the source does not have the object.
+            CorruptDataError: the source has another object under this name.
+            ConfigError: the source refuses the request.
+            UnavailableError: the transfer ended early; the bytes passed so far are valid.
         """
 
-    def judge(self, *, intact: bool) -> None:
-        """Learn whether the digest of an object that this source gave bytes of was right."""
+    def record_integrity(self, *, intact: bool) -> None:
+        """Record whether the digest of an object, of which this source sent bytes, was right."""
 
 
 class Origin(Protocol):
-    """A store that holds the object for good, such as `Objects` of a repository."""
+    """The permanent store of an object, such as the `Objects` of a repository."""
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream_range` needs little memory, however long the range."""
+        """Whether `stream_range` needs little memory for a range of any length."""
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`. Raises as `ObjectSource.stream`."""
+        """Return `length` bytes from `offset`. Raises the errors of `ObjectSource.stream`."""
 
     def stream_range(
         self, digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
     ) -> None:
-        """Hand `length` bytes from `offset` to `take` as they arrive, in order, from the calling thread.
+        """Pass `length` bytes from `offset` to `take` as they arrive, in order, from the calling thread.
 
-        Raises as `ObjectSource.stream`, and UnavailableError soon after it was interrupted.
+        Raises the errors of `ObjectSource.stream`, and UnavailableError soon after `interrupt` is set.
         """
 
     def location(self, digest: Digest) -> str:
-        """Return where the object lies, for messages."""
+        """Return the location of the object, for messages."""
 
 
 _pools: weakref.WeakSet[RequestPool] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """End all requests: a program that ends must not wait for a silent server."""
+    """End all requests, so that the exit of the program does not wait for a server that does not answer."""
     for pool in list(_pools):
         pool.close()
 
 
-# Exit handlers run after threads were waited for, which is too late.
+# `atexit` handlers run after the interpreter has waited for all threads, which is too late.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_close_all)  # noqa: SLF001
 
 
 class RequestPool:
-    """The requests to origins that this process has under way, over all objects.
+    """The requests to origins that this process has in progress, over all objects.
 
     Args:
-        num_requests: how many at once, at least 1. Where the store's client can stream each holds 512 KiB of memory,
-            otherwise up to 16 MiB, and so do a few more whose bytes are being written.
+        num_requests: most requests at once, at least 1. Each needs 512 KiB of memory if the store's client can
+            stream, otherwise up to 16 MiB, and a few more answers are in memory while they are written.
     """
 
     def __init__(self, num_requests: int = 16) -> None:
         assert num_requests > 0, num_requests
         self.num_requests = num_requests
-        self._under_way: set[CancellationToken] = set()
+        self._in_progress: set[CancellationToken] = set()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._turns = threading.Semaphore(num_requests)
+        self._slots = threading.Semaphore(num_requests)
         self._threads = ThreadPoolExecutor(num_requests + _WRITING_THREADS, thread_name_prefix="datasvc-origin")
         _pools.add(self)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Let `work`, which asks inside `turn`, run as soon as it can. Raises UnavailableError when closed."""
+        """Run `work`, which sends its requests inside `slot`, in a thread. Raises UnavailableError after `close`."""
         try:
             return self._threads.submit(work)
         except RuntimeError as error:
-            raise UnavailableError("the cache was closed") from error
+            raise UnavailableError("the cache was closed; open it again to fetch objects") from error
 
     @contextmanager
     def sharing(self, interrupt: CancellationToken) -> Iterator[None]:
-        """Count one more object among those that share the requests, for as long as the block runs.
+        """Count one more object among those that share the requests, inside the block.
 
         Args:
-            interrupt: of its requests; set when this is closed.
+            interrupt: cancellation of the object's requests; `close` sets it.
         """
         with self._lock:
-            self._under_way.add(interrupt)
+            self._in_progress.add(interrupt)
         try:
             yield
         finally:
             with self._lock:
-                self._under_way.remove(interrupt)
+                self._in_progress.remove(interrupt)
 
     @contextmanager
-    def turn(self) -> Iterator[int]:
-        """Wait until one more request may be under way; it is for as long as the block runs.
+    def slot(self) -> Iterator[int]:
+        """Wait for a free slot, and occupy it for one request inside the block.
 
         Yields:
-            How many requests an object may have under way, were they shared equally: at least 1.
+            Number of requests per object if all objects share the slots equally, at least 1.
 
         Raises:
-            UnavailableError: closed meanwhile.
+            UnavailableError: the pool was closed.
         """
-        with self._turns:
+        with self._slots:
             self.check_open()
-            yield max(1, self.num_requests // max(1, len(self._under_way)))
+            yield max(1, self.num_requests // max(1, len(self._in_progress)))
 
     def check_open(self) -> None:
-        """Raise UnavailableError when this was closed."""
+        """Raise UnavailableError if the pool was closed."""
         if self._is_closed:
-            raise UnavailableError("the cache was closed while an object was on its way")
+            raise UnavailableError("the cache was closed during the transfer of an object")
 
     def close(self) -> None:
-        """End all requests: those that wait for their turn fail. What cannot be interrupted ends by itself."""
-        # Not `cancel_futures`: it leaves whoever waits with `as_completed` waiting for ever.
+        """Cancel all requests; those that wait for a slot fail. A request that cannot be cancelled ends by itself."""
+        # Not `cancel_futures`: a thread that waits in `as_completed` would never return.
         self._is_closed = True
         with self._lock:
-            under_way = list(self._under_way)
-        for interrupt in under_way:
+            interrupts = list(self._in_progress)
+        for interrupt in interrupts:
             interrupt.set()
         self._threads.shutdown(wait=False)
 
 
 class OriginSource:
-    """Reads an object from its origin, several ranges at once.
+    """The origin as the source of one object, read by several ranged requests at once.
 
     Args:
-        origin: the store.
+        origin: store of the object.
         digest: the object.
-        requests: shared by all that this process fetches.
+        requests: requests of this process, shared by all objects that it fetches.
     """
 
     kind: Kind = "origin"
@@ -183,47 +182,48 @@ class OriginSource:
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """See `ObjectSource`."""
         assert info.digest == self._digest
-        # Once for the object: an origin that turns out not to stream must not gather what was cut for streaming.
-        ask, most_parts = (
+        # Decided once per object: `can_stream` may change, and a request sized for streaming needs too much memory.
+        transfer, max_parts = (
             (self._stream, STREAMED_PARTS) if self._origin.can_stream else (self._gather, GATHERED_PARTS)
         )
-        gate, spans = Gate(sink), Spans(offset, offset + length, most_parts)
+        gate, ranges = RequestGate(sink), RangeRequests(offset, offset + length, max_parts)
         futures: list[Future[None]] = []
         with self._requests.sharing(gate.interrupt):
             try:
-                num_asking = min(self._requests.num_requests, spans.num_parts)
-                futures.extend(self._requests.submit(partial(ask, spans, gate)) for _ in range(num_asking))
+                num_threads = min(self._requests.num_requests, ranges.num_parts)
+                futures.extend(self._requests.submit(partial(transfer, ranges, gate)) for _ in range(num_threads))
                 for future in as_completed(futures):
                     future.result()
             finally:
-                # Requests that cannot be interrupted find the gate closed; nobody waits for them.
+                # Requests that cannot be cancelled go on, and the closed gate drops their bytes: not waited for.
                 for future in futures:
                     future.cancel()
                 gate.close()
 
-    def judge(self, *, intact: bool) -> None:
-        """See `ObjectSource`: there is only one origin, so it is asked again whatever it gave."""
+    def record_integrity(self, *, intact: bool) -> None:
+        """See `ObjectSource`. Does nothing: there is one origin, which is used whatever it sent before."""
 
-    def _gather(self, spans: Spans, gate: Gate) -> None:
-        """Bring one range after the other until none is left, or nobody wants them any more."""
+    def _gather(self, ranges: RangeRequests, gate: RequestGate) -> None:
+        """Read one range after the other into memory, until all are requested or the gate is closed."""
         while True:
-            with self._requests.turn() as share:
-                span = None if gate.interrupt.is_set else spans.take(share)
+            with self._requests.slot() as num_concurrent:
+                span = None if gate.interrupt.is_set else ranges.take(num_concurrent)
                 if span is None:
                     return
                 content = self._read(*span)
+            # Outside of the slot: the next request runs while these bytes are written.
             gate.deliver(span[0], memoryview(content))
 
-    def _stream(self, spans: Spans, gate: Gate) -> None:
-        """Likewise, each as it arrives."""
+    def _stream(self, ranges: RangeRequests, gate: RequestGate) -> None:
+        """Read one range after the other, and deliver the bytes as they arrive."""
         while True:
-            with self._requests.turn() as share:
-                span = None if gate.interrupt.is_set else spans.take(share)
+            with self._requests.slot() as num_concurrent:
+                span = None if gate.interrupt.is_set else ranges.take(num_concurrent)
                 if span is None:
                     return
                 self._stream_one(*span, gate)
 
-    def _stream_one(self, start: int, stop: int, gate: Gate) -> None:
+    def _stream_one(self, start: int, stop: int, gate: RequestGate) -> None:
         offset = start
 
         def take(view: memoryview) -> None:
@@ -234,6 +234,7 @@ class OriginSource:
         try:
             self._origin.stream_range(self._digest, start, stop - start, take, gate.interrupt)
         except UnavailableError:
+            # After `close`, report the closed cache instead of the cancelled request.
             self._requests.check_open()
             raise
 
@@ -241,7 +242,7 @@ class OriginSource:
         content = self._origin.read_range(self._digest, start, stop - start)
         if len(content) != stop - start:
             raise CorruptDataError(
-                f"{self.name} is corrupt: {len(content)} of {stop - start} bytes at {start}; restore it from another "
-                "copy"
+                f"{self.name} is corrupt: {len(content)} of {stop - start} expected bytes at offset {start}; restore "
+                "it from another copy"
             )
         return content

@@ -1,7 +1,8 @@
-"""Which parts of an object have arrived: a small file beside the incoming one, so that a fetch that died continues.
+"""The list of received parts of an object: a small file beside the incoming one, to resume an interrupted fetch.
 
-It is only a hint. A part is noted after its bytes were written, but a power cut may keep the note and lose the bytes:
-what is continued is trusted only once the digest of the whole is right. Anything odd in the file means start over.
+The list is only a hint. A part is added after its bytes were written, but a power cut may keep the entry and lose the
+bytes, so a resumed file is accepted only if the digest of the complete object is right. An invalid list restarts the
+fetch.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from pathlib import Path
 from typing import Final, Self
 
 PART_BYTES: Final = 4 << 20
-# A number and its complement: neither zeros nor half a record read as one.
+# A number and its complement: zeros, or half a record, are not a valid record.
 _RECORD = struct.Struct("<II")
 _COMPLEMENT = 0xFFFFFFFF
 
 
 class ReceivedParts:
-    """The parts of one object that are in its incoming file. Only the holder of that file's lock opens it.
+    """The received parts of one object. Open it only with the lock of the incoming file.
 
     Args:
-        path: the file, made where missing.
-        size_bytes: of the object.
+        path: file of the list, created if missing.
+        size_bytes: size of the object.
 
     Raises:
-        OSError: the file cannot be made or read.
+        OSError: the file cannot be created or read.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -48,33 +49,33 @@ class ReceivedParts:
         self.close()
 
     def close(self) -> None:
-        """Close the file; it stays for whoever continues."""
+        """Close the file; it is kept to resume the fetch."""
         os.close(self._descriptor)
 
     @property
     def num_parts(self) -> int:
-        """How many parts the object has."""
+        """Number of parts of the object."""
         return -(-self.size_bytes // PART_BYTES)
 
     @property
     def arrived(self) -> frozenset[int]:
-        """Numbers of the parts that are there."""
+        """Numbers of the received parts."""
         return frozenset(self._arrived)
 
     def add(self, number: int) -> None:
-        """Note that all bytes of a part were written. Raises OSError."""
+        """Add a part whose bytes are all written. Raises OSError."""
         assert 0 <= number < self.num_parts, number
         os.write(self._descriptor, _RECORD.pack(number, number ^ _COMPLEMENT))
         self._arrived.add(number)
 
     def clear(self) -> None:
-        """Forget everything: the bytes are not what they should be. Raises OSError."""
+        """Empty the list, because the received bytes are wrong. Raises OSError."""
         self._arrived = set()
         os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, self._header)
 
     def _parse(self, content: bytes) -> set[int] | None:
-        """Return the numbers that the file holds; None where it is not what this class wrote for this object."""
+        """Return the part numbers in the file; None if it is not a valid list for an object of this size."""
         body = content.removeprefix(self._header)
         if len(body) == len(content) or len(body) % _RECORD.size:
             return None

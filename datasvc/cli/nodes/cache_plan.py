@@ -61,7 +61,7 @@ def plan(
 
     Ends with status 1 and the number needed where the order's window does not fit into the budget.
     """
-    from datasvc.cache.budget import parse_budget
+    from datasvc.cache import parse_budget
     from datasvc.cache.forecast.forecast import forecast
     from datasvc.cache.forecast.workload import Rates, Workload
     from datasvc.order import OrderConfig

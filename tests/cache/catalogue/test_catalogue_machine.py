@@ -10,11 +10,11 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from datasvc.cache.catalogue.catalogue import BUSY, FREE, GRANTED, JUDGED, LATER, MAPPED, RESIDENT_ALREADY
+from datasvc.cache.catalogue.catalogue import BUSY, FREE, GRANTED, LATER, MAPPED, RESIDENT_ALREADY, SUPERSEDED
 from datasvc.cache.catalogue.eviction import UNKNOWN
 from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import Lease
-from datasvc.cache.catalogue.object_locks import Holds
+from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.quotas import NO_QUOTA, Quota
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT
 from datasvc.cache.catalogue.recovery import open_catalogue
@@ -45,7 +45,7 @@ class Job:
 
     def __init__(self, folder):
         self.lease = Lease(folder / "leases")
-        self.holds = Holds(folder / "holds")
+        self.locks = ObjectLocks(folder / "holds")
         self.held = Counter()
         self.clock = 0
 
@@ -53,7 +53,7 @@ class Job:
         """What the kernel does when a process dies."""
         os.close(self.lease._descriptor)
         self.lease._descriptor = -1
-        self.holds.close()
+        self.locks.close()
 
 
 @dataclass
@@ -73,7 +73,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         # In memory where that is possible: what is set is synced to the disk, and here it is set again and again.
         self.folder = Path(tempfile.mkdtemp(dir=SHM if os.access(SHM, os.W_OK) else None)) / "cache"
         self.files = Files(self.folder)
-        self.catalogue, self.presence = open_catalogue(self.files, Holds(self.folder / "holds"))
+        self.catalogue, self.presence = open_catalogue(self.files, ObjectLocks(self.folder / "holds"))
         self.jobs = [self.new_job() for _ in range(3)]
         self.order = []  # jobs as they came, before the last call
         self.known = {}
@@ -86,13 +86,13 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.presence.close()
         for job in self.jobs:
             job.die()
-        self.catalogue._holds.close()
+        self.catalogue._locks.close()
         self.files.abandon()
         shutil.rmtree(self.folder.parent)
 
     def new_job(self):
         job = Job(self.folder)
-        self.catalogue.enter(job.lease.id, "")
+        self.catalogue.register(job.lease.id, "")
         return job
 
     # What the model thinks.
@@ -150,7 +150,7 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     def before(self):
         with self.catalogue._reading() as rows:
-            self.order = [name for _, name, _, _ in rows.owners()]
+            self.order = [name for _, name, _, _ in rows.jobs()]
         return {name: self.used(name) for name in TENANTS}
 
     # What happens.
@@ -204,7 +204,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         asking, info, before = self.jobs[job], INFOS[number], self.before()
         known = self.known.get(number)
         if prefetch is None:
-            asking.holds.acquire(info.digest)
+            asking.locks.acquire(info.digest)
             asking.held[number] += 1
         room = self.evictable()
         try:
@@ -228,7 +228,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             if not self.quotas and self.limit == self.budget and prefetch is None:
                 assert self.used() - sum(map(self.size, room)) + self.size(number) > self.limit
         if prefetch is None and answer not in {GRANTED, RESIDENT_ALREADY}:
-            asking.holds.release(info.digest)
+            asking.locks.release(info.digest)
             asking.held[number] -= 1
         if prefetch is not None and answer == GRANTED:
             self.finish(number, prefetch)
@@ -288,7 +288,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         if not held:
             return
         number = data.draw(st.sampled_from(held))
-        self.jobs[job].holds.release(INFOS[number].digest)
+        self.jobs[job].locks.release(INFOS[number].digest)
         self.jobs[job].held[number] -= 1
         self.catalogue.release(INFOS[number].digest, self.jobs[job].lease.id, reuse)
         if reuse is not None:
@@ -331,12 +331,12 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.pins.setdefault(number, set()).discard(name)
 
     @rule(number=objects, replaced=st.booleans())
-    def condemn(self, number, replaced):
+    def invalidate(self, number, replaced):
         known, digest = self.known.get(number), INFOS[number].digest
         inode = (self.files.inode(digest) or 0) + replaced
-        verdict = self.catalogue.condemn(digest, inode)
+        verdict = self.catalogue.invalidate(digest, inode)
         if known is None or known.state != RESIDENT or replaced:
-            assert verdict == JUDGED
+            assert verdict == SUPERSEDED
             return
         assert verdict == (MAPPED if self.is_held(number) else FREE)
         del self.known[number]
@@ -385,14 +385,14 @@ class CatalogueMachine(RuleBasedStateMachine):
             known = self.known[BY_DIGEST[digest]]
             assert (record.state, record.tenant) == (known.state, known.tenant)
             if record.state == RESIDENT:
-                assert (record.owner, record.next_use) == (known.owner, known.next_use)
+                assert (record.job_id, record.next_use) == (known.owner, known.next_use)
 
     @invariant()
     def what_is_counted_is_what_lies_there(self):
         account = self.catalogue.account()
         assert account.used_bytes == {name: self.used(name) for name in TENANTS if self.used(name)}
         in_quarantine = [path.stat().st_size for path in (self.folder / "quarantine").iterdir()]
-        assert account.lost_bytes == sum(-(-size // BLOCK) * BLOCK for size in in_quarantine)
+        assert account.quarantined_bytes == sum(-(-size // BLOCK) * BLOCK for size in in_quarantine)
         there = {path.name for path in (self.folder / "objects").rglob("*") if path.is_file()}
         assert there == {INFOS[n].digest for n, known in self.known.items() if known.state == RESIDENT}
         incoming = {path.name for path in (self.folder / "incoming").iterdir()}

@@ -46,7 +46,7 @@ def test_the_file_system_of_a_folder_is_that_of_the_innermost_last_mount(tmp_pat
 
 def test_a_folder_on_a_network_file_system_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("datasvc.cache.catalogue.configuration.file_system_of", lambda *_: "nfs4")
-    with pytest.raises(ConfigError, match=r"lies on nfs4, a network file system.*put the cache on a local disk"):
+    with pytest.raises(ConfigError, match=r"is on nfs4, a network file system.*put the cache on a local disk"):
         Cache(tmp_path / "cache", budget=4096)
 
 
@@ -120,7 +120,7 @@ def test_a_repository_is_no_cache_and_loses_nothing(tmp_path):
     with pytest.raises(ConfigError, match="is a repository"):
         Cache(tmp_path / "repo", budget=1)
     (tmp_path / "repo" / "datasvc.json").unlink()
-    with pytest.raises(ConfigError, match="give the cache a folder to itself"):
+    with pytest.raises(ConfigError, match="choose a folder that is used by the cache alone"):
         Cache(tmp_path / "repo", budget=1)
     assert repository.objects.read(info.digest) == b"the only copy"
 
@@ -150,7 +150,7 @@ def test_a_configuration_survives(budget, guarantees):
 def test_a_damaged_configuration_says_what_to_do(tmp_path, content):
     Cache(tmp_path / "cache", budget=4096).close()
     (tmp_path / "cache" / "cache.json").write_bytes(content)
-    with pytest.raises(CorruptDataError, match="remove it and give the budget again"):
+    with pytest.raises(CorruptDataError, match="remove it and set the budget again"):
         Cache(tmp_path / "cache")
 
 
@@ -163,7 +163,7 @@ def test_no_content_is_anything_but_an_error_of_ours(content):
 def test_a_cache_of_a_later_format_is_refused(tmp_path):
     Cache(tmp_path / "cache", budget=4096).close()
     (tmp_path / "cache" / "cache.json").write_text('{"format": 3}')
-    with pytest.raises(ConfigError, match="has format 3; this datasvc reads up to 2"):
+    with pytest.raises(ConfigError, match="has format 3; this version of datasvc reads formats up to 2"):
         Cache(tmp_path / "cache")
 
 

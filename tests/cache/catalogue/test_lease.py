@@ -47,7 +47,7 @@ def test_a_sweep_removes_dead_leases_and_no_living_one(tmp_path):
 
 
 def test_a_folder_that_cannot_hold_leases_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot hold leases"):
+    with pytest.raises(ConfigError, match="cannot lock a file in"):
         Lease(tmp_path / "missing")
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.catalogue.object_locks import Holds
+from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.errors import CacheFullError, ConfigError, UnavailableError
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.processes import are_there, hold_in_a_process, in_a_fork, kill, object_path, start_python
@@ -18,7 +18,7 @@ ONE, OTHER = digest_of(b"one"), digest_of(b"other")
 
 @pytest.fixture
 def holds(tmp_path):
-    opened = Holds(tmp_path / "holds")
+    opened = ObjectLocks(tmp_path / "holds")
     yield opened
     opened.close()
 
@@ -26,25 +26,25 @@ def holds(tmp_path):
 def test_what_this_process_holds_it_cannot_seize_itself(holds):
     holds.acquire(ONE)
     assert holds.is_held(ONE)
-    assert not holds.seize(ONE)
-    assert holds.seize(OTHER)
-    holds.let_go(OTHER)
+    assert not holds.try_lock_exclusive(ONE)
+    assert holds.try_lock_exclusive(OTHER)
+    holds.unlock(OTHER)
     holds.release(ONE)
     assert not holds.is_held(ONE)
-    assert holds.seize(ONE)
+    assert holds.try_lock_exclusive(ONE)
 
 
 def test_a_hold_lasts_until_it_is_released_as_often_as_it_was_acquired(holds):
     holds.acquire(ONE)
     holds.acquire(ONE)
     holds.release(ONE)
-    assert not holds.seize(ONE)
+    assert not holds.try_lock_exclusive(ONE)
     holds.release(ONE)
-    assert holds.seize(ONE)
+    assert holds.try_lock_exclusive(ONE)
 
 
 def test_two_processes_hold_one_object(tmp_path, holds):
-    other = Holds(tmp_path / "holds")  # descriptors of its own, as another process has
+    other = ObjectLocks(tmp_path / "holds")  # descriptors of its own, as another process has
     holds.acquire(ONE)
     other.acquire(ONE)
     holds.release(ONE)
@@ -54,13 +54,13 @@ def test_two_processes_hold_one_object(tmp_path, holds):
 
 
 def test_who_wants_to_hold_waits_until_what_was_seized_is_let_go(tmp_path, holds):
-    other = Holds(tmp_path / "holds")
-    assert other.seize(ONE)
+    other = ObjectLocks(tmp_path / "holds")
+    assert other.try_lock_exclusive(ONE)
     acquired = threading.Event()
     waiting = threading.Thread(target=lambda: (holds.acquire(ONE), acquired.set()))
     waiting.start()
     assert not acquired.is_set()
-    other.let_go(ONE)
+    other.unlock(ONE)
     assert acquired.wait(20)
     waiting.join()
     other.close()
@@ -77,15 +77,15 @@ def test_what_is_abandoned_while_the_locks_are_busy_is_released_after(holds):
 
 def test_a_folder_that_cannot_hold_locks_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot hold locks"):
-        Holds(tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot lock files in"):
+        ObjectLocks(tmp_path / "file")
 
 
 def test_many_files_share_few_descriptors(holds):
     for number in range(1000):
         holds.acquire(digest_of(b"%d" % number))
-    assert len(holds._mine) <= 64
-    assert holds.seize(ONE)
+    assert len(holds._hold_files) <= 64
+    assert holds.try_lock_exclusive(ONE)
 
 
 def test_holds_of_a_killed_process_are_gone_at_the_next_reservation(cache, origin):
@@ -179,8 +179,8 @@ def test_what_one_thread_has_seized_it_lets_go_before_another_of_its_process_sei
     for info in infos[:2]:
         cache.acquire(info, repository)
         cache.release(info.digest)
-    catalogue, holds, order = cache._opened.catalogue, cache._opened.holds, []
-    real = holds.let_go
+    catalogue, holds, order = cache._opened.catalogue, cache._opened.locks, []
+    real = holds.unlock
 
     def write():
         with catalogue._writing():
@@ -188,21 +188,21 @@ def test_what_one_thread_has_seized_it_lets_go_before_another_of_its_process_sei
 
     writer = threading.Thread(target=write)
 
-    def let_go(digest):
+    def unlock(digest):
         monkeypatch.undo()
         writer.start()
         writer.join(0.3)  # its chance to come too early
         real(digest)
         order.append("let go")
 
-    monkeypatch.setattr(holds, "let_go", let_go)
+    monkeypatch.setattr(holds, "unlock", unlock)
     Cache(cache.folder, budget=4096).close()  # seizes both, evicts one
     writer.join()
     assert order == ["let go", "writes"]
 
 
 def test_a_process_that_may_open_no_more_files_is_told_so(tmp_path):
-    holds = Holds(tmp_path / "holds")
+    holds = ObjectLocks(tmp_path / "holds")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = os.open("/dev/null", os.O_RDONLY)
     os.close(taken)

@@ -129,7 +129,7 @@ def test_a_pin_cut_off_by_a_kill_can_be_undone(tmp_path, splits, repository, mom
 
 
 def test_unpinning_what_is_not_pinned_says_what_is(pinned):
-    with pytest.raises(NotFoundError, match="nothing is pinned as 'dogs'; pinned is: pets@1"):
+    with pytest.raises(NotFoundError, match="nothing is pinned as 'dogs'; existing pins: pets@1"):
         pinned.unpin("dogs")
 
 
@@ -157,7 +157,7 @@ def test_a_pin_survives_its_file_and_any_name_is_a_file(tmp_path):
 )
 def test_a_damaged_pin_says_what_to_do(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(CorruptDataError, match="remove it and pin again"):
+    with pytest.raises(CorruptDataError, match="remove the file and pin again"):
         read_pins(tmp_path)
 
 

@@ -26,8 +26,10 @@ accounts = st.builds(
 def charged(account):
     """What counts against the budget: a guarantee counts whether it is used or not."""
     names = {*account.quotas, *account.used_bytes}
-    return account.lost_bytes + sum(
-        account.used(name) if account.is_cut else max(account.used(name), account.quota(name).guaranteed_bytes)
+    return account.quarantined_bytes + sum(
+        account.used(name)
+        if account.is_limited_by_disk
+        else max(account.used(name), account.quota(name).guaranteed_bytes)
         for name in names
     )
 
@@ -55,8 +57,10 @@ def test_an_eviction_takes_nobody_below_a_guarantee_and_brings_room_nearer(accou
 @given(accounts, st.sampled_from(TENANTS))
 def test_a_tenant_gets_its_guarantee_while_the_others_kept_to_the_rules(account, tenant):
     """Others are within what they could reserve: then nothing must be evicted for what is guaranteed."""
-    account.is_cut = False
-    others = Account(account.budget_bytes, account.quotas, {**account.used_bytes, tenant: 0}, account.lost_bytes)
+    account.is_limited_by_disk = False
+    others = Account(
+        account.budget_bytes, account.quotas, {**account.used_bytes, tenant: 0}, account.quarantined_bytes
+    )
     if charged(others) <= others.budget_bytes:
         quota = others.quota(tenant)
         assert others.missing(tenant, quota.guaranteed_bytes) <= 0
@@ -64,7 +68,7 @@ def test_a_tenant_gets_its_guarantee_while_the_others_kept_to_the_rules(account,
 
 @given(accounts, st.sampled_from(TENANTS))
 def test_what_is_said_to_be_available_fits_once_the_others_are_down_to_their_guarantees(account, tenant):
-    account.is_cut, account.lost_bytes = False, 0
+    account.is_limited_by_disk, account.quarantined_bytes = False, 0
     available = account.available(tenant)
     account.used_bytes = {name: quota.guaranteed_bytes for name, quota in account.quotas.items() if name != tenant}
     if available >= account.quota(tenant).guaranteed_bytes:
@@ -73,7 +77,7 @@ def test_what_is_said_to_be_available_fits_once_the_others_are_down_to_their_gua
 
 
 def test_more_guarantees_than_budget_are_refused():
-    with pytest.raises(ConfigError, match=r"guarantees of all tenants are 20 bytes.*raise the budget"):
+    with pytest.raises(ConfigError, match=r"all tenants together are guaranteed 20 bytes.*raise the budget"):
         check_quotas({"a": Quota(10), "b": Quota(10)}, 19)
 
 

@@ -177,8 +177,10 @@ def test_only_what_would_help_is_seized(tmp_path, origin, monkeypatch):
         cache.set_quota("team", Quota(0, BLOCK))
         team.acquire(infos[6], repository)
         seized = []
-        real = cache._opened.holds.seize
-        monkeypatch.setattr(cache._opened.holds, "seize", lambda digest: (seized.append(digest), real(digest))[1])
+        real = cache._opened.locks.try_lock_exclusive
+        monkeypatch.setattr(
+            cache._opened.locks, "try_lock_exclusive", lambda digest: (seized.append(digest), real(digest))[1]
+        )
         with pytest.raises(CacheFullError):
             team.acquire(infos[7], repository)
         assert seized == [infos[6].digest]
@@ -191,13 +193,13 @@ def test_an_object_is_known_to_be_needed_soon_at_the_instant_it_is_let_go(cache,
         if number:
             cache.release(info.digest, NextUse(0, 1_000))
     seen = []
-    real = cache._opened.holds.release
+    real = cache._opened.locks.release
     catalogue = cache._opened.catalogue
 
     def release(digest: Digest):
         seen.append(catalogue.record(digest).next_use)
         return real(digest)
 
-    monkeypatch.setattr(cache._opened.holds, "release", release)
+    monkeypatch.setattr(cache._opened.locks, "release", release)
     cache.release(infos[0].digest, NextUse(0, 7))
     assert seen == [7]

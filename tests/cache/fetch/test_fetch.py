@@ -166,7 +166,7 @@ def test_a_process_killed_between_publishing_and_saying_so_leaves_a_usable_objec
     cache.release(infos[0].digest)
     with cache._opened.catalogue._writing() as (rows, _):
         record = rows.get(infos[0].digest)
-        rows.put(infos[0].digest, record, record._replace(state=RESERVED, owner="0-gone"))
+        rows.put(infos[0].digest, record, record._replace(state=RESERVED, job_id="0-gone"))
     assert cache.acquire(infos[0], repository) == (path, "resident")
 
 

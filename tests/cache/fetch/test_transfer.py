@@ -201,7 +201,14 @@ def test_when_all_fail_the_error_is_the_origins_and_names_every_source(incoming,
         sources = [*in_order(peers, servers), OriginSource(Origin(answer=answer), INFO.digest, requests)]
         with pytest.raises(error) as raised:
             fetch(incoming, sources)
-        for part in (INFO.digest[:12], servers[0].url, "no room", servers[1].url, "hash to", "not what it was"):
+        for part in (
+            INFO.digest[:12],
+            servers[0].url,
+            "no space for the object",
+            servers[1].url,
+            "sent bytes with the digest",
+            "not what it was",
+        ):
             assert part in str(raised.value)
 
 
@@ -346,7 +353,7 @@ class Scripted:
             sink(start, memoryview(content)[start - offset : stop - offset])
             start = stop
 
-    def judge(self, *, intact):
+    def record_integrity(self, *, intact):
         self.judged.append(intact)
 
 

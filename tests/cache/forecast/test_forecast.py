@@ -106,7 +106,7 @@ def test_nodes_read_lanes_of_their_own_only_where_the_sizes_divide():
 
 def test_a_window_that_does_not_fit_is_refused_with_the_number():
     with pytest.raises(
-        CacheFullError, match=f"this order needs {DATA} bytes of the cache at once, its budget is 100"
+        CacheFullError, match=f"this order needs {DATA} bytes of the cache at once, and 100 are available"
     ):
         forecast(COUNTS, SIZES, 100, Workload(OrderConfig(), batch_size=8), Rates())
 

@@ -179,7 +179,7 @@ def test_nothing_is_fetched_early_in_the_place_of_what_is_needed_sooner():
 def test_a_budget_below_what_is_in_use_is_refused():
     counts, sizes = data_set(10, equal=True)
     uses = plan_uses(counts, sizes, OrderConfig(), range(1))
-    with pytest.raises(CacheFullError, match="raise it, or use shuffle='windowed'"):
+    with pytest.raises(CacheFullError, match="raise the budget, or use shuffle='windowed'"):
         replay([uses], sizes, int(sizes.sum()) - 1)
 
 
@@ -207,7 +207,7 @@ def test_nodes_that_keep_what_they_own_read_the_origin_never_again(shared):
     sizes, owners, nodes = shared
     budget = int(sizes.sum() * 0.3)
     kept = replay(nodes, sizes, budget, owners=owners, ahead_bytes=300_000).epochs[-1]
-    same = replay(nodes, sizes, budget, owners=owners, ahead_bytes=300_000, favours_owned=False).epochs[-1]
+    same = replay(nodes, sizes, budget, owners=owners, ahead_bytes=300_000, prefer_owned=False).epochs[-1]
     assert kept.origin_bytes == 0
     assert same.origin_bytes == pytest.approx(0.7 * sizes.sum(), rel=0.02)
 

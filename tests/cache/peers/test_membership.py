@@ -33,7 +33,9 @@ def replace(path, text):
 
 
 def test_a_fixed_list_names_each_node_once_in_one_spelling():
-    membership = parse_membership("http://10.255.0.1:8765/, HTTP://10.255.0.2:8765,http://10.255.0.1:8765", own=B)
+    membership = parse_membership(
+        "http://10.255.0.1:8765/, HTTP://10.255.0.2:8765,http://10.255.0.1:8765", local_url=B
+    )
     assert membership.nodes() == Nodes((A, B), B)
     assert parse_node("https://Node1.Example:1/") == "https://node1.example:1"
     assert parse_node("http://[FE80::1]:80") == "http://[fe80::1]:80"
@@ -69,28 +71,28 @@ def test_what_names_no_node_is_a_clear_error(text):
 
 def test_the_node_of_this_machine_is_found_by_its_address_or_name():
     own = "http://127.0.0.1:8765"
-    assert FixedMembership([A, own]).nodes().own == own
-    assert FixedMembership([A, "http://localhost:1"]).nodes().own == "http://localhost:1"
-    assert FixedMembership([A, B]).nodes().own is None
-    assert FixedMembership([A, "http://no-such-host.invalid:1"]).nodes().own is None
+    assert FixedMembership([A, own]).nodes().local_url == own
+    assert FixedMembership([A, "http://localhost:1"]).nodes().local_url == "http://localhost:1"
+    assert FixedMembership([A, B]).nodes().local_url is None
+    assert FixedMembership([A, "http://no-such-host.invalid:1"]).nodes().local_url is None
 
 
 def test_several_nodes_on_this_machine_want_to_be_told_apart():
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    with pytest.raises(ConfigError, match="say which"):
+    with pytest.raises(ConfigError, match="give the URL of this node"):
         FixedMembership(urls)
-    assert FixedMembership(urls, own=urls[1]).nodes().own == urls[1]
+    assert FixedMembership(urls, local_url=urls[1]).nodes().local_url == urls[1]
 
 
 def test_a_node_that_is_not_in_the_list_is_told_to_spell_it_as_there():
-    with pytest.raises(ConfigError, match=r"10\.255\.0\.3.*spell it"):
-        FixedMembership([A, B], own=C)
+    with pytest.raises(ConfigError, match=r"10\.255\.0\.3.*the list of nodes"):
+        FixedMembership([A, B], local_url=C)
 
 
 def test_a_file_is_read_again_when_it_changes(tmp_path):
     path = tmp_path / "nodes"
     path.write_text(f"# the first two\n{A}\n\n  {B}  \n")
-    membership = parse_membership(f"file:{path}", own=A)
+    membership = parse_membership(f"file:{path}", local_url=A)
     assert membership.nodes() == Nodes((A, B), A)
     replace(path, f"{A}\n{B}\n{C}\n")
     assert membership.nodes() == Nodes((A, B, C), A)
@@ -103,7 +105,7 @@ def test_a_file_is_read_again_when_it_changes(tmp_path):
 def test_this_node_may_leave_the_file_and_come_back(tmp_path):
     path = tmp_path / "nodes"
     path.write_text(f"{A}\n{B}\n")
-    membership = FileMembership(path, own=A)
+    membership = FileMembership(path, local_url=A)
     replace(path, f"{B}\n")
     assert membership.nodes() == Nodes((B,), None)
     replace(path, f"{A}\n{B}\n")
@@ -137,7 +139,12 @@ def test_a_file_that_is_bad_at_the_start_is_an_error_that_names_it(tmp_path, tex
 def test_a_name_is_resolved_again_only_after_a_while():
     clock, answers, asked = Clock(), ["10.255.0.1"], []
     membership = DnsMembership(
-        "cache.example", 8765, own=A, interval_s=10, clock=clock, resolve=lambda name: asked.append(name) or answers
+        "cache.example",
+        8765,
+        local_url=A,
+        interval_s=10,
+        clock=clock,
+        resolve=lambda name: asked.append(name) or answers,
     )
     answers = ["10.255.0.1", "10.255.0.2"]
     clock.now += 9
@@ -159,12 +166,14 @@ def test_a_name_server_that_fails_leaves_the_last_addresses_and_is_counted():
     failing.append(True)
     clock.now += 10
     assert membership.nodes().urls == ("https://10.255.0.1:8765", "https://[fe80::1]:8765")
-    assert membership.nodes().own is None
+    assert membership.nodes().local_url is None
     assert membership.num_failures == 1
 
 
 def test_a_node_that_its_name_does_not_list_yet_only_asks():
-    assert DnsMembership("cache.example", 8765, own=C, resolve=lambda _: ["10.255.0.1"]).nodes() == Nodes((A,), None)
+    assert DnsMembership("cache.example", 8765, local_url=C, resolve=lambda _: ["10.255.0.1"]).nodes() == Nodes(
+        (A,), None
+    )
 
 
 def test_a_name_that_does_not_exist_is_an_error_at_the_start():
@@ -173,16 +182,16 @@ def test_a_name_that_does_not_exist_is_an_error_at_the_start():
 
 
 def test_a_real_name_is_resolved():
-    nodes = parse_membership("dns:https://localhost:8765", own="https://127.0.0.1:8765").nodes()
-    assert nodes.own == "https://127.0.0.1:8765"
+    nodes = parse_membership("dns:https://localhost:8765", local_url="https://127.0.0.1:8765").nodes()
+    assert nodes.local_url == "https://127.0.0.1:8765"
 
 
 def test_all_of_them_travel_to_other_processes(tmp_path):
     path = tmp_path / "nodes"
     path.write_text(f"{A}\n{B}\n")
     for membership in (
-        parse_membership(f"{A},{B}", own=A),
-        parse_membership(f"file:{path}", own=A),
-        DnsMembership("localhost", 1, own="http://127.0.0.1:1"),
+        parse_membership(f"{A},{B}", local_url=A),
+        parse_membership(f"file:{path}", local_url=A),
+        DnsMembership("localhost", 1, local_url="http://127.0.0.1:1"),
     ):
         assert pickle.loads(pickle.dumps(membership)).nodes() == membership.nodes()

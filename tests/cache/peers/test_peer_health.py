@@ -26,7 +26,7 @@ def health(clock):
 def pause(health, clock):
     """Return for how long the peer is left alone; ends when one may try it again."""
     start = clock.now
-    while not health.may_ask():
+    while not health.may_request():
         clock.now += 0.5
     return clock.now - start
 
@@ -34,7 +34,7 @@ def pause(health, clock):
 def test_a_peer_that_fails_is_left_alone_for_a_growing_while(health, clock):
     pauses = []
     for _ in range(9):
-        health.failed()
+        health.record_failure()
         pauses.append(pause(health, clock))
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
@@ -42,45 +42,45 @@ def test_a_peer_that_fails_is_left_alone_for_a_growing_while(health, clock):
 def test_a_peer_that_lies_is_left_alone_for_longer_up_to_an_hour(health, clock):
     pauses = []
     for _ in range(8):
-        health.judged(intact=False)
+        health.record_integrity(intact=False)
         pauses.append(pause(health, clock))
     assert pauses == [60, 120, 240, 480, 960, 1920, 3600, 3600]
 
 
 def test_failures_of_many_requests_at_the_same_time_are_one(health, clock):
     for _ in range(8):
-        health.failed()
+        health.record_failure()
     assert pause(health, clock) == 1
     assert health.report.num_failed == 8
 
 
 def test_of_many_who_would_try_again_one_does(health, clock):
-    health.failed()
+    health.record_failure()
     clock.now += 1
-    assert [health.may_ask() for _ in range(3)] == [True, False, False]
+    assert [health.may_request() for _ in range(3)] == [True, False, False]
 
 
 def test_a_good_object_ends_all_pauses(health, clock):
-    health.failed()
+    health.record_failure()
     pause(health, clock)
-    health.judged(intact=True)
-    assert [health.may_ask() for _ in range(3)] == [True] * 3
-    health.failed()
+    health.record_integrity(intact=True)
+    assert [health.may_request() for _ in range(3)] == [True] * 3
+    health.record_failure()
     assert pause(health, clock) == 1
 
 
 def test_a_peer_that_lacks_an_object_is_well_but_a_liar_stays_one(health, clock):
-    health.failed()
+    health.record_failure()
     pause(health, clock)
-    health.missing()
-    assert health.may_ask()
-    health.judged(intact=False)
-    health.missing()
-    assert not health.may_ask()
+    health.record_missing()
+    assert health.may_request()
+    health.record_integrity(intact=False)
+    health.record_missing()
+    assert not health.may_request()
 
 
 def test_many_failures_in_a_row_overflow_nothing(health, clock):
     for _ in range(3000):
-        health.failed()
+        health.record_failure()
         clock.now += 60
-    assert health.may_ask()
+    assert health.may_request()

@@ -79,19 +79,19 @@ def test_the_credentials_of_an_origin_stay_here(peer):
 @pytest.mark.parametrize(
     ("peer", "message"),
     [
-        (401, "refuses our token"),
-        (403, "refuses our token"),
-        (416, "fewer bytes"),
-        (500, "answers 500"),
-        (301, "answers 301"),
+        (401, "refuses the token"),
+        (403, "refuses the token"),
+        (416, "object of this name is shorter"),
+        (500, "answers with status 500"),
+        (301, "answers with status 301"),
         (503, "busy"),
-        (507, "no room"),
-        ("hang up", "hung up"),
-        ("short", "asked for"),
+        (507, "no space for the object"),
+        ("hang up", "closed the connection with"),
+        ("short", r"bytes \(status 200\), expected"),
         ("garbage", "220 mail"),
         ("stall", "timed out"),
         ("trickle", "too slow"),
-        ("dead", "no sign of life"),
+        ("dead", "does not respond to health checks"),
     ],
     indirect=["peer"],
 )
@@ -106,14 +106,14 @@ def test_a_peer_that_fails_is_named_with_its_reason_and_left_alone(peer, message
 
 @pytest.mark.parametrize("peer", ["no ranges", "shifted"], indirect=True)
 def test_a_peer_that_sends_another_range_is_not_believed(peer):
-    with pytest.raises(UnavailableError, match="asked for"):
+    with pytest.raises(UnavailableError, match=", expected "):
         ask(peers_at(peer.url), offset=10, length=100)
 
 
 def test_a_peer_that_lacks_the_object_is_well():
     with PeerServer({}) as peer:
         peers = peers_at(peer.url)
-        with pytest.raises(NotFoundError, match="does not have it"):
+        with pytest.raises(NotFoundError, match="does not have the object"):
             ask(peers)
         report = peers.report()[peer.url]
         assert (report.num_missing, report.num_failed) == (1, 0)
@@ -173,7 +173,7 @@ def test_only_nodes_that_rank_above_this_one_are_asked():
     nodes = [f"http://10.255.0.{number}:1" for number in range(1, 6)]
     asked = {}
     for own in nodes:
-        peers = Peers(FixedMembership(nodes, own=own), HASTY)
+        peers = Peers(FixedMembership(nodes, local_url=own), HASTY)
         asked[own] = [source.name for source in peers.sources(INFO, ORIGIN)]
     ranked = rank_nodes(INFO.digest, nodes)
     assert asked == {own: ranked[: ranked.index(own)] for own in nodes}
@@ -216,7 +216,7 @@ def test_a_disk_that_is_full_is_not_held_against_the_peer(peer):
 
 def test_peers_travel_to_another_process_without_their_record(peer):
     peers = Peers(Strangers(peer.url), HASTY)
-    peers.sources(INFO, ORIGIN)[0].judge(intact=False)
+    peers.sources(INFO, ORIGIN)[0].record_integrity(intact=False)
     assert peers.sources(INFO, ORIGIN) == []
     copied = pickle.loads(pickle.dumps(peers))
     assert [source.name for source in copied.sources(INFO, ORIGIN)] == [peer.url]
@@ -300,22 +300,22 @@ def test_certificates_that_cannot_be_read_are_an_error_at_the_start(tmp_path):
 def test_when_the_origin_has_failed_those_that_rank_below_are_asked_for_what_they_have(peer):
     nodes = [peer.url, "http://127.0.0.1:1", "http://127.0.0.1:2"]
     upper, own, lower = rank_nodes(INFO.digest, nodes)
-    peers = Peers(FixedMembership(nodes, own=own), HASTY)
+    peers = Peers(FixedMembership(nodes, local_url=own), HASTY)
     assert [source.name for source in peers.sources(INFO, ORIGIN)] == [upper]
-    assert [source.name for source in peers.holders(INFO)] == [lower]
+    assert [source.name for source in peers.fallback_sources(INFO)] == [lower]
 
 
 def test_a_holder_is_not_told_to_fetch_and_is_left_alone_like_any_other(peer):
     others = (f"http://127.0.0.2:{port}" for port in range(1, 99))
     own = next(url for url in others if rank_nodes(INFO.digest, [url, peer.url])[0] == url)
-    peers = Peers(FixedMembership([own, peer.url], own=own), HASTY)
-    (holder,) = peers.holders(INFO)
+    peers = Peers(FixedMembership([own, peer.url], local_url=own), HASTY)
+    (holder,) = peers.fallback_sources(INFO)
     content = bytearray()
     holder.stream(INFO, 0, INFO.size_bytes, lambda _, view: content.extend(view))
     assert content == CONTENT
     assert peer.requests == [(INFO.digest, None, {"size": [str(len(CONTENT))]})]
     peer.fault = 503
-    for message in ("busy", "left alone"):
+    for message in ("busy", "so soon after a failure"):
         with pytest.raises(UnavailableError, match=message):
             holder.stream(INFO, 0, INFO.size_bytes, lambda *_: None)
     assert len(peer.requests) == 2
@@ -324,6 +324,6 @@ def test_a_holder_is_not_told_to_fetch_and_is_left_alone_like_any_other(peer):
 @pytest.mark.parametrize("peer", ["lie"], indirect=True)
 def test_a_peer_whose_bytes_are_wrong_is_told_to_look_at_them(peer):
     (source,) = peers_at(peer.url).sources(INFO, ORIGIN)
-    source.judge(intact=False)
-    source.judge(intact=True)
+    source.record_integrity(intact=False)
+    source.record_integrity(intact=True)
     assert peer.checked == [INFO.digest]

@@ -47,7 +47,7 @@ def used_bytes(split):
 
 
 def job(cache, split, epoch=0, position=0):
-    return StagerJob(cache.folder, cache.tenant, None, split, CONFIG, None, epoch, position, cache.new_owner())
+    return StagerJob(cache.folder, cache.tenant, None, split, CONFIG, None, epoch, position, cache.new_job())
 
 
 def resident(cache, split):
@@ -59,22 +59,22 @@ def resident(cache, split):
 
 
 def fetch_all(ahead):
-    while (piece := ahead.next_piece()) is not None:
+    while (piece := ahead.next_shard()) is not None:
         ahead.fetch(piece)
 
 
 def use_until(cache, split, timeline, start, stop, owner):
     """Use what an order needs and lets go of between two places near each other, as a loader does."""
-    for piece in timeline.pieces(*start):
+    for piece in timeline.needed_shards(*start):
         if piece.stop <= timeline.clock(*stop) and stop[0] - start[0] <= 1:
             info = split.table.shard(piece.shard)
             cache.acquire(info, split.repository)
-            cache.release(info.digest, timeline.reuse(piece.shard, *stop), owner=owner)
+            cache.release(info.digest, timeline.reuse(piece.shard, *stop), job_id=owner)
 
 
 def needed_first(split, epoch, position, count):
     first = []
-    for piece in UseTimeline(split.table, CONFIG).pieces(epoch, position):
+    for piece in UseTimeline(split.table, CONFIG).needed_shards(epoch, position):
         first += [piece.shard] if piece.shard not in first else []
     return set(first[:count])
 
@@ -83,12 +83,12 @@ def test_what_is_needed_first_is_fetched_first_and_pushed_out_by_nothing_that_is
     room = 8 * int(footprint(split.table.bytes_per_shard).max())
     with Cache(tmp_path / "cache", budget=room) as cache:
         ahead = JobPrefetcher(cache, job(cache, split))
-        ahead.begin()
+        ahead.start()
         fetch_all(ahead)
         there = resident(cache, split)
         assert there == needed_first(split, 0, 0, len(there))  # of an empty cache all is used
         assert len(there) >= 8
-        assert ahead.next_piece() is None  # until the job goes on
+        assert ahead.next_shard() is None  # until the job goes on
 
 
 def test_the_stager_goes_on_with_the_job_and_across_the_end_of_the_epoch(tmp_path, split):
@@ -96,10 +96,10 @@ def test_the_stager_goes_on_with_the_job_and_across_the_end_of_the_epoch(tmp_pat
     with Cache(tmp_path / "cache", budget=room) as cache:
         running = job(cache, split)
         ahead = JobPrefetcher(cache, running)
-        ahead.begin()
+        ahead.start()
         timeline, before = UseTimeline(split.table, CONFIG), (0, 0)
         for epoch, position in [(0, 0), (0, 50), (0, 110), (1, 0), (1, 60), (3, 10), (0, 20)]:
-            use_until(cache, split, timeline, before, (epoch, position), running.owner)
+            use_until(cache, split, timeline, before, (epoch, position), running.job_id)
             before = epoch, position
             ahead.advance(epoch, position)
             fetch_all(ahead)
@@ -115,7 +115,7 @@ def test_what_is_there_already_stays_for_its_next_use(tmp_path, split):
         cache.acquire(info, split.repository)
         cache.release(info.digest)  # as `datasvc stage` leaves it: nobody knows when it is needed
         ahead = JobPrefetcher(cache, job(cache, split))
-        ahead.begin()
+        ahead.start()
         fetch_all(ahead)
         assert soon in resident(cache, split)
         assert cache.counters()["misses"] == len(resident(cache, split))
@@ -230,7 +230,7 @@ def test_a_stager_ends_with_its_job_however_that_ends(tmp_path, split, program):
 
 def test_a_shard_that_cannot_be_fetched_holds_up_no_other_and_is_not_asked_for_again_and_again(tmp_path, split):
     counted = Counter()
-    bad = UseTimeline(split.table, CONFIG).pieces(0, 0)[6].shard
+    bad = UseTimeline(split.table, CONFIG).needed_shards(0, 0)[6].shard
 
     class Failing(Cache):
         def prefetch(self, info, *words, **options):
@@ -241,7 +241,7 @@ def test_a_shard_that_cannot_be_fetched_holds_up_no_other_and_is_not_asked_for_a
 
     with Failing(tmp_path / "cache", budget=used_bytes(split)) as cache:
         ahead = JobPrefetcher(cache, job(cache, split))
-        ahead.begin()
+        ahead.start()
         for position in range(10):
             ahead.advance(0, position)
             fetch_all(ahead)
@@ -265,7 +265,7 @@ def test_two_ranks_of_one_order_agree_on_when_a_shard_is_needed_again(tmp_path, 
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
         ranks = [JobPrefetcher(cache, replace(job(cache, split), lanes=[lane])) for lane in (0, 1)]
         for ahead in ranks:
-            ahead.begin()
+            ahead.start()
             fetch_all(ahead)
         wanted = UseTimeline(split.table, CONFIG).next_uses(0, 0)
         for number, info in enumerate(split.table.shards()):

@@ -41,7 +41,7 @@ def test_a_shard_is_never_needed_before_its_time_comes_nor_after_its_piece_ended
     position = data.draw(st.integers(0, int(table.samples_per_shard.sum())))
     timeline = UseTimeline(table, config)
     now = timeline.clock(epoch, position)
-    pieces = timeline.pieces(epoch, position)
+    pieces = timeline.needed_shards(epoch, position)
     assert [piece.first for piece in pieces] == sorted(piece.first for piece in pieces)
     for each, start in ((epoch, position), (epoch + 1, 0)):
         for index, shard in list(enumerate(shards_by_position(table, config, each)))[start:]:
@@ -75,9 +75,9 @@ def test_a_shard_let_go_of_is_needed_again_in_the_next_epoch():
 def test_a_rank_fetches_for_its_own_lanes_and_knows_when_any_lane_needs_a_shard_again():
     table, config = Table([8] * 8, [4096] * 8), OrderConfig(seed=1, shuffle="windowed", lanes=2, block=8, sticky=True)
     whole, halves = UseTimeline(table, config), [UseTimeline(table, config, [lane]) for lane in (0, 1)]
-    shards = [{piece.shard for piece in half.pieces(0, 0)} for half in halves]
+    shards = [{piece.shard for piece in half.needed_shards(0, 0)} for half in halves]
     assert shards[0].isdisjoint(shards[1])
-    assert shards[0] | shards[1] == {piece.shard for piece in whole.pieces(0, 0)} == set(range(8))
+    assert shards[0] | shards[1] == {piece.shard for piece in whole.needed_shards(0, 0)} == set(range(8))
     for half, own in zip(halves, shards, strict=True):
         assert half.next_uses(0, 0) == {shard: use for shard, use in whole.next_uses(0, 0).items() if shard in own}
     for shard in range(8):

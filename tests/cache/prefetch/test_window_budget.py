@@ -37,5 +37,5 @@ def test_fetching_ahead_takes_a_small_share_of_the_budget_but_one_shard_in_any_c
 
 def test_a_budget_below_the_window_is_refused_with_the_number():
     check_window(100, 100, "the order")
-    with pytest.raises(CacheFullError, match="the order needs 101 bytes of the cache at once, its budget is 100"):
+    with pytest.raises(CacheFullError, match="the order needs 101 bytes of the cache at once, and 100 are available"):
         check_window(101, 100, "the order")

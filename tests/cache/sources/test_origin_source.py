@@ -89,7 +89,7 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
             under_way.add(this)
             assert len(under_way) <= 4
             if len(under_way) == 4:
-                assert not pool._turns.acquire(blocking=False)
+                assert not pool._slots.acquire(blocking=False)
                 four.set()
         assert four.wait(30)
         with lock:
@@ -109,11 +109,11 @@ def test_one_object_uses_all_requests_there_are_and_many_use_no_more():
 
 def test_the_requests_are_shared_among_the_objects_that_are_on_their_way(requests):
     with requests.sharing(CancellationToken()):
-        with requests.turn() as share:
+        with requests.slot() as share:
             assert share == 16
-        with requests.sharing(CancellationToken()), requests.sharing(CancellationToken()), requests.turn() as share:
+        with requests.sharing(CancellationToken()), requests.sharing(CancellationToken()), requests.slot() as share:
             assert share == 5
-        with requests.turn() as share:
+        with requests.slot() as share:
             assert share == 16
 
 

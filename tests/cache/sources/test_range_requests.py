@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS, Spans
+from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS, RangeRequests
 from datasvc.cache.sources.received_parts import PART_BYTES
 
 
@@ -17,7 +17,7 @@ def parts_of(spans, share):
 
 
 def spans(num_bytes, most_parts=GATHERED_PARTS):
-    return Spans(0, num_bytes, most_parts)
+    return RangeRequests(0, num_bytes, most_parts)
 
 
 def test_requests_are_long_where_objects_share_them_and_short_where_one_has_them_all():
@@ -28,7 +28,7 @@ def test_requests_are_long_where_objects_share_them_and_short_where_one_has_them
     assert parts_of(spans(16 * PART_BYTES), 1) == [4] * 4
     assert parts_of(spans(5 * PART_BYTES), 1) == [3, 2]
     assert parts_of(spans(1), 1) == [1]
-    assert parts_of(Spans(7, 7, GATHERED_PARTS), 1) == []
+    assert parts_of(RangeRequests(7, 7, GATHERED_PARTS), 1) == []
 
 
 def test_a_stream_that_is_the_only_one_of_its_object_is_longer():
@@ -44,7 +44,7 @@ def test_a_stream_that_is_the_only_one_of_its_object_is_longer():
     st.lists(st.integers(1, 16), min_size=1),
 )
 def test_all_of_a_range_is_asked_for_once_whoever_asks(start, length, most_parts, shares):
-    spans, stop, found = Spans(start, start + length, most_parts), start + length, []
+    spans, stop, found = RangeRequests(start, start + length, most_parts), start + length, []
     while (span := spans.take(shares[len(found) % len(shares)])) is not None:
         found.append(span)
     edges = [start, *(end for _, end in found)]

@@ -66,7 +66,7 @@ def test_a_run_that_will_starve_is_told_so(digits, data_bytes):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--budget", "100kB"), 1, "bytes of the cache at once, its budget is 100000"),
+        (("--budget", "100kB"), 1, "bytes of the cache at once, and 100000 are available"),
         (("--budget", "nothing"), 2, "'nothing' is no size"),
         (("--budget", "1GB", "--nodes", "0"), 2, "nodes is 0; expected 1 or more"),
         (("--budget", "1GB", "--shuffle", "windowed"), 2, "needs lanes >= 1 and block >= 1"),

@@ -270,7 +270,7 @@ def test_what_is_pinned_of_other_data_leaves_no_room_and_of_this_data_does_not_c
         make(digits["train"], cache=cache).close()
     with Cache(tmp_path / "cache", budget=sum(sizes) - 1) as cache:
         make(digits["val"], cache=cache).close()
-        with pytest.raises(CacheFullError, match=f"budget is {sizes[0] - 1} without what is pinned"):
+        with pytest.raises(CacheFullError, match=f"{sizes[0] - 1} are available beside pinned objects"):
             make(digits["train"], cache=cache)
 
 

@@ -3,7 +3,7 @@ import shutil
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.budget import parse_budget
+from datasvc.cache.catalogue.configuration import parse_budget
 from datasvc.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def test_a_budget_is_a_size(text, size, tmp_path):
 
 @pytest.mark.parametrize("text", ["0", "0%", "0GB"])
 def test_a_budget_of_nothing_is_refused(text, tmp_path):
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="expected more than 0 bytes"):
         parse_budget(text, tmp_path)
 
 
