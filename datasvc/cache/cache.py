@@ -79,7 +79,7 @@ class Cache:
         # Also runs if this object is collected without `close`.
         self._leave = weakref.finalize(self, leave_folder, self.folder, opened)
         if budget_bytes is not None:
-            opened.catalogue.configure(lambda before: replace(before, budget_bytes=budget_bytes))
+            opened.catalogue.configure(lambda current: replace(current, budget_bytes=budget_bytes))
         elif not opened.catalogue.configuration.budget_bytes:
             raise ConfigError(f"the cache {self.folder} has no budget yet; set one, such as budget='50GB'")
 
@@ -103,7 +103,7 @@ class Cache:
         Raises ConfigError if the guarantees of all tenants together would exceed the budget.
         """
         name = check_name(tenant, "tenant")
-        self._open().catalogue.configure(lambda before: replace(before, quotas={**before.quotas, name: quota}))
+        self._open().catalogue.configure(lambda current: replace(current, quotas={**current.quotas, name: quota}))
 
     def shards(self, repository: Repository) -> CachedShards:
         """Return a store of the shards of `repository` that reads through this cache, and outlives `close`."""
@@ -231,23 +231,23 @@ class Cache:
     ) -> StageReport:
         objects = {info.digest: info.size_bytes for split in splits for info in split.table.shards()}
         folder = opened.files.pins
-        before = read_pins(folder).get(name)
-        kept = {} if before is None else dict(before.objects)
-        added = {digest: size for digest, size in objects.items() if digest not in kept}
+        old_pin = read_pins(folder).get(name)
+        old_objects = {} if old_pin is None else dict(old_pin.objects)
+        added = {digest: size for digest, size in objects.items() if digest not in old_objects}
         # Written first: the file lists every object that the catalogue pins, so `unpin` works after a crash.
-        write_pin(folder, Pin(name, {**kept, **objects}))
+        write_pin(folder, Pin(name, {**old_objects, **objects}))
         try:
             # Pinned before the fetch: no shard of the pin is evicted while the others are fetched.
             opened.catalogue.pin(name, added)
             staged = self.stage(splits, progress)
         except BaseException:
             opened.catalogue.unpin(name, added)
-            if before is None:
+            if old_pin is None:
                 remove_pin(folder, name)
             else:
-                write_pin(folder, before)
+                write_pin(folder, old_pin)
             raise
-        opened.catalogue.unpin(name, {digest: size for digest, size in kept.items() if digest not in objects})
+        opened.catalogue.unpin(name, {digest: size for digest, size in old_objects.items() if digest not in objects})
         write_pin(folder, Pin(name, objects))
         return staged
 

@@ -189,6 +189,7 @@ class CacheFolder:
         return {"hits": taken} if taken else {}
 
 
+# The open folders of this process. Uses that end in a finalizer wait in `_leaving` while the lock is taken.
 _folders: dict[Path, CacheFolder] = {}
 _folders_lock = threading.Lock()
 _leaving: deque[tuple[Path, CacheFolder]] = deque()

@@ -74,5 +74,6 @@ def stage_files(cache: Cache, urls: Sequence[str], progress: FetchProgress | Non
         with ThreadPoolExecutor(_MAX_FILES_AT_ONCE, thread_name_prefix="datasvc-files") as pool:
             return list(pool.map(stage_one, urls))
     finally:
+        # Held until all files have arrived, so that none of them evicts another.
         for digest in held:
             cache.release(digest)

@@ -310,12 +310,12 @@ class Catalogue:
             record = tables.get(digest)
             assert record is not None, digest
             missing = max(record.used_bytes - allocated_bytes, _MIN_SHRINK_BYTES)
-            before, limit = tables.limit_bytes, tables.account().total_bytes - missing
-            tables.limit_bytes = min(limit, before)
+            old_limit, limit = tables.limit_bytes, tables.account().total_bytes - missing
+            tables.limit_bytes = min(limit, old_limit)
             if space.make_space(record.tenant, 0):
                 return
             # This fetch fails, and the disk may have free space again at the next one.
-            tables.limit_bytes = before
+            tables.limit_bytes = old_limit
         raise CacheFullError(
             f"the disk of the cache {self._files.folder} is full at {limit} bytes of cached objects, and every "
             "remaining object is in use by a running job or pinned; free space on the disk, or lower the budget"

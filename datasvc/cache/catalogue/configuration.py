@@ -44,6 +44,7 @@ class Configuration:
     quotas: Mapping[str, Quota] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Without a budget there is nothing to compare the guarantees with.
         if self.budget_bytes:
             check_quotas(self.quotas, self.budget_bytes)
 

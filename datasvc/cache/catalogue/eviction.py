@@ -51,7 +51,7 @@ def choose_victims(
     nearest_bytes: int = -NEVER,
     take: Callable[[EvictionCandidate], bool] = lambda _: True,
 ) -> list[EvictionCandidate]:
-    """Return the objects to evict so that `tenant` may use `size_bytes` more; all candidates if they are not enough.
+    """Return the objects to evict so that `tenant` may use `size_bytes` more; all possible ones if not enough.
 
     Args:
         candidates: objects in the order of eviction; read no further than needed.

@@ -41,7 +41,7 @@ class FileLink:
             return None if path.is_symlink() else parse_digest(path.read_text(encoding="ascii"))
         return None
 
-    def note(self, content: Digest) -> None:
+    def record_content(self, content: Digest) -> None:
         """Record the digest of the content. Raises OSError."""
         durable.make_folder(self._folder)
         durable.write_file(self._folder / _CONTENT, content.encode())

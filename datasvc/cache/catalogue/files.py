@@ -64,7 +64,7 @@ class Files:
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
         self.pins = folder / "pins"
-        # By object and thread. A file object closes itself when an interrupt prevents that it is stored here.
+        # By object and thread. If an interrupt comes before a file is stored here, the file object closes itself.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
         subfolders = (
             self.leases,
@@ -147,7 +147,7 @@ class Files:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # The object is not being fetched. Exclusive, so that the waiting threads go on one after the other.
+            # The object is not being fetched: the exclusive lock waits for the shared locks of other waiting threads.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
             fcntl.flock(descriptor, fcntl.LOCK_SH)

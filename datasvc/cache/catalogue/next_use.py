@@ -99,6 +99,7 @@ def next_uses(uses: Uses, *, epochs_ahead: int | None = 1) -> Integers:
     times = np.unique(np.concatenate([uses.first, uses.stop]))
     base = uses.shards * (len(times) + 1)
     begins, ends = (base + np.searchsorted(times, column) for column in (uses.first, uses.stop))
+    # The first use of the same shard that begins at or after the end of each use.
     by_shard = np.argsort(begins, kind="stable")
     place = np.searchsorted(begins[by_shard], ends)
     following = by_shard[np.minimum(place, len(uses) - 1)]
@@ -108,7 +109,7 @@ def next_uses(uses: Uses, *, epochs_ahead: int | None = 1) -> Integers:
     return np.where(is_reused, uses.first[following], NEVER)
 
 
-def bias_owned(again: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
+def bias_owned(times: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
     """Return next uses such that a node with peers evicts the shards it owns after those it does not own.
 
     Only the owner reads a shard from the origin; the other nodes read it from the owner. If all nodes need all
@@ -116,7 +117,7 @@ def bias_owned(again: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
     epoch.
 
     Args:
-        again: `int64[n]`, next uses by this node; NEVER if there is none.
+        times: `int64[n]`, next uses by this node; NEVER if there is none.
         owned: `bool[n]`, whether this node is the owner of the shard.
 
     Returns:
@@ -124,18 +125,18 @@ def bias_owned(again: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
         for owned shards that only peers may request; NEVER for shards that no node will request from this one.
     """
     by_peers = np.where(owned, UNKNOWN, NEVER)
-    by_this_node = np.where(owned, again, again + _NOT_OWNED)
-    return np.where(again < UNKNOWN, by_this_node, by_peers)
+    by_this_node = np.where(owned, times, times + _NOT_OWNED)
+    return np.where(times < UNKNOWN, by_this_node, by_peers)
 
 
 def _uses_of_epoch(order: AccessOrder, step: int) -> tuple[Integers, ...]:
     windows = order.windows
-    before = order.epoch * order.num_samples
+    served_samples = order.epoch * order.num_samples
     return (
         windows.shards,
         np.full(len(windows.shards), order.epoch),
         # Position p belongs to lane p % lanes, and a use begins at a position of its own lane.
         windows.first % order.config.lanes,
-        (before + windows.first) * step,
-        (before + windows.stop) * step,
+        (served_samples + windows.first) * step,
+        (served_samples + windows.stop) * step,
     )

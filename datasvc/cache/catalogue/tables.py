@@ -95,12 +95,12 @@ class CatalogueTables:
         value = self._txn.get(bytes.fromhex(digest), db=self._tables.objects)
         return None if value is None else ObjectRecord.state_of(value)
 
-    def put(self, digest: Digest, before: ObjectRecord | None, record: ObjectRecord) -> None:
-        """Write a record in place of `before`, and update the indexes and the bytes used by its tenant."""
+    def put(self, digest: Digest, old: ObjectRecord | None, record: ObjectRecord) -> None:
+        """Write a record in place of `old`, and update the indexes and the bytes used by its tenant."""
         key = bytes.fromhex(digest)
-        if before is not None:
-            self.unlist(digest, before)
-        self._charge(record.tenant, record.used_bytes, before)
+        if old is not None:
+            self.unlist(digest, old)
+        self._charge(record.tenant, record.used_bytes, old)
         self._txn.put(key, record.encode(), db=self._tables.objects)
         if record.state == RESERVED:
             self._txn.put(key, b"", db=self._tables.reserved)
@@ -290,11 +290,11 @@ class CatalogueTables:
         """Return a number that is larger than all those returned before, over all processes."""
         return self._add(_SEQUENCE, 1)
 
-    def _charge(self, tenant: str, used_bytes: int, before: ObjectRecord | None) -> None:
-        if before is not None and before.tenant == tenant:
-            used_bytes -= before.used_bytes
-        elif before is not None:
-            self._add(b"u:" + before.tenant.encode(), -before.used_bytes)
+    def _charge(self, tenant: str, used_bytes: int, old: ObjectRecord | None) -> None:
+        if old is not None and old.tenant == tenant:
+            used_bytes -= old.used_bytes
+        elif old is not None:
+            self._add(b"u:" + old.tenant.encode(), -old.used_bytes)
         if used_bytes:
             self._add(b"u:" + tenant.encode(), used_bytes)
 

@@ -136,16 +136,16 @@ class Fetcher:
             # Found by a scan, or published by a process that was killed before its commit.
             self._complete(info.digest, job_id, prefetch, {"hits": 1}, publish=False)
             return "resident"
-        done = self._transfer(info, repository, progress)
+        report = self._transfer(info, repository, progress)
         if isinstance(repository, RemoteFile):
             # The ranges may be of two states of the file; the object is named by the first.
             repository.check_unchanged()
-            FileLink(self._files.folder, info.digest).note(done.content)
-        counts = {f"{kind}_bytes": count for kind, count in done.bytes_by_kind.items()}
-        counts |= {"misses": 1, "corrupt": done.num_corrupt}
+            FileLink(self._files.folder, info.digest).record_content(report.content)
+        counts = {f"{kind}_bytes": count for kind, count in report.bytes_by_kind.items()}
+        counts |= {"misses": 1, "corrupt": report.num_corrupt}
         self._complete(info.digest, job_id, prefetch, counts, publish=True)
         # If an earlier fetch had received all bytes, their source is not known: count them for the origin.
-        return done.kind or "origin"
+        return report.kind or "origin"
 
     def _complete(
         self, digest: Digest, job_id: str, prefetch: NextUse | None, counts: dict[str, int], *, publish: bool
@@ -172,9 +172,9 @@ class Fetcher:
             try:
                 _allocate(descriptor, info.size_bytes)
                 with ReceivedParts(self._files.parts_path(info.digest), info.size_bytes) as parts:
-                    is_named = not isinstance(repository, RemoteFile)
+                    is_verifiable = not isinstance(repository, RemoteFile)
                     sources = self._sources(info, repository)
-                    return transfer(info, descriptor, parts, sources, progress, is_named_by_content=is_named)
+                    return transfer(info, descriptor, parts, sources, progress, is_named_by_content=is_verifiable)
             except CorruptDataError:
                 self._catalogue.count({"corrupt": 1})
                 raise

@@ -98,7 +98,7 @@ def forecast(
     if not num_samples:
         raise ConfigError("cannot forecast a run: the data set has no samples")
     window = window_bytes(samples_per_shard, bytes_per_shard, workload.order, workload.run)
-    # At an epoch's boundary the last shards of one and the first of the next are needed together.
+    # At the end of an epoch, its last shards and the first ones of the next epoch are needed together.
     window = min(2 * window, int(footprint(bytes_per_shard).sum()))
     check_window(window, budget_bytes, "this order")
     epochs, resident_bytes = _replay_sample(samples_per_shard, bytes_per_shard, budget_bytes, workload)
@@ -178,7 +178,7 @@ def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned: float, *, has_peers:
 
 
 def _draw_owners(chosen: npt.NDArray[np.bool_], workload: Workload) -> Integers:
-    """Return the owner of each shard, `int64[num_shards]`; each node owns as many of the simulated shards."""
+    """Return the owner of each shard, `int64[num_shards]`; each node owns the same number of simulated shards."""
     key = derive_keys(workload.order.seed, 0, _OWNERS, 1)[0]
     numbers = np.flatnonzero(chosen)
     owners = np.zeros(len(chosen), np.int64)
@@ -189,7 +189,7 @@ def _draw_owners(chosen: npt.NDArray[np.bool_], workload: Workload) -> Integers:
 def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
     """Return the largest number of bytes that are in use at the same time."""
     sizes = bytes_per_shard[uses.shards]
-    # At the same time, uses end before others begin.
+    # At equal times, uses that end free their bytes before others begin.
     by_time = np.lexsort((np.repeat([0, 1], len(uses)), np.concatenate([uses.stop, uses.first])))
     return int(np.cumsum(np.concatenate([-sizes, sizes])[by_time]).max(initial=0))
 
@@ -197,8 +197,8 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    fed = min((limit / per_sample[name] for name, limit in given.items() if per_sample[name]), default=None)
+    given_limits = {name: limit for name, limit in limits.items() if limit is not None}
+    fed = min((limit / per_sample[name] for name, limit in given_limits.items() if per_sample[name]), default=None)
     rate = rates.samples_per_second
     return EpochForecast(
         used_bytes=traffic.used_bytes,
@@ -208,7 +208,7 @@ def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rate
         origin_rate=None if rate is None else rate * per_sample["origin"],
         peer_rate=None if rate is None else rate * per_sample["peers"],
         fed_samples_per_second=fed,
-        starves=None if rate is None or not given else fed is not None and fed < rate,
+        starves=None if rate is None or not given_limits else fed is not None and fed < rate,
     )
 
 

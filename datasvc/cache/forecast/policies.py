@@ -53,7 +53,7 @@ class SimulatedCache:
             self._ranks[shard] = self._rank(now, next_use)
             bisect.insort(self._unheld, (self._ranks[shard], shard))
 
-    def bring(self, shard: int, now: int, nearest: int = -NEVER) -> bool:
+    def make_resident(self, shard: int, now: int, nearest: int = -NEVER) -> bool:
         """Make a shard with a hold completely resident.
 
         Args:
@@ -79,6 +79,7 @@ class SimulatedCache:
         del now
         if next_use < UNKNOWN:
             return next_use
+        # Of unknown next uses, the shard released last is evicted first, as in the real cache.
         self._num_unknown += 1
         return next_use + self._num_unknown
 

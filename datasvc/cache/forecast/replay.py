@@ -95,11 +95,11 @@ def replay(
     assert policy == "furthest" or not ahead_bytes, "only the policy 'furthest' can prefetch"
     sizes = bytes_per_shard.tolist()
     cluster = _SimulatedCaches([_CACHES[policy](sizes, budget_bytes) for _ in nodes], sizes, owners)
-    again = [next_uses(uses, epochs_ahead=None if policy == "optimum" else 1) for uses in nodes]
+    next_use_times = [next_uses(uses, epochs_ahead=None if policy == "optimum" else 1) for uses in nodes]
     if owners is not None and prefer_owned:
-        again = [
-            bias_owned(next_use, owners[uses.shards] == node)
-            for node, (uses, next_use) in enumerate(zip(nodes, again, strict=True))
+        next_use_times = [
+            bias_owned(times, owners[uses.shards] == node)
+            for node, (uses, times) in enumerate(zip(nodes, next_use_times, strict=True))
         ]
     numbers = np.concatenate([uses.epochs for uses in nodes])
     first_epoch = int(numbers.min())
@@ -108,7 +108,7 @@ def replay(
         shard = int(nodes[node].shards[use])
         traffic = epochs[int(nodes[node].epochs[use]) - first_epoch]
         if kind == _RELEASE:
-            cluster.caches[node].release(shard, now, int(again[node][use]))
+            cluster.caches[node].release(shard, now, int(next_use_times[node][use]))
         elif kind == _ACQUIRE:
             cluster.acquire(node, shard, now, traffic)
         else:
@@ -150,7 +150,7 @@ class _SimulatedCaches:
         self._prefetched.discard((node, shard))
         if not missing:
             return
-        if not cache.bring(shard, now):
+        if not cache.make_resident(shard, now):
             raise CacheFullError(
                 f"the shards in use leave less than {missing} bytes of the budget free when the job has read {now} "
                 "bytes; raise the budget, or use shuffle='windowed' with fewer lanes or smaller blocks"
@@ -162,7 +162,7 @@ class _SimulatedCaches:
         cache = self.caches[node]
         missing = cache.missing(shard)
         cache.hold(shard)
-        if missing and cache.bring(shard, now, nearest=needed - now):
+        if missing and cache.make_resident(shard, now, nearest=needed - now):
             self._prefetched.add((node, shard))
             self._fetch(node, shard, missing, now, traffic)
         # A shard that is resident already, perhaps for a peer, gets its next use declared.
@@ -180,6 +180,6 @@ class _SimulatedCaches:
         cache = self.caches[owner]
         traffic.origin_bytes += missing
         cache.hold(shard)
-        if cache.bring(shard, now):
+        if cache.make_resident(shard, now):
             traffic.peer_bytes += missing
         cache.release(shard, now, UNKNOWN)

@@ -91,7 +91,7 @@ class FileMembership:
         self._nodes = self._read(_nodes_at_start)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}
+        return {**self.__dict__, "_lock": None}  # locks cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
@@ -162,7 +162,7 @@ class DnsMembership:
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_resolving": None}
+        return {**self.__dict__, "_resolving": None}  # locks cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _resolving=threading.Lock())

@@ -73,6 +73,7 @@ class PeerHealth:
             if self._clock() < self._paused_until_s:
                 return False
             self._is_on_trial = True
+            # A new pause at once, so that no other caller tries the peer before the result is known.
             self._pause()
             return True
 

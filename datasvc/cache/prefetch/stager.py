@@ -122,13 +122,13 @@ class JobPrefetcher:
     def advance(self, epoch: int, position: int) -> None:
         """Continue from a new position of the job."""
         with self._lock:
-            before, self._cursor = self._cursor, (epoch, position)
+            previous, self._cursor = self._cursor, (epoch, position)
             self._is_blocked = False
             now = self._timeline.clock(epoch, position)
-            if epoch != before[0] or self._cursor < before:
+            if epoch != previous[0] or self._cursor < previous:
                 # A new epoch, or an earlier state was restored: declare again, so that shards that are not used can
                 # be evicted.
-                self._expect(passed_only=self._cursor > before)
+                self._expect(passed_only=self._cursor > previous)
                 self._waiting = deque(self._timeline.needed_shards(epoch, position))
                 self._deferred.clear()
             due = [needed for retry_at, needed in self._deferred if retry_at <= now]

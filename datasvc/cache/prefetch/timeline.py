@@ -68,12 +68,12 @@ class UseTimeline:
         All lanes count, because another rank of this node may read the lane.
         """
         now = self.clock(epoch, position)
-        return NextUse(now, _first_use(shard, ((uses, uses.first >= now) for uses, _ in self._both(epoch))))
+        return NextUse(now, _first_use(shard, ((uses, uses.first >= now) for uses, _ in self._uses_of(epoch))))
 
     def next_use(self, shard: int, epoch: int, position: int) -> int:
-        """Return the next use of a shard by this process from a position on; NEVER if there is none in sight."""
+        """Return the next use of a shard by this process, until the end of the next epoch; NEVER if there is none."""
         now = self.clock(epoch, position)
-        return _first_use(shard, ((local, local.stop > now) for _, local in self._both(epoch)))
+        return _first_use(shard, ((local, local.stop > now) for _, local in self._uses_of(epoch)))
 
     def next_uses(self, epoch: int, position: int) -> dict[int, int]:
         """Return the next use by this process, from a position on, of each shard that has one, by its number."""
@@ -87,24 +87,24 @@ class UseTimeline:
         now = self.clock(epoch, position)
         return [
             NeededShard(shard, first, stop)
-            for _, local in self._both(epoch)
+            for _, local in self._uses_of(epoch)
             for shard, first, stop in zip(
                 local.shards.tolist(), local.first.tolist(), local.stop.tolist(), strict=True
             )
             if stop > now
         ]
 
-    def _both(self, epoch: int) -> Iterator[tuple[Uses, Uses]]:
+    def _uses_of(self, epoch: int) -> Iterator[tuple[Uses, Uses]]:
         """Yield the uses of an epoch and of the next: by all lanes, and by the lanes of this process."""
         for number in (epoch, epoch + 1):
-            both = self._epochs.get(number)
-            if both is None:
+            pair = self._epochs.get(number)
+            if pair is None:
                 uses = plan_uses(self._samples, self._bytes, self._config, [number], step_bytes=self._step)
-                both = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
+                pair = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
                 # Replaced, not changed: other threads may be reading. Only neighbouring epochs are kept.
-                near = {other: kept for other, kept in self._epochs.items() if abs(other - number) <= 1}
-                self._epochs = near | {number: both}
-            yield both
+                neighbours = {other: entry for other, entry in self._epochs.items() if abs(other - number) <= 1}
+                self._epochs = neighbours | {number: pair}
+            yield pair
 
 
 def _first_use(shard: int, epochs: Iterable[tuple[Uses, npt.NDArray[np.bool_]]]) -> int:

@@ -15,6 +15,7 @@ _MIN_SHARDS_AHEAD = 4
 def window_bytes(samples_per_shard: Integers, bytes_per_shard: Integers, config: OrderConfig, run: int) -> int:
     """Return the disk space of the shards that any `run` consecutive positions of an epoch use. Bytes."""
     live = max_live_shards(samples_per_shard, config, run)
+    # The largest shards: an upper bound for every epoch.
     used: Integers = footprint(np.sort(bytes_per_shard)[::-1][:live])
     return int(used.sum())
 

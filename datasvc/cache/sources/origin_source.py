@@ -114,7 +114,7 @@ class RequestPool:
         """Run `work`, which sends its requests inside `slot`, in a thread. Raises UnavailableError after `close`."""
         try:
             return self._threads.submit(work)
-        except RuntimeError as error:
+        except RuntimeError as error:  # of the executor, after its shutdown
             raise UnavailableError("the cache was closed; open it again to fetch objects") from error
 
     @contextmanager
@@ -143,6 +143,7 @@ class RequestPool:
             UnavailableError: the pool was closed.
         """
         with self._slots:
+            # Inside the slot: the pool may have been closed during the wait.
             self.check_open()
             yield max(1, self.num_requests // max(1, len(self._in_progress)))
 
@@ -153,12 +154,12 @@ class RequestPool:
 
     def close(self) -> None:
         """Cancel all requests; those that wait for a slot fail. A request that cannot be cancelled ends by itself."""
-        # Not `cancel_futures`: a thread that waits in `as_completed` would never return.
         self._is_closed = True
         with self._lock:
             interrupts = list(self._in_progress)
         for interrupt in interrupts:
             interrupt.set()
+        # Without `cancel_futures`: a thread that waits in `as_completed` would never return.
         self._threads.shutdown(wait=False)
 
 
