@@ -169,8 +169,8 @@ class CacheFolder:
         """Raise ConfigError in a forked child: LMDB does not support a fork with an open database."""
         if self.process != os.getpid():
             raise ConfigError(
-                "this cache was opened before a fork, and its database cannot be used in the child process; open the "
-                "cache in the child, or start processes with the method 'spawn'"
+                "this cache was opened before a fork, and its database cannot be used in the child process; start "
+                "processes with the method 'spawn' instead of 'fork'"
             )
 
     def count_hits(self) -> None:

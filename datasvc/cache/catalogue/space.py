@@ -127,7 +127,7 @@ class SpaceAllocator:
         )
         missing = account.missing(tenant, footprint(info.size_bytes))
         return CacheFullError(
-            f"no room for {info.size_bytes} bytes: the budget is {budget} bytes{disk_limit}{tenant_limit}; "
+            f"not enough space for {info.size_bytes} bytes: the budget is {budget} bytes{disk_limit}{tenant_limit}; "
             f"{account.total_bytes} are taken, and evicting every unused object would not free enough: the others "
             "are in use by running jobs, being fetched, pinned, or guaranteed to other tenants; raise the budget by "
             f"at most {missing} bytes, unpin objects, or wait until a job has ended"

@@ -92,7 +92,9 @@ class Fetcher:
         try:
             return self._fetch(info, repository, progress, prefetch, evict=evict, job_id=job_id)
         except OSError as error:
-            raise UnavailableError(f"cannot write to the cache {self._files.folder}: {error}") from error
+            raise UnavailableError(
+                f"cannot write to the cache {self._files.folder}: {error}; check its disk and its permissions"
+            ) from error
         finally:
             # After any error, or an interrupt at any line: a reservation never outlives this call.
             if self._files.is_locked_by_this_thread(info.digest):

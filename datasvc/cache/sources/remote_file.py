@@ -51,18 +51,20 @@ class RemoteFile:
         self._fs, self._path = resolve_url(url)
         self.file_name = _file_name(self._path, url)
         self._fs.invalidate_cache()  # the store's client may have cached an earlier state of the file
-        facts: dict[str, Any] = with_retries(self._fs, "look at", redact_url(url), lambda: self._fs.info(self._path))
-        if facts.get("type") == "directory" or facts.get("size") is None:
+        metadata: dict[str, Any] = with_retries(
+            self._fs, "read the metadata of", redact_url(url), lambda: self._fs.info(self._path)
+        )
+        if metadata.get("type") == "directory" or metadata.get("size") is None:
             raise ConfigError(f"{redact_url(url)} is a folder or has no known size; give the URLs of single files")
-        state = next((facts[key] for key in _STATES if facts.get(key)), None)
+        state = next((metadata[key] for key in _STATES if metadata.get(key)), None)
         if state is None:
             raise ConfigError(
                 f"the store of {redact_url(url)} reports neither a checksum nor a modification time, so a change "
                 "of the file could not be detected; download the file instead of staging it"
             )
         self._ranges = RangeReader(self._fs)
-        name = f"datasvc file\0{url}\0{state}\0{facts['size']}"
-        self.info = ObjectInfo(Digest(blake3(name.encode()).hexdigest()), int(facts["size"]))
+        name = f"datasvc file\0{url}\0{state}\0{metadata['size']}"
+        self.info = ObjectInfo(Digest(blake3(name.encode()).hexdigest()), int(metadata["size"]))
 
     def check_unchanged(self) -> None:
         """Raise SourceChangedError if the store reports another state of the file than at first."""
