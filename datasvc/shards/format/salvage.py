@@ -1,4 +1,4 @@
-"""What of a damaged shard still parses, and which samples that leaves out."""
+"""Recovery of samples from a corrupt shard: which batches still parse, and which samples are lost."""
 
 from __future__ import annotations
 
@@ -13,56 +13,59 @@ from datasvc.shards.format.digests import digest_batch
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
 
-# What Arrow and Python say of bytes that are not what they should be.
-_DAMAGE: Final = (pa.ArrowException, ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError)
-# The file format is the stream format between this magic and a footer.
+# Errors that Arrow and Python raise while they parse corrupt bytes.
+_PARSE_ERRORS: Final = (pa.ArrowException, ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError)
+# An Arrow IPC file is an IPC stream between this magic number (padded to 8 bytes) and a footer.
 _MAGIC_BYTES: Final = 8
 
-SampleMark = tuple[str, bytes, bytes]
-"""Key, sample digest and payload digest: what the sample index says of a sample."""
+SampleIdentity = tuple[str, bytes, bytes]
+"""Key, sample digest and payload digest of a sample, as in the sample index."""
 
 
-def marks_of(batch: pa.RecordBatch) -> list[SampleMark]:
+def sample_identities(batch: pa.RecordBatch) -> list[SampleIdentity]:
     """Return key and digests of a batch's samples, computed from their values."""
     samples, payloads = digest_batch(batch)
     return list(zip(batch.column(KEY).to_pylist(), samples, payloads, strict=True))
 
 
-def readable_marks(content: pa.Buffer) -> set[SampleMark]:
-    """Return key and digests of all samples that still parse in the bytes of a damaged shard."""
-    marks: set[SampleMark] = set()
+def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
+    """Return key and digests of all samples that still parse in the bytes of a corrupt shard."""
+    identities: set[SampleIdentity] = set()
     for batch in _readable_batches(content):
         try:
-            batch.validate(full=True)  # an offset that points outside would be followed
-            marks.update(marks_of(batch))
-        except _DAMAGE:
+            # A corrupt offset may point outside of its buffer; Arrow would follow it.
+            batch.validate(full=True)
+            identities.update(sample_identities(batch))
+        except _PARSE_ERRORS:
             continue
-    return marks
+    return identities
 
 
-def rows_not_among(index: SampleIndex, marks: Iterable[SampleMark]) -> Integers:
-    """Return the rows of the samples in `index` that are not among `marks`: `int64[n]`, ascending."""
-    found = set(marks)
+def missing_rows(index: SampleIndex, identities: Iterable[SampleIdentity]) -> Integers:
+    """Return the rows of the samples in `index` that are not among `identities`: `int64[n]`, ascending."""
+    present = set(identities)
     columns = (index.table.column(name).to_pylist() for name in index.table.schema.names)
-    return np.array([row for row, mark in enumerate(zip(*columns, strict=True)) if mark not in found], np.int64)
+    return np.array(
+        [row for row, identity in enumerate(zip(*columns, strict=True)) if identity not in present], np.int64
+    )
 
 
 def _readable_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
     try:
         reader = pa.ipc.open_file(pa.BufferReader(content))
-    except _DAMAGE:
+    except _PARSE_ERRORS:
         yield from _leading_batches(content)
         return
     for number in range(reader.num_record_batches):
         try:
             yield reader.get_batch(number)
-        except _DAMAGE:
+        except _PARSE_ERRORS:
             continue
 
 
 def _leading_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
-    """Yield the batches from the start of a file whose footer is gone, until one does not parse."""
+    """Yield the batches from the start of a file without a readable footer, up to the first that does not parse."""
     try:
         yield from pa.ipc.open_stream(pa.BufferReader(content.slice(_MAGIC_BYTES)))
-    except _DAMAGE:
+    except _PARSE_ERRORS:
         return

@@ -1,1 +1,1 @@
-"""Opens, compares and changes versions of data sets: delete, append, merge, diff, verify."""
+"""Versions of data sets: open, compare, verify, and commit changed ones (delete, append, merge, name classes)."""

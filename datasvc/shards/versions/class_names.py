@@ -1,4 +1,4 @@
-"""Names for the classes of labels that are plain integers: given with an ingest, or to a version that is there."""
+"""Names for classes whose labels are plain integers: set during an ingest, or added to an existing data set."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ from datasvc.shards.versions.version_entry import derived_entry, describe_tables
 
 
 def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[str, ShardTable]:
-    """Return the splits whose labels are integers without names, with names; label i is of the class `names[i]`.
+    """Return the splits that have labels, with class names; label i belongs to the class `names[i]`.
 
     Raises:
-        ConfigError: no split has such labels; a label has no name in the list; a name is there twice, or is empty;
-            the classes have names already, and `names` does not start with them.
+        ConfigError: no split has labels; a label has no name in the list; a name is empty or occurs twice; or the
+            classes already have names and `names` does not start with them.
     """
     if "" in names or not names:
-        raise ConfigError("a class has an empty name, or there is none; give one name a line, that of label 0 first")
+        raise ConfigError("expected one name per class, none of them empty; give one name per line, label 0 first")
+    # Checks that no name occurs twice.
     combine_classes(names, [])
     labelled = {split: table for split, table in tables.items() if LABEL in table.sample_schema.names}
     if not labelled:
-        raise ConfigError("there are no labels to name: no split has the column 'label'")
+        raise ConfigError("no split has the column 'label', so there are no classes to name")
     for split, table in labelled.items():
+        # Names may be added to a list, but the index of an existing name never changes.
         if tuple(names[: len(table.classes)]) != table.classes:
             raise ConfigError(
-                f"the classes of split {split!r} have names already ({', '.join(table.classes[:3])}, ...); a name "
-                "stays, so that models on older versions mean the same: new names may only follow these"
+                f"the classes of split {split!r} already have names ({', '.join(table.classes[:3])}, ...), which "
+                "cannot change because models trained on older versions use them: start the list with these names"
             )
         check_unnamed(table.label_counts, names, f"split {split!r}")
     return {split: replace(table, classes=tuple(names)) for split, table in labelled.items()}
 
 
 def name_classes(repository: Repository, ref: str, names: Sequence[str], *, message: str = "") -> Resolved:
-    """Commit the next version of a data set, with names for its integer labels. Shards are shared.
+    """Commit the next version of a data set with names for its integer labels. All shards are shared.
 
     Args:
-        repository: where it is.
+        repository: the repository that stores the data set.
         ref: the version to continue, which must be the newest.
-        names: of the classes; label i is of the class `names[i]`.
-        message: kept with the version.
+        names: class names; label i belongs to the class `names[i]`.
+        message: text stored with the version.
 
     Raises:
         ConfigError: as `name_tables`.
@@ -57,16 +59,16 @@ def name_classes(repository: Repository, ref: str, names: Sequence[str], *, mess
     def build(head: int) -> dict[str, Any]:
         if head != base.version:
             raise ConflictError(f"{base} is not the newest version, which is {base.name}@{head}: give {base.name}")
-        before = open_dataset(repository, str(base))
-        tables = {split: each.table for split, each in before.items()}
+        dataset = open_dataset(repository, str(base))
+        tables = {name: split.table for name, split in dataset.items()}
         described = describe_tables(repository.objects, name_tables(tables, names), before=tables.values())
         return derived_entry(
-            {**before.entry.content["splits"], **described},
+            {**dataset.entry.content["splits"], **described},
             {"kind": "classes"},
             message=message,
             parent=base,
             source=str(base),
-            **inherited(before.entry.content),
+            **inherited(dataset.entry.content),
         )
 
     committed = repository.versions("datasets", base.name).append(build)

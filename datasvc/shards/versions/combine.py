@@ -1,4 +1,4 @@
-"""Splits put together: append and merge. Shards are shared, never copied, unless their labels must change."""
+"""Combination of splits for append and merge. Shards are shared, not copied, unless their labels must change."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from datasvc.shards.versions.key_join import CommonKeys, find_common_keys, first
 from datasvc.shards.versions.labels import check_unnamed, combine_classes, map_labels, plan_labels
 
 OnCommon = Literal["fail", "drop", "keep", "replace"]
-"""What becomes of a key that both sides have.
+"""Rule for a key that occurs on both sides.
 
-- fail: nothing is put together.
-- drop: equal samples are taken once; unequal ones fail.
-- keep: the sample that was there first stays.
-- replace: the new sample takes its place.
+- fail: raise ConflictError.
+- drop: take equal samples once; raise ConflictError for different samples.
+- keep: keep the existing sample.
+- replace: take the new sample instead of the existing one.
 """
 
-_REQUIRED = (KEY, IMAGE, LABEL)
+_REQUIRED_IF_PRESENT = (KEY, IMAGE, LABEL)
 
 
 def append_splits(
@@ -41,13 +41,12 @@ def append_splits(
     *,
     on_common: OnCommon = "fail",
 ) -> dict[str, ShardTable]:
-    """Return the splits of `head` with those of `new` appended; splits of one side only are taken as they are.
+    """Return the splits of `head` with those of `new` appended; splits of one side only are taken unchanged.
 
-    A class name gets one index in all splits of the result, where those of `head` agree on it.
+    A class name gets the same index in all splits of the result, provided that the splits of `head` agree on it.
 
     Raises:
-        ConfigError: one side has labels, and a split that only the other has is without, or the reverse; or as
-            `append_table`.
+        ConfigError: a split that only `new` has differs from `head` in whether it has labels; or as `append_table`.
         ConflictError, CorruptDataError, NotFoundError, UnavailableError: as `append_table`.
     """
     _check_labelled(head, new)
@@ -59,6 +58,7 @@ def append_splits(
         if split in head:
             result[split] = append_table(objects, head[split], table, classes=classes, on_common=on_common)
         elif classes and table.classes:
+            # A split that only `new` has: its labels must mean the same as in the other splits.
             labels = plan_labels(table.classes, classes)
             result[split] = replace(relabel_shards(objects, table, labels), classes=tuple(classes))
         else:
@@ -67,20 +67,20 @@ def append_splits(
 
 
 def _check_labelled(head: Mapping[str, ShardTable], new: Mapping[str, ShardTable]) -> None:
-    """Raise ConfigError where a split of `new` alone differs from `head` in whether it has labels."""
+    """Raise ConfigError if a split that only `new` has differs from `head` in whether it has labels."""
     is_labelled = any(LABEL in table.sample_schema.names for table in head.values())
     for split, table in new.items():
-        # Splits that both have are compared column by column: see `combine_schemas`.
+        # Splits of both sides are compared column by column in `combine_schemas`.
         if split in head or not head or (LABEL in table.sample_schema.names) == is_labelled:
             continue
         if is_labelled:
             raise ConfigError(
-                f"the new split {split!r} has no column {LABEL!r}, and the data set has labels: give its samples "
-                "labels, for instance by folders named as the classes, or ingest it as a data set of its own"
+                f"the new split {split!r} has no column {LABEL!r}, but the data set has labels: give its samples "
+                "labels, for instance by one folder per class, or ingest it as a separate data set"
             )
         raise ConfigError(
-            f"the new split {split!r} has a column {LABEL!r}, and the data set has no labels: ingest it as a data "
-            "set of its own, or all of it again with labels"
+            f"the new split {split!r} has a column {LABEL!r}, but the data set has no labels: ingest it as a "
+            "separate data set, or ingest the whole data set again with labels"
         )
 
 
@@ -91,23 +91,23 @@ def keep_splits(
     *,
     on_common: OnCommon = "fail",
 ) -> dict[str, ShardTable]:
-    """Return `new` without keys that `head` has in another split: a key stays in the split where it is.
+    """Return `new` without the keys that `head` has in another split, so that a key stays in its split.
 
-    `on_common` says what becomes of such a key, as of one that both have in the same split; with "replace" the new
-    sample moves to the split that has the key. Raises as `append_table`.
+    `on_common` applies to these keys as to those that both sides have in the same split; with "replace", the new
+    sample moves to the split of `head` that has the key. Raise as `append_table`.
     """
     result = dict(new)
     for split, other in ((split, other) for split in new for other in head if other != split):
         common = find_common_keys(objects, head[other], result[split])
         if not len(common):
             continue
-        _check_common(common, on_common, f" (in {other!r} of the data set, in {split!r} of what is added)")
+        _check_common(common, on_common, f" (in {other!r} of the data set, in {split!r} of the added data)")
         rows = common.b.by_shard()
         if on_common == "replace":
             moved = only_samples(objects, result[split], rows)
-            # Where the source has the key in both splits, the sample that is in its right split already stays.
-            own = result.get(other)
-            result[other] = moved if own is None else append_table(objects, own, moved, on_common="keep")
+            # If the source has the key in both splits, the sample in the split of `head` wins over the moved one.
+            present = result.get(other)
+            result[other] = moved if present is None else append_table(objects, present, moved, on_common="keep")
         result[split] = delete_samples(objects, result[split], rows)
     return {split: table for split, table in result.items() if table.num_samples or split in head}
 
@@ -120,65 +120,66 @@ def append_table(
     classes: Sequence[str] | None = None,
     on_common: OnCommon = "fail",
 ) -> ShardTable:
-    """Return one split of the samples of `head` and then those of `new`; nothing is stored but what is new in it.
+    """Return one split with the samples of `head` followed by those of `new`. Only changed objects are stored.
 
     Args:
-        objects: of the repository that has both.
-        head: columns of one side only are null for samples of the other.
-        new: its labels become indexes into the class names of the result.
-        classes: names of the result, which start with those of `head`; None: `combine_classes` of both.
-        on_common: what becomes of keys that both have.
+        objects: objects of the repository that stores both.
+        head: the existing split; its samples are null in columns that only `new` has, and the reverse.
+        new: the added split; its labels are renumbered to the class names of the result.
+        classes: class names of the result, which start with those of `head`; None for `combine_classes` of both.
+        on_common: rule for keys that both sides have.
 
     Raises:
-        ConfigError: a column has two types; `new` lacks one that `head` must have; labels without names do not fit.
-        ConflictError: both have a key, and `on_common` does not settle it; names up to ten.
-        CorruptDataError, NotFoundError, UnavailableError: a shard or its index cannot be read.
+        ConfigError: a column has two types; `new` lacks a column that `head` requires; unnamed labels exceed the
+            class names of the other side.
+        ConflictError: both sides have a key, and `on_common` does not resolve it (the message lists up to ten).
+        CorruptDataError, NotFoundError, UnavailableError: a shard or its sample index cannot be read.
     """
     if on_common not in get_args(OnCommon):
         raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(get_args(OnCommon))}")
     schema = combine_schemas(head.sample_schema, new.sample_schema)
     names = combine_classes(head.classes, [new.classes]) if classes is None else tuple(classes)
     if not (head.classes or new.classes):
-        names = ()  # the names of other splits are not those of labels that have none
+        names = ()  # class names of other splits do not apply to labels that have no names
     assert names[: len(head.classes)] == head.classes, (names, head.classes)
-    for table, what in ((head, "the data set"), (new, "what is added")):
+    for table, what in ((head, "the data set"), (new, "the added data")):
         if not table.classes:
             check_unnamed(table.label_counts, names, what)
     if new.classes:
         new = relabel_shards(objects, new, plan_labels(new.classes, names))
-    head, new = _settle(objects, head, new, on_common)
+    head, new = _resolve_common(objects, head, new, on_common)
     joined = replace(head, sample_schema=schema, classes=names)
     return _concatenate(objects, joined, new)
 
 
 def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
-    """Return the columns of both, those of `head` first; a column that one side lacks becomes nullable.
+    """Return the columns of both sides, those of `head` first; a column that one side lacks becomes nullable.
 
     Raises:
-        ConfigError: a column has two types, or `new` lacks `key`, `image` or `label`, which `head` has, or has labels
-            where `head` has none; or their tokens were made by different tokenizers.
+        ConfigError: a column has two types; `new` lacks `key`, `image` or `label`, which `head` has; `new` has
+            labels, but `head` has none; or the tokens of both sides were made by different tokenizers.
     """
     tokenizers = [(schema.metadata or {}).get(TOKENIZER) for schema in (head, new)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
         raise ConfigError(
-            f"the data set's tokens were made by the tokenizer {_short(tokenizers[0])}, what is added by "
+            f"the data set's tokens were made by the tokenizer {_short(tokenizers[0])}, those of the added data by "
             f"{_short(tokenizers[1])}; ingest it with the same --tokenizer"
         )
-    missing = [name for name in _REQUIRED if name in head.names and name not in new.names]
+    missing = [name for name in _REQUIRED_IF_PRESENT if name in head.names and name not in new.names]
     if missing:
-        raise ConfigError(f"what is added has no column {missing[0]!r}, which every sample of the data set has")
+        raise ConfigError(f"the added data has no column {missing[0]!r}, which every sample of the data set has")
     if LABEL in new.names and LABEL not in head.names and len(head.names):
         raise ConfigError(
-            f"what is added has a column {LABEL!r}, and the data set has no labels: ingest it as a data set of its "
-            "own, or all of it again with labels"
+            f"the added data has a column {LABEL!r}, but the data set has no labels: ingest it as a separate data "
+            "set, or ingest the whole data set again with labels"
         )
     fields = []
     for name in (*head.names, *(name for name in new.names if name not in head.names)):
         sides = [schema.field(name) for schema in (head, new) if name in schema.names]
         if len(sides) == 2 and not sides[0].type.equals(sides[1].type):
             raise ConfigError(
-                f"column {name!r} is {sides[0].type} in the data set and {sides[1].type} in what is added; give it "
-                f"the type {sides[0].type}"
+                f"column {name!r} is {sides[0].type} in the data set and {sides[1].type} in the added data; convert "
+                f"the added data to {sides[0].type}"
             )
         nullable = len(sides) == 1 or any(side.nullable for side in sides)
         fields.append(sides[0].with_nullable(nullable))
@@ -190,15 +191,15 @@ def _short(digest: bytes | None) -> str:
 
 
 def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int]) -> ShardTable:
-    """Return the split with every label mapped to another; shards that hold no such label are shared.
+    """Return the split with every label renumbered. Shards whose labels stay the same are shared.
 
     Args:
-        objects: where the new shards and their indexes are stored.
-        table: its class names are not changed here.
-        labels: where each label goes; {}: all stay.
+        objects: where new shards and their sample indexes are stored.
+        table: the split; its class names stay unchanged here.
+        labels: new number of each label; {} if all stay the same.
 
     Raises:
-        ConfigError: a sample has a label without a place.
+        ConfigError: a sample has a label that is not in `labels`.
         CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read.
     """
     if not labels or LABEL not in table.sample_schema.names:
@@ -232,7 +233,7 @@ def _relabel_batch(batch: pa.RecordBatch, labels: Mapping[int, int]) -> pa.Recor
 
 
 def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
-    """Store a shard of the same record batches with other labels, and its index."""
+    """Store a shard of the same record batches with new labels, and its sample index."""
     blobs = [field.name for field in shard.schema if is_blob(field.type)]
     keys: list[str] = []
     samples: list[bytes] = []
@@ -249,35 +250,37 @@ def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatc
     return sink.info, objects.put(index.encode()).digest
 
 
-def _settle(
+def _resolve_common(
     objects: Objects, head: ShardTable, new: ShardTable, on_common: OnCommon
 ) -> tuple[ShardTable, ShardTable]:
-    """Return both sides with no key in common."""
+    """Return both sides without common keys."""
     common = find_common_keys(objects, head, new)
     if not len(common):
         return head, new
     _check_common(common, on_common)
     if on_common == "replace":
+        # Deletion bitmaps on the side that loses the key; the shards of both sides stay unchanged.
         return delete_samples(objects, head, common.a.by_shard()), new
     return head, delete_samples(objects, new, common.b.by_shard())
 
 
 def _check_common(common: CommonKeys, on_common: OnCommon, where: str = "") -> None:
-    """Raise ConflictError where `on_common` does not settle what becomes of common keys."""
+    """Raise ConflictError if `on_common` does not resolve the common keys."""
     if on_common == "fail":
         raise ConflictError(
-            f"{len(common)} keys are on both sides{where}: {first_keys(common.keys)}; rename the samples, or say "
-            "which of two equal keys stays"
+            f"{len(common)} keys are on both sides{where}: {first_keys(common.keys)}; rename the samples, or set "
+            "which of two samples with the same key is kept"
         )
     if on_common == "drop" and not common.equal.all():
         unequal = common.keys.filter(pa.array(~common.equal))
         raise ConflictError(
             f"{len(unequal)} keys are on both sides with different samples{where}: {first_keys(unequal)}; rename the "
-            "samples, or say which of two equal keys stays"
+            "samples, or set which of two samples with the same key is kept"
         )
 
 
 def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTable:
+    """Return the shards of `head`, then those of `new`, with the deletions of both."""
     flags: dict[int, Flags] = {}
     for start, table in ((0, head), (head.num_shards, new)):
         deletions = load_deletions(objects, table)
@@ -292,8 +295,9 @@ def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTa
 
 
 def _sum_counts(head: ShardTable, new: ShardTable, counts: str, column: str) -> dict[Any, int]:
-    """Add up what both sides counted; {} where one did not count: half a sum would mislead."""
+    """Return the sum of both sides' counts; {} if one side has samples but no counts."""
     for table in (head, new):
+        # A sum over some of the samples would be mistaken for the count of all.
         if column in table.sample_schema.names and table.num_samples and not getattr(table, counts):
             return {}
     total = Counter(getattr(head, counts)) + Counter(getattr(new, counts))
@@ -301,7 +305,7 @@ def _sum_counts(head: ShardTable, new: ShardTable, counts: str, column: str) -> 
 
 
 def _shared_classes(tables: Any) -> tuple[str, ...] | None:
-    """Return the class names that every split's are the start of; None where they disagree."""
+    """Return the longest list of class names if every split's list is a prefix of it; None otherwise."""
     lists = [table.classes for table in tables]
     longest: tuple[str, ...] = max(lists, key=len, default=())
     return longest if all(longest[: len(names)] == names for names in lists) else None

@@ -1,4 +1,4 @@
-"""A data-set version open for reading: its splits, and any sample by its number."""
+"""Read access to a data-set version: its splits, and any sample of a split by number."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 
-# Shards that random access keeps open, in memory where the repository is remote.
+# Shards that random access keeps open; each is held in memory where the repository is remote.
 _OPEN_SHARDS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class ShardRequest:
-    """Samples of one shard that a reader needs next.
+    """The samples of one shard that a reader needs next.
 
     Attributes:
-        info: the shard.
-        index: its sample index, None where it has none.
-        rows: `int64[n]`, rows of the shard's file.
+        info: digest and size of the shard.
+        index: digest of its sample index; None for a shard without one.
+        rows: `int64[n]`, row numbers in the shard's file.
     """
 
     info: ObjectInfo
@@ -39,31 +39,32 @@ class ShardRequest:
 
 
 class ShardStore(Protocol):
-    """Where readers get shards from: straight from the repository, or a node's cache."""
+    """Interface through which readers open shards: the repository itself, or a node's cache in front of it."""
 
     def open_shard(self, info: ObjectInfo) -> Shard:
-        """Return the shard, verified; it stays readable for as long as it is referenced."""
+        """Return the shard, verified. It stays readable as long as it is referenced."""
 
     def release_shard(self, info: ObjectInfo) -> None:
-        """Say that the caller has no more use for a shard that it opened."""
+        """Release a shard that the caller opened and no longer needs."""
 
-    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return shards that are still to come, but whose wanted samples can be read already; {} when none.
+    def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
+        """Return the shards that are still being fetched but whose requested samples are readable; {} for none.
 
-        They are not to be released, and good for these samples only: the next call may give the whole.
+        Such a shard serves the requested samples only and is not released by the caller. A later call may return
+        the complete shard.
         """
 
     def advance(self, epoch: int, position: int) -> None:
-        """Say that everything before a position of the order was served; a store that knows the order plans by it."""
+        """Report that all samples before a position of the access order were served; the store may plan by it."""
 
 
 class OriginShards:
-    """Shards straight from a repository: mapped where it is local, read into memory where it is not.
+    """A `ShardStore` that reads straight from a repository: local shards are mapped, remote ones read into memory.
 
-    Every shard is checked against its digest when this process opens it first.
+    Each shard is checked against its digest when this process opens it for the first time.
 
     Args:
-        repository: where the objects are.
+        repository: the repository that stores the shards.
     """
 
     def __init__(self, repository: Repository) -> None:
@@ -71,7 +72,7 @@ class OriginShards:
         self._verified: set[str] = set()
 
     def open_shard(self, info: ObjectInfo) -> Shard:
-        """Return the shard. Raises CorruptDataError, NotFoundError, UnavailableError."""
+        """Return the shard. Raise CorruptDataError, NotFoundError, UnavailableError."""
         path = self._objects.local_path(info.digest)
         if path is not None and info.digest in self._verified:
             return Shard.map(path)
@@ -80,24 +81,24 @@ class OriginShards:
         return shard
 
     def release_shard(self, info: ObjectInfo) -> None:
-        """Nothing to do: the mapping goes with the last reference."""
+        """Do nothing: the mapping ends with the last reference to the shard."""
 
-    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
-        """Return {}: there is nothing to wait for."""
+    def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
+        """Return {}: shards of a repository are always complete."""
         return {}
 
     def advance(self, epoch: int, position: int) -> None:
-        """Nothing to do: shards are where they are."""
+        """Do nothing: no shard is fetched ahead."""
 
 
 class Split:
-    """The samples of one split that are not deleted; `split[5]` is a dict, `len(split)` their number.
+    """The live (not deleted) samples of one split: `split[5]` is a sample as a dict, `len(split)` their number.
 
     Args:
-        name: such as "train".
-        dataset: the version it belongs to, "digits@1".
-        repository: where its objects are.
-        digest: of its shard table: the identity of its samples and their shards.
+        name: name of the split, such as "train".
+        dataset: the version it belongs to, such as "digits@1".
+        repository: the repository that stores its objects.
+        digest: digest of its shard table, which identifies the samples and their shards.
     """
 
     def __init__(self, name: str, dataset: str, repository: Repository, digest: str) -> None:
@@ -110,7 +111,7 @@ class Split:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Small enough to send to any worker: the table and open shards are read again there.
+        # A worker receives only names: it reads the shard table and opens shards itself.
         return {
             "name": self.name,
             "dataset": self.dataset,
@@ -129,39 +130,39 @@ class Split:
         return int(self._stops[-1]) if len(self._stops) else 0
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return sample `number` in table order as Python values; blobs as bytes, None for what it lacks.
+        """Return sample `number` in table order as Python values: blobs as bytes, None for a missing column.
 
         Raises:
-            IndexError: out of range; negative numbers count from the end.
-            CorruptDataError, NotFoundError, UnavailableError: see `OriginShards.open_shard`.
+            IndexError: `number` is out of range; negative numbers count from the end.
+            CorruptDataError, NotFoundError, UnavailableError: as `OriginShards.open_shard`.
         """
-        wanted = number + len(self) if number < 0 else number
-        if not 0 <= wanted < len(self):
+        position = number + len(self) if number < 0 else number
+        if not 0 <= position < len(self):
             raise IndexError(f"sample {number} is outside 0..{len(self) - 1} of {self.dataset}/{self.name}")
-        shard = int(np.searchsorted(self._stops, wanted, side="right"))
-        row = wanted - (int(self._stops[shard - 1]) if shard else 0)
-        (stored,) = self.stored_rows(shard, np.array([row])).tolist()
-        found = self._open_shard(shard).sample(stored)
-        return {name: found.get(name) for name in self.table.sample_schema.names}
+        shard = int(np.searchsorted(self._stops, position, side="right"))
+        row = position - (int(self._stops[shard - 1]) if shard else 0)
+        (stored_row,) = self.stored_rows(shard, np.array([row])).tolist()
+        sample = self._open_shard(shard).sample(stored_row)
+        return {name: sample.get(name) for name in self.table.sample_schema.names}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[number] for number in range(len(self)))
 
     @cached_property
     def table(self) -> ShardTable:
-        """The split's shards. Raises CorruptDataError, NotFoundError, UnavailableError."""
+        """The table of the split's shards. Raises CorruptDataError, NotFoundError, UnavailableError."""
         objects = self.repository.objects
         return ShardTable.decode(objects.read(self.digest), objects.location(self.digest))
 
     def stored_rows(self, shard: int, rows: Integers) -> Integers:
-        """Return where a shard's file holds the samples that the access order means.
+        """Return the row numbers in a shard's file of the given live samples.
 
         Args:
-            shard: number in the table.
-            rows: `int64[n]`, counted over the samples of the shard that are not deleted.
+            shard: number of the shard in the table.
+            rows: `int64[n]`, positions among the live samples of the shard, as the access order counts them.
 
         Returns:
-            `int64[n]`, counted over all samples of the file; `rows` itself where none is deleted.
+            `int64[n]`, positions among all samples of the file; `rows` itself where the shard has no deletions.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the deletions cannot be read.
@@ -170,12 +171,12 @@ class Split:
 
     @cached_property
     def deletions(self) -> Deletions:
-        """Which samples are deleted. Raises as `load_deletions`."""
+        """The deleted samples. Raises as `load_deletions`."""
         return load_deletions(self.repository.objects, self.table)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the labels, index by index; empty without labels."""
+        """Class names; label i belongs to `classes[i]`. Empty for a split without class names."""
         return self.table.classes
 
     @cached_property
@@ -192,6 +193,7 @@ class Split:
                 self._open.move_to_end(number)
             else:
                 self._open[number] = self.origin.open_shard(self.table.shard(number))
+                # The least recently used shard is dropped first.
                 while len(self._open) > _OPEN_SHARDS:
                     self._open.popitem(last=False)
             return self._open[number]
@@ -201,8 +203,8 @@ class DatasetVersion(Mapping[str, Split]):
     """One version of a data set: a mapping from split names to splits.
 
     Args:
-        repository: where it lies.
-        resolved: which version.
+        repository: the repository that stores it.
+        resolved: name and number of the version.
         entry: its log entry.
     """
 
@@ -216,7 +218,7 @@ class DatasetVersion(Mapping[str, Split]):
         }
 
     def __getitem__(self, split: str) -> Split:
-        """Return a split. Raises NotFoundError, naming those that exist."""
+        """Return a split. Raise NotFoundError, which names the splits that exist, if there is none of that name."""
         if split not in self._splits:
             raise NotFoundError(f"{self.resolved} has no split {split!r}; it has: {', '.join(self._splits)}")
         return self._splits[split]
@@ -235,16 +237,16 @@ class DatasetVersion(Mapping[str, Split]):
 
 
 def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
-    """Return the version that `ref` means now.
+    """Return the version that `ref` currently resolves to.
 
     Raises:
-        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
-        CorruptDataError: its entry was changed.
+        ConfigError, NotFoundError, UnavailableError: as `Repository.resolve`.
+        CorruptDataError: the log entry of the version is corrupt.
     """
     resolved = repository.resolve("datasets", ref)
     return DatasetVersion(repository, resolved, repository.entry(resolved))
 
 
 def choose_split(dataset: DatasetVersion, split: str | None) -> list[Split]:
-    """Return the named split, or all of them for None. Raises NotFoundError."""
+    """Return the named split, or all splits for None. Raise NotFoundError if there is no such split."""
     return [dataset[split]] if split is not None else list(dataset.values())

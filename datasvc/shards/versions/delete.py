@@ -1,4 +1,4 @@
-"""Delete: the next version of a data set without some of its samples. No shard is touched: only bitmaps are new."""
+"""Delete samples: commit the next version of a data set with new deletion bitmaps; shards are not changed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from datasvc.shards.versions.keys import SplitKeys
 from datasvc.shards.versions.sql_filter import Condition
 from datasvc.shards.versions.version_entry import derived_entry, describe_tables, inherited
 
-_NAMED_KEYS = 10
+_MAX_LISTED_KEYS = 10
 
 
 @dataclass(frozen=True)
 class DeleteReport:
-    """What a delete did.
+    """The result of `delete`.
 
     Attributes:
-        version: the committed version; the one that it would have continued where nothing was to delete.
-        deleted: samples deleted, by split; empty where nothing was committed.
-        missing: keys asked for that no split has, sorted.
+        version: the committed version; where there was nothing to delete, the version that would have been its
+            parent.
+        deleted: number of deleted samples by split; empty if nothing was committed.
+        missing: requested keys that no split has, sorted.
     """
 
     version: Resolved
@@ -37,7 +38,7 @@ class DeleteReport:
 
     @property
     def num_deleted(self) -> int:
-        """Samples deleted; 0 means that nothing was committed."""
+        """Number of deleted samples; 0 if nothing was committed."""
         return sum(self.deleted.values())
 
 
@@ -51,37 +52,40 @@ def delete(
     ignore_missing: bool = False,
     message: str = "",
 ) -> DeleteReport:
-    """Commit the next version of a data set, without the samples that `keys` or `where` name.
+    """Commit the next version of a data set without the samples that `keys` or `where` selects.
 
-    When others commit meanwhile, the samples are looked for again in what they made.
+    If another writer commits first, the selection is repeated on the version that it committed.
 
     Args:
-        repository: where it lies.
+        repository: the repository that stores the data set.
         ref: the version to continue, which must be the newest.
-        keys: of the samples; in every split that has them.
-        where: SQL expression over the columns, see `sql_filter.Condition`; needs DuckDB. Either this or `keys`.
-        split: look there only; None: in all.
-        ignore_missing: go on where a key is not there.
-        message: kept with the version.
+        keys: keys of the samples to delete, in every split that has them.
+        where: SQL expression over the columns, see `sql_filter.Condition`; needs DuckDB. Give either this or `keys`.
+        split: the only split to delete from; None for all splits.
+        ignore_missing: continue if a key does not exist.
+        message: text stored with the version.
 
     Raises:
-        ConfigError: both or none of `keys` and `where` are given; the expression is wrong; a split would be empty.
-        NotFoundError: no such version or split; or keys are not there: names up to ten.
+        ConfigError: both or neither of `keys` and `where` are given; the expression is invalid; all samples of a
+            split would be deleted.
+        NotFoundError: there is no such version or split; or keys do not exist (the message lists up to ten).
         ConflictError: `ref` is not the newest version; or as `Log.append`.
-        CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
+        CorruptDataError, UnknownOutcomeError, UnavailableError: as `Log.append`, `Objects.read`.
     """
     if (keys is None) == (where is None):
-        raise ConfigError("say which samples to delete: by keys, or by a condition, not both")
+        raise ConfigError(
+            "expected either keys or a condition that selects the samples to delete, not both or neither"
+        )
     base = repository.resolve("datasets", ref)
     log = repository.versions("datasets", base.name)
     newest = log.head()
     if base.version != newest:
         raise ConflictError(
-            f"{base} is not the newest version, which is {base.name}@{newest}, and a version continues the newest: "
-            f"give {base.name} or {base.name}@{newest}"
+            f"{base} is not the newest version, which is {base.name}@{newest}; only the newest version can be "
+            f"continued: give {base.name} or {base.name}@{newest}"
         )
     build = _DeleteBuild(
-        repository, base.name, _wanted(keys), where, split, ignore_missing=ignore_missing, message=message
+        repository, base.name, _checked_keys(keys), where, split, ignore_missing=ignore_missing, message=message
     )
     try:
         committed = log.append(build)
@@ -91,15 +95,15 @@ def delete(
 
 
 class _NothingToDeleteError(Exception):
-    """Ends an append without a commit."""
+    """Ends `Log.append` without a commit."""
 
 
 class _DeleteBuild:
-    """Builds the entry on whatever version is the newest; called again when a commit was lost to another.
+    """Builds the log entry on the newest version; called again after another writer committed first.
 
     Attributes:
-        parent: the version of the last call.
-        deleted: samples that it deleted, by split.
+        parent: the version that the last call built on.
+        deleted: number of samples that the last call deleted, by split.
         missing: keys that the first call did not find.
     """
 
@@ -127,7 +131,7 @@ class _DeleteBuild:
         self._attempts += 1
         self.parent = Resolved("datasets", self.parent.name, head)
         dataset = open_dataset(self._repository, str(self.parent))
-        tables = {each.name: each.table for each in choose_split(dataset, self._split)}
+        tables = {opened.name: opened.table for opened in choose_split(dataset, self._split)}
         rows = self._find(tables)
         objects = self._repository.objects
         self.deleted = {split: sum(map(len, chosen.values())) for split, chosen in rows.items()}
@@ -135,7 +139,9 @@ class _DeleteBuild:
             raise _NothingToDeleteError
         for split, count in self.deleted.items():
             if count == tables[split].num_samples:
-                raise ConfigError(f"nothing would be left of split {split!r} of {self.parent}: nothing was committed")
+                raise ConfigError(
+                    f"all samples of split {split!r} of {self.parent} would be deleted: nothing was committed"
+                )
         changed = {split: delete_samples(objects, tables[split], chosen) for split, chosen in rows.items()}
         splits = {**dataset.entry.content["splits"], **describe_tables(objects, changed, before=tables.values())}
         return derived_entry(
@@ -156,13 +162,13 @@ class _DeleteBuild:
         return change
 
     def _find(self, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
-        """Return the stored rows to delete, by split and shard; only where there are any."""
+        """Return the stored rows to delete, by split and shard, without splits that have none."""
         objects = self._repository.objects
         if self._where is not None:
-            found = {split: dict(self._find_where(objects, table)) for split, table in tables.items()}
+            rows_by_split = {split: dict(self._find_where(objects, table)) for split, table in tables.items()}
         else:
-            found = self._find_keys(objects, tables)
-        return {split: rows for split, rows in found.items() if rows}
+            rows_by_split = self._find_keys(objects, tables)
+        return {split: shards for split, shards in rows_by_split.items() if shards}
 
     def _find_where(self, objects: Objects, table: ShardTable) -> Iterator[tuple[int, Integers]]:
         assert self._where is not None
@@ -170,34 +176,33 @@ class _DeleteBuild:
 
     def _find_keys(self, objects: Objects, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
         assert self._keys is not None
-        found: dict[str, dict[int, Integers]] = {}
+        rows_by_split: dict[str, dict[int, Integers]] = {}
         seen: set[str] = set()
         for split, table in tables.items():
-            found[split] = {}
-            for each in SplitKeys(objects, table):
-                keys = each.keys.to_pylist()
-                places = [place for place, key in enumerate(keys) if key in self._keys]
-                if places:
-                    seen.update(keys[place] for place in places)
-                    found[split][each.shard] = each.rows[np.array(places)]
+            rows_by_split[split] = {}
+            for shard_keys in SplitKeys(objects, table):
+                keys = shard_keys.keys.to_pylist()
+                positions = [position for position, key in enumerate(keys) if key in self._keys]
+                if positions:
+                    seen.update(keys[position] for position in positions)
+                    rows_by_split[split][shard_keys.shard] = shard_keys.rows[np.array(positions)]
         self._check_missing(self._keys - seen)
-        return found
+        return rows_by_split
 
     def _check_missing(self, missing: frozenset[str]) -> None:
-        """Look at the keys that the first call did not find; later ones were deleted by somebody else: as wished."""
+        """Record the keys that do not exist, and raise NotFoundError unless they are ignored."""
+        # Only on the first call: keys that are missing later were deleted by another writer, as requested.
         if self._attempts > 1:
             return
         self.missing = sorted(missing)
         if missing and not self._ignore_missing:
-            more = f" and {len(missing) - _NAMED_KEYS} more" if len(missing) > _NAMED_KEYS else ""
-            place = f"{self.parent}/{self._split}" if self._split else self.parent
-            raise NotFoundError(
-                f"{len(missing)} keys are not in {place}: {', '.join(map(repr, self.missing[:_NAMED_KEYS]))}{more}; "
-                "nothing was committed"
-            )
+            more = f" and {len(missing) - _MAX_LISTED_KEYS} more" if len(missing) > _MAX_LISTED_KEYS else ""
+            searched = f"{self.parent}/{self._split}" if self._split else self.parent
+            listed = ", ".join(map(repr, self.missing[:_MAX_LISTED_KEYS]))
+            raise NotFoundError(f"{len(missing)} keys are not in {searched}: {listed}{more}; nothing was committed")
 
 
-def _wanted(keys: Iterable[str] | None) -> frozenset[str] | None:
+def _checked_keys(keys: Iterable[str] | None) -> frozenset[str] | None:
     if isinstance(keys, str):
-        raise ConfigError(f"keys is the text {keys!r}; expected several keys, such as [{keys!r}]")
+        raise ConfigError(f"keys is the string {keys!r}; expected a list of keys, such as [{keys!r}]")
     return None if keys is None else frozenset(keys)

@@ -1,7 +1,7 @@
-"""Deletion bitmaps: which stored samples of a split are deleted. Shards themselves never change.
+"""Deletion bitmaps: which stored samples of a split are deleted.
 
-One object per version and split, one bit per stored sample of the shards that are affected, so that a delete costs
-next to nothing and every older version goes on reading the same shards.
+Shards are immutable. A version stores one deletions object per split, with one bit per stored sample of the shards
+that have deletions. So a delete writes little, and older versions still read the same shards.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ _SCHEMA = pa.schema(
     ],
     metadata={_FORMAT_KEY: str(DELETIONS_FORMAT).encode()},
 )
-# Row numbers that `kept_rows` keeps for the next call: 32 MiB of them.
+# Upper bound on the row numbers (8 bytes each, 32 MiB together) that `kept_rows` caches.
 _CACHED_ROWS = 4 << 20
 
 Flags = npt.NDArray[np.bool_]
 
 
 class Deletions:
-    """The deleted samples of one split. May be used by several threads.
+    """The deleted samples of one split. Safe for use by several threads.
 
     Args:
-        table: Arrow table with the columns of docs/formats.md; shards ascending.
+        table: Arrow table with the columns of docs/formats.md, by ascending shard number.
     """
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table.combine_chunks()
         self._shards = np.asarray(self._table.column("shard").to_numpy(), np.int64)
-        parts = [blob_views(part) for part in self._table.column("bitmap").chunks]
-        self._bitmaps = [np.frombuffer(view, np.uint8) for part in parts for view in part if view is not None]
+        bitmaps = [blob_views(chunk) for chunk in self._table.column("bitmap").chunks]
+        self._bitmaps = [np.frombuffer(view, np.uint8) for chunk in bitmaps for view in chunk if view is not None]
         self._kept: OrderedDict[int, Integers] = OrderedDict()
         self._kept_rows = 0
         self._lock = threading.Lock()
 
     @classmethod
     def build(cls, flags: Mapping[int, Flags]) -> Deletions:
-        """Return the deletions given by shard: `bool[stored samples]`, True where deleted. Any order of shards."""
+        """Return deletions from flags by shard: `bool[stored samples]`, True where deleted; any order of shards."""
         affected = sorted(shard for shard, deleted in flags.items() if deleted.any())
         columns = [
             pa.array(affected, pa.int64()),
@@ -76,24 +76,24 @@ class Deletions:
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> Deletions:
-        """Return the deletions that `encode` gave. Raises CorruptDataError, ConfigError for a later format."""
+        """Return the deletions that `encode` wrote. Raise CorruptDataError, or ConfigError for a newer format."""
         return cls(
             decode_table(content, name, what="deletions object", format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT)
         )
 
     @property
     def shards(self) -> Integers:
-        """Numbers of the shards with deleted samples, ascending: `int64[n]`."""
+        """Numbers of the shards with deletions, ascending: `int64[n]`."""
         return self._shards
 
     @property
     def samples(self) -> Integers:
-        """Samples stored in each of `shards`: `int64[n]`."""
+        """Number of stored samples of each of `shards`: `int64[n]`."""
         return np.asarray(self._table.column("samples").to_numpy(), np.int64)
 
     @property
     def counts(self) -> Integers:
-        """Deleted samples of each of `shards`: `int64[n]`."""
+        """Number of deleted samples of each of `shards`: `int64[n]`."""
         if not self._bitmaps:
             return np.empty(0, np.int64)
         starts = np.cumsum([0, *map(len, self._bitmaps[:-1])])
@@ -101,23 +101,24 @@ class Deletions:
         return np.asarray(np.add.reduceat(bits, starts), np.int64)
 
     def bitmap(self, shard: int) -> bytes:
-        """Return the bitmap of one shard, one bit a stored sample, lowest bit first; b"" where nothing is deleted."""
-        place = self._find(shard)
-        return b"" if place is None else self._bitmaps[place].tobytes()
+        """Return the bitmap of one shard, one bit per stored sample, lowest bit first; b"" without deletions."""
+        position = self._find(shard)
+        return b"" if position is None else self._bitmaps[position].tobytes()
 
     def flags(self, shard: int) -> Flags:
-        """Return which samples of an affected shard are deleted: `bool[stored samples]`."""
-        place = self._find(shard)
-        assert place is not None, shard
-        count = int(self.samples[place])
-        return np.unpackbits(self._bitmaps[place], count=count, bitorder="little").view(np.bool_)
+        """Return which samples of a shard with deletions are deleted: `bool[stored samples]`."""
+        position = self._find(shard)
+        assert position is not None, shard
+        count = int(self.samples[position])
+        return np.unpackbits(self._bitmaps[position], count=count, bitorder="little").view(np.bool_)
 
     def kept_rows(self, shard: int) -> Integers:
-        """Return the rows of an affected shard that are not deleted, ascending: `int64[live]`. Do not change it."""
+        """Return the live rows of a shard with deletions: `int64[live]`, ascending. Do not modify the array."""
         with self._lock:
             if shard in self._kept:
                 self._kept.move_to_end(shard)
                 return self._kept[shard]
+        # Computed without the lock: two threads may do it twice, but no thread waits for another shard.
         rows = np.flatnonzero(~self.flags(shard))
         with self._lock:
             if shard not in self._kept:
@@ -128,16 +129,17 @@ class Deletions:
         return rows
 
     def _find(self, shard: int) -> int | None:
-        place = int(np.searchsorted(self._shards, shard))
-        return place if place < len(self._shards) and self._shards[place] == shard else None
+        position = int(np.searchsorted(self._shards, shard))
+        return position if position < len(self._shards) and self._shards[position] == shard else None
 
 
 def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
-    """Return the deletions of a split; empty ones where nothing is deleted.
+    """Return the deletions of a split; empty ones for a split without any.
 
     Raises:
-        CorruptDataError: the object is changed, or does not belong to this table.
-        ConfigError, NotFoundError, UnavailableError: a later format, or as `Objects.read`.
+        CorruptDataError: the object is corrupt, or does not match the shard table.
+        ConfigError: the object has a newer format than this datasvc reads.
+        NotFoundError, UnavailableError: as `Objects.read`.
     """
     if table.deletions is None:
         return Deletions.build({})
@@ -149,22 +151,23 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
         and np.array_equal(deletions.samples, table.stored_per_shard[affected])
         and np.array_equal(deletions.counts, table.deleted_per_shard[affected])
     ):
-        raise CorruptDataError(f"{name} does not say what its shard table says: restore both from another copy")
+        raise CorruptDataError(f"{name} does not match its shard table: restore both from another copy")
     return deletions
 
 
 def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table of the next version of a split, with more samples deleted; stores what it names.
+    """Return the table of a split with more samples deleted, and store the deletions object that it refers to.
 
-    Shards in which nothing is left are not in it any more, so it numbers its shards anew.
+    Shards without live samples are left out of the new table, so its shards are renumbered.
 
     Args:
-        objects: of the repository.
-        table: the split.
-        rows: by shard, the stored rows to delete, `int64[n]`; rows that are deleted already change nothing.
+        objects: objects of the repository.
+        table: shard table of the split.
+        rows: by shard, the stored rows to delete, `int64[n]`; rows that are already deleted are ignored.
 
     Raises:
-        CorruptDataError, NotFoundError, UnavailableError: a shard's labels, or the deletions so far, cannot be read.
+        CorruptDataError, NotFoundError, UnavailableError: the labels of a shard, or the present deletions, cannot
+            be read.
     """
     before = load_deletions(objects, table)
     flags = {int(shard): before.flags(int(shard)) for shard in before.shards}
@@ -180,13 +183,13 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
         num_new += len(new)
     if not num_new:
         return table
-    left = {label: count - labels[label] for label, count in table.label_counts.items()}
-    counted = replace(table, label_counts={label: count for label, count in left.items() if count})
+    counts = {label: count - labels[label] for label, count in table.label_counts.items()}
+    counted = replace(table, label_counts={label: count for label, count in counts.items() if count})
     return with_deletions(objects, counted, flags)
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table with no samples but these, which are live; `rows` and errors as of `delete_samples`."""
+    """Return the table with all samples deleted but the live ones in `rows`. Args and raises as `delete_samples`."""
     flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
     labels: Counter[int] = Counter()
     for shard, chosen in rows.items():
@@ -197,19 +200,22 @@ def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integer
 
 
 def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flags]) -> ShardTable:
-    """Return `table` with exactly these samples deleted, without the shards that are empty then.
+    """Return `table` with exactly the given samples deleted, without the shards that have no live samples then.
 
     Args:
-        objects: where the new deletions are stored.
-        table: its label counts are those of the result.
+        objects: where the new deletions object is stored.
+        table: the table; its label counts must already be those of the result.
         flags: by shard, `bool[stored samples]`, True where deleted.
     """
     deleted = np.zeros(table.num_shards, np.int64)
-    for shard, each in flags.items():
-        deleted[shard] = np.count_nonzero(each)
+    for shard, shard_flags in flags.items():
+        deleted[shard] = np.count_nonzero(shard_flags)
+    # Shards without live samples are dropped, so bitmaps are numbered by the remaining shards.
     kept = np.flatnonzero(deleted < table.stored_per_shard)
-    left = Deletions.build({number: flags[shard] for number, shard in enumerate(kept.tolist()) if shard in flags})
-    digest = objects.put(left.encode()).digest if len(left.shards) else None
+    deletions = Deletions.build(
+        {number: flags[shard] for number, shard in enumerate(kept.tolist()) if shard in flags}
+    )
+    digest = objects.put(deletions.encode()).digest if len(deletions.shards) else None
     marked = table.with_column("deleted", deleted)
     return replace(marked, rows=marked.rows.take(kept), deletions=digest)
 

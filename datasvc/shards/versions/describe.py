@@ -1,4 +1,4 @@
-"""What there is to say of a data-set version without reading a sample: the entry and the shard tables."""
+"""Summary of a data-set version from its log entry and shard tables, without reading samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datasvc.shards.versions.dataset import DatasetVersion, Split
 
 
 def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
-    """Return the entry of a version as JSON values, with what the tables say of its splits.
+    """Return the log entry of a version as JSON values, with statistics of its splits.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a shard table cannot be read.
@@ -19,7 +19,7 @@ def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
 
 
 def describe_split(split: Split) -> dict[str, Any]:
-    """Return statistics, columns and class histogram of a split as JSON values. Raises as `Split.table`."""
+    """Return statistics, columns and class histogram of a split as JSON values. Raise as `Split.table`."""
     table = split.table
     num_stored = int(table.stored_per_shard.sum())
     return {
@@ -40,13 +40,13 @@ def describe_split(split: Split) -> dict[str, Any]:
 
 
 def count_classes(label_counts: Mapping[int, int], classes: tuple[str, ...]) -> dict[str, int]:
-    """Return the samples of each class by name, in the order of the labels; {} where nobody counted.
+    """Return the number of samples by class name, in label order; {} if the table has no label counts.
 
-    A class without samples counts 0; a label without a name is named by its number.
+    A class without samples counts 0. A label without a class name is listed by its number.
     """
     if not label_counts:
         return {}
     counts = {name: label_counts.get(label, 0) for label, name in enumerate(classes)}
     unnamed = {str(label): count for label, count in sorted(label_counts.items()) if not 0 <= label < len(classes)}
-    # A name that looks like a number stays the class's own.
+    # If a class name looks like the number of an unnamed label, the class keeps the name.
     return counts | {label if label not in counts else f"label {label}": count for label, count in unnamed.items()}

@@ -1,8 +1,8 @@
-"""What is different between two data-set versions, sample by sample. Exact, and cheap where they share shards.
+"""Exact difference of two data-set versions, sample by sample.
 
-Samples that both hold in the same shard are never looked at, whatever else is deleted there: the bitmaps tell. Of the
-others the sample indexes are read. Labels are compared by what they mean: where the class names disagree, the second
-version's labels are renumbered.
+The cost grows with what differs: of samples that both versions hold in the same shard, only the deletion bitmaps are
+compared. Of all other samples, only the sample indexes are read. Labels are compared by class name: where the class
+names of the two versions disagree, the second version's labels are renumbered first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from datasvc.shards.versions.version_entry import read_tables
 
 
 class Keys:
-    """Keys of one split, counted; read when they are iterated over, in table order.
+    """Keys of one split: `len` counts them without reading; iteration reads them shard by shard, in table order.
 
     Args:
         side: the split.
-        without: samples of `side` that are left out.
-        only: when given, nothing but these samples.
+        without: samples of `side` to leave out.
+        only: the only samples of `side` to take; None for all.
     """
 
     def __init__(self, side: SplitKeys, *, without: SampleRows | None = None, only: SampleRows | None = None) -> None:
@@ -44,22 +44,22 @@ class Keys:
         return self._count
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the keys. Raises CorruptDataError, NotFoundError, UnavailableError."""
+        """Yield the keys. Raise CorruptDataError, NotFoundError, UnavailableError."""
         shards = self._side.shards.tolist() if self._only is None else list(self._only)
         for shard in shards:
             if len(self._without.get(shard, ())) == len(self._side.live_rows(shard)):
                 continue
-            each = self._side.read(shard)
+            shard_keys = self._side.read(shard)
             if self._only is None:
-                wanted = np.isin(each.rows, self._without.get(shard, np.empty(0, np.int64)), invert=True)
+                selected = np.isin(shard_keys.rows, self._without.get(shard, np.empty(0, np.int64)), invert=True)
             else:
-                wanted = np.isin(each.rows, self._only[shard])
-            yield from each.keys.filter(pa.array(wanted)).to_pylist()
+                selected = np.isin(shard_keys.rows, self._only[shard])
+            yield from shard_keys.keys.filter(pa.array(selected)).to_pylist()
 
 
 @dataclass(frozen=True)
 class SplitDifference:
-    """What leads from one split to another.
+    """Changes from a first split to a second one.
 
     Attributes:
         added: keys that only the second has.
@@ -67,10 +67,10 @@ class SplitDifference:
         changed: keys that both have, with different samples.
         unchanged: number of samples that are equal in both.
         columns_added: types of the columns that only the second has.
-        columns_removed: types of those that only the first has.
-        columns_retyped: types of those that differ, first and second.
+        columns_removed: types of the columns that only the first has.
+        columns_retyped: types in the first and in the second, of the columns whose types differ.
         classes_added: class names that only the second has, sorted.
-        classes_removed: those that only the first has, sorted.
+        classes_removed: class names that only the first has, sorted.
     """
 
     added: Keys
@@ -86,12 +86,12 @@ class SplitDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What leads from version `a` to version `b`.
+    """Changes from version `a` to version `b`.
 
     Attributes:
         a: the first version.
-        b: the second.
-        splits: by split, sorted, those of one version only too: all their samples are added, or deleted.
+        b: the second version.
+        splits: by split name, sorted. All samples of a split that only one version has are added or deleted.
         splits_added: splits that only `b` has.
         splits_removed: splits that only `a` has.
     """
@@ -104,37 +104,41 @@ class Difference:
 
 
 def diff(repository: Repository, a: str, b: str) -> Difference:
-    """Return what leads from version `a` to version `b`, which may be of different data sets.
+    """Return the changes from version `a` to version `b`, which may belong to different data sets.
 
     Raises:
-        ConfigError, NotFoundError: see `Repository.resolve`.
-        CorruptDataError, UnavailableError: a table, index or deletions object cannot be read.
+        ConfigError, NotFoundError: as `Repository.resolve`.
+        CorruptDataError, UnavailableError: a shard table, sample index or deletions object cannot be read.
     """
     first, second = (repository.resolve("datasets", ref) for ref in (a, b))
-    ours, theirs = (read_tables(repository, version) for version in (first, second))
+    tables_a, tables_b = (read_tables(repository, version) for version in (first, second))
     splits = {
-        split: diff_tables(repository.objects, ours.get(split), theirs.get(split))
-        for split in sorted({*ours, *theirs})
+        split: diff_tables(repository.objects, tables_a.get(split), tables_b.get(split))
+        for split in sorted({*tables_a, *tables_b})
     }
     return Difference(
-        first, second, splits, tuple(sorted(set(theirs) - set(ours))), tuple(sorted(set(ours) - set(theirs)))
+        first,
+        second,
+        splits,
+        tuple(sorted(set(tables_b) - set(tables_a))),
+        tuple(sorted(set(tables_a) - set(tables_b))),
     )
 
 
 def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) -> SplitDifference:
-    """Return what leads from split `a` to split `b`; None has no samples. Raises as `diff`."""
+    """Return the changes from split `a` to split `b`; None stands for an empty split. Raise as `diff`."""
     a, b = _or_empty(a, b), _or_empty(b, a)
     labels = plan_labels(b.classes, combine_classes(a.classes, [b.classes]))
-    ours, others, shared = _unshared(objects, a, b, labels)
-    common = match_keys(ours, others)
+    unshared_a, unshared_b, num_shared = _unshared(objects, a, b, labels)
+    common = match_keys(unshared_a, unshared_b)
     types_a, types_b = ({column.name: str(column.type) for column in table.sample_schema} for table in (a, b))
     return SplitDifference(
-        added=Keys(others, without=common.b),
-        deleted=Keys(ours, without=common.a),
-        changed=Keys(others, only=common.b[~common.equal]),
-        unchanged=shared + int(common.equal.sum()),
-        columns_added={name: found for name, found in types_b.items() if name not in types_a},
-        columns_removed={name: found for name, found in types_a.items() if name not in types_b},
+        added=Keys(unshared_b, without=common.b),
+        deleted=Keys(unshared_a, without=common.a),
+        changed=Keys(unshared_b, only=common.b[~common.equal]),
+        unchanged=num_shared + int(common.equal.sum()),
+        columns_added={name: column_type for name, column_type in types_b.items() if name not in types_a},
+        columns_removed={name: column_type for name, column_type in types_a.items() if name not in types_b},
         columns_retyped={
             name: (types_a[name], types_b[name])
             for name in types_a
@@ -148,46 +152,47 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
 def _unshared(
     objects: Objects, a: ShardTable, b: ShardTable, labels: Mapping[int, int]
 ) -> tuple[SplitKeys, SplitKeys, int]:
-    """Return the samples of either side that the other does not hold in the same shard, and how many they share."""
+    """Return the samples of each side that the other does not hold in the same shard, and how many both hold."""
     if labels and LABEL in b.sample_schema.names:
+        # Renumbered labels change the samples, so that equal shards no longer mean equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0
     sides = [SplitKeys(objects, table) for table in (a, b)]
     bitmaps = [load_deletions(objects, table).bitmap for table in (a, b)]
-    numbers: tuple[list[int], list[int]] = ([], [])
+    unshared_shards: tuple[list[int], list[int]] = ([], [])
     without: tuple[dict[int, Integers], dict[int, Integers]] = ({}, {})
     num_live = a.samples_per_shard
-    shared = 0
+    num_shared = 0
     partners = find_partners(a, b)
-    for mine, theirs in partners.items():
-        if bitmaps[0](mine) == bitmaps[1](theirs):
-            shared += int(num_live[mine])
+    for shard_a, shard_b in partners.items():
+        if bitmaps[0](shard_a) == bitmaps[1](shard_b):
+            num_shared += int(num_live[shard_a])
             continue
-        # The same file with other samples deleted: the bitmaps tell them apart, no key need be read.
-        live = [side.live_rows(shard) for side, shard in zip(sides, (mine, theirs), strict=True)]
+        # The same file with different deletions: the bitmaps show which samples differ, so no key is read.
+        live = [side.live_rows(shard) for side, shard in zip(sides, (shard_a, shard_b), strict=True)]
         both = np.intersect1d(live[0], live[1], assume_unique=True)
-        shared += len(both)
-        for place, shard in enumerate((mine, theirs)):
-            if len(live[place]) > len(both):
-                numbers[place].append(shard)
-                without[place][shard] = both
-    numbers[0].extend(set(range(a.num_shards)) - partners.keys())
-    numbers[1].extend(set(range(b.num_shards)) - set(partners.values()))
-    ours, others = (
-        SplitKeys(objects, table, sorted(numbers[place]), without=without[place])
-        for place, table in enumerate((a, b))
+        num_shared += len(both)
+        for side, shard in enumerate((shard_a, shard_b)):
+            if len(live[side]) > len(both):
+                unshared_shards[side].append(shard)
+                without[side][shard] = both
+    unshared_shards[0].extend(set(range(a.num_shards)) - partners.keys())
+    unshared_shards[1].extend(set(range(b.num_shards)) - set(partners.values()))
+    unshared_a, unshared_b = (
+        SplitKeys(objects, table, sorted(unshared_shards[side]), without=without[side])
+        for side, table in enumerate((a, b))
     )
-    return ours, others, shared
+    return unshared_a, unshared_b, num_shared
 
 
 def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
-    """Return the shards of `a` that `b` has too, and their numbers there; each shard has one partner at most."""
-    places: dict[bytes, list[int]] = {}
+    """Return the shards of `a` that `b` has too, mapped to their numbers in `b`; each shard is used once at most."""
+    numbers_in_b: dict[bytes, list[int]] = {}
     for number, digest in enumerate(b.rows.column("digest").to_pylist()):
-        places.setdefault(digest, []).append(number)
+        numbers_in_b.setdefault(digest, []).append(number)
     partners = {}
     for number, digest in enumerate(a.rows.column("digest").to_pylist()):
-        if places.get(digest):
-            partners[number] = places[digest].pop(0)
+        if numbers_in_b.get(digest):
+            partners[number] = numbers_in_b[digest].pop(0)
     return partners
 
 

@@ -1,4 +1,4 @@
-"""Which keys two splits have in common, and whether their samples are equal; see `matching`."""
+"""Join of two splits on their sample keys, with a comparison of the matched samples; see `matching`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from datasvc.shards.versions.matching import ShardValues, Side, match_values
 
 @dataclass(frozen=True)
 class CommonKeys:
-    """Samples of two splits, a and b, that share their key, in b's order.
+    """The samples of two splits, a and b, that have the same key, in the order of b.
 
     Attributes:
         keys: Arrow array of `n` keys.
-        a: where the first split has them.
-        b: where the second has them.
-        equal: `bool[n]`, whether the two samples are equal.
+        a: shard and row of each sample in the first split.
+        b: shard and row of each sample in the second split.
+        equal: `bool[n]`, True where the two samples are equal.
     """
 
     keys: pa.Array
@@ -37,36 +37,37 @@ class CommonKeys:
 
 
 def find_common_keys(objects: Objects, a: ShardTable, b: ShardTable) -> CommonKeys:
-    """Return the keys that live samples of both splits have. Raises as `match_keys`."""
+    """Return the keys that occur among the live samples of both splits. Raise as `match_keys`."""
     return match_keys(SplitKeys(objects, a), SplitKeys(objects, b))
 
 
 def match_keys(a: SplitKeys, b: SplitKeys) -> CommonKeys:
-    """Return the keys that are in both.
+    """Return the keys that occur on both sides.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
-    found = match_values(_side(a), _side(b))
-    if not len(found):
-        return CommonKeys(found.values, found.a, found.b, np.empty(0, np.bool_))
-    equal = pc.equal(found.attached_a, found.attached_b).to_numpy(zero_copy_only=False)
-    return CommonKeys(found.values, found.a, found.b, equal)
+    matches = match_values(_side(a), _side(b))
+    # Without matches, the attached arrays have the type null, which cannot be compared.
+    if not len(matches):
+        return CommonKeys(matches.values, matches.a, matches.b, np.empty(0, np.bool_))
+    equal = pc.equal(matches.attached_a, matches.attached_b).to_numpy(zero_copy_only=False)
+    return CommonKeys(matches.values, matches.a, matches.b, equal)
 
 
 def first_keys(keys: pa.Array, count: int = 10) -> str:
-    """Return the first of `keys` and how many there are beside, for a message."""
-    named = ", ".join(repr(key) for key in keys[:count].to_pylist())
-    return f"{named} and {len(keys) - count} more" if len(keys) > count else named
+    """Return the first `count` keys and the number of further ones, as text for a message."""
+    listed = ", ".join(repr(key) for key in keys[:count].to_pylist())
+    return f"{listed} and {len(keys) - count} more" if len(keys) > count else listed
 
 
 def _side(keys: SplitKeys) -> Side:
     return Side(keys.num_samples, lambda: map(_with_digests, keys))
 
 
-def _with_digests(each: ShardKeys) -> ShardValues:
+def _with_digests(shard_keys: ShardKeys) -> ShardValues:
     def read_digests() -> pa.Array:
-        digests = np.ascontiguousarray(each.read_digests())
+        digests = np.ascontiguousarray(shard_keys.read_digests())
         return pa.Array.from_buffers(pa.binary(DIGEST_BYTES), len(digests), [None, pa.py_buffer(digests)])
 
-    return ShardValues(each.shard, each.rows, each.keys, read_digests)
+    return ShardValues(shard_keys.shard, shard_keys.rows, shard_keys.keys, read_digests)

@@ -1,4 +1,4 @@
-"""The keys of a split's live samples, and where each lies: read from the sample indexes, shard by shard."""
+"""Keys and positions of a split's live samples, read from the sample indexes, shard by shard."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ShardKeys:
     """The live samples of one shard.
 
     Attributes:
-        shard: number in the table.
-        rows: `int64[n]`, where its file holds them, ascending.
+        shard: number of the shard in its table.
+        rows: `int64[n]`, row numbers in the shard's file, ascending.
         keys: Arrow array of `n` keys.
-        read_digests: returns their sample digests, `void16[n]`; may have to read the shard.
+        read_digests: returns their sample digests, `void16[n]`; reads the shard if the index cannot give them.
     """
 
     shard: int
@@ -41,11 +41,12 @@ class SplitKeys:
     """The live samples of some shards of a split.
 
     Args:
-        objects: of the repository.
-        table: the split.
-        shards: numbers of the shards, ascending; None: all.
-        labels: when given, digests are those that the samples would have with their labels mapped so.
-        without: by shard, live rows that do not count, ascending.
+        objects: objects of the repository.
+        table: shard table of the split.
+        shards: numbers of the shards, ascending; None for all.
+        labels: new number of each label; sample digests are computed as if the labels were renumbered. None: no
+            change.
+        without: by shard, live rows to leave out, ascending.
     """
 
     def __init__(
@@ -64,29 +65,31 @@ class SplitKeys:
         self._labels = labels
 
     def __iter__(self) -> Iterator[ShardKeys]:
-        """Yield shard after shard. Raises CorruptDataError, NotFoundError, UnavailableError."""
+        """Yield the shards in order. Raise CorruptDataError, NotFoundError, UnavailableError."""
         return (self.read(shard) for shard in self.shards.tolist())
 
     def read(self, shard: int) -> ShardKeys:
-        """Return the live samples of one shard. Raises as `__iter__`."""
+        """Return the live samples of one shard. Raise as `__iter__`."""
         rows = self.live_rows(shard)
         digest = self.table.index(shard)
         if digest is None:
+            # Without a sample index, keys and digests come from the samples themselves.
             opened = open_shard(self._objects, self.table.shard(shard))
             return ShardKeys(shard, rows, take_keys(opened.column(KEY), rows), lambda: self._digest(opened)[rows])
         index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
         keys = take_keys(index.table.column("key"), rows)
         if self._labels is None:
             return ShardKeys(shard, rows, keys, lambda: index.digests("sample")[rows])
+        # The index has the digests for the stored labels: with renumbered ones, they are computed from the samples.
         return ShardKeys(
             shard, rows, keys, lambda: self._digest(open_shard(self._objects, self.table.shard(shard)))[rows]
         )
 
     def live_rows(self, shard: int) -> Integers:
-        """Return the stored rows of a shard that are not deleted, and count, ascending: `int64[n]`."""
+        """Return the stored rows of a shard that are live and not in `without`: `int64[n]`, ascending."""
         live = self._deletions.kept_rows(shard) if self._deleted[shard] else np.arange(self._stored[shard])
-        left_out = self._without.get(shard)
-        return live if left_out is None else np.setdiff1d(live, left_out, assume_unique=True)
+        excluded = self._without.get(shard)
+        return live if excluded is None else np.setdiff1d(live, excluded, assume_unique=True)
 
     def _digest(self, shard: Shard) -> Digests:
         digests = []
@@ -114,7 +117,7 @@ class SplitKeys:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Where samples of a split lie: shard and stored row of each, `int64[n]`."""
+    """Positions of samples in a split: shard number and stored row of each sample, both `int64[n]`."""
 
     shards: Integers
     rows: Integers
@@ -127,11 +130,11 @@ class SampleRows:
 
     @classmethod
     def concatenate(cls, parts: Sequence[SampleRows]) -> SampleRows:
-        """Return the places of all parts, of which there is one at least."""
-        return cls(np.concatenate([each.shards for each in parts]), np.concatenate([each.rows for each in parts]))
+        """Return the positions of all parts; there must be at least one part."""
+        return cls(np.concatenate([part.shards for part in parts]), np.concatenate([part.rows for part in parts]))
 
     def by_shard(self) -> dict[int, Integers]:
-        """Return the rows by shard, both ascending."""
+        """Return the rows by shard; shards and rows ascend."""
         order = np.lexsort((self.rows, self.shards))
         shards, starts = np.unique(self.shards[order], return_index=True)
         rows = np.split(self.rows[order], starts[1:]) if len(shards) else []
@@ -139,6 +142,7 @@ class SampleRows:
 
 
 def take_keys(keys: pa.Array | pa.ChunkedArray, rows: Integers) -> pa.Array:
-    """Return the keys of `rows`, which ascend and are no more than there are: all of them cost nothing."""
-    whole = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
-    return whole if len(rows) == len(whole) else whole.take(pa.array(rows))
+    """Return the keys of `rows`, which are ascending and distinct."""
+    array = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+    # Distinct rows as many as there are keys are all rows: no copy is needed.
+    return array if len(rows) == len(array) else array.take(pa.array(rows))

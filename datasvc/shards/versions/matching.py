@@ -1,7 +1,7 @@
-"""Which samples of two sides have a value in common: their key, or a digest. Exact, and read shard by shard.
+"""Exact join of two sets of samples on a value: their key, or a digest.
 
-What is held for each sample is a hash of eight bytes, of the smaller side only. Samples whose hashes meet are held as
-Arrow and NumPy arrays and compared as they are.
+Both sides are read shard by shard. Memory holds one 8-byte hash per sample of the smaller side; only samples whose
+hashes are equal are held as Arrow and NumPy arrays, and compared by value.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from datasvc.shards.versions.keys import SampleRows, take_keys
 
 
 class ShardValues(NamedTuple):
-    """Samples of one shard, as what they are matched by.
+    """Samples of one shard with the values that they are matched by.
 
     Attributes:
-        shard: its number in the table.
-        rows: `int64[n]`, where its file holds them, ascending.
-        values: Arrow array of `n` strings, or binaries of 16 bytes.
-        read_attached: returns an Arrow array of `n` values that come with a match; called where there may be one.
+        shard: number of the shard in its table.
+        rows: `int64[n]`, row numbers in the shard's file, ascending.
+        values: Arrow array of `n` strings, or of `n` binaries of 16 bytes.
+        read_attached: returns an Arrow array of `n` values to report with a match; called only where a match is
+            possible.
     """
 
     shard: int
@@ -36,11 +37,11 @@ class ShardValues(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What is matched.
+    """One of the two sets of samples to match.
 
     Attributes:
-        num_samples: at least as many as are read.
-        read: yields its shards, ascending; called twice.
+        num_samples: number of samples, or an upper bound.
+        read: yields the shards in ascending order; called twice.
     """
 
     num_samples: int
@@ -49,14 +50,14 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Matches:
-    """Samples of a side `b` whose value a side `a` has too, in b's order; Arrow arrays and places of `n` samples.
+    """The samples of side `b` whose value occurs on side `a` too, in the order of `b`: `n` samples.
 
     Attributes:
-        values: in common.
-        a: where `a` has the value first.
-        b: where the samples are.
-        attached_a: what is attached to the sample of `a`.
-        attached_b: what is attached to that of `b`.
+        values: Arrow array of the common values.
+        a: shard and row of the first sample of `a` with the value.
+        b: shard and row of the sample of `b`.
+        attached_a: Arrow array of the attached values of the samples of `a`.
+        attached_b: Arrow array of the attached values of the samples of `b`.
     """
 
     values: pa.Array
@@ -70,80 +71,86 @@ class Matches:
 
 
 def match_values(a: Side, b: Side) -> Matches:
-    """Scan the smaller side for hashes, the larger for candidates, the smaller again for the values themselves.
+    """Return the samples of `b` whose value occurs on side `a` too. Raise whatever reading a side raises.
 
-    Raises whatever reading a side raises.
+    The smaller side is scanned for hashes, then the larger one for candidates, then the smaller one again for the
+    values of the candidates.
     """
     small, large = (a, b) if a.num_samples <= b.num_samples else (b, a)
     candidates = _read_hits(large, _all_hashes(small))
     confirmed = _read_hits(small, np.unique(candidates.column("hash").to_numpy()))
     first, second = (confirmed, candidates) if small is a else (candidates, confirmed)
-    del candidates, confirmed  # each is released as soon as what is left of it was copied
-    # The place of the first that is equal: a value may occur more than once on either side.
-    places = pc.index_in(second.column("value"), value_set=first.column("value"))
-    first = first.select(["shard", "row", "attached"]).take(places.drop_null())
-    if places.null_count:
-        second = second.filter(places.is_valid())
+    del candidates, confirmed  # releases each table as soon as the columns needed from it were copied
+    # A value may occur more than once on either side: `index_in` returns its first position in `first`.
+    positions = pc.index_in(second.column("value"), value_set=first.column("value"))
+    first = first.select(["shard", "row", "attached"]).take(positions.drop_null())
+    if positions.null_count:
+        second = second.filter(positions.is_valid())
     return Matches(
-        second.column("value"), _places(first), _places(second), first.column("attached"), second.column("attached")
+        second.column("value"),
+        _sample_rows(first),
+        _sample_rows(second),
+        first.column("attached"),
+        second.column("attached"),
     )
 
 
 def hash_values(values: pa.Array) -> Integers:
     """Return a hash of each value: `int64[n]`."""
     if pa.types.is_fixed_size_binary(values.type):
-        # Digests are hashes already.
+        # Digests are uniformly distributed already: their first 8 bytes serve as the hash.
         words = np.frombuffer(values.buffers()[1] or b"", np.int64)[::2]
         return words[values.offset : values.offset + len(values)]
-    # Python's own hash: keyed anew in every process, so nobody can prepare keys that meet.
+    # Python's hash of strings is keyed per process, so that prepared keys cannot force collisions.
     return np.fromiter(map(hash, values.to_pylist()), np.int64, len(values))
 
 
 def _all_hashes(side: Side) -> Integers:
     hashes = np.empty(side.num_samples, np.int64)
     stop = 0
-    for each in side.read():
-        start, stop = stop, stop + len(each.rows)
-        hashes[start:stop] = hash_values(each.values)
+    for shard_values in side.read():
+        start, stop = stop, stop + len(shard_values.rows)
+        hashes[start:stop] = hash_values(shard_values.values)
+    # `num_samples` is an upper bound.
     hashes = hashes[:stop]
     hashes.sort()
     return hashes
 
 
 def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
-    """Return the samples whose hash is one of `hashes`, which ascend: value, hash, shard, row, attached."""
-    found = []
-    for each in side.read() if len(hashes) else ():
-        own = hash_values(each.values)
-        hits = np.flatnonzero(_is_in(own, hashes))
+    """Return the samples whose hash is in `hashes` (ascending): value, hash, shard, row, attached."""
+    batches = []
+    for shard_values in side.read() if len(hashes) else ():
+        shard_hashes = hash_values(shard_values.values)
+        hits = np.flatnonzero(_is_in(shard_hashes, hashes))
         if len(hits):
             columns = {
-                "value": _widened(take_keys(each.values, hits)),
-                "hash": own[hits],
-                "shard": np.full(len(hits), each.shard),
-                "row": each.rows[hits],
-                "attached": _widened(take_keys(each.read_attached(), hits)),
+                "value": _with_wide_offsets(take_keys(shard_values.values, hits)),
+                "hash": shard_hashes[hits],
+                "shard": np.full(len(hits), shard_values.shard),
+                "row": shard_values.rows[hits],
+                "attached": _with_wide_offsets(take_keys(shard_values.read_attached(), hits)),
             }
-            found.append(pa.RecordBatch.from_pydict(columns))
-    return pa.concat_batches(found) if found else _NONE
+            batches.append(pa.RecordBatch.from_pydict(columns))
+    return pa.concat_batches(batches) if batches else _NO_HITS
 
 
-_NONE = pa.RecordBatch.from_pydict(
+_NO_HITS = pa.RecordBatch.from_pydict(
     {"value": pa.array([], pa.large_string()), **dict.fromkeys(("hash", "shard", "row"), np.empty(0, np.int64)),
      "attached": pa.nulls(0)}
 )  # fmt: skip
 
 
 def _is_in(values: Integers, ordered: Integers) -> Flags:
-    places = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
-    return np.asarray(ordered[places] == values, np.bool_)
+    positions = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
+    return np.asarray(ordered[positions] == values, np.bool_)
 
 
-def _widened(values: pa.Array) -> pa.Array:
-    """Return strings with offsets of 64 bits: those of all shards together may be larger than 2 GiB."""
+def _with_wide_offsets(values: pa.Array) -> pa.Array:
+    """Return strings with 64-bit offsets: the keys of all shards together may exceed 2 GiB."""
     is_text = not (pa.types.is_fixed_size_binary(values.type) or pa.types.is_null(values.type))
     return values.cast(pa.large_string()) if is_text else values
 
 
-def _places(batch: pa.RecordBatch) -> SampleRows:
+def _sample_rows(batch: pa.RecordBatch) -> SampleRows:
     return SampleRows(batch.column("shard").to_numpy(), batch.column("row").to_numpy())

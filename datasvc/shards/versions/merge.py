@@ -1,4 +1,4 @@
-"""Merge: the next version of a data set from the splits of others. Shards are shared; nothing is copied."""
+"""Merge: commit the next version of a data set from several versions. Shards are shared unless labels change."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from datasvc.shards.versions.version_entry import (
 )
 
 OnCommonKey = Literal["fail", "drop", "first", "last"]
-"""What becomes of a key that several versions have: nothing is committed; equal samples are taken once and unequal
-ones fail; the sample of the first version stays; that of the last does."""
+"""Rule for a key that several versions have: raise ConflictError; take equal samples once and raise ConflictError for
+different ones; keep the sample of the first version; or keep that of the last."""
 
 _RULES: Final[dict[str, OnCommon]] = {"fail": "fail", "drop": "drop", "first": "keep", "last": "replace"}
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did.
+    """The result of `merge`.
 
     Attributes:
         version: the committed version.
         merged: the versions it was made from.
-        num_samples: samples in each split.
-        num_shards: shards in each split.
-        size_bytes: bytes of all shards, most of them shared with the versions merged.
-        overlaps: samples that two splits shared: left out with "drop".
+        num_samples: number of samples by split.
+        num_shards: number of shards by split.
+        size_bytes: bytes of all shards, most of which are shared with the merged versions.
+        overlaps: samples that two splits share, without those accepted before; with "drop", they were left out.
     """
 
     version: Resolved
@@ -65,25 +65,26 @@ def merge(
     on_split_overlap: OnSplitOverlap = "fail",
     message: str = "",
 ) -> MergeReport:
-    """Commit the next version of data set `name`: the samples of all `refs`, split by split.
+    """Commit the next version of data set `name`, with the samples of all `refs`, split by split.
 
-    A reference to `name` itself without a version means whatever is the newest when the merge is committed, so that
-    nothing is lost when others commit meanwhile.
+    A reference to `name` without a version or tag follows the newest version until the merge is committed, so that
+    samples which other writers add meanwhile are included.
 
     Args:
-        repository: where all of them lie.
-        refs: at least two versions; the first gives the order of columns and classes.
-        name: of the data set, made when new.
-        on_common: what becomes of a key that several have in one split.
-        on_split_overlap: what becomes of samples that two splits of the result share, by key or by equal blobs.
-        message: kept with the version.
+        repository: the repository that stores all versions.
+        refs: two versions or more; the first one determines the order of columns and classes.
+        name: the data set to commit to; created if it does not exist.
+        on_common: rule for a key that several versions have in the same split.
+        on_split_overlap: rule for samples that two splits of the result share, by key or by equal blobs.
+        message: text stored with the version.
 
     Raises:
-        ConfigError: fewer than two references; columns or labels do not go together, see `combine.append_table`.
-        NotFoundError: no such version.
-        ConflictError: a key is in several, and `on_common` does not settle it; splits share samples, see
+        ConfigError: fewer than two references are given; or columns or labels are incompatible, see
+            `combine.append_table`.
+        NotFoundError: there is no such version.
+        ConflictError: several versions have a key, and `on_common` does not resolve it; splits share samples, see
             `split_overlap.settle_overlaps`; or as `Log.append`.
-        CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
+        CorruptDataError, UnknownOutcomeError, UnavailableError: as `Log.append`, `Objects.read`.
     """
     check_name(name, "data set")
     if on_common not in _RULES:
@@ -105,12 +106,12 @@ def merge(
 
 
 class _MergeBuild:
-    """Builds the entry; called again when a commit was lost to another.
+    """Builds the log entry; called again after another writer committed first.
 
     Attributes:
-        versions: merged by the last call.
-        tables: what came of it, by split.
-        overlaps: samples that splits shared.
+        versions: the versions that the last call merged.
+        tables: shard tables of the result by split.
+        overlaps: samples that two splits share.
     """
 
     def __init__(
@@ -127,9 +128,11 @@ class _MergeBuild:
         self.overlaps: list[Overlap] = []
         self._repository = repository
         parsed = [parse_reference(ref) for ref in refs]
-        # These mean the newest version of what is being committed, and follow it.
-        self._moving = [
-            place for place, ref in enumerate(parsed) if ref.name == name and ref.version is None and ref.tag is None
+        # Positions of references that follow the newest version of the data set being committed.
+        self._following = [
+            position
+            for position, ref in enumerate(parsed)
+            if ref.name == name and ref.version is None and ref.tag is None
         ]
         self._name = name
         self._on_common = on_common
@@ -137,19 +140,20 @@ class _MergeBuild:
         self._message = message
 
     def __call__(self, head: int) -> Mapping[str, Any]:
-        own = Resolved("datasets", self._name, head)
-        for place in self._moving:
-            self.versions[place] = own
+        parent = Resolved("datasets", self._name, head)
+        for position in self._following:
+            self.versions[position] = parent
         objects = self._repository.objects
         merging = [read_tables(self._repository, version) for version in self.versions]
         self.tables = merging[0]
+        # Pairwise from the left, so that "first" and "last" follow the order of the references.
         for added in merging[1:]:
             self.tables = append_splits(objects, self.tables, added, on_common=self._on_common)
-        before = [self._repository.entry(version).content for version in self.versions]
-        # Only what one of them has within itself; not what comes of putting them together.
+        contents = [self._repository.entry(version).content for version in self.versions]
+        # Only overlaps within one merged version were accepted; overlaps that the merge creates were not.
         accepted = [
             overlap
-            for content, tables in zip(before, merging, strict=True)
+            for content, tables in zip(contents, merging, strict=True)
             if accepted_counts(content)
             for overlap in find_overlaps(objects, tables)
         ]
@@ -161,8 +165,12 @@ class _MergeBuild:
             describe_tables(objects, self.tables, before=[table for tables in merging for table in tables.values()]),
             {"kind": "merge", "versions": merged},
             message=self._message,
-            parent=own if own in self.versions else None,
+            parent=parent if parent in self.versions else None,
             source=", ".join(merged),
-            **{VAL_FRACTION: read_val_fraction(self._repository, own if own in self.versions else self.versions[0])},
+            **{
+                VAL_FRACTION: read_val_fraction(
+                    self._repository, parent if parent in self.versions else self.versions[0]
+                )
+            },
             **{ENTRY_FIELD: shared},
         )

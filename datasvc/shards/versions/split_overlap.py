@@ -1,7 +1,7 @@
-"""Samples that two splits of a version share, by their key or by what they hold: validation data in the training.
+"""Samples that two splits of a version share, by key or by content: validation data among the training data.
 
-Found from the sample indexes alone: no image is read. `matching` says what is held of them; shared samples stay Arrow
-and NumPy arrays, however many there are.
+Only sample indexes are read, no images. Shared samples are held as Arrow and NumPy arrays, whatever their number; see
+`matching` for the memory that the comparison needs.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from datasvc.shards.versions.keys import SampleRows, SplitKeys, take_keys
 from datasvc.shards.versions.matching import ShardValues, Side, match_values
 
 OnSplitOverlap = Literal["fail", "drop", "keep"]
-"""What becomes of samples that two splits share: nothing is committed; they are left out of the split that is trained
-on; they stay, and the version says so."""
+"""Rule for samples that two splits share: raise ConflictError; leave them out of the split used for training; or keep
+them and record their number in the version."""
 
 OverlapKind = Literal["key", "payload"]
 KINDS: Final[tuple[OverlapKind, ...]] = ("key", "payload")
 ENTRY_FIELD: Final = "split_overlap"
 
-_SAID: Final = {"key": "keys", "payload": "equal images or other blobs"}
-_NAMED: Final = 10
+_KIND_TEXT: Final = {"key": "keys", "payload": "equal images or other blobs"}
+_MAX_LISTED: Final = 10
 
 
 class SharedSample(NamedTuple):
-    """A sample of one split that another split has too.
+    """A sample of one split that occurs in another split too.
 
     Attributes:
-        key: of the sample.
-        other_key: of the first sample like it in the other split.
-        shard: number of its shard in its table.
-        row: its place in the shard's file.
+        key: key of the sample.
+        other_key: key of the first equal sample in the other split.
+        shard: number of its shard in the table.
+        row: row in the shard's file.
     """
 
     key: str
@@ -58,12 +58,12 @@ class SharedSample(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedSamples:
-    """Samples of one split that another split has too, as arrays: there may be as many as the split has.
+    """Samples of one split that occur in another split too, as arrays: there may be as many as the split has.
 
     Attributes:
         keys: Arrow array of `n` strings.
-        other_keys: Arrow array of `n` strings: of the first sample like it in the other split.
-        places: where the samples are.
+        other_keys: Arrow array of `n` strings, the key of the first equal sample in the other split.
+        places: shard and row of each sample.
     """
 
     keys: pa.Array
@@ -74,14 +74,14 @@ class SharedSamples:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[SharedSample]:
-        """Yield the samples, each made when it is asked for."""
+        """Yield the samples one by one, without building a list."""
         for key, other_key, shard, row in zip(
             self.keys, self.other_keys, self.places.shards, self.places.rows, strict=True
         ):
             yield SharedSample(key.as_py(), other_key.as_py(), int(shard), int(row))
 
     def take(self, chosen: Integers) -> SharedSamples:
-        """Return the samples at these places of the arrays."""
+        """Return the samples at the given positions of the arrays."""
         numbers = pa.array(chosen)
         return SharedSamples(self.keys.take(numbers), self.other_keys.take(numbers), self.places[chosen])
 
@@ -95,10 +95,11 @@ class Overlap:
     """Samples that two splits share.
 
     Attributes:
-        kind: "key": the same key; "payload": equal blobs, see `digests`.
-        split: the one that "drop" leaves them out of: "train" if it is one of the two, else "val", else the first.
+        kind: "key": equal keys; "payload": equal blobs, see `digests`.
+        split: the split that "drop" removes them from: "train" if it is one of the two, else "val", else the first
+            by name.
         other: the split that keeps them.
-        samples: those of `split`, in the order of its table.
+        samples: the shared samples of `split`, in the order of its table.
     """
 
     kind: OverlapKind
@@ -107,14 +108,14 @@ class Overlap:
     samples: SharedSamples
 
     def __str__(self) -> str:
-        named = [
+        keys = [
             repr(sample.key) if sample.key == sample.other_key else f"{sample.key!r} (as {sample.other_key!r})"
-            for sample in self.samples.first(_NAMED)
+            for sample in self.samples.first(_MAX_LISTED)
         ]
-        more = f" and {len(self.samples) - _NAMED} more" if len(self.samples) > _NAMED else ""
+        more = f" and {len(self.samples) - _MAX_LISTED} more" if len(self.samples) > _MAX_LISTED else ""
         return (
-            f"{len(self.samples)} samples of {self.split!r} are in {self.other!r} too, by {_SAID[self.kind]}: "
-            f"{', '.join(named)}{more}"
+            f"{len(self.samples)} samples of {self.split!r} are in {self.other!r} too, by {_KIND_TEXT[self.kind]}: "
+            f"{', '.join(keys)}{more}"
         )
 
 
@@ -124,16 +125,16 @@ def find_overlaps(
     *,
     checked: Mapping[str, ShardTable] | None = None,
 ) -> list[Overlap]:
-    """Return what any two splits share; only where there is anything.
+    """Return what each pair of splits shares, without the pairs that share nothing.
 
-    Payloads of samples without blobs are not compared: equal rows of numbers are no leak. Nor are those of shards
-    without a sample index, see `count_unchecked`.
+    Payloads of samples without blobs are not compared, because equal rows of numbers are not leaked images. Payloads
+    of shards without a sample index are not compared either, see `count_unchecked`.
 
     Args:
-        objects: of the repository.
-        tables: by split.
-        checked: splits that were compared with each other before; samples of their shards are compared with new ones
-            only.
+        objects: objects of the repository.
+        tables: shard tables by split.
+        checked: tables of splits that were compared with each other before; samples of their shards are compared
+            with new samples only.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
@@ -143,15 +144,16 @@ def find_overlaps(
     overlaps = []
     for kind in KINDS:
         for split, other in combinations(order, 2):
-            every = np.arange(tables[split].num_shards)
-            old = np.setdiff1d(every, new[split])
-            # All that is new of the one against the whole other; then what is old of the one against the new.
-            found = [
+            all_shards = np.arange(tables[split].num_shards)
+            old = np.setdiff1d(all_shards, new[split])
+            # Old samples of both splits were compared before. So: new ones of `split` with all of `other`, and old
+            # ones of `split` with new ones of `other`.
+            shared = [
                 *_find_shared(objects, kind, (tables[split], new[split]), (tables[other], None)),
                 *_find_shared(objects, kind, (tables[split], old), (tables[other], new[other])),
             ]
-            if found:
-                overlaps.append(Overlap(kind, split, other, _join(found)))
+            if shared:
+                overlaps.append(Overlap(kind, split, other, _join(shared)))
     return overlaps
 
 
@@ -164,55 +166,59 @@ def settle_overlaps(
     keys_are_places: bool = False,
     checked: Mapping[str, ShardTable] | None = None,
 ) -> tuple[dict[str, ShardTable], dict[str, int], list[Overlap]]:
-    """Return the splits of a version to commit, sharing nothing but what is accepted.
+    """Return the splits of a version to commit, after `on_overlap` is applied to the samples that they share.
 
     Args:
-        objects: of the repository.
-        tables: by split.
-        on_overlap: what becomes of samples that two splits share.
-        accepted: what versions that these splits are made of share within themselves, which was accepted then.
-        keys_are_places: equal keys are no equal samples: they are made of file and row, and accepted.
-        checked: see `find_overlaps`.
+        objects: objects of the repository.
+        tables: shard tables by split.
+        on_overlap: rule for samples that two splits share.
+        accepted: samples that were already shared, and accepted, in the versions that these splits come from.
+        keys_are_places: keys are made of file and row, so that equal keys do not mean equal samples and are accepted.
+        checked: as in `find_overlaps`.
 
     Returns:
-        The splits; how many samples of each kind were accepted, for the entry; and what else was found.
+        The splits; the number of accepted samples by kind, for the log entry; and the overlaps that were not accepted
+        before.
 
     Raises:
         ConflictError: splits share samples, and `on_overlap` is "fail".
-        ConfigError: nothing would be left of a split.
+        ConfigError: a split would lose all its samples.
     """
-    found = find_overlaps(objects, tables, checked=checked)
-    known = list(accepted)
+    all_overlaps = find_overlaps(objects, tables, checked=checked)
+    accepted_before = list(accepted)
     overlaps = []
-    for overlap in found:
+    for overlap in all_overlaps:
         if keys_are_places and overlap.kind == "key":
             continue
-        samples = overlap.samples.take(np.flatnonzero(~_is_known(overlap, known)))
+        # What a version accepted stays accepted in the versions made from it.
+        samples = overlap.samples.take(np.flatnonzero(~_is_accepted(overlap, accepted_before)))
         if len(samples):
             overlaps.append(replace(overlap, samples=samples))
     if overlaps and on_overlap == "fail":
         raise ConflictError(
             f"splits share samples, nothing was committed: {'; '.join(map(str, overlaps))}. Remove or rename them; "
-            "or leave them out of the first split with --on-split-overlap drop, or accept that both have them with "
+            "or leave them out of the first split with --on-split-overlap drop, or keep them in both splits with "
             "--on-split-overlap keep"
         )
-    left = dict(tables)
+    result = dict(tables)
     if on_overlap == "drop":
         for split in {overlap.split for overlap in overlaps}:
             rows = _rows_by_shard(overlap for overlap in overlaps if overlap.split == split)
-            left[split] = delete_samples(objects, tables[split], rows)
-            if not left[split].num_samples:
+            result[split] = delete_samples(objects, tables[split], rows)
+            if not result[split].num_samples:
                 raise ConfigError(
-                    f"nothing would be left of split {split!r}: other splits have all its samples; nothing committed"
+                    f"all samples of split {split!r} would be dropped, because other splits have them too: nothing "
+                    "was committed"
                 )
-    counts = count_overlaps(found)
+    counts = count_overlaps(all_overlaps)
     if on_overlap == "drop":
+        # The dropped samples are not shared any more.
         counts.subtract(count_overlaps(overlaps))
-    return left, dict(+counts), overlaps
+    return result, dict(+counts), overlaps
 
 
 def count_overlaps(overlaps: Iterable[Overlap]) -> Counter[str]:
-    """Return how many samples are shared, by kind."""
+    """Return the number of shared samples by kind."""
     counts: Counter[str] = Counter()
     for overlap in overlaps:
         counts[overlap.kind] += len(overlap.samples)
@@ -220,13 +226,13 @@ def count_overlaps(overlaps: Iterable[Overlap]) -> Counter[str]:
 
 
 def accepted_counts(content: Mapping[str, Any]) -> Mapping[str, int] | None:
-    """Return how many shared samples of each kind a version's entry accepts; None: nobody compared its splits."""
+    """Return the number of shared samples by kind that a log entry accepts; None if its splits were not compared."""
     counts = content.get(ENTRY_FIELD)
     return counts if isinstance(counts, Mapping) else None
 
 
 def check_on_overlap(on_overlap: str) -> None:
-    """Raise ConfigError where it is none of `OnSplitOverlap`."""
+    """Raise ConfigError if `on_overlap` is not one of `OnSplitOverlap`."""
     if on_overlap not in get_args(OnSplitOverlap):
         raise ConfigError(
             f"on_split_overlap is {on_overlap!r}; expected one of {', '.join(get_args(OnSplitOverlap))}"
@@ -234,39 +240,41 @@ def check_on_overlap(on_overlap: str) -> None:
 
 
 def count_unchecked(tables: Mapping[str, ShardTable]) -> int:
-    """Return the samples in shards without a sample index: what they hold is not compared by `find_overlaps`."""
+    """Return the number of samples in shards without a sample index, whose content `find_overlaps` cannot compare."""
     return sum(int(table.samples_per_shard[~_is_indexed(table)].sum()) for table in tables.values())
 
 
 def _find_shared(
     objects: Objects,
     kind: OverlapKind,
-    own: tuple[ShardTable, Integers | None],
+    table: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
 ) -> Iterator[SharedSamples]:
-    """Yield the samples of `own` that `other` has too, if any; both are a table and its shards, None for all."""
-    if kind == "payload" and not (_has_blobs(own[0]) and _has_blobs(other[0])):
+    """Yield the samples of `table` that `other` has too, if any. Both are a table and shards; None for all."""
+    if kind == "payload" and not (_has_blobs(table[0]) and _has_blobs(other[0])):
         return
     side = _key_side if kind == "key" else _payload_side
-    found = match_values(side(objects, *other), side(objects, *own))
-    if len(found):
-        keys = (found.attached_b, found.attached_a) if kind == "payload" else (found.values, found.values)
-        yield SharedSamples(*keys, found.b)
+    matches = match_values(side(objects, *other), side(objects, *table))
+    if len(matches):
+        keys = (matches.attached_b, matches.attached_a) if kind == "payload" else (matches.values, matches.values)
+        yield SharedSamples(*keys, matches.b)
 
 
 def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
     keys = SplitKeys(objects, table, shards)
 
     def read() -> Iterator[ShardValues]:
-        for each in keys:
-            yield ShardValues(each.shard, each.rows, each.keys, partial(pa.nulls, len(each.rows)))
+        for shard_keys in keys:
+            yield ShardValues(
+                shard_keys.shard, shard_keys.rows, shard_keys.keys, partial(pa.nulls, len(shard_keys.rows))
+            )
 
     return Side(keys.num_samples, read)
 
 
 def _payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
-    chosen = np.arange(table.num_shards) if shards is None else shards
-    keys = SplitKeys(objects, table, chosen[_is_indexed(table)[chosen]])
+    numbers = np.arange(table.num_shards) if shards is None else shards
+    keys = SplitKeys(objects, table, numbers[_is_indexed(table)[numbers]])
 
     def read() -> Iterator[ShardValues]:
         for shard in keys.shards.tolist():
@@ -274,7 +282,7 @@ def _payload_side(objects: Objects, table: ShardTable, shards: Integers | None) 
             assert digest is not None
             index = SampleIndex.decode(objects.read(digest), objects.location(digest))
             rows = keys.live_rows(shard)
-            # Without a blob the payload digest is the sample's: equal values are no equal images.
+            # The payload digest of a sample without blobs equals its sample digest; such samples are left out.
             rows = rows[(index.digests("payload") != index.digests("sample"))[rows]]
             payloads = take_keys(index.table.column("payload"), rows)
             yield ShardValues(shard, rows, payloads, partial(take_keys, index.table.column("key"), rows))
@@ -283,42 +291,43 @@ def _payload_side(objects: Objects, table: ShardTable, shards: Integers | None) 
 
 
 def _join(parts: Sequence[SharedSamples]) -> SharedSamples:
-    """Return the samples of all parts, each of which is in the order of the table, in that order."""
+    """Return the samples of all parts in table order; each part is in table order already."""
     if len(parts) == 1:
         return parts[0]
     joined = SharedSamples(
-        pa.concat_arrays([each.keys for each in parts]),
-        pa.concat_arrays([each.other_keys for each in parts]),
-        SampleRows.concatenate([each.places for each in parts]),
+        pa.concat_arrays([part.keys for part in parts]),
+        pa.concat_arrays([part.other_keys for part in parts]),
+        SampleRows.concatenate([part.places for part in parts]),
     )
     return joined.take(np.lexsort((joined.places.rows, joined.places.shards)))
 
 
-def _is_known(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
-    """Return which samples of an overlap are accepted, together with the very samples that they are equal to."""
-    known = np.zeros(len(overlap.samples), np.bool_)
+def _is_accepted(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
+    """Return which samples of an overlap are in `accepted` with the same sample of the other split."""
+    flags = np.zeros(len(overlap.samples), np.bool_)
     for other in accepted:
         if (other.kind, other.split, other.other) == (overlap.kind, overlap.split, overlap.other):
-            # A key is in its split once.
-            places = pc.index_in(overlap.samples.keys, value_set=other.samples.keys)
-            same = pc.equal(other.samples.other_keys.take(places), overlap.samples.other_keys)
-            known |= same.fill_null(fill_value=False).to_numpy(zero_copy_only=False)
-    return known
+            # Keys are unique within a split, so the first position is the only one.
+            positions = pc.index_in(overlap.samples.keys, value_set=other.samples.keys)
+            same = pc.equal(other.samples.other_keys.take(positions), overlap.samples.other_keys)
+            flags |= same.fill_null(fill_value=False).to_numpy(zero_copy_only=False)
+    return flags
 
 
 def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None) -> Integers:
-    """Return the numbers of the shards that hold a live sample which `checked` has not, ascending."""
+    """Return the numbers of the shards with a live sample that `checked` does not have, ascending."""
     if checked is None:
         return np.arange(table.num_shards)
-    known = {digest: number for number, digest in enumerate(checked.rows.column("digest").to_pylist())}
-    now, before = load_deletions(objects, table), load_deletions(objects, checked)
-    deleted = checked.deleted_per_shard
+    old_numbers = {digest: number for number, digest in enumerate(checked.rows.column("digest").to_pylist())}
+    deletions, old_deletions = load_deletions(objects, table), load_deletions(objects, checked)
+    old_deleted = checked.deleted_per_shard
     new = []
     for number, digest in enumerate(table.rows.column("digest").to_pylist()):
-        old = known.get(digest)
-        # A sample that was deleted and is there again was compared with nothing meanwhile.
+        old = old_numbers.get(digest)
+        # A sample that was deleted in `checked` and is live again was not compared with samples added meanwhile.
         if old is None or (
-            deleted[old] and not (table.deleted_per_shard[number] and now.flags(number)[before.flags(old)].all())
+            old_deleted[old]
+            and not (table.deleted_per_shard[number] and deletions.flags(number)[old_deletions.flags(old)].all())
         ):
             new.append(number)
     return np.array(new, np.int64)

@@ -1,6 +1,6 @@
-"""SQL conditions over samples: which samples of a split meet a boolean expression, by DuckDB on the shards' batches.
+"""SQL conditions: select the samples of a split that satisfy a boolean expression, evaluated by DuckDB.
 
-The expression sees one shard at a time and nothing outside it: no files, no other tables.
+An expression is evaluated on one shard at a time and has no access to files or other tables.
 """
 
 from __future__ import annotations
@@ -25,55 +25,60 @@ from datasvc.shards.versions.keys import SplitKeys
 class Condition:
     """A boolean SQL expression over the columns of a split, such as `label = 3 and width < 100`.
 
-    It is tried without the blob columns first, so that deleting by label copies no image; an expression that needs
-    one, such as `octet_length(image) > 1000000`, is given all.
+    The expression is first tried without the blob columns, so that a selection by label copies no images. Only an
+    expression that needs a blob, such as `octet_length(image) > 1000000`, is evaluated on all columns.
 
     Args:
-        expression: SQL; names are columns, null means no.
+        expression: SQL over the column names; a sample for which it is null is not selected.
         schema: the columns of the split.
 
     Raises:
-        ConfigError: it does not parse, names a column that is not there, or is not boolean; DuckDB is missing.
+        ConfigError: the expression does not parse, uses a column that does not exist, or is not boolean; or DuckDB
+            is not installed.
     """
 
     def __init__(self, expression: str, schema: pa.Schema) -> None:
         self._expression = expression
-        self._filter = f"({expression}\n)"  # a line of its own: the expression may end in a comment
+        self._filter = f"({expression}\n)"  # the closing bracket on a new line: the expression may end in a comment
         self._columns = schema.names
         if len({name.lower() for name in schema.names}) != len(schema.names):
             raise ConfigError(
-                f"columns differ in case alone, which SQL does not tell apart: {schema.names}; delete by keys instead"
+                f"column names differ in case only, and SQL ignores case: {schema.names}; select the samples by keys"
             )
         self._connection = _connect()
-        plain = pa.schema([field for field in schema if not is_blob(field.type)])
-        self._schema = schema if not self._binds(plain) and self._binds(schema) else plain
-        with self._translated():
+        without_blobs = pa.schema([field for field in schema if not is_blob(field.type)])
+        self._schema = schema if not self._binds(without_blobs) and self._binds(schema) else without_blobs
+        with self._map_errors():
             types = self._relation(self._schema.empty_table()).project(self._filter).types
-        if [str(each) for each in types] != ["BOOLEAN"]:
-            found = ", ".join(map(str, types))
-            raise ConfigError(f"the condition {expression!r} is {found}, not BOOLEAN: compare it with something")
+        if [str(column_type) for column_type in types] != ["BOOLEAN"]:
+            actual = ", ".join(map(str, types))
+            raise ConfigError(
+                f"the condition {expression!r} has the type {actual}, expected BOOLEAN: use a comparison, such as "
+                "label = 3"
+            )
 
     def find(self, objects: Objects, table: ShardTable) -> Iterator[tuple[int, Integers]]:
-        """Yield the live samples that meet the condition: shard and stored rows, ascending.
+        """Yield the live samples that satisfy the condition, as shard and ascending stored rows.
 
         Raises:
-            ConfigError: it fails on a sample, such as a cast of text that is no number.
+            ConfigError: the evaluation fails for a sample, for instance a cast of text that is not a number.
             CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read.
         """
         live = SplitKeys(objects, table)
         for shard in range(table.num_shards):
             rows = live.live_rows(shard)
             samples = self._samples(open_shard(objects, table.shard(shard)))
-            met = self._evaluate(samples if len(rows) == samples.num_rows else samples.take(pa.array(rows)))
-            if len(met):
-                yield shard, rows[met]
+            selected = self._evaluate(samples if len(rows) == samples.num_rows else samples.take(pa.array(rows)))
+            if len(selected):
+                yield shard, rows[selected]
 
     def _evaluate(self, samples: pa.Table) -> Integers:
-        place = _free_name(samples.schema)
-        numbered = samples.append_column(place, pa.array(np.arange(samples.num_rows)))
-        with self._translated():
-            found = self._relation(numbered).filter(self._filter).project(f'"{place}"').fetchnumpy()
-        return np.sort(np.asarray(found[place], np.int64))
+        column = _free_name(samples.schema)
+        numbered = samples.append_column(column, pa.array(np.arange(samples.num_rows)))
+        with self._map_errors():
+            selected = self._relation(numbered).filter(self._filter).project(f'"{column}"').fetchnumpy()
+        # DuckDB evaluates in parallel and does not promise an order of rows.
+        return np.sort(np.asarray(selected[column], np.int64))
 
     def _samples(self, shard: Shard) -> pa.Table:
         columns = [
@@ -95,15 +100,15 @@ class Condition:
         return self._connection.from_arrow(samples)
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _map_errors(self) -> Iterator[None]:
         import duckdb
 
         try:
             yield
         except duckdb.Error as error:
-            said, columns = str(error).partition("\n")[0], ", ".join(self._columns)
+            reason, columns = str(error).partition("\n")[0], ", ".join(self._columns)
             raise ConfigError(
-                f"the condition {self._expression!r} does not work: {said}; the columns are {columns}"
+                f"the condition {self._expression!r} cannot be evaluated: {reason}; the columns are {columns}"
             ) from error
 
 
@@ -111,8 +116,8 @@ def _connect() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise ConfigError(f"SQL needs DuckDB, which is not installed: {how_to_install('sql')}") from error
-    # Without external access there are neither files nor the tables of the program that calls us.
+        raise ConfigError(f"SQL conditions need DuckDB, which is not installed: {how_to_install('sql')}") from error
+    # Without external access, an expression reads neither files nor variables of the calling program.
     return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
 
 

@@ -1,4 +1,4 @@
-"""Is every object that a data-set version names there, whole and unchanged? If not, which samples are hit?"""
+"""Verification of a data-set version: find missing and corrupt objects, and the samples that they affect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.format.salvage import marks_of, readable_marks, rows_not_among
+from datasvc.shards.format.salvage import missing_rows, readable_identities, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.deletions import Deletions
@@ -29,9 +29,9 @@ from datasvc.shards.versions.split_overlap import (
     find_overlaps,
 )
 
-# Each holds one shard at most, in memory where the repository is remote.
+# Worker threads. Each one holds at most one shard, in memory where the repository is remote.
 _SHARDS_AT_ONCE = 4
-_NAMED_KEYS: Final = 10
+_MAX_LISTED_KEYS: Final = 10
 
 Role = Literal["shard table", "deletions", "sample index", "shard"]
 Kind = Literal["missing", "truncated", "changed", "contradictory"]
@@ -39,17 +39,18 @@ Kind = Literal["missing", "truncated", "changed", "contradictory"]
 
 @dataclass(frozen=True)
 class DatasetProblem:
-    """One object that is not what the version says.
+    """One object that does not match the version that refers to it.
 
     Attributes:
-        kind: "contradictory" is unchanged since it was written, but says something else than what names it.
-        role: what the object is.
-        split: whose.
-        digest: its name.
-        detail: what was expected and found.
-        shard: number of the shard in its table; None for what belongs to a whole split.
-        num_samples: samples that cannot be trusted, deleted ones left out; all that may be hit where nobody can tell.
-        keys: the first of them; empty where nobody can tell.
+        kind: "contradictory" means that the object matches its digest, but disagrees with the object that refers to
+            it.
+        role: the type of the object.
+        split: name of the split that refers to it.
+        digest: digest of the object.
+        detail: what was expected and what was found.
+        shard: number of the shard in its table; None for an object that belongs to a whole split.
+        num_samples: number of live samples that are affected; an upper bound where they cannot be told exactly.
+        keys: the first of their keys; empty where they cannot be read.
     """
 
     kind: Kind
@@ -62,27 +63,28 @@ class DatasetProblem:
     keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        which = f"{self.role} {self.shard}" if self.role == "shard" else self.role
-        which += f" of shard {self.shard}" if self.role == "sample index" else ""
-        named = ", ".join(self.keys) + (", ..." if len(self.keys) < self.num_samples else "")
-        hit = f"{self.num_samples} samples hit" + (f": {named}" if self.keys else "")
-        return f"{self.split}: {which} ({self.digest}) is {self.kind}: {self.detail}; {hit}"
+        subject = f"{self.role} {self.shard}" if self.role == "shard" else self.role
+        subject += f" of shard {self.shard}" if self.role == "sample index" else ""
+        keys = ", ".join(self.keys) + (", ..." if len(self.keys) < self.num_samples else "")
+        affected = f"{self.num_samples} samples affected" + (f": {keys}" if self.keys else "")
+        return f"{self.split}: {subject} ({self.digest}) is {self.kind}: {self.detail}; {affected}"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        version: the data-set version, "pets@3".
-        deep: whether all bytes were read.
-        num_shards: shards looked at.
-        num_samples: samples of the version.
-        size_bytes: bytes of the shards.
-        problems: by split and shard; none when all is well.
-        overlaps: samples that two splits share, unless so many were accepted when the version was committed.
+        version: the data-set version, such as "pets@3".
+        deep: whether every byte was read.
+        num_shards: number of shards checked.
+        num_samples: number of live samples in the version.
+        size_bytes: bytes of all shards checked.
+        problems: by split and shard; empty for an intact version.
+        overlaps: samples shared by two splits, without the kinds of which no more are shared than `accepted`.
         num_unchecked: samples without a sample index, whose blobs were not compared with those of other splits.
-        accepted: how many shared samples of each kind ("key", "payload") were found and had been accepted.
+        accepted: number of shared samples by kind ("key", "payload") that were accepted when the version was
+            committed.
     """
 
     version: str
@@ -104,22 +106,22 @@ def verify(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Look for missing, truncated and changed objects of a data-set version, and for samples that splits share.
+    """Find missing, truncated and changed objects of a data-set version, and samples shared by two splits.
 
-    All are looked at, whatever is found. What splits share is looked for where all that tells is whole.
+    A problem does not end the check: every object is checked.
 
     Args:
-        repository: where it is.
+        repository: the repository that stores the version.
         ref: the version.
-        deep: read every byte: hash each shard, open it, and compare each sample with the sample index. Without it
-            shards are looked at by their size; tables, deletions and indexes are always hashed.
+        deep: read every byte: hash each shard, open it, and compare each sample with the sample index. Without it,
+            only the size of a shard is checked; tables, deletions and indexes are always hashed.
         begin: called once, with the bytes of all shards.
-        report: called with the bytes of each shard once it was looked at, from several threads.
+        report: called from several threads with the bytes of each shard after it was checked.
 
     Raises:
-        ConfigError, NotFoundError: `ref` does not resolve, or something has a later format.
-        CorruptDataError: the version's entry was changed.
-        UnavailableError: the store did not answer, which says nothing about the data.
+        ConfigError, NotFoundError: `ref` does not resolve, or an object has a newer format than this datasvc reads.
+        CorruptDataError: the log entry of the version is corrupt; or the splits cannot be compared.
+        UnavailableError: the store did not answer, so the state of the data is unknown.
     """
     dataset = open_dataset(repository, ref)
     problems: list[DatasetProblem] = []
@@ -141,26 +143,26 @@ def verify(
     overlaps: list[Overlap] = []
     tables = {split.name: table for split, table in readable}
     accepted = accepted_counts(dataset.entry.content) or {}
-    # Where an index, or a shard without one, cannot be read, that is a problem which is named already.
+    # An index or shard that cannot be read stops the comparison of splits, and is in `problems` already.
     with suppress(*((NotFoundError, CorruptDataError) if problems else ())):
         overlaps = find_overlaps(repository.objects, tables)
     counts = count_overlaps(overlaps)
-    settled = {kind: count for kind, count in counts.items() if count <= accepted.get(kind, 0)}
+    within_accepted = {kind: count for kind, count in counts.items() if count <= accepted.get(kind, 0)}
     return VerifyReport(
         str(dataset.resolved),
         deep,
         sum(table.num_shards for _, table in readable),
-        sum(int(each["samples"]) for each in dataset.entry.content["splits"].values()),
+        sum(int(split["samples"]) for split in dataset.entry.content["splits"].values()),
         size_bytes,
         tuple(problems),
-        tuple(overlap for overlap in overlaps if overlap.kind not in settled),
+        tuple(overlap for overlap in overlaps if overlap.kind not in within_accepted),
         count_unchecked(tables) if len(tables) > 1 else 0,
-        settled,
+        within_accepted,
     )
 
 
 class _SplitCheck:
-    """Looks at the shards of one split whose table could be read."""
+    """Checks the deletions, sample indexes and shards of one split whose shard table is readable."""
 
     def __init__(self, split: Split, *, deep: bool) -> None:
         self._split = split
@@ -174,17 +176,17 @@ class _SplitCheck:
         problems = self._check_deletions()
 
         def check(number: int) -> list[DatasetProblem]:
-            found = list(self._check_shard(number))
+            shard_problems = list(self._check_shard(number))
             if report is not None:
                 report(self._table.shard(number).size_bytes)
-            return found
+            return shard_problems
 
         pool = ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-verify")
         try:
-            for found in pool.map(check, range(self._table.num_shards)):
-                problems += found
+            for shard_problems in pool.map(check, range(self._table.num_shards)):
+                problems += shard_problems
         finally:
-            # A store that does not answer ends this now, not after every other shard was asked for.
+            # After an error, such as an unavailable store, do not check the remaining shards.
             pool.shutdown(cancel_futures=True)
         return problems
 
@@ -217,7 +219,10 @@ class _SplitCheck:
             return None
         index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
         if index.num_samples != self._stored[number]:
-            raise CorruptDataError(f"it lists {index.num_samples} samples, the shard table {self._stored[number]}")
+            raise CorruptDataError(
+                f"the sample index lists {index.num_samples} samples, the shard table {self._stored[number]}: "
+                "restore both from another copy"
+            )
         return index
 
     def _check_size(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
@@ -231,60 +236,62 @@ class _SplitCheck:
 
     def _check_content(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
         problem = self._check_size(number, shard, index)
+        # A shard of the wrong size is read anyway, to find which of its samples are intact.
         if problem is not None and problem.kind == "missing":
             return problem
         try:
             content = _read(self._objects, shard)
-        except NotFoundError as error:  # removed since its size was asked for
+        except NotFoundError as error:  # deleted after `_check_size` found it
             return self._problem("missing", number, str(error), index)
         if problem is None and digest_of(memoryview(content)) == shard.digest:
             return self._compare(number, content, index)
         kind = problem.kind if problem else "changed"
-        detail = problem.detail if problem else "its bytes do not hash to its name"
-        rows = None if index is None else rows_not_among(index, readable_marks(content))
+        detail = problem.detail if problem else "its bytes do not match its digest"
+        rows = None if index is None else missing_rows(index, readable_identities(content))
         if rows is not None and not len(rows):
-            detail += ", though every sample in it is as it was"
+            detail += ", but every sample in it is intact"
         return self._problem(kind, number, detail, index, rows)
 
     def _compare(self, number: int, content: pa.Buffer, index: SampleIndex | None) -> DatasetProblem | None:
-        """Compare the samples of an unchanged shard with the sample index and the shard table."""
+        """Compare the samples of a shard that matches its digest with the sample index and the shard table."""
         try:
             reader = pa.ipc.open_file(pa.BufferReader(content))
             batches = (reader.get_batch(batch) for batch in range(reader.num_record_batches))
-            marks = [mark for batch in batches for mark in marks_of(batch)]
+            identities = [identity for batch in batches for identity in sample_identities(batch)]
         except (pa.ArrowException, KeyError) as error:
-            return self._problem("contradictory", number, f"it is no shard: {error}", index)
-        if len(marks) != self._stored[number]:
-            detail = f"it holds {len(marks)} samples, the shard table says {self._stored[number]}"
+            return self._problem("contradictory", number, f"it is not a shard: {error}", index)
+        if len(identities) != self._stored[number]:
+            detail = f"it holds {len(identities)} samples, the shard table lists {self._stored[number]}"
             return self._problem("contradictory", number, detail, index)
-        rows = rows_not_among(index, marks) if index is not None else np.empty(0, np.int64)
+        rows = missing_rows(index, identities) if index is not None else np.empty(0, np.int64)
         if len(rows):
-            return self._problem("contradictory", number, "its samples are not those of its index", index, rows)
+            detail = "its samples do not match its sample index"
+            return self._problem("contradictory", number, detail, index, rows)
         return None
 
     def _problem(
         self, kind: Kind, number: int, detail: str, index: SampleIndex | None, rows: Integers | None = None
     ) -> DatasetProblem:
-        """Describe a bad shard; `rows` of the stored samples are hit, all of them for None."""
-        hit = np.zeros(self._stored[number], np.bool_)
-        hit[slice(None) if rows is None else rows] = True
+        """Describe a bad shard. `rows` are the stored rows that are affected; None stands for all rows."""
+        affected = np.zeros(self._stored[number], np.bool_)
+        affected[slice(None) if rows is None else rows] = True
         if number in self._deletions.shards:
-            hit &= ~self._deletions.flags(number)
-        first = np.flatnonzero(hit)[:_NAMED_KEYS]
+            affected &= ~self._deletions.flags(number)
+        first = np.flatnonzero(affected)[:_MAX_LISTED_KEYS]
         keys = index.table.column("key").take(pa.array(first)).to_pylist() if index is not None else []
         digest = self._table.shard(number).digest
-        count = int(np.count_nonzero(hit))
+        count = int(np.count_nonzero(affected))
         return DatasetProblem(kind, "shard", self._split.name, digest, detail, number, count, tuple(keys))
 
 
 def _read(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
-    """Return whatever bytes lie under a shard's name: mapped where they are local."""
+    """Return the bytes that are stored under a shard's digest, whatever they are: mapped where they are local."""
     path = objects.local_path(shard.digest)
     if path is not None:
         with map_exceptions("read", str(path)), pa.memory_map(str(path)) as mapped:
             return mapped.read_buffer()
     sink = io.BytesIO()
-    with suppress(CorruptDataError):  # the caller hashes what arrived
+    with suppress(CorruptDataError):  # the caller hashes the bytes that arrived
         objects.fetch(shard.digest, objects.size(shard.digest) or 0, sink)
     return pa.py_buffer(sink.getbuffer())
 

@@ -1,4 +1,4 @@
-"""A data-set version as values: the tables of its splits, and the log entry that names them."""
+"""Log entries of data-set versions: the shard tables of their splits, and the fields that refer to them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ VAL_FRACTION: Final = "val_fraction"
 
 
 def read_tables(repository: Repository, version: Resolved) -> dict[str, ShardTable]:
-    """Return the shard tables of a version by split. Raises CorruptDataError, NotFoundError, UnavailableError."""
+    """Return the shard tables of a version by split. Raise CorruptDataError, NotFoundError, UnavailableError."""
     return {name: split.table for name, split in open_dataset(repository, str(version)).items()}
 
 
 def describe_tables(
     objects: Objects, tables: Mapping[str, ShardTable], *, before: Iterable[ShardTable] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Store tables and return what a version's entry says of its splits.
+    """Store tables and return the description of the splits for a log entry.
 
     Args:
-        objects: where to.
-        tables: by split.
-        before: of the versions that these were made from; what they name is not looked at.
+        objects: where the tables are stored.
+        tables: shard tables by split.
+        before: tables of the versions that these were made from; objects that they refer to are not checked again.
 
     Raises:
-        NotFoundError: an object that is new in the tables is not there any more.
+        NotFoundError: an object that only the new tables refer to no longer exists.
         UnavailableError: the store did not answer.
     """
     described: dict[str, dict[str, Any]] = {
@@ -42,35 +42,37 @@ def describe_tables(
         }
         for split, table in tables.items()
     }
-    named = set[Digest]().union(*(table.objects() for table in tables.values()))
-    known = set[Digest]().union(*(table.objects() for table in before))
+    referenced = set[Digest]().union(*(table.objects() for table in tables.values()))
+    referenced_before = set[Digest]().union(*(table.objects() for table in before))
     stored = [split["table"] for split in described.values()]
-    check_present(objects, [*(named - known), *stored], "a version with the splits " + ", ".join(tables))
+    what = "a version with the splits " + ", ".join(tables)
+    # Before the commit: an entry must not refer to an object that a concurrent gc removed.
+    check_present(objects, [*(referenced - referenced_before), *stored], what)
     return described
 
 
 def read_val_fraction(repository: Repository, version: Resolved) -> float:
-    """Return the share of `train` that a data set holds out as `val`.
+    """Return the fraction of `train` that a data set holds out as `val`.
 
-    Versions from before entries had it are what the ingest was told that they go back to.
+    Entries written before they recorded it inherit it from the ingest that they descend from.
 
     Raises:
-        CorruptDataError, NotFoundError, UnavailableError: an entry cannot be read.
+        CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
     """
     while True:
         content = repository.entry(version).content
         if VAL_FRACTION in content:
             return float(content[VAL_FRACTION])
-        # What a version from another repository was merged from has its names there, not here.
+        # An entry copied from another repository names the versions that it was merged from there, not here.
         merged = content.get("change", {}).get("versions", []) if content.get("origin") is None else []
-        before = content.get("parent") or (merged[0] if merged else None)
-        if before is None:
+        ancestor = content.get("parent") or (merged[0] if merged else None)
+        if ancestor is None:
             return float(content.get("source", {}).get("options", {}).get(VAL_FRACTION, 0.0))
-        version = repository.resolve("datasets", before)
+        version = repository.resolve("datasets", ancestor)
 
 
 def inherited(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the entry of a version hands on to one that has no other samples than it."""
+    """Return the fields that an entry passes on to a version with no samples beyond its own."""
     return {name: content[name] for name in (VAL_FRACTION, ENTRY_FIELD) if name in content}
 
 
@@ -83,14 +85,14 @@ def derived_entry(
     source: str,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the entry of a version that was made from others.
+    """Return the log entry of a version that was made from other versions.
 
     Args:
-        splits: from `describe_tables`.
-        change: its `kind` and what it did.
-        message: of whoever made it.
+        splits: result of `describe_tables`.
+        change: kind of the change and its details.
+        message: text given by the user.
         parent: the version of the same data set that it continues.
-        source: the versions it was made from, for people.
+        source: the versions it was made from, as text.
         **more: further fields.
     """
     return {

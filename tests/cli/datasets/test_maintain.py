@@ -44,7 +44,7 @@ def test_a_damaged_one_ends_with_3_and_names_shard_and_samples(pets):
     done = datasvc("verify", "pets", repo=pets.url)
     assert done.returncode == 3
     assert f"train: shard 1 ({digest}) is missing" in done.stdout
-    assert "2 samples hit: k2, k3" in done.stdout
+    assert "2 samples affected: k2, k3" in done.stdout
     assert "1 problems" in done.stdout
     done = datasvc("verify", "pets", "--deep", "--json", repo=pets.url)
     assert done.returncode == 3

@@ -42,7 +42,7 @@ def test_classes_of_integer_labels_get_names(repository, tmp_path):
     (tmp_path / "few.txt").write_text("cat\n", encoding="utf-8")
     refused = datasvc("classes", "pets", tmp_path / "few.txt", repo=repository.url)
     assert refused.returncode == 2
-    assert "labels without class names up to 1, and there are 1 classes" in refused.stderr
+    assert "labels without class names up to 1, but there are only 1 class names" in refused.stderr
     (tmp_path / "names.txt").write_text("cat\ndog\n", encoding="utf-8")
     done = datasvc("classes", "pets", tmp_path / "names.txt", repo=repository.url)
     assert (done.returncode, done.stdout) == (0, "committed pets@2: 2 classes have names\n")
@@ -120,13 +120,13 @@ def test_data_sets_are_merged(pets):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["delete", "pets"], 2, "by keys, or by a condition"),
+        (["delete", "pets"], 2, "expected either keys or a condition"),
         (["delete", "pets", "--keys", "/nonexistent/keys"], 1, "there is no file /nonexistent/keys"),
         (["delete", "pets", "--keys", sys.executable], 2, "are not UTF-8"),
         (["delete", "pets", "--keys", "/"], 2, "is a folder"),
         (["delete", "pets", "--keys", __file__], 1, "keys are not in pets@1: "),
         (["delete", "pets", "--where", "colour = 1"], 2, "the columns are key, blob, label"),
-        (["delete", "pets", "--where", "true"], 2, "nothing would be left"),
+        (["delete", "pets", "--where", "true"], 2, "would be deleted: nothing was committed"),
         (["delete", "pets", "--where", "true", "--split", "test"], 1, "has no split 'test'"),
         (["delete", "cats", "--where", "true"], 1, "no data set 'cats'"),
         (["diff", "pets", "cats"], 1, "no data set 'cats'"),

@@ -416,7 +416,7 @@ def test_labels_outside_the_classes_are_bad_and_negative_ones_are_none(repositor
 
 def test_a_condition_over_columns_that_differ_in_case_alone_is_refused(repository):
     ingest(repository, [{"Label": 3, "label": 0}, {"Label": 0, "label": 3}], "made")
-    with pytest.raises(ConfigError, match="differ in case alone"):
+    with pytest.raises(ConfigError, match="differ in case only"):
         delete(repository, "made", where="label = 3")
 
 

@@ -86,7 +86,7 @@ def test_columns_of_one_side_are_null_for_the_samples_of_the_other(objects):
 
 def test_a_column_of_two_types_is_refused_with_both_types():
     one, other = (shard_schema([KEY, pa.field("score", number)]) for number in (pa.int32(), pa.int64()))
-    with pytest.raises(ConfigError, match="column 'score' is int32 in the data set and int64 in what is added"):
+    with pytest.raises(ConfigError, match="column 'score' is int32 in the data set and int64 in the added data"):
         combine_schemas(one, other)
 
 
@@ -94,7 +94,7 @@ def test_a_column_of_two_types_is_refused_with_both_types():
 def test_images_and_labels_that_the_data_set_has_may_not_be_missing(column):
     schema = image_schema(labelled=True)
     without = schema.remove(schema.get_field_index(column))
-    with pytest.raises(ConfigError, match=f"what is added has no column '{column}'"):
+    with pytest.raises(ConfigError, match=f"the added data has no column '{column}'"):
         combine_schemas(schema, without)
     if column == "image":
         assert combine_schemas(without, schema).field(column).nullable
@@ -107,7 +107,7 @@ def test_tokens_of_two_tokenizers_are_not_put_together():
     one, other, none = (
         shard_schema([KEY], {TOKENIZER: digest} if digest else None) for digest in (b"a" * 64, b"b" * 64, None)
     )
-    with pytest.raises(ConfigError, match=r"tokenizer aaaaaaaaaaaa\.\.\., what is added by bbbbbbbbbbbb"):
+    with pytest.raises(ConfigError, match=r"tokenizer aaaaaaaaaaaa\.\.\., those of the added data by bbbbbbbbbbbb"):
         combine_schemas(one, other)
     assert combine_schemas(one, one).metadata[TOKENIZER] == b"a" * 64
     combine_schemas(one, none)
@@ -174,7 +174,7 @@ def test_shards_whose_labels_stay_are_shared_when_others_are_renumbered(objects)
 
 def test_a_label_without_a_name_cannot_be_renumbered(objects):
     table = write_table(objects, [labelled(a=2)], LABELLED_SCHEMA, ["x", "y"])
-    with pytest.raises(ConfigError, match="label 2 has no class name: the classes are numbered 0 to 1"):
+    with pytest.raises(ConfigError, match="label 2 has no class name: expected labels from 0 to 1"):
         relabel_shards(objects, table, {0: 1, 1: 0})
 
 
@@ -185,7 +185,8 @@ def test_labels_without_names_are_kept_while_they_fit(objects):
     assert [sample["label"] for sample in read_samples(objects, both)] == [0, 1, 1, -1]
     assert both.classes == append_table(objects, numbered, named).classes == ("x", "y")
     beyond = write_table(objects, [labelled(e=2)], LABELLED_SCHEMA)
-    with pytest.raises(ConfigError, match="what is added has labels without class names up to 2, and there are 2"):
+    message = "the added data has labels without class names up to 2, but there are only 2 class names"
+    with pytest.raises(ConfigError, match=message):
         append_table(objects, named, beyond)
     with pytest.raises(ConfigError, match="the data set has labels without class names up to 2"):
         append_table(objects, beyond, named)

@@ -129,5 +129,5 @@ def test_deletions_of_another_table_are_corrupt(repository, table, rows):
     objects = repository.objects
     one = delete_samples(objects, table, {0: np.array([0])})
     other = delete_samples(objects, table, rows)
-    with pytest.raises(CorruptDataError, match="does not say what its shard table says"):
+    with pytest.raises(CorruptDataError, match="does not match its shard table"):
         load_deletions(objects, dataclasses.replace(one, deletions=other.deletions))

@@ -86,7 +86,7 @@ def test_a_key_that_the_source_has_in_another_split_stays_where_it_is(repository
     source = write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "val/cat/3.jpg": 3})
     ingest(repository, source, "pets")
     moved = write_images(tmp_path / "b", {"train/cat/3.jpg": 30, "train/cat/4.jpg": 4, "val/cat/2.jpg": 20})
-    with pytest.raises(ConflictError, match=r"'val' of the data set, in 'train' of what is added"):
+    with pytest.raises(ConflictError, match=r"'val' of the data set, in 'train' of the added data"):
         ingest(repository, moved, "pets", append=True)
     with pytest.raises(ConflictError, match="different samples"):
         ingest(repository, moved, "pets", append=True, on_common="drop")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from datasvc.shards.format.salvage import readable_marks, rows_not_among
+from datasvc.shards.format.salvage import missing_rows, readable_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
@@ -78,7 +78,7 @@ def test_a_missing_shard_is_named_with_the_samples_it_held(pets, deep):
     assert problem.num_samples == STEP
     assert problem.keys == tuple(f"k{number:03}" for number in range(STEP, STEP + 10))
     assert "train: shard 1" in str(problem)
-    assert "12 samples hit: k012, " in str(problem)
+    assert "12 samples affected: k012, " in str(problem)
 
 
 def test_a_truncated_shard_is_seen_without_reading_it_and_deep_tells_what_is_lost(pets):
@@ -124,7 +124,7 @@ def test_a_change_outside_of_all_samples_is_a_problem_without_samples(pets):
     path.write_bytes(content)
     problem = one_problem(pets, deep=True)
     assert (problem.kind, problem.num_samples, problem.keys) == ("changed", 0, ())
-    assert "every sample in it is as it was" in problem.detail
+    assert "every sample in it is intact" in problem.detail
 
 
 def test_every_problem_is_reported_and_not_the_first_alone(pets):
@@ -212,7 +212,7 @@ def test_an_index_of_another_number_of_samples_is_no_index_of_this_shard(pets):
     commit_table(pets, with_column(table, "index", [bytes.fromhex(val.index(0)), bytes.fromhex(table.index(1))]))
     problem = one_problem(pets, "odd", deep=False)
     assert (problem.role, problem.shard) == ("sample index", 0)
-    assert "lists 5 samples, the shard table 12" in problem.detail
+    assert "sample index lists 5 samples, the shard table 12" in problem.detail
 
 
 def test_a_damaged_offset_is_not_followed(shard):
@@ -221,14 +221,14 @@ def test_a_damaged_offset_is_not_followed(shard):
     offsets = np.arange(0, 24, 4, dtype=np.int32).tobytes()  # of the keys of a batch of 5
     place = content.index(offsets)
     content[place + 8 : place + 12] = np.int32(2**31 - 8).tobytes()
-    lost = rows_not_among(index, readable_marks(pa.py_buffer(bytes(content))))
+    lost = missing_rows(index, readable_identities(pa.py_buffer(bytes(content))))
     assert lost.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_table_that_counts_other_samples_contradicts_its_shard(repository):
     table = write_table(repository.objects, [samples(0, 4)], LABELLED_SCHEMA, indexed=False)
     commit_table(repository, with_column(table, "samples", [5]))
-    assert "holds 4 samples, the shard table says 5" in one_problem(repository, "odd", deep=True).detail
+    assert "holds 4 samples, the shard table lists 5" in one_problem(repository, "odd", deep=True).detail
 
 
 def test_an_object_that_is_no_shard_contradicts_its_table(repository):
@@ -316,7 +316,7 @@ def test_whatever_bytes_are_changed_no_sample_with_other_values_counts_as_whole(
     for place in places:
         content[place] ^= 1 << data.draw(st.integers(0, 7))
     del content[data.draw(st.integers(0, len(content)) | st.just(len(content))) :]
-    lost = set(rows_not_among(index, readable_marks(pa.py_buffer(bytes(content)))).tolist())
+    lost = set(missing_rows(index, readable_identities(pa.py_buffer(bytes(content)))).tolist())
     for row, number in enumerate(range(STEP)):
         if blob_of(number) not in content or index.keys[row].encode() not in content:
             assert row in lost
@@ -324,8 +324,8 @@ def test_whatever_bytes_are_changed_no_sample_with_other_values_counts_as_whole(
 
 def test_an_undamaged_shard_has_lost_nothing(shard):
     content, index = shard
-    assert len(rows_not_among(index, readable_marks(pa.py_buffer(content)))) == 0
-    assert np.array_equal(rows_not_among(index, []), np.arange(STEP))
+    assert len(missing_rows(index, readable_identities(pa.py_buffer(content)))) == 0
+    assert np.array_equal(missing_rows(index, []), np.arange(STEP))
 
 
 def test_a_changed_entry_is_corrupt_and_not_a_problem_of_samples(pets):

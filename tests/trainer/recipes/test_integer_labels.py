@@ -156,7 +156,7 @@ def test_names_are_given_with_the_ingest_or_later_and_stay(repository):
         open_dataset(repository, "later")["train"].table.shards()
         == open_dataset(repository, "later@1")["train"].table.shards()
     )
-    with pytest.raises(ConfigError, match="names already"):
+    with pytest.raises(ConfigError, match="already have names"):
         name_classes(repository, "later", ["dog", "cat", "eel"])
     name_classes(repository, "later", ["cat", "dog", "eel", "fly"])
     with pytest.raises(ConflictError, match="not the newest"):
@@ -165,7 +165,11 @@ def test_names_are_given_with_the_ingest_or_later_and_stay(repository):
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(["cat", "dog"], "up to 2, and there are 2 classes"), (["a", "a", "b"], "two classes"), ([""], "empty name")],
+    [
+        (["cat", "dog"], "up to 2, but there are only 2 class names"),
+        (["a", "a", "b"], "two classes"),
+        ([""], "none of them empty"),
+    ],
 )
 def test_names_that_do_not_fit_the_labels_are_refused(repository, names, message):
     with pytest.raises(ConfigError, match=message):
@@ -176,7 +180,7 @@ def test_labelled_and_unlabelled_samples_are_not_appended_to_each_other(reposito
     unlabelled = [{"key": f"u{number}", "image": jpeg(seed=50 + number)} for number in range(3)]
     ingest(repository, samples(), "labelled")
     ingest(repository, unlabelled, "unlabelled")
-    with pytest.raises(ConfigError, match="what is added has no column 'label'"):
+    with pytest.raises(ConfigError, match="the added data has no column 'label'"):
         ingest(repository, unlabelled, "labelled", append=True)
     with pytest.raises(ConfigError, match="the data set has no labels"):
         ingest(repository, samples(), "unlabelled", append=True)
