@@ -143,14 +143,14 @@ def bad_images():
     png, webp = encode(image, "PNG"), encode(image, "WEBP", quality=95)
     integers = Image.fromarray(np.asarray(image.convert("L")).astype(np.int32) << 16)
     return {
-        "empty.jpg": (b"", "no image"),
-        "page.jpg": (b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>\n", "no image"),
+        "empty.jpg": (b"", "not an image"),
+        "page.jpg": (b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>\n", "not an image"),
         "cut.jpg": (jpeg[: len(jpeg) * 6 // 10], "does not decode"),
         "cut-progressive.jpg": (progressive[: len(progressive) * 6 // 10], "does not decode"),
         "promises-more.jpg": (taller(jpeg, 600)[:-2], "does not decode"),
         "header-only.jpg": (jpeg[:200], "does not decode"),
         "cut.png": (png[: len(png) * 6 // 10], "does not decode"),
-        "cut.webp": (webp[: len(webp) * 6 // 10], "does not decode|no image"),
-        "no-tiles.jpg": (without_tiles(encode(image, "JPEG2000")), "does not decode|no image"),
+        "cut.webp": (webp[: len(webp) * 6 // 10], "does not decode|not an image"),
+        "no-tiles.jpg": (without_tiles(encode(image, "JPEG2000")), "does not decode|not an image"),
         "integers.tif": (encode(integers, "TIFF"), "32-bit integer pixels"),
     }

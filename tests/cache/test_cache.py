@@ -173,7 +173,7 @@ def test_shards_that_the_garbage_collector_finds_in_the_middle_of_anything_are_r
 
 def test_an_object_that_is_no_shard_is_not_held(cache, origin):
     repository, infos = origin
-    with pytest.raises(CorruptDataError, match="no Arrow IPC file"):
+    with pytest.raises(CorruptDataError, match="is not an Arrow IPC file"):
         cache.shards(repository).open_shard(infos[0])
     assert cache.status().held_bytes == 0
 

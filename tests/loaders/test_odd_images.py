@@ -170,6 +170,7 @@ def test_a_bad_sample_spoils_no_pixel_of_the_others(odd_split, decode):
 
 def test_raising_names_the_shard_and_the_key(odd_split):
     with ImageLoader(odd_split, batch_size=len(odd_split), size=32, training=False) as loader:
-        with pytest.raises(BadSampleError, match=r"9 of \d+ samples .*'not/page\.jpg' \(row \d+ of shard .*no image"):
+        message = r"9 of \d+ samples .*'not/page\.jpg' \(row \d+ of shard .*not an image"
+        with pytest.raises(BadSampleError, match=message):
             next(iter(loader))
         assert loader.state_dict()["position"] == 0

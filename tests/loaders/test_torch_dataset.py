@@ -118,13 +118,13 @@ def damaged(repository):
 
 
 def test_an_image_that_does_not_decode_is_named_or_masked(damaged, caplog):
-    with pytest.raises(BadSampleError, match=r"made@1/train: sample 1, '1\.jpg': no image.*on_bad='mask'"):
+    with pytest.raises(BadSampleError, match=r"made@1/train: sample 1, '1\.jpg': not an image.*on_bad='mask'"):
         Dataset(damaged, columns=("image",))[1]
     dataset = Dataset(damaged, columns=("image",), decode="numpy", on_bad="mask")
     assert [dataset[number]["mask"] for number in range(3)] == [True, False, True]
     assert dataset[1]["image"].shape == (18, 24, 3)
     assert not dataset[1]["image"].any()
-    assert "sample 1, '1.jpg': no image" in caplog.text
+    assert "sample 1, '1.jpg': not an image" in caplog.text
 
 
 def test_a_bad_image_in_a_worker_is_named_in_the_main_process(damaged):

@@ -1,1 +1,1 @@
-"""The file formats of a data set: shards, sample indexes and shard tables."""
+"""File formats of a data set: shards with their readers and writers, sample indexes, and shard tables."""

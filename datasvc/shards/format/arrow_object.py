@@ -1,4 +1,4 @@
-"""Small objects that are one Arrow table: sample indexes and deletions. How they become bytes, and come back."""
+"""Encoding of small objects that hold one Arrow table, such as sample indexes and deletions."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None)
     """Return a table as an Arrow IPC file; equal tables give equal bytes.
 
     Args:
-        table: what it holds.
-        metadata: kept with its rows, if there are any. That of the schema would be in the file twice.
+        table: the table.
+        metadata: metadata of its first record batch, if the table has rows. Schema metadata would be stored twice.
     """
     sink = pa.BufferOutputStream()
-    whole = table.combine_chunks()
-    with pa.ipc.new_file(sink, whole.schema) as file:
-        for batch in whole.to_batches():
+    # One chunk, whatever chunks the table has, so that equal tables give equal bytes.
+    combined = table.combine_chunks()
+    with pa.ipc.new_file(sink, combined.schema) as file:
+        for batch in combined.to_batches():
             file.write_batch(batch, custom_metadata=metadata)
     return bytes(sink.getvalue().to_pybytes())
 
 
 def decode_metadata(content: bytes) -> dict[bytes, bytes]:
-    """Return the metadata that `encode_table` kept in what `decode_table` could read."""
+    """Return the metadata that `encode_table` stored. `content` must be readable for `decode_table`."""
     file = pa.ipc.open_file(pa.py_buffer(content))
-    found = file.get_batch_with_custom_metadata(0).custom_metadata if file.num_record_batches else None
-    return dict(found or {})
+    metadata = file.get_batch_with_custom_metadata(0).custom_metadata if file.num_record_batches else None
+    return dict(metadata or {})
 
 
 def decode_table(content: bytes, name: str, *, what: str, format_key: bytes, latest: int) -> pa.Table:
-    """Return the table that `encode_table` gave.
+    """Return the table that `encode_table` stored.
 
     Args:
-        content: all of the object.
-        name: of the object, for messages.
-        what: it should be, "sample index".
-        format_key: schema metadata that holds the number of its format.
-        latest: format that is known.
+        content: the bytes of the object.
+        name: location of the object, for messages.
+        what: type of the object for messages, such as "sample index".
+        format_key: key of the schema metadata with the format number.
+        latest: newest format number that can be read.
 
     Raises:
-        CorruptDataError: it is none.
-        ConfigError: a later format.
+        CorruptDataError: the object does not have the type `what`.
+        ConfigError: it has a newer format.
     """
     try:
         table = pa.ipc.open_file(pa.py_buffer(content)).read_all()
-        found = int(table.schema.metadata[format_key])
+        format_number = int(table.schema.metadata[format_key])
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
-        raise CorruptDataError(f"{name} is no {what}: {error!r}") from error
-    if found > latest:
-        raise ConfigError(f"{name} has {what} format {found}; this datasvc reads up to {latest}")
+        raise CorruptDataError(f"{name} is not a {what}: {error!r}") from error
+    if format_number > latest:
+        raise ConfigError(f"{name} has {what} format {format_number}; this datasvc reads up to {latest}")
     return table

@@ -1,6 +1,7 @@
-"""Blobs or texts of the record batch being filled, end to end in one buffer that is used again for every batch.
+"""Buffer for the blobs or texts of one column of the record batch that is being written, reused for every batch.
 
-Fresh memory costs more than the copy, and a blob that is read straight into its place costs no copy either.
+Allocation of new memory takes longer than the copy of a blob. A blob that is read directly into the buffer is not
+copied at all.
 """
 
 from __future__ import annotations
@@ -11,59 +12,61 @@ import pyarrow as pa
 
 
 class BlobColumn:
-    """A column's bytes, in a buffer that only ever grows.
+    """The bytes of one column in a buffer that grows as needed and never shrinks.
 
     Args:
-        room_bytes: of the buffer at first.
+        initial_bytes: initial size of the buffer.
     """
 
-    def __init__(self, room_bytes: int) -> None:
-        self._buffer = np.empty(room_bytes, np.uint8)
+    def __init__(self, initial_bytes: int) -> None:
+        self._buffer = np.empty(initial_bytes, np.uint8)
         self._view = self._buffer.data
         self._offsets = [0]
         self._nulls: list[int] = []
-        self._room: memoryview | None = None
+        self._reserved: memoryview | None = None
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each blob: `int64[samples]`."""
+        """Size of each blob in bytes: `int64[samples]`."""
         offsets = np.array(self._offsets, np.int64)
         return offsets[1:] - offsets[:-1]
 
-    def room(self, size_bytes: int) -> memoryview:
-        """Return where the next blob will lie: what is written there needs no copy when it is appended."""
+    def reserve(self, size_bytes: int) -> memoryview:
+        """Return the memory of the next blob. A blob that is written there is not copied by `append`."""
         start = self._offsets[-1]
         stop = start + size_bytes
         if stop > len(self._view):
+            # At least doubled, so that the copies of a growing buffer stay few.
             grown = np.empty(max(stop, 2 * len(self._buffer)), np.uint8)
             grown[:start] = self._buffer[:start]
             self._buffer, self._view = grown, grown.data
-        self._room = room = self._view[start:stop]
-        return room
+        self._reserved = reserved = self._view[start:stop]
+        return reserved
 
     def append(self, blob: bytes | memoryview | npt.NDArray[np.uint8] | None) -> int:
-        """Add a blob, copied unless it is what `room` returned last; returns its size in bytes."""
+        """Add a blob and return its size in bytes. It is copied unless it is the result of the last `reserve`."""
         offsets = self._offsets
         if blob is None:
             self._nulls.append(len(offsets) - 1)
             offsets.append(offsets[-1])
             return 0
-        if blob is not self._room:
+        # Identity, not equality: only the very result of `reserve` is in place already.
+        if blob is not self._reserved:
             view = np.frombuffer(blob, np.uint8)
-            self.room(len(view))[:] = view.data
+            self.reserve(len(view))[:] = view.data
         size_bytes = len(blob)
         offsets.append(offsets[-1] + size_bytes)
-        self._room = None
+        self._reserved = None
         return size_bytes
 
     def take(self, data_type: pa.DataType) -> pa.Array:
-        """Return the blobs as an array that is valid until the next `append`, and start over."""
+        """Return the blobs as an array, which is valid until the next `append`, and start an empty column."""
         count = len(self._offsets) - 1
         is_large = pa.types.is_large_binary(data_type) or pa.types.is_large_string(data_type)
         offsets = pa.py_buffer(np.array(self._offsets, np.int64 if is_large else np.int32))
         content = pa.py_buffer(self._buffer[: self._offsets[-1]])
         array = pa.Array.from_buffers(data_type, count, [_validity(count, self._nulls), offsets, content])
-        self._offsets, self._nulls, self._room = [0], [], None
+        self._offsets, self._nulls, self._reserved = [0], [], None
         return array
 
 

@@ -1,13 +1,13 @@
-"""Digests of single samples: what tells a changed sample from an unchanged one, and finds duplicates.
+"""Digests of single samples, which show whether a sample changed and which samples are duplicates.
 
-Two digests, neither depends on the key, on the order of columns, on columns that are null, or on what is measured
-rather than given (`width`, `height` of an image):
+There are two digests. Neither depends on the key, on the order of columns, on null columns, or on columns that are
+measured from an image (`width`, `height`):
 
 - *sample*: over the values of all columns. Equal digests mean equal samples.
-- *payload*: over the blobs alone, where there are any: equal images with other labels share it.
+- *payload*: over the blobs alone, if there are any: equal images with different labels have the same one.
 
-They are xxHash3 of 128 bits, four times faster than the BLAKE3 that names objects and guards their bytes, and as good
-against accidents. They are no defence against somebody who constructs collisions.
+Both are 128-bit xxHash3, which is four times faster than the BLAKE3 of object names. That detects accidental changes
+as reliably, but an attacker can construct collisions.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def digest_blob(blob: Any) -> bytes:
 
 
 def digest_sample(blobs: Mapping[str, bytes], values: Mapping[str, bytes | None]) -> tuple[bytes, bytes]:
-    """Return the sample and the payload digest of one sample.
+    """Return the sample digest and the payload digest of one sample.
 
     Args:
         blobs: digest of each blob that is not null, by column.
-        values: what `encode_value` gave for the other columns.
+        values: result of `encode_value` for all other columns.
     """
-    given = {**{name: b"\2" + digest for name, digest in blobs.items()}, **values}
-    sample = xxh3_128_digest(_join(given))
+    encoded = {**{name: b"\2" + digest for name, digest in blobs.items()}, **values}
+    sample = xxh3_128_digest(_join(encoded))
     return sample, _payload([blobs[name] for name in sorted(blobs)], sample)
 
 
 def digest_batch(batch: pa.RecordBatch) -> tuple[list[bytes], list[bytes]]:
-    """Return the sample and the payload digests of a batch, in its order."""
+    """Return the sample digests and the payload digests of a batch, in its order."""
     measured = (WIDTH, HEIGHT) if IMAGE in batch.schema.names else ()
     values: dict[str, Sequence[bytes | None]] = {}
     blobs: dict[str, Sequence[bytes | None]] = {}
@@ -63,26 +63,26 @@ def digest_batch(batch: pa.RecordBatch) -> tuple[list[bytes], list[bytes]]:
 def digest_samples(
     num_samples: int, blobs: Mapping[str, Sequence[bytes | None]], values: Mapping[str, Sequence[bytes | None]]
 ) -> tuple[list[bytes], list[bytes]]:
-    """Return the sample and the payload digests of samples that are given column by column.
+    """Return the sample digests and the payload digests of samples that are given as columns.
 
     Args:
-        num_samples: of which each column has a value.
+        num_samples: number of values in each column.
         blobs: by column, the digest of each blob, None for null.
-        values: by column, what `encode_value` gave for each value; neither keys nor what is measured.
+        values: by column, the result of `encode_value` for each value; without keys and measured columns.
     """
-    # A column at a time: nothing but the join is done for each sample. What is null leaves no trace.
+    # Column by column, so that only the join is done per sample. A null value adds no bytes.
     parts = {name: _digest_parts(name, digests) for name, digests in blobs.items()}
     parts |= {name: _value_parts(name, column) for name, column in values.items()}
     rows = zip(*(column for _, column in sorted(parts.items())), strict=True) if parts else [()] * num_samples
     samples = [xxh3_128_digest(b"".join(row)) for row in rows]
     if not blobs:
         return samples, samples
-    held = [blobs[name] for name in sorted(blobs)]
-    if len(held) == 1:
-        return samples, [digest or sample for digest, sample in zip(held[0], samples, strict=True)]
-    each = zip(*held, strict=True)
+    blob_columns = [blobs[name] for name in sorted(blobs)]
+    if len(blob_columns) == 1:
+        return samples, [digest or sample for digest, sample in zip(blob_columns[0], samples, strict=True)]
     return samples, [
-        _payload([digest for digest in row if digest], samples[number]) for number, row in enumerate(each)
+        _payload([digest for digest in row if digest], samples[number])
+        for number, row in enumerate(zip(*blob_columns, strict=True))
     ]
 
 
@@ -97,9 +97,10 @@ def _value_parts(name: str, encoded: Sequence[bytes | None]) -> list[bytes]:
 
 
 def encode_value(value: Any) -> bytes | None:
-    """Return a Python value in the one way that digests see it; None for null."""
+    """Return the canonical encoding of a Python value for digests; None for null."""
     if value is None:
         return None
+    # Before int, of which bool is a subclass.
     if isinstance(value, bool):
         return b"b1" if value else b"b0"
     if isinstance(value, int):
@@ -111,14 +112,14 @@ def encode_value(value: Any) -> bytes | None:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return b"\2" + digest_blob(value)
     if isinstance(value, Mapping):
-        return b"{" + _join({str(name): encode_value(each) for name, each in value.items()})
+        return b"{" + _join({str(name): encode_value(item) for name, item in value.items()})
     if isinstance(value, Iterable):
-        inner = [encode_value(each) for each in value]
-        return b"[" + b"".join(_LENGTH.pack(-1) if each is None else _sized(each) for each in inner)
-    return b"o" + str(value).encode()  # dates, times and decimals have one way to be written
+        items = [encode_value(item) for item in value]
+        return b"[" + b"".join(_LENGTH.pack(-1) if item is None else _sized(item) for item in items)
+    return b"o" + str(value).encode()  # dates, times and decimals have a unique text form
 
 
-class BlobParts:
+class BlobViews:
     """The values of an array of blobs or text, as views of their bytes.
 
     Args:
@@ -128,23 +129,25 @@ class BlobParts:
     def __init__(self, column: pa.Array) -> None:
         _, offsets, content = column.buffers() if len(column) else (None, None, None)
         is_large = pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type)
-        line = np.frombuffer(offsets or b"\0" * 8, np.int64 if is_large else np.int32)
-        # Read as they lie: a list of numbers would take five times as much memory.
-        self._stops = line[column.offset : column.offset + len(column) + 1].data
-        held = np.frombuffer(content, np.uint8) if content is not None and content.size else np.empty(0, np.uint8)
-        self._content = held.data
+        stops = np.frombuffer(offsets or b"\0" * 8, np.int64 if is_large else np.int32)
+        # A view of Arrow's offsets: a list of Python numbers would take five times as much memory.
+        self._stops = stops[column.offset : column.offset + len(column) + 1].data
+        content_bytes = (
+            np.frombuffer(content, np.uint8) if content is not None and content.size else np.empty(0, np.uint8)
+        )
+        self._content = content_bytes.data
         is_null = ~column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else np.empty(0)
         self._nulls = frozenset(np.flatnonzero(is_null).tolist())
 
     def view(self, row: int) -> memoryview | None:
-        """Return one value's bytes, None for null."""
+        """Return the bytes of one value; None for null."""
         return None if row in self._nulls else self._content[self._stops[row] : self._stops[row + 1]]
 
 
 def blob_views(column: pa.Array) -> list[memoryview | None]:
     """Return the values of an array of blobs or text as views of their bytes; None for null."""
-    parts = BlobParts(column)
-    return [parts.view(row) for row in range(len(column))]
+    views = BlobViews(column)
+    return [views.view(row) for row in range(len(column))]
 
 
 def _encode_column(column: pa.Array) -> list[bytes | None]:
@@ -153,7 +156,7 @@ def _encode_column(column: pa.Array) -> list[bytes | None]:
 
 
 def _is_plain(column: pa.Array) -> bool:
-    """Return whether numpy gives the same Python values as Arrow, only faster."""
+    """Return whether NumPy gives the same Python values as Arrow; NumPy is faster."""
     is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
     return bool(is_number and column.null_count == 0)
 
@@ -161,6 +164,7 @@ def _is_plain(column: pa.Array) -> bool:
 def _payload(blobs: Sequence[bytes], sample: bytes) -> bytes:
     if not blobs:
         return sample
+    # One blob needs no second hash.
     return blobs[0] if len(blobs) == 1 else xxh3_128_digest(b"".join(blobs))
 
 

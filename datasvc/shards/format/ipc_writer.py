@@ -1,7 +1,7 @@
-"""An Arrow IPC file on its way to a sink, which remembers where its record batches came to lie.
+"""Writer of Arrow IPC files that records the position of every record batch in the file.
 
-Nothing is read again or copied for it: what Arrow writes passes by piece by piece, and blobs are recognised by their
-memory.
+Nothing is read again or copied for that: Arrow writes a file in small chunks, and the chunks that hold blobs are
+recognised by their memory address.
 """
 
 from __future__ import annotations
@@ -15,108 +15,108 @@ from xxhash import xxh3_128
 from datasvc.shards.format.layout import BatchLayout, ByteRange, ShardLayout
 from datasvc.shards.format.schema import is_blob
 
-# "ARROW1" and padding, in front of the schema.
+# "ARROW1" and padding, before the schema.
 _MAGIC_BYTES: Final = 8
-# A frame that is a larger share of its message than this is not kept: the index stays small beside the shard.
+# A frame larger than 1/32 of its message is not kept, so that the sample index stays small beside the shard.
 _FRAME_SHARE: Final = 32
-# A record batch is a dozen pieces, nearly all of them a few bytes: a call of the sink for each would cost more.
+# Smaller chunks are collected and written together: a record batch has a dozen, most of them of a few bytes.
 _SMALL_BYTES: Final = 4096
 
-Piece: TypeAlias = pa.Buffer | bytes
+Chunk: TypeAlias = pa.Buffer | bytes
 
 
 class ByteSink(Protocol):
-    """Where a shard's bytes go, such as an `ObjectWriter`."""
+    """Destination of a shard's bytes, such as an `ObjectWriter`."""
 
     def write(self, content: bytes | memoryview, /) -> int:
         """Append `content`."""
 
 
-class RecordedFile:
-    """Writes an Arrow IPC file.
+class IpcWriter:
+    """Writes an Arrow IPC file and records its layout.
 
     Args:
         sink: receives the file's bytes in order.
-        schema: of every record batch; no dictionaries.
+        schema: schema of every record batch; without dictionaries.
     """
 
     def __init__(self, sink: ByteSink, schema: pa.Schema) -> None:
         self._schema = schema
-        self._pieces = _Pieces(sink)
-        self._file = pa.ipc.new_file(pa.PythonFile(self._pieces, mode="w"), schema)
+        self._chunks = _ChunkRecorder(sink)
+        self._file = pa.ipc.new_file(pa.PythonFile(self._chunks, mode="w"), schema)
         self._blobs = [number for number, field in enumerate(schema) if is_blob(field.type)]
         self._batches: list[BatchLayout] = []
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Append a record batch. Raises what the sink raises."""
-        start_bytes = self._pieces.size_bytes
+        """Append a record batch. Raise what the sink raises."""
+        start_bytes = self._chunks.size_bytes
         self._file.write_batch(batch)
-        pieces = self._pieces.take()
+        chunks = self._chunks.take()
         if not self._batches:
-            # Arrow writes what stands before the first record batch only now.
-            before_bytes = _MAGIC_BYTES + self._schema.serialize().size
-            while start_bytes < before_bytes:
-                start_bytes += len(pieces.pop(0))
-            assert start_bytes == before_bytes, (start_bytes, before_bytes)
+            # Arrow writes the file's header together with the first record batch; its chunks are not part of it.
+            header_bytes = _MAGIC_BYTES + self._schema.serialize().size
+            while start_bytes < header_bytes:
+                start_bytes += len(chunks.pop(0))
+            assert start_bytes == header_bytes, (start_bytes, header_bytes)
         blobs = [batch.column(number).buffers()[2] for number in self._blobs]
-        self._batches.append(describe_batch(pieces, start_bytes, blobs, batch.num_rows))
+        self._batches.append(describe_batch(chunks, start_bytes, blobs, batch.num_rows))
 
     def close(self) -> None:
         """Write the file's footer."""
         self._file.close()
-        self._pieces.flush()
+        self._chunks.flush()
 
     @property
     def layout(self) -> ShardLayout:
-        """Where the record batches written so far lie."""
+        """Layout of the record batches written so far."""
         return ShardLayout(self._schema, tuple(self._batches))
 
 
 def describe_batch(
-    pieces: Sequence[Piece], offset: int, blobs: Sequence[pa.Buffer | None], num_samples: int
+    chunks: Sequence[Chunk], offset: int, blobs: Sequence[pa.Buffer | None], num_samples: int
 ) -> BatchLayout:
-    """Return the layout of a record batch from what Arrow has just written of it.
+    """Return the layout of a record batch from the chunks that Arrow wrote for it.
 
     Args:
-        pieces: the message, piece by piece; buffers are still what they were when they were written.
-        offset: of the message in the file.
-        blobs: the buffer that holds the bytes of each blob column; None for no bytes.
-        num_samples: of the batch.
+        chunks: the chunks of the message; buffers must not have changed since they were written.
+        offset: offset of the message in the file.
+        blobs: the buffer with the bytes of each blob column; None for no bytes.
+        num_samples: number of samples in the batch.
     """
-    # Arrow passes a column's buffer on as it is: the same memory is the same bytes.
-    held = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]
-    places: dict[tuple[int, int], ByteRange] = {}
-    frame: list[Piece] = []
+    # Arrow writes a column's buffer without a copy, so equal memory means that a chunk is that buffer.
+    blob_memory = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]
+    blob_ranges: dict[tuple[int, int], ByteRange] = {}
+    frame: list[Chunk] = []
     length = 0
-    for piece in pieces:
-        memory = (piece.address, piece.size) if isinstance(piece, pa.Buffer) else None
-        if memory is not None and memory in held and memory not in places:
-            places[memory] = ByteRange(length, len(piece))
+    for chunk in chunks:
+        memory = (chunk.address, chunk.size) if isinstance(chunk, pa.Buffer) else None
+        if memory is not None and memory in blob_memory and memory not in blob_ranges:
+            blob_ranges[memory] = ByteRange(length, len(chunk))
         else:
-            frame.append(piece)
-        length += len(piece)
+            frame.append(chunk)
+        length += len(chunk)
     message = ByteRange(offset, length)
-    if set(places) == set(held) - {None} and sum(map(len, frame)) * _FRAME_SHARE <= length:
-        spans = tuple(ByteRange(0, 0) if memory is None else places[memory] for memory in held)
+    if set(blob_ranges) == set(blob_memory) - {None} and sum(map(len, frame)) * _FRAME_SHARE <= length:
+        spans = tuple(ByteRange(0, 0) if memory is None else blob_ranges[memory] for memory in blob_memory)
         return BatchLayout(message, num_samples, frame=b"".join(map(memoryview, frame)), blobs=spans)
     digest = xxh3_128()
-    for piece in pieces:
-        digest.update(memoryview(piece))
+    for chunk in chunks:
+        digest.update(memoryview(chunk))
     return BatchLayout(message, num_samples, digest=digest.digest())
 
 
-class _Pieces:
-    """What pyarrow asks of a Python file: passes pieces on, small ones together, and keeps each until it is taken."""
+class _ChunkRecorder:
+    """The file object that Arrow writes to: forwards chunks to the sink, and keeps them until they are taken."""
 
     closed = False
 
     def __init__(self, sink: ByteSink) -> None:
         self._sink = sink
-        self._kept: list[Piece] = []
+        self._kept: list[Chunk] = []
         self._small = bytearray()
         self.size_bytes = 0
 
-    def write(self, content: Piece) -> int:
+    def write(self, content: Chunk) -> int:
         view = memoryview(content)
         self._kept.append(content)
         self.size_bytes += view.nbytes
@@ -127,13 +127,13 @@ class _Pieces:
             self._sink.write(view)
         return view.nbytes
 
-    def take(self) -> list[Piece]:
-        """Return what was written since the last call."""
-        pieces, self._kept = self._kept, []
-        return pieces
+    def take(self) -> list[Chunk]:
+        """Return the chunks written since the last call."""
+        chunks, self._kept = self._kept, []
+        return chunks
 
     def flush(self) -> None:
-        """Pass on what is left; the sink's owner syncs."""
+        """Write the collected small chunks to the sink; the owner of the sink syncs it."""
         small, self._small = self._small, bytearray()
         if small:
             self._sink.write(memoryview(small))

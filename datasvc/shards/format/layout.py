@@ -1,8 +1,8 @@
-"""Where a shard's record batches lie in its file, so that samples can be read before the whole shard is there.
+"""Layout of a shard's file: the positions of its record batches, for reading samples before the shard is complete.
 
-Of most record batches the *frame* is kept: the encapsulated message without the bytes of its blobs. That is all that
-is needed beside the blobs themselves, which are read one by one and checked by the payload digests of the sample
-index. Where the frame is no small part of the message, as of text, a digest of the whole message is kept instead.
+For most record batches, the *frame* is stored: the encapsulated IPC message without the bytes of its blobs. A reader
+then needs only the blobs themselves, which it reads one by one and verifies by the payload digests of the sample
+index. If the frame is a large part of the message, as for text, a digest of the whole message is stored instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A run of bytes."""
+    """A range of bytes."""
 
     offset: int
     length: int
@@ -39,14 +39,14 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """One record batch in a shard's file.
+    """Position and contents of one record batch in a shard's file.
 
     Attributes:
-        message: its encapsulated IPC message, metadata and body, in the file.
-        num_samples: its samples.
-        digest: xxHash3 of 128 bits of the message; None where there is a frame.
-        frame: the message without the bytes of `blobs`; None where there is a digest.
-        blobs: with a frame, where the bytes of each blob column lie in the message, in the schema's order.
+        message: range of its encapsulated IPC message (metadata and body) in the file.
+        num_samples: number of samples.
+        digest: 128-bit xxHash3 of the message; None if there is a frame.
+        frame: the message without the bytes of `blobs`; None if there is a digest.
+        blobs: with a frame, range within the message of the bytes of each blob column, in the schema's order.
     """
 
     message: ByteRange
@@ -58,11 +58,11 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """A shard's columns, and its record batches in order.
+    """A shard's schema and the layout of its record batches.
 
     Attributes:
-        schema: of the shard's own file.
-        batches: all of them.
+        schema: schema of the shard's file, which may lack columns of its split.
+        batches: all record batches in order.
     """
 
     schema: pa.Schema
@@ -89,22 +89,25 @@ class ShardLayout:
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> ShardLayout:
-        """Return the layout that `encode` gave. Raises CorruptDataError."""
+        """Return the layout that `encode` wrote. Raise CorruptDataError."""
         try:
             table = pa.ipc.open_stream(pa.py_buffer(content)).read_all()
             schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[_SCHEMA_KEY]))
             batches = tuple(_decode_batch(row) for row in table.to_pylist())
         except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
-            raise CorruptDataError(f"{name} says nothing sound of the shard's record batches: {error!r}") from error
+            raise CorruptDataError(
+                f"{name} has an invalid layout of the shard's record batches: {error!r}"
+            ) from error
         return cls(schema, batches)
 
     @property
     def num_samples(self) -> int:
-        """Samples of all record batches."""
+        """Number of samples of all record batches."""
         return sum(batch.num_samples for batch in self.batches)
 
 
 def _decode_batch(row: dict[str, Any]) -> BatchLayout:
+    # Without either, the bytes of the batch could not be verified.
     if (row["frame"] is None) == (row["digest"] is None):
         raise ValueError("a record batch needs either a digest or a frame")
     spans = tuple(ByteRange(span["offset"], span["length"]) for span in row["blobs"])

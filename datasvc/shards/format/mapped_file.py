@@ -1,4 +1,4 @@
-"""A local file that is mapped, and can be read past its mapping too."""
+"""Local files that are mapped into memory, and can also be read without accessing the mapping."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ Opened = TypeVar("Opened")
 
 
 class MappedFile:
-    """A local file, open and mapped for reading for as long as this object or a view of it lives.
+    """A local file, open and mapped for reading as long as this object or a view of it is referenced.
 
     Args:
-        path: the file, whose name may go afterwards.
+        path: the file; it may be deleted afterwards.
 
     Raises:
-        NotFoundError: it does not exist.
-        CorruptDataError: it is empty.
-        UnavailableError: the process may not open more files.
+        NotFoundError: the file does not exist.
+        CorruptDataError: the file is empty.
+        UnavailableError: the process has reached its limit of open files.
     """
 
     def __init__(self, path: Path | str) -> None:
         self._path = path
         self._descriptor = _open(path)
-        # Not when the program ends: threads may still read, and the kernel closes it then.
+        # Not at exit, as threads may still read: the kernel closes the file.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         try:
-            # Mapped by Python: Arrow's own way to make a mapping takes ten times as long.
+            # Python's mmap, because Arrow's memory map takes ten times as long to create.
             self.mapping = _with_descriptors(lambda: mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), path)
         except ValueError as error:
-            raise CorruptDataError(f"{path} is no Arrow IPC file: it is empty") from error
+            raise CorruptDataError(f"{path} is not an Arrow IPC file: it is empty") from error
         self._start = _address_of(np.frombuffer(self.mapping, np.uint8))
 
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
-        """Fill a buffer from the file with what a view of the mapping shows.
+        """Read the bytes of a view of the mapping from the file into a buffer.
 
         Args:
             view: `uint8[size]`.
             buffer: `uint8[size]`.
 
         Returns:
-            The buffer; or the view itself where it is none of the mapping.
+            The buffer; or the view itself if it is not a view of the mapping.
 
         Raises:
-            CorruptDataError: the file has become shorter.
+            CorruptDataError: the file was truncated.
             UnavailableError: the disk cannot be read.
         """
         assert len(view) == len(buffer), (len(view), len(buffer))
@@ -69,14 +69,14 @@ class MappedFile:
             try:
                 count = os.preadv(self._descriptor, [buffer[num_read:].data], offset + num_read)
             except OSError as error:
-                raise UnavailableError(f"{self._path} cannot be read: {error}; is its disk well?") from error
+                raise UnavailableError(f"{self._path} cannot be read: {error}; check the disk") from error
             if not count:
-                raise CorruptDataError(f"{self._path} has become shorter while it was open: something truncated it")
+                raise CorruptDataError(f"{self._path} was truncated while it was open: restore it from another copy")
             num_read += count
         return buffer
 
-    def let_go(self) -> None:
-        """Unmap the pages that were touched. Views stay valid: what they touch again is mapped again."""
+    def release_pages(self) -> None:
+        """Unmap the pages that were accessed. Views stay valid: an access maps the page again."""
         self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
@@ -87,23 +87,23 @@ def _open(path: Path | str) -> int:
         raise NotFoundError(f"{path} does not exist") from error
 
 
-def _with_descriptors(take: Callable[[], Opened], path: Path | str) -> Opened:
-    """Take a descriptor; where the process has no more of them, as many as it is allowed to have.
+def _with_descriptors(open_file: Callable[[], Opened], path: Path | str) -> Opened:
+    """Call `open_file`; at the limit of open files, raise the limit to its maximum and call it again.
 
-    A mapping and its file take one each, and many systems give a process 1,024 until it asks for more.
+    A mapping and its file need a descriptor each, and many systems limit a process to 1,024 unless it asks for more.
     """
     try:
-        return take()
+        return open_file()
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
-        return take()
+        return open_file()
     except OSError as error:
-        raise UnavailableError(f"{path} cannot be opened: {error}; allow more files, `ulimit -n`") from error
+        raise UnavailableError(f"{path} cannot be opened: {error}; allow more open files with `ulimit -n`") from error
 
 
 def _address_of(array: Bytes) -> int:

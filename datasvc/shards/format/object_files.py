@@ -1,4 +1,4 @@
-"""Objects as Arrow sees files: mapped where they are local, read range by range where they are not."""
+"""Access for Arrow's file readers to stored objects: local ones are mapped, remote ones are read by byte range."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TAIL_BYTES: Final = 16 << 10
 
 
 class ObjectFiles:
-    """The objects of a repository as files named by their digest, for Arrow's own readers.
+    """The objects of a repository as files, opened by digest, for Arrow's own readers.
 
-    Only the ranges that a reader asks for are read, so they cannot be checked against the digest; sizes are.
+    Only the ranges that a reader requests are read, so contents are not checked against the digest; sizes are.
 
     Args:
-        storage: the repository's tree.
-        sizes: bytes of each object, as its table says.
+        storage: storage of the repository.
+        sizes: expected size of each object in bytes.
 
     Attributes:
-        failure: the first error of ours that reading met; other libraries pass on its text alone.
+        failure: the first datasvc error that a read raised. Libraries that call Arrow keep only the text of an error.
     """
 
     def __init__(self, storage: Storage, sizes: Mapping[Digest, int]) -> None:
@@ -34,7 +34,7 @@ class ObjectFiles:
         self._sizes = sizes
 
     def open(self, digest: Digest) -> pa.NativeFile:
-        """Open an object. Raises NotFoundError, CorruptDataError (of another size), UnavailableError."""
+        """Open an object. Raise NotFoundError, CorruptDataError (its size is wrong), UnavailableError."""
         try:
             return self._open(digest)
         except DatasvcError as error:
@@ -43,23 +43,24 @@ class ObjectFiles:
 
     def _open(self, digest: Digest) -> pa.NativeFile:
         path = Objects.path(digest)
-        where, expected = self._storage.location(path), self._sizes[digest]
+        location, expected = self._storage.location(path), self._sizes[digest]
         size_bytes = self._storage.size(path)
         if size_bytes is None:
-            raise NotFoundError(f"shard {where} is missing; restore it from another copy")
+            raise NotFoundError(f"shard {location} is missing; restore it from another copy")
+        # The only check that needs no read of the complete object.
         if size_bytes != expected:
             raise CorruptDataError(
-                f"shard {where} is corrupt: {size_bytes} bytes long, expected {expected}; "
+                f"shard {location} is corrupt: it has {size_bytes} bytes, expected {expected}; "
                 "restore it from another copy"
             )
         local = self._storage.local_path(path)
         if local is None:
             return pa.PythonFile(_RangedFile(self, path, size_bytes), mode="r")
-        with map_exceptions("map", where):
+        with map_exceptions("map", location):
             return pa.memory_map(str(local))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return a part of an object. Raises as `Storage.read_range`."""
+        """Return a range of an object's bytes. Raise as `Storage.read_range`."""
         try:
             return self._storage.read_range(path, offset, length)
         except DatasvcError as error:
@@ -68,7 +69,7 @@ class ObjectFiles:
 
 
 class _RangedFile:
-    """A remote object as a seekable file; used by one thread at a time."""
+    """A remote object as a seekable file, for use by one thread at a time."""
 
     closed = False
 
@@ -80,8 +81,8 @@ class _RangedFile:
         self._tail: bytes | None = None
 
     def read(self, length: int = -1) -> bytes:
-        left = max(self._size_bytes - self._offset, 0)
-        length = left if length < 0 else min(length, left)
+        remaining = max(self._size_bytes - self._offset, 0)
+        length = remaining if length < 0 else min(length, remaining)
         content = self._read(length) if length else b""
         self._offset += len(content)
         return content
@@ -90,7 +91,7 @@ class _RangedFile:
         tail_start = max(self._size_bytes - _TAIL_BYTES, 0)
         if self._offset < tail_start:
             return self._files.read_range(self._path, self._offset, length)
-        # Opening an IPC file takes several small reads at its end: one request answers them all.
+        # Arrow opens an IPC file with several small reads at its end: one request serves all of them.
         if self._tail is None:
             self._tail = self._files.read_range(self._path, tail_start, self._size_bytes - tail_start)
         return self._tail[self._offset - tail_start :][:length]

@@ -1,6 +1,6 @@
-"""One record batch of a shard that is not there yet: read sample by sample, or as a whole.
+"""Record batches of a shard that is not fetched completely yet: read sample by sample, or as a whole.
 
-Each kind knows what to read for some of its samples, and takes nothing in that it has not checked.
+Both classes plan the byte ranges to read for some samples, and accept only verified bytes.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from datasvc.shards.format.schema import is_blob
 
 Content = bytes | memoryview
 Run = tuple[int, int]
-"""Samples of a record batch, from `start` to before `stop`."""
+"""Samples of a record batch as a half-open range `start, stop`."""
 
 _ADVICE: Final = "read it again; if it fails again, restore the shard from another copy"
 
 
 class PartialBatch(Protocol):
-    """What both kinds have in common.
+    """Interface of a record batch that becomes readable in parts.
 
     Attributes:
-        batch: the samples; what is not there yet is null or arbitrary.
-        readable: `bool[num_samples]`, those that can be read from the start.
+        batch: the samples; those that are not readable yet are null or arbitrary.
+        readable: `bool[num_samples]`, samples that are readable from the start.
     """
 
     batch: pa.RecordBatch
     readable: npt.NDArray[np.bool_]
 
     def plan(self, rows: Integers, gap_bytes: int, /) -> list[tuple[Run, tuple[ByteRange, ...]]]:
-        """Return runs of samples that cover `rows` (ascending), and what of the shard's file to read for each."""
+        """Return runs of samples that cover `rows` (ascending), each with the byte ranges of the file to read."""
 
     def add(self, run: Run, contents: Sequence[Content], /) -> None:
-        """Take in what was read for a run. Raises CorruptDataError; then nothing was taken in."""
+        """Accept the bytes read for a run. Raise CorruptDataError, without any change, if they do not match."""
 
 
 class FramedBatch:
-    """A record batch with a frame: all but the blobs is there from the start, blobs come sample by sample.
+    """A record batch with a frame: the frame has everything but the blobs, which are read sample by sample.
 
     Args:
-        layout: with a frame.
-        schema: of the shard.
-        memory: as large as the shard's file; the batch takes its own place in it.
-        payloads: digest of each sample of the batch.
-        name: of shard and batch, for messages.
+        layout: layout of the batch, with a frame.
+        schema: schema of the shard.
+        memory: memory of the size of the shard's file; the batch uses its own range of it.
+        payloads: payload digest of each sample of the batch.
+        name: name of the batch for messages.
 
     Raises:
-        CorruptDataError: the frame is no record batch of that schema, or does not fit.
+        CorruptDataError: the frame is not a record batch of `schema`, or does not match the layout.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FramedBatch:
         try:
             self.batch = _read_message(_place_frame(layout, memory), schema, layout.num_samples)
         except ValueError as error:
-            raise CorruptDataError(f"{name}: its sample index holds no sound frame: {error}") from error
+            raise CorruptDataError(f"{name}: its sample index has an invalid frame: {error}") from error
         self._memory = memoryview(memory)[layout.message.offset :][: layout.message.length]
         self._columns = [field.name for field in schema if is_blob(field.type)]
         parts = [blob_part(self.batch.column(name)) for name in self._columns]
@@ -82,12 +82,12 @@ class FramedBatch:
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
-        """Return runs and what to read: a span for each blob column, in the schema's order."""
+        """Return runs, each with the byte range to read for each blob column, in the schema's order."""
         runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
         return [(run, self._spans(*run)) for run in runs]
 
     def add(self, run: Run, contents: Sequence[Content]) -> None:
-        """Take in the bytes of a run's blobs. Raises CorruptDataError."""
+        """Accept the bytes of a run's blobs. Raise CorruptDataError if a sample does not match its digest."""
         views = [memoryview(content) for content in contents]
         starts = self._starts - self._starts[:, run[0], None]
         stops = self._stops - self._starts[:, run[0], None]
@@ -98,26 +98,27 @@ class FramedBatch:
                 if self._valid[number, row]
             }
             if blobs and digest_sample(blobs, {})[1] != self._payloads[row].tobytes():
-                raise CorruptDataError(f"{self._name}: its sample {row} is corrupt as it was read; {_ADVICE}")
+                raise CorruptDataError(f"{self._name}: the bytes read for its sample {row} are corrupt; {_ADVICE}")
+        # Only now, after all samples of the run were verified.
         for number, view in enumerate(views):
             start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
             self._memory[start : start + len(view)] = view
 
     def _spans(self, start: int, stop: int) -> tuple[ByteRange, ...]:
-        before = self._layout.message.offset
+        message_offset = self._layout.message.offset
         return tuple(
-            ByteRange(before + span.offset + int(starts[start]), int(stops[stop - 1] - starts[start]))
+            ByteRange(message_offset + span.offset + int(starts[start]), int(stops[stop - 1] - starts[start]))
             for span, starts, stops in zip(self._layout.blobs, self._starts, self._stops, strict=True)
         )
 
 
 class WholeBatch:
-    """A record batch with a digest: nothing of it is there before all of it is.
+    """A record batch with a digest: no sample is readable before the whole batch is read.
 
     Args:
-        layout: with a digest.
-        schema: of the shard.
-        name: of shard and batch, for messages.
+        layout: layout of the batch, with a digest.
+        schema: schema of the shard.
+        name: name of the batch for messages.
     """
 
     def __init__(self, layout: BatchLayout, schema: pa.Schema, name: str) -> None:
@@ -132,24 +133,24 @@ class WholeBatch:
         return [((0, self._layout.num_samples), (self._layout.message,))] if len(rows) else []
 
     def add(self, _run: Run, contents: Sequence[Content]) -> None:
-        """Take in the whole message. Raises CorruptDataError."""
+        """Accept the bytes of the whole batch. Raise CorruptDataError if they do not match the digest."""
         (content,) = contents
         if xxh3_128_digest(content) != self._layout.digest:
-            raise CorruptDataError(f"{self._name} is corrupt as it was read; {_ADVICE}")
+            raise CorruptDataError(f"{self._name}: the bytes read are corrupt; {_ADVICE}")
         try:
             self.batch = _read_message(pa.py_buffer(content), self.batch.schema, self._layout.num_samples)
         except ValueError as error:
-            raise CorruptDataError(f"{self._name} is no sound record batch: {error}") from error
+            raise CorruptDataError(f"{self._name} is not a valid record batch: {error}") from error
 
 
 def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int) -> list[Run]:
-    """Return runs of samples that cover `rows`, as few as gaps of at most `gap_bytes` allow.
+    """Return the fewest runs of samples that cover `rows` and contain no gap larger than `gap_bytes`.
 
     Args:
-        starts: `int64[num_samples]`, where the bytes of each sample begin.
-        stops: `int64[num_samples]`, where they end.
-        rows: `int64[n]`, ascending, each once.
-        gap_bytes: bytes between two samples that are read rather than skipped.
+        starts: `int64[num_samples]`, start of each sample's bytes.
+        stops: `int64[num_samples]`, end of each sample's bytes.
+        rows: `int64[n]`, ascending and distinct.
+        gap_bytes: largest number of bytes between two samples that is read instead of skipped.
     """
     if not len(rows):
         return []
@@ -159,32 +160,32 @@ def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int)
 
 
 def reserve_memory(size_bytes: int) -> mmap.mmap:
-    """Return memory that takes room only where it is written to."""
+    """Return anonymous memory of which only the pages that are written to take space."""
     memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A huge page would take two megabytes for a sample of a hundred kilobytes.
+    # Otherwise, the kernel may allocate a huge page of 2 MiB for a sample of 100 KiB.
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory
 
 
 def _place_frame(layout: BatchLayout, memory: mmap.mmap) -> pa.Buffer:
-    """Put the frame where it belongs in `memory`; returns the message, with nothing yet where the blobs will be."""
+    """Copy the frame to its position in `memory`; return the message, with the ranges of blobs still zero."""
     assert layout.frame is not None
     start, frame = layout.message.offset, memoryview(layout.frame)
     stop = start + layout.message.length
     if stop > len(memory) or len(frame) + sum(span.length for span in layout.blobs) != layout.message.length:
         raise ValueError("its record batch does not fit into the shard")
-    place = 0
+    position = 0
     for span in sorted(layout.blobs, key=lambda span: span.offset):
         if span.length:
-            memory[start + place : start + span.offset] = frame[: span.offset - place]
-            frame = frame[span.offset - place :]
-            place = span.offset + span.length
-    memory[start + place : stop] = frame
+            memory[start + position : start + span.offset] = frame[: span.offset - position]
+            frame = frame[span.offset - position :]
+            position = span.offset + span.length
+    memory[start + position : stop] = frame
     return pa.py_buffer(memoryview(memory)[start:stop])
 
 
 def _read_message(message: pa.Buffer, schema: pa.Schema, num_samples: int) -> pa.RecordBatch:
-    """Return the record batch of a message: a view of it. Raises ValueError."""
+    """Return the record batch of a message as a view. Raise ValueError if it is not one."""
     try:
         batch = pa.ipc.read_record_batch(message, schema)
         batch.validate()

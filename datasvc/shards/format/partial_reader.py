@@ -1,7 +1,7 @@
-"""A shard some of whose samples are there: read by range and checked, while the whole shard is still to come.
+"""Access to a shard before it is fetched completely: single samples are read by byte range and verified.
 
-No byte is readable before it was checked: frames by the digest of the sample index that holds them, blobs by the
-payload digest of their sample, whole record batches by their own.
+No byte is readable before it is verified: frames by the digest of the sample index that contains them, blobs by the
+payload digest of their sample, and record batches without a frame by their own digest.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from datasvc.shards.format.partial_batches import Content, FramedBatch, PartialB
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 
-# About what a connection carries in a third of the time that a request waits: closer samples are read as one.
+# About what a connection transfers in a third of a request's latency: samples closer than this are read together.
 GAP_BYTES: Final = 256 << 10
 
 
 class RangedObjects(Protocol):
-    """Where parts of a shard come from, such as `Objects`."""
+    """Source of byte ranges of a shard, such as `Objects`."""
 
     def read_range(self, digest: Digest, offset: int, length: int) -> Content:
-        """Return exactly `length` bytes of an object from `offset`, not verified."""
+        """Return exactly `length` bytes of an object from `offset`, without verification."""
 
 
 @dataclass(frozen=True)
 class PartialRead:
-    """Samples that become readable together, and what has to be read for it.
+    """Samples that become readable together, and the byte ranges to read for them.
 
     Attributes:
-        batch: number of the record batch that they are in.
-        start: the first of them, counted over the record batch.
-        stop: one behind the last.
-        spans: bytes of the shard's file.
+        batch: number of the record batch that contains them.
+        start: first sample, counted within the record batch.
+        stop: first sample after them.
+        spans: byte ranges of the shard's file.
     """
 
     batch: int
@@ -53,30 +53,30 @@ class PartialRead:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes to read."""
+        """Number of bytes to read."""
         return sum(span.length for span in self.spans)
 
 
 class PartialShard(Shard):
-    """The samples of a shard that were read so far, which are read as those of a whole one.
+    """A shard of which only some samples are readable yet; these are read as from a complete shard.
 
-    Ask with `has`; get them with `fetch`, or with `plan`, your own requests and `add`. `blobs`, `is_valid` and
-    `sample` refuse what is not there; `column` and `values` hold nothing of worth in its place. Threads may add and
-    read at once.
+    Test with `has`. Make samples readable with `fetch`, or with `plan`, the caller's own requests and `add`. `blobs`,
+    `is_valid` and `sample` raise IndexError for other samples, where `column` and `values` have arbitrary content.
+    Threads may add and read concurrently.
 
     Args:
-        info: the shard's object.
-        index: of the shard, with a layout.
-        name: for messages.
+        info: digest and size of the shard.
+        index: its sample index, with a layout.
+        name: name of the shard for messages.
 
     Raises:
-        CorruptDataError: the index contradicts itself or the shard.
-        ConfigError: a later shard format.
+        CorruptDataError: the sample index contradicts itself or the shard.
+        ConfigError: the shard has a newer format than this datasvc reads.
     """
 
     def __init__(self, info: ObjectInfo, index: SampleIndex, name: str) -> None:
         layout = index.layout
-        assert layout is not None, f"the index of {name} has no layout: wait for the whole shard"
+        assert layout is not None, f"the sample index of {name} has no layout"
         self.info = info
         self._lock = RLock()
         self._partial: list[PartialBatch] = []
@@ -84,33 +84,30 @@ class PartialShard(Shard):
         for number, batch in enumerate(layout.batches):
             if batch.message.offset + batch.message.length > info.size_bytes:
                 raise CorruptDataError(
-                    f"{name}: its sample index has record batches beyond its {info.size_bytes} bytes"
+                    f"{name}: its sample index lists record batches beyond its {info.size_bytes} bytes"
                 )
-            own, payloads = payloads[: batch.num_samples], payloads[batch.num_samples :]
-            what = f"record batch {number} of shard {name}"
+            batch_payloads, payloads = payloads[: batch.num_samples], payloads[batch.num_samples :]
+            batch_name = f"record batch {number} of shard {name}"
             self._partial.append(
-                WholeBatch(batch, layout.schema, what)
+                WholeBatch(batch, layout.schema, batch_name)
                 if batch.frame is None
-                else FramedBatch(batch, layout.schema, memory, own, what)
+                else FramedBatch(batch, layout.schema, memory, batch_payloads, batch_name)
             )
         super().__init__(layout.schema, [partial.batch for partial in self._partial], name)
-        self._is_there = np.concatenate([np.empty(0, np.bool_), *[partial.readable for partial in self._partial]])
+        self._is_readable = np.concatenate([np.empty(0, np.bool_), *[partial.readable for partial in self._partial]])
 
     def has(self, rows: Integers) -> bool:
         """Return whether all of `rows` can be read."""
-        return bool(self._is_there[rows].all())
+        return bool(self._is_readable[rows].all())
 
     def plan(self, rows: Integers, *, gap_bytes: int = GAP_BYTES) -> list[PartialRead]:
-        """Return what to read so that all of `rows` can be read; [] when they can.
+        """Return what to read to make all of `rows` readable, in the order of the file; [] if they are already.
 
         Args:
             rows: `int64[n]` in range(num_samples).
-            gap_bytes: samples of a record batch that lie closer together are read as one, with what is between.
-
-        Returns:
-            In the order of the file.
+            gap_bytes: samples of a record batch that are no farther apart are read together, with the bytes between.
         """
-        missing = np.unique(rows[~self._is_there[rows]])
+        missing = np.unique(rows[~self._is_readable[rows]])
         batches = np.searchsorted(self._starts, missing, side="right") - 1
         return [
             PartialRead(number, run[0], run[1], spans)
@@ -122,37 +119,39 @@ class PartialShard(Shard):
         """Make the samples of `read` readable.
 
         Args:
-            read: from `plan`.
-            contents: what was read for each of its spans.
+            read: an element of the result of `plan`.
+            contents: the bytes of each of its `spans`.
 
         Raises:
-            CorruptDataError: the bytes are not those of the shard, and none was taken in. Names the record batch.
+            CorruptDataError: the bytes do not match their digest; no sample became readable. Names the record batch.
         """
         lengths = [len(content) for content in contents]
         assert lengths == [span.length for span in read.spans], (lengths, read)
         with self._lock:
             partial = self._partial[read.batch]
             partial.add((read.start, read.stop), contents)
+            # A batch without a frame is replaced when it is read; arrays made from its placeholder are dropped.
             if partial.batch is not self._batches[read.batch]:
                 self._batches[read.batch] = partial.batch
                 self._forget_columns()
             first = int(self._starts[read.batch])
-            self._is_there[first + read.start : first + read.stop] = True
+            # Last: `has` reads the flags without the lock.
+            self._is_readable[first + read.start : first + read.stop] = True
 
     def fetch(self, objects: RangedObjects, rows: Integers, *, pool: Executor | None = None) -> int:
-        """Read what is missing of `rows`.
+        """Read those of `rows` that are not readable yet.
 
         Args:
-            objects: where the shard is.
+            objects: source of the shard's bytes.
             rows: `int64[n]` in range(num_samples).
-            pool: reads side by side; None: one after the other.
+            pool: executor for concurrent reads; None for one read after the other.
 
         Returns:
-            Bytes that were read.
+            Number of bytes read.
 
         Raises:
-            NotFoundError: there is no such shard.
-            CorruptDataError: it is too short, or as of `add`.
+            NotFoundError: the shard does not exist.
+            CorruptDataError: the shard is too short; or as `add`.
             UnavailableError: the store did not answer.
         """
 
@@ -160,54 +159,54 @@ class PartialShard(Shard):
             return [objects.read_range(self.info.digest, span.offset, span.length) for span in read.spans]
 
         reads = self.plan(rows)
-        found = map(read_spans, reads) if pool is None else pool.map(read_spans, reads)
-        for read, contents in zip(reads, found, strict=True):
+        results = map(read_spans, reads) if pool is None else pool.map(read_spans, reads)
+        for read, contents in zip(reads, results, strict=True):
             self.add(read, contents)
         return sum(read.size_bytes for read in reads)
 
     def blobs(self, column: str, rows: npt.NDArray[np.int64]) -> list[Bytes]:
-        """Return blobs as `Shard.blobs` does. Raises IndexError for rows that are not there."""
+        """Return blobs as `Shard.blobs` does. Raise IndexError for rows that are not readable yet."""
         self._check(rows)
         with self._lock:
             return super().blobs(column, rows)
 
     def values(self, column: str) -> npt.NDArray[Any]:
-        """Return a whole column as `Shard.values` does; 0 for what is not there, which `is_valid` refuses."""
+        """Return a column as `Shard.values` does; values of samples that are not readable yet may be 0."""
         with self._lock:
             return super().values(column)
 
     def is_valid(self, column: str, rows: npt.NDArray[np.int64]) -> bool:
-        """Return what `Shard.is_valid` does. Raises IndexError for rows that are not there."""
+        """Return the same as `Shard.is_valid`. Raise IndexError for rows that are not readable yet."""
         self._check(rows)
         with self._lock:
             return super().is_valid(column, rows)
 
     def sample(self, row: int) -> dict[str, Any]:
-        """Return one sample as `Shard.sample` does. Raises IndexError when it is not there."""
+        """Return one sample as `Shard.sample` does. Raise IndexError if it is not readable yet."""
         self._check(np.array([row]))
         with self._lock:
             return super().sample(row)
 
     def _check(self, rows: Integers) -> None:
         if not self.has(rows):
-            missing = rows[~self._is_there[rows]].tolist()
+            missing = rows[~self._is_readable[rows]].tolist()
             raise IndexError(
-                f"sample {missing[0]} of shard {self.name} is not there yet, with {len(missing) - 1} others; fetch "
-                "them first"
+                f"sample {missing[0]} of shard {self.name} is not readable yet, nor are {len(missing) - 1} others: "
+                "fetch them first"
             )
 
 
 def open_partial(objects: Objects, info: ObjectInfo, index: Digest | None) -> PartialShard | None:
-    """Return a shard of which nothing is there but its index; None where that says too little: wait for the whole.
+    """Return a shard of which only the sample index was read; None if it cannot be read in part.
 
     Args:
-        objects: where the index is.
-        info: the shard's object.
-        index: as the shard table says.
+        objects: objects of the repository.
+        info: digest and size of the shard.
+        index: digest of its sample index, from the shard table; None for a shard without one.
 
     Raises:
-        NotFoundError, CorruptDataError, UnavailableError: the index cannot be read.
-        ConfigError: a later format.
+        NotFoundError, CorruptDataError, UnavailableError: the sample index cannot be read.
+        ConfigError: the index or the shard has a newer format than this datasvc reads.
     """
     if index is None:
         return None

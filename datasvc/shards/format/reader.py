@@ -1,6 +1,6 @@
-"""One shard, mapped: blobs as zero-copy views, other columns as arrays.
+"""Reader of one shard: blobs as zero-copy views, other columns as arrays.
 
-Views are slices of Arrow's own buffers, some thirty times faster than going through Arrow scalars.
+Views are slices of Arrow's own buffers, which is about thirty times faster than Arrow scalars.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
 class Shard:
-    """A shard open for reading. Whoever opens one has checked its bytes against its digest.
+    """A shard open for reading. The code that opens it has verified its bytes against its digest.
 
     Args:
-        schema: its columns.
-        batches: its record batches.
-        name: for messages.
+        schema: columns of the shard.
+        batches: record batches of the shard.
+        name: name of the shard for messages.
 
     Raises:
-        ConfigError: a later shard format.
+        ConfigError: the shard has a newer format than this datasvc reads.
     """
 
     def __init__(self, schema: pa.Schema, batches: Sequence[pa.RecordBatch], name: str) -> None:
@@ -48,47 +48,47 @@ class Shard:
 
     @staticmethod
     def map(path: Path | str) -> Shard:
-        """Open a local file by mapping it: nothing is read before it is needed.
+        """Open a local file by mapping it, so that only the pages in use are read.
 
-        The mapping outlives the file's name. Raises NotFoundError, CorruptDataError, ConfigError.
+        The mapping stays valid if the file is deleted. Raise NotFoundError, CorruptDataError, ConfigError.
         """
         file = MappedFile(path)
         shard = _open_file(pa.py_buffer(file.mapping), str(path))
-        shard._file = file  # noqa: SLF001 - its own
+        shard._file = file  # noqa: SLF001 - this class
         return shard
 
     @staticmethod
     def from_bytes(content: bytes, name: str) -> Shard:
-        """Open a file held in memory. Raises CorruptDataError, ConfigError."""
+        """Open a file that is held in memory. Raise CorruptDataError, ConfigError."""
         return _open_file(pa.py_buffer(content), name)
 
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
-        """Return the bytes of a view of this shard without touching the pages that it maps.
+        """Return the bytes of a view of this shard without accessing the mapped pages.
 
-        To touch a page maps up to 2 MiB around it, and a process that reads here and there soon has all of its shards
-        mapped: they count as its own wherever its memory is limited. An unreadable disk is an error here, where it
-        ends a process that touches the page.
+        Access to a page maps up to 2 MiB around it. A process that reads at random positions soon has complete shards
+        mapped, and they count against its memory limit. Also, a read error of the disk raises an exception here, but
+        kills a process that accesses the page.
 
         Args:
-            view: from `blobs`.
-            buffer: at least as long; left alone by a shard that is held in memory.
+            view: a view from `blobs`.
+            buffer: memory to read into, at least as long as `view`; not used by a shard that is held in memory.
 
         Returns:
-            The start of `buffer`, filled; or `view` itself.
+            The start of `buffer`, filled; or `view` itself for a shard that is held in memory.
 
         Raises:
-            CorruptDataError: the file has become shorter.
+            CorruptDataError: the file was truncated.
             UnavailableError: the disk cannot be read.
         """
         return view if self._file is None else self._file.read(view, buffer[: len(view)])
 
     @property
     def batches(self) -> Sequence[pa.RecordBatch]:
-        """The record batches, in order: views of the file."""
+        """The record batches in order, as views of the file."""
         return self._batches
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """Return one column that the shard has: a view of the file."""
+        """Return a column of the shard as a view of the file."""
         field = self.schema.field(name)
         return pa.chunked_array([batch.column(name) for batch in self._batches], field.type)
 
@@ -96,11 +96,11 @@ class Shard:
         """Return the blobs of `rows`, in that order.
 
         Args:
-            column: a blob column; one that the shard lacks is null throughout.
+            column: a blob column. If the shard does not have it, all its values are null.
             rows: `int64[n]` in range(num_samples).
 
         Returns:
-            Views, `uint8[size]` each, empty for null; they keep the mapping alive.
+            Views, `uint8[size]` each, empty for null; they keep the mapping open.
         """
         if column not in self._blob_parts:
             return [_NO_BYTES] * len(rows)
@@ -119,27 +119,27 @@ class Shard:
         return views
 
     def values(self, column: str) -> npt.NDArray[Any]:
-        """Return a whole column of fixed width: `dtype[num_samples]`, made once; 0 for null, see `is_valid`."""
+        """Return a fixed-width column: `dtype[num_samples]`, cached; 0 for null, see `is_valid`."""
         if column not in self._arrays:
             values = self.column(column)
             filled = pc.fill_null(values, pa.scalar(0).cast(values.type)) if values.null_count else values
-            self._arrays[column] = self._kept(filled.to_numpy() if filled.num_chunks else np.empty(0))
-            self._let_go()
+            self._arrays[column] = self._detached(filled.to_numpy() if filled.num_chunks else np.empty(0))
+            self._release_pages()
         return self._arrays[column]
 
     def is_valid(self, column: str, rows: npt.NDArray[np.int64]) -> bool:
-        """Return whether the shard has that column, and it is not null for any of `rows`."""
+        """Return whether the shard has the column and none of `rows` is null in it."""
         if column not in self.schema.names:
             return False
         if column not in self._valid:
             values = self.column(column)
             self._valid[column] = values.is_valid().to_numpy() if values.null_count else None
-            self._let_go()
+            self._release_pages()
         valid = self._valid[column]
         return valid is None or bool(valid[rows].all())
 
     def sample(self, row: int) -> dict[str, Any]:
-        """Return one sample as Python values; blobs as bytes (copies)."""
+        """Return one sample as Python values, with copies of blobs as bytes."""
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
         within = row - int(self._starts[batch])
         return {
@@ -147,9 +147,9 @@ class Shard:
         }
 
     def _forget_columns(self) -> None:
-        """Let go of what was made of record batches that others took the place of."""
-        for made in ("_arrays", "_valid", "_blob_parts"):
-            self.__dict__.pop(made, None)
+        """Drop the arrays made from record batches that were replaced meanwhile."""
+        for cached in ("_arrays", "_valid", "_blob_parts"):
+            self.__dict__.pop(cached, None)
 
     @cached_property
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -165,37 +165,37 @@ class Shard:
         for name in (field.name for field in self.schema if is_blob(field.type)):
             parts[name] = []
             for content, starts, stops in (blob_part(batch.column(name)) for batch in self._batches):
-                parts[name].append((content, self._kept(starts), self._kept(stops)))
-        self._let_go()
+                parts[name].append((content, self._detached(starts), self._detached(stops)))
+        self._release_pages()
         return parts
 
-    def _kept(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a small array that is asked for again and again as one that touches no page of a file."""
+    def _detached(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return an array that does not refer to mapped pages, for small arrays that are used for every batch."""
         return array if self._file is None else array.copy()
 
-    def _let_go(self) -> None:
+    def _release_pages(self) -> None:
         if self._file is not None:
-            self._file.let_go()
+            self._file.release_pages()
 
 
 def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
-    """Return a shard straight from a repository, verified: mapped where it is local, read into memory where not.
+    """Return a verified shard from a repository: mapped if it is local, otherwise read into memory.
 
     Raises:
-        NotFoundError: the repository lacks it.
-        CorruptDataError: its bytes differ from its name.
+        NotFoundError: the repository does not have the shard.
+        CorruptDataError: its bytes do not match its digest.
         UnavailableError: the store did not answer.
     """
     path = objects.local_path(info.digest)
     if path is None:
         return Shard.from_bytes(objects.read(info.digest), objects.location(info.digest))
     try:
-        found = digest_of_file(path)
+        actual = digest_of_file(path)
     except FileNotFoundError as error:
         raise NotFoundError(f"shard {path} is missing; restore it from another copy") from error
-    if found != info.digest:
+    if actual != info.digest:
         raise CorruptDataError(
-            f"shard {path} is corrupt: its bytes hash to {found[:12]}...; restore it from another copy"
+            f"shard {path} is corrupt: its bytes have the digest {actual[:12]}...; restore it from another copy"
         )
     return Shard.map(path)
 
@@ -205,19 +205,19 @@ def _open_file(content: pa.Buffer, name: str) -> Shard:
         reader = pa.ipc.open_file(pa.BufferReader(content))
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
     except (pa.ArrowInvalid, OSError) as error:
-        raise CorruptDataError(f"{name} is no Arrow IPC file: {error}") from error
+        raise CorruptDataError(f"{name} is not an Arrow IPC file: {error}") from error
     return Shard(reader.schema, batches, name)
 
 
 def blob_part(array: pa.Array) -> BlobPart:
-    """Return the bytes of an array of blobs, and where each starts and stops in them: `int64[num_samples]` both."""
+    """Return the bytes of an array of blobs, and start and stop of each blob in them: `int64[num_samples]` each."""
     _, offsets, content = array.buffers()
-    held = np.frombuffer(content, np.uint8) if content is not None and content.size else _NO_BYTES
+    content_bytes = np.frombuffer(content, np.uint8) if content is not None and content.size else _NO_BYTES
     if not len(array):
-        return held, np.empty(0, np.int64), np.empty(0, np.int64)
-    every = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
-    starts, stops = every[:-1], every[1:]
+        return content_bytes, np.empty(0, np.int64), np.empty(0, np.int64)
+    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    starts, stops = bounds[:-1], bounds[1:]
     if array.null_count:
-        # Arrow lets a null have bytes of its own; nobody shall see them.
+        # Arrow allows a null value to have bytes; they must not appear as a blob.
         stops = np.where(array.is_valid().to_numpy(zero_copy_only=False), stops, starts)
-    return held, starts, stops
+    return content_bytes, starts, stops

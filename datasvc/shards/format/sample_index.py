@@ -1,7 +1,7 @@
-"""The sample index of a shard: the key and the digests of each of its samples, without the samples.
+"""The sample index of a shard: the key and the digests of each sample, and the layout of the shard's record batches.
 
-A small object beside each shard, so that appending, comparing and looking for duplicates never read an image. With
-the layout of the shard's record batches, so that single samples can be read and checked before the shard is there.
+It is a small object beside each shard. With it, appending, comparing and searching for duplicates read no images, and
+single samples can be read and verified before the shard is fetched completely.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class SampleIndex:
 
     Attributes:
         table: Arrow table with the columns `key`, `sample` and `payload`, see `digests`.
-        layout: the shard's record batches; None of shards that were written before there were layouts, or that have
-            no samples.
+        layout: layout of the shard; None for shards without samples or written before layouts existed.
     """
 
     table: pa.Table
@@ -55,7 +54,7 @@ class SampleIndex:
         payloads: Sequence[bytes] | pa.Array,
         layout: ShardLayout | None = None,
     ) -> SampleIndex:
-        """Return the index of samples given by their keys and digests, and of the shard's record batches."""
+        """Return the index of samples with these keys and digests, and with the layout of their shard."""
         columns = [
             values if isinstance(values, pa.Array) else pa.array(values, field.type)
             for values, field in zip((keys, samples, payloads), _SCHEMA, strict=True)
@@ -68,29 +67,31 @@ class SampleIndex:
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> SampleIndex:
-        """Return the index that `encode` gave. Raises CorruptDataError, ConfigError for a later format."""
+        """Return the index that `encode` wrote. Raise CorruptDataError, or ConfigError for a newer format."""
         table = decode_table(content, name, what="sample index", format_key=_FORMAT_KEY, latest=INDEX_FORMAT)
         encoded = decode_metadata(content).get(_LAYOUT_KEY)
         if encoded is None:
             return cls(table)
         layout = ShardLayout.decode(encoded, name)
         if layout.num_samples != table.num_rows:
-            raise CorruptDataError(f"{name} lists {table.num_rows} samples, its batches {layout.num_samples}")
+            raise CorruptDataError(
+                f"{name} lists {table.num_rows} samples, but its record batches have {layout.num_samples}"
+            )
         return cls(table, layout)
 
     @property
     def num_samples(self) -> int:
-        """Samples of the shard, deleted ones included."""
+        """Number of samples of the shard, deleted ones included."""
         return int(self.table.num_rows)
 
     @property
     def keys(self) -> list[str]:
-        """Return the keys in the shard's order."""
+        """Keys of the samples in the shard's order."""
         keys: list[str] = self.table.column("key").to_pylist()
         return keys
 
     def digests(self, column: str) -> Digests:
-        """Return the digests of `column` ("sample" or "payload"): `void16[num_samples]`, comparable and sortable."""
+        """Return the digests of `column` ("sample" or "payload"): `void16[num_samples]`; they compare and sort."""
         joined = self.table.column(column).combine_chunks()
         chunk = joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
         raw = np.frombuffer(chunk.buffers()[1] or b"", f"V{DIGEST_BYTES}")

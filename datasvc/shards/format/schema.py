@@ -1,4 +1,4 @@
-"""What a shard's columns are. A shard is a plain Arrow IPC file: other tools open it unaided."""
+"""Schemas of shards. A shard is a plain Arrow IPC file, which other tools can open."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _METADATA = {_FORMAT: str(SHARD_FORMAT).encode()}
 
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
 _KIND: Final = b"datasvc.kind"
-_OURS: Final = b"datasvc."
+_PREFIX: Final = b"datasvc."
 
 
 def image_schema(*, labelled: bool) -> pa.Schema:
     """Return the schema of image samples.
 
-    `image` holds the encoded file verbatim; `width` and `height` are pixels after the EXIF rotation, so that a
-    crop can be drawn before anything is decoded; `label` is an index into the shard table's class names.
+    `image` has the encoded file unchanged. `width` and `height` are pixels after the EXIF rotation, so that a crop
+    can be chosen before the image is decoded. `label` is an index into the class names of the shard table.
     """
     fields = [pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE)]
     if labelled:
@@ -31,7 +31,7 @@ def image_schema(*, labelled: bool) -> pa.Schema:
 
 
 def image_field(name: str, *, nullable: bool = False) -> pa.Field:
-    """Return a column of encoded images, as sources declare them."""
+    """Return a column of encoded images, in the form in which sources declare it."""
     return pa.field(name, pa.large_binary(), nullable=nullable, metadata={_KIND: b"image"})
 
 
@@ -41,9 +41,9 @@ def is_image(field: pa.Field) -> bool:
 
 
 def stored_schema(source: pa.Schema) -> pa.Schema:
-    """Return the shard schema for a source's columns: `width` and `height` follow the column `image`.
+    """Return the shard schema for a source's columns, with `width` and `height` added after the column `image`.
 
-    What the source says of itself under `datasvc.`, such as a tokenizer's digest, stays.
+    Metadata of the source with the prefix `datasvc.`, such as a tokenizer's digest, is kept.
 
     Raises:
         ConfigError: as `shard_schema`.
@@ -57,39 +57,41 @@ def stored_schema(source: pa.Schema) -> pa.Schema:
             ]
         else:
             fields.append(field)
-    own = {name: value for name, value in (source.metadata or {}).items() if name.startswith(_OURS)}
-    return shard_schema(fields, own)
+    metadata = {name: value for name, value in (source.metadata or {}).items() if name.startswith(_PREFIX)}
+    return shard_schema(fields, metadata)
 
 
 def shard_schema(fields: list[pa.Field], metadata: Mapping[bytes, bytes] | None = None) -> pa.Schema:
-    """Return a shard's schema over `fields`, marked with the format's version, with more `metadata`.
+    """Return a shard's schema with `fields`, the number of the shard format, and further `metadata`.
 
     Raises:
-        ConfigError: there is no `key` column of strings, or a column has a name twice.
+        ConfigError: there is no `key` column of strings, or two columns have the same name.
     """
     names = [field.name for field in fields]
     if len(set(names)) != len(names):
         raise ConfigError(f"column names must be unique; got {names}")
     if KEY not in names or fields[names.index(KEY)].type != pa.string():
-        raise ConfigError(f"a shard needs a column {KEY!r} of strings, unique in its split; got {names}")
+        raise ConfigError(f"a shard needs a column {KEY!r} of strings, unique in its split; got the columns {names}")
+    # The format number comes last: given metadata must not override it.
     return pa.schema(fields, metadata={**(metadata or {}), **_METADATA})
 
 
 def measured_columns(schema: pa.Schema) -> tuple[str, ...]:
-    """Return the columns that were measured of images rather than given: those of samples that were in a shard."""
-    is_ours = _FORMAT in (schema.metadata or {})
-    return (WIDTH, HEIGHT) if is_ours and IMAGE in schema.names else ()
+    """Return the columns that a shard's writer measured from images, if the schema is that of a shard; else ()."""
+    is_shard = _FORMAT in (schema.metadata or {})
+    return (WIDTH, HEIGHT) if is_shard and IMAGE in schema.names else ()
 
 
 def is_blob(data_type: pa.DataType) -> bool:
-    """Return whether values of this type are stored as bytes that are read as zero-copy views."""
+    """Return whether values of this type are blobs: bytes that readers return as zero-copy views."""
     return bool(pa.types.is_large_binary(data_type))
 
 
 def check_shard_format(schema: pa.Schema, name: str) -> None:
-    """Raise ConfigError when `schema` is of a later shard format, or of none."""
-    found = (schema.metadata or {}).get(_FORMAT)
-    if found is None or int(found) > SHARD_FORMAT:
+    """Raise ConfigError if `schema` has no shard format, or a newer one than this datasvc reads."""
+    format_number = (schema.metadata or {}).get(_FORMAT)
+    if format_number is None or int(format_number) > SHARD_FORMAT:
         raise ConfigError(
-            f"{name} has shard format {found.decode() if found else 'none'}; this datasvc reads up to {SHARD_FORMAT}"
+            f"{name} has shard format {format_number.decode() if format_number else 'none'}; this datasvc reads up "
+            f"to {SHARD_FORMAT}"
         )

@@ -1,6 +1,7 @@
-"""The shard table of a split: one row per shard. It is an object, so its digest identifies the split's samples.
+"""The shard table of a split: one row per shard. It is stored as an object, so its digest identifies the samples.
 
-Some hundred bytes a shard, whatever the samples: a billion of them open in seconds.
+A row takes a few hundred bytes, however many samples the shard has, so that a split of a billion samples opens in
+seconds.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ MAX_CLASSES = 1 << 16
 
 @dataclass(frozen=True)
 class TableRow:
-    """What the table says of one shard.
+    """The row of one shard.
 
     Attributes:
-        shard: its object.
-        statistics: of the samples stored in it.
-        index: its sample index; None for shards that were written before there was one.
+        shard: digest and size of the shard.
+        statistics: statistics of the samples stored in it.
+        index: digest of its sample index; None for shards written before sample indexes existed.
     """
 
     shard: ObjectInfo
@@ -57,11 +58,11 @@ class ShardTable:
 
     Attributes:
         rows: Arrow table with the columns of docs/formats.md.
-        sample_schema: the columns of the samples; a shard may lack some, which are null in it.
-        classes: names of the labels, index by index; empty without labels.
-        label_counts: samples of each label, deleted ones left out; empty where nobody counted.
-        image_kinds: images of each encoding, deleted ones included.
-        deletions: the object that says which samples are deleted; None when none is.
+        sample_schema: columns of the samples; a column that a shard does not have is null for its samples.
+        classes: class names; label i belongs to `classes[i]`. Empty without class names.
+        label_counts: number of live samples by label; empty if they were not counted.
+        image_kinds: number of images by format, deleted ones included.
+        deletions: digest of the deletions object; None if no sample is deleted.
     """
 
     rows: pa.Table
@@ -73,15 +74,15 @@ class ShardTable:
 
     @classmethod
     def build(cls, rows: Sequence[TableRow], sample_schema: pa.Schema, classes: Sequence[str] = ()) -> ShardTable:
-        """Return the table of shards in which nothing is deleted, in that order."""
+        """Return the table of shards without deletions, in the given order."""
         statistics = [row.statistics for row in rows]
         columns = [
             [bytes.fromhex(row.shard.digest) for row in rows],
-            [each.num_samples for each in statistics],
+            [shard.num_samples for shard in statistics],
             [row.shard.size_bytes for row in rows],
-            [each.max_width for each in statistics],
-            [each.max_height for each in statistics],
-            [each.max_sample_bytes for each in statistics],
+            [shard.max_width for shard in statistics],
+            [shard.max_height for shard in statistics],
+            [shard.max_sample_bytes for shard in statistics],
             [bytes.fromhex(row.index) if row.index else None for row in rows],
             [0] * len(rows),
         ]
@@ -90,8 +91,8 @@ class ShardTable:
             pa.Table.from_arrays(arrays, schema=_COLUMNS),
             sample_schema,
             tuple(classes),
-            _bounded(_total([each.label_counts for each in statistics])),
-            _total([each.image_kinds for each in statistics]),
+            _without_excess(_total([shard.label_counts for shard in statistics])),
+            _total([shard.image_kinds for shard in statistics]),
         )
 
     def encode(self) -> bytes:
@@ -109,6 +110,7 @@ class ShardTable:
             b"datasvc.sample_schema": self.sample_schema.serialize().to_pybytes(),
         }
         sink = pa.BufferOutputStream()
+        # One chunk becomes one record batch, whatever chunks the rows have, so that equal tables give equal bytes.
         table = self.rows.combine_chunks().replace_schema_metadata(metadata)
         with pa.ipc.new_file(sink, table.schema) as file:
             file.write_table(table)
@@ -116,23 +118,26 @@ class ShardTable:
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> ShardTable:
-        """Return the table that `encode` gave, in this or an earlier format.
+        """Return the table that `encode` wrote, in this or an earlier format.
 
         Raises:
-            CorruptDataError: not a shard table.
-            ConfigError: a later format.
+            CorruptDataError: the content is not a shard table.
+            ConfigError: the table has a newer format than this datasvc reads.
         """
         try:
             rows = pa.ipc.open_file(pa.py_buffer(content)).read_all()
             described = json.loads(rows.schema.metadata[_METADATA_KEY])
             schema = pa.ipc.read_schema(pa.py_buffer(rows.schema.metadata[b"datasvc.sample_schema"]))
-            found = int(described["format"])
+            format_number = int(described["format"])
         except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
-            raise CorruptDataError(f"{name} is no shard table: {error!r}") from error
-        if found > TABLE_FORMAT:
-            raise ConfigError(f"{name} has shard table format {found}; this datasvc reads up to {TABLE_FORMAT}")
+            raise CorruptDataError(f"{name} is not a shard table: {error!r}") from error
+        if format_number > TABLE_FORMAT:
+            raise ConfigError(
+                f"{name} has shard table format {format_number}; this datasvc reads up to {TABLE_FORMAT}"
+            )
         return cls(
-            rows if found > 1 else _upgraded(rows),
+            # Tables of format 1 lack columns and the fields read with `get` below.
+            rows if format_number > 1 else _upgraded(rows),
             schema,
             tuple(described["classes"]),
             {int(label): count for label, count in described.get("label_counts", {}).items()},
@@ -147,27 +152,27 @@ class ShardTable:
 
     @property
     def samples_per_shard(self) -> Integers:
-        """Samples of each shard that are not deleted: `int64[num_shards]`. What the access order counts."""
+        """Number of live samples of each shard, as counted by the access order: `int64[num_shards]`."""
         return self.stored_per_shard - self.deleted_per_shard
 
     @property
     def stored_per_shard(self) -> Integers:
-        """Samples that each shard's file holds: `int64[num_shards]`."""
+        """Number of samples in each shard's file: `int64[num_shards]`."""
         return self._integers("samples")
 
     @property
     def deleted_per_shard(self) -> Integers:
-        """How many of the stored samples are deleted: `int64[num_shards]`."""
+        """Number of deleted samples of each shard: `int64[num_shards]`."""
         return self._integers("deleted")
 
     @property
     def bytes_per_shard(self) -> Integers:
-        """Size of each shard's file: `int64[num_shards]`."""
+        """Size of each shard's file in bytes: `int64[num_shards]`."""
         return self._integers("bytes")
 
     @property
     def num_samples(self) -> int:
-        """Samples of the split, deleted ones left out."""
+        """Number of live samples of the split."""
         return int(self.samples_per_shard.sum())
 
     @property
@@ -176,11 +181,11 @@ class ShardTable:
         return int(self.bytes_per_shard.sum())
 
     def largest(self, statistic: str) -> int:
-        """Return the largest value of a statistics column, 0 without shards: for `preallocate` hints."""
+        """Return the largest value of a statistics column, 0 without shards."""
         return int(self.rows.column(statistic).to_numpy().max(initial=0))
 
     def shard(self, number: int) -> ObjectInfo:
-        """Return name and size of one shard."""
+        """Return the digest and size of one shard."""
         digest = Digest(self.rows.column("digest")[number].as_py().hex())
         return ObjectInfo(digest, int(self.rows.column("bytes")[number].as_py()))
 
@@ -190,18 +195,18 @@ class ShardTable:
         return [ObjectInfo(Digest(digest.hex()), size) for digest, size in zip(digests, sizes, strict=True)]
 
     def index(self, number: int) -> Digest | None:
-        """Return the object that is the sample index of one shard; None where there is none."""
+        """Return the digest of a shard's sample index; None if it has none."""
         index = self.rows.column("index")[number].as_py()
         return Digest(index.hex()) if index is not None else None
 
     def objects(self) -> set[Digest]:
-        """Return every object that the table names: shards, sample indexes, deletions."""
-        named = [*self.rows.column("digest").to_pylist(), *self.rows.column("index").to_pylist()]
-        own = {Digest(digest.hex()) for digest in named if digest is not None}
-        return own | ({self.deletions} if self.deletions is not None else set())
+        """Return the digests of all objects that the table refers to: shards, sample indexes, deletions."""
+        values = [*self.rows.column("digest").to_pylist(), *self.rows.column("index").to_pylist()]
+        digests = {Digest(value.hex()) for value in values if value is not None}
+        return digests | ({self.deletions} if self.deletions is not None else set())
 
     def with_column(self, name: str, values: Sequence[Any] | Integers) -> ShardTable:
-        """Return the table with other values in one column of its rows: one for each shard."""
+        """Return the table with one column of its rows replaced; `values` has one value per shard."""
         column = _COLUMNS.field(name)
         number = self.rows.schema.get_field_index(name)
         return replace(self, rows=self.rows.set_column(number, column, pa.array(values, column.type)))
@@ -211,18 +216,18 @@ class ShardTable:
 
 
 def _upgraded(rows: pa.Table) -> pa.Table:
-    """Return the rows of a table of format 1: no sample indexes, nothing deleted."""
+    """Return the rows of a format 1 table in the current format: no sample indexes, no deletions."""
     rows = rows.append_column(_COLUMNS.field("index"), pa.nulls(rows.num_rows, pa.binary(32)))
     return rows.append_column(_COLUMNS.field("deleted"), pa.array(np.zeros(rows.num_rows, np.int64)))
 
 
-def _bounded(counts: dict[Any, int]) -> dict[Any, int]:
-    """Return the counts, {} of so many that they are no classes: metadata never grows with the data."""
+def _without_excess(counts: dict[Any, int]) -> dict[Any, int]:
+    """Return the label counts; {} for more labels than classes may have, as metadata must not grow with the data."""
     return counts if len(counts) <= MAX_CLASSES else {}
 
 
 def _total(counts: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
     total: Counter[Any] = Counter()
-    for each in counts:
-        total.update(each)
+    for counter in counts:
+        total.update(counter)
     return dict(sorted(total.items()))

@@ -1,7 +1,7 @@
-"""Samples to one shard: an Arrow IPC file of record batches of a few megabytes, written in one pass.
+"""Writer of one shard: an Arrow IPC file with record batches of a few megabytes, written in one pass.
 
-Equal samples in equal order give equal bytes. Blobs are copied once, into one buffer that is used again for every
-record batch: fresh memory costs more than the copy.
+Equal samples in equal order give equal bytes. Blobs are copied once, into a buffer that is reused for every record
+batch, because allocation of new memory takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.shards.format.blob_column import BlobColumn
-from datasvc.shards.format.ipc_writer import ByteSink, RecordedFile
+from datasvc.shards.format.ipc_writer import ByteSink, IpcWriter
 from datasvc.shards.format.layout import ShardLayout
 from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob
 
-# Small enough that a ranged read of one batch is quick, large enough that its overhead is nothing.
+# A byte range of one batch is read quickly, and the overhead per batch is negligible.
 BATCH_BYTES = 4 << 20
-# Record batches of tiny samples end here.
+# Upper bound for record batches of tiny samples.
 _BATCH_SAMPLES = 1 << 16
-# Keys and other short texts beside the blobs: their buffers grow where they have to.
+# Initial buffer for keys and other short texts.
 _TEXT_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
 class ShardStatistics:
-    """What the shard table says of a shard beside its digest.
+    """The statistics of a shard in the shard table.
 
     Attributes:
-        num_samples: samples in the shard.
-        max_width: widest image in pixels, 0 without images.
-        max_height: highest image in pixels, 0 without images.
+        num_samples: number of samples in the shard.
+        max_width: width of the widest image in pixels, 0 without images.
+        max_height: height of the highest image in pixels, 0 without images.
         max_sample_bytes: blob bytes of the largest sample.
-        label_counts: samples of each label.
-        image_kinds: images of each encoding, "JPEG".
+        label_counts: number of samples by label.
+        image_kinds: number of images by format, such as "JPEG".
     """
 
     num_samples: int
@@ -52,22 +52,22 @@ class ShardStatistics:
 
 
 def is_gathered(data_type: pa.DataType) -> bool:
-    """Return whether values of this type are gathered one by one into a buffer: blobs and text."""
+    """Return whether values of this type are copied one by one into a buffer: blobs and text."""
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(check(data_type) for check in checks)
 
 
 class ShardWriter:
-    """Writes one shard to `sink`; use it as a context manager, or call `close`.
+    """Writes one shard to `sink`. Use it as a context manager, or call `close`.
 
     Args:
         sink: receives the file's bytes in order.
-        schema: from `schema.shard_schema`.
+        schema: result of `schema.shard_schema`.
     """
 
     def __init__(self, sink: ByteSink, schema: pa.Schema) -> None:
         self._schema = schema
-        self._file = RecordedFile(sink, schema)
+        self._file = IpcWriter(sink, schema)
         self._blobs = {field.name: _blob_column() for field in schema if is_blob(field.type)}
         self._blob_columns = tuple(self._blobs.values())
         self._texts: dict[str, BlobColumn] = {}
@@ -81,14 +81,14 @@ class ShardWriter:
         """Add a sample.
 
         Args:
-            sample: one value for every column; blobs as bytes or memoryview, copied before this returns, unless
-                it is what `blob_room` returned last for that column.
+            sample: one value for every column; blobs as bytes or memoryview. They are copied before this returns,
+                unless they are the last result of `blob_buffer` for that column.
 
         Raises:
             ConfigError: columns are missing or unknown.
         """
         if sample.keys() != self._names:
-            raise ConfigError(f"sample has the columns {sorted(sample)}; expected {sorted(self._schema.names)}")
+            raise ConfigError(f"the sample has the columns {sorted(sample)}; expected {sorted(self._schema.names)}")
         is_full = self.append_blobs(*[sample[name] for name in self._blobs])
         for name, values in self._values.items():
             values.append(sample[name])
@@ -96,13 +96,13 @@ class ShardWriter:
             self._flush()
 
     def append_blobs(self, *blobs: bytes | memoryview | None) -> bool:
-        """Add the blobs of a sample, whose other values follow with `end_batch`; never mixed with `append`.
+        """Add the blobs of a sample, whose other values follow with `end_batch`. Do not mix this with `append`.
 
         Args:
-            blobs: one for each blob column, in the schema's order; copied as by `append`.
+            blobs: one per blob column, in the schema's order; copied as by `append`.
 
         Returns:
-            Whether the record batch is full: now call `end_batch`.
+            Whether the record batch is full, so that `end_batch` must be called now.
         """
         for column, blob in zip(self._blob_columns, blobs, strict=True):
             self._batch_bytes += column.append(blob)
@@ -110,13 +110,13 @@ class ShardWriter:
         return self._batch_bytes >= BATCH_BYTES or self._batch_samples >= _BATCH_SAMPLES
 
     def end_batch(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Write the record batch of the samples whose blobs were appended since the last one.
+        """Write a record batch with the samples whose blobs were appended since the last one.
 
         Args:
-            values: by column that holds no blobs, the value of each of these samples.
+            values: values of these samples by column, for all columns without blobs.
 
         Raises:
-            ConfigError: a column does not hold what the schema says.
+            ConfigError: the values of a column do not have the type in the schema.
         """
         if not self._batch_samples:
             return
@@ -138,19 +138,19 @@ class ShardWriter:
             blobs: by column of blobs or text (`is_gathered`), the bytes of each sample, None for null; copied before
                 this returns.
             values: all other columns of the same samples.
-            as_one: write them as one record batch, however large it is: to keep those of another shard.
+            as_one: write them as one record batch of any size, to keep the record batches of another shard.
 
         Raises:
             ConfigError: columns are missing or unknown.
         """
-        found = {*blobs, *values.schema.names}
-        if found != set(self._schema.names):
-            raise ConfigError(f"samples have the columns {sorted(found)}; expected {sorted(self._schema.names)}")
+        names = {*blobs, *values.schema.names}
+        if names != set(self._schema.names):
+            raise ConfigError(f"the samples have the columns {sorted(names)}; expected {sorted(self._schema.names)}")
         self._flush()
         for name in blobs:
             self._texts.setdefault(name, BlobColumn(_TEXT_BYTES)) if name not in self._blobs else None
         gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
-        # About what a sample's other columns take: lists may be larger than any blob.
+        # Average size of a sample's other columns: lists may be larger than any blob.
         other_bytes = values.nbytes // max(1, values.num_rows)
         start = size_bytes = 0
         for row in range(values.num_rows):
@@ -163,15 +163,15 @@ class ShardWriter:
                 self._write([part.column(name) if name not in blobs else None for name in self._schema.names])
                 start, size_bytes = row + 1, 0
 
-    def blob_room(self, column: str, size_bytes: int) -> memoryview:
-        """Return memory of the writer's own to read the next blob of `column` into; `append` it or ask again."""
-        return self._blobs[column].room(size_bytes)
+    def blob_buffer(self, column: str, size_bytes: int) -> memoryview:
+        """Return memory to read the next blob of `column` into; then pass it to `append`, or call this again."""
+        return self._blobs[column].reserve(size_bytes)
 
     def close(self) -> ShardStatistics:
-        """Write what is left and the file's footer; returns the shard's statistics."""
+        """Write the remaining samples and the file's footer; return the statistics of the shard."""
         self._flush()
         self._file.close()
-        # The next shard is being made while this one is synced: two sets of buffers are not needed.
+        # The next shard is written while this one is synced: freed buffers keep memory at one set.
         self._blobs, self._blob_columns, self._texts = {}, (), {}
         return self.statistics
 
@@ -186,12 +186,12 @@ class ShardWriter:
 
     @property
     def statistics(self) -> ShardStatistics:
-        """Statistics of the samples written so far, which are all of them after `close`."""
+        """Statistics of the samples written so far; complete after `close`."""
         return replace(self._statistics, label_counts=dict(sorted(self._label_counts.items())))
 
     @property
     def layout(self) -> ShardLayout:
-        """Where the record batches written so far lie, which are all of them after `close`."""
+        """Layout of the record batches written so far; complete after `close`."""
         return self._file.layout
 
     def _flush(self) -> None:
@@ -199,7 +199,7 @@ class ShardWriter:
         self.end_batch(values)
 
     def _write(self, columns: Sequence[pa.Array | None]) -> None:
-        """Write a record batch; columns that are None are the blobs collected so far."""
+        """Write a record batch; None stands for a column whose blobs or texts were collected."""
         sample_bytes = sum(column.sizes for column in self._blobs.values())
         gathered = self._blobs | self._texts
         arrays = [
@@ -208,13 +208,13 @@ class ShardWriter:
         ]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         self._file.write_batch(batch)
-        so_far = self._statistics
+        previous = self._statistics
         self._label_counts.update(_labels(batch))
         self._statistics = ShardStatistics(
-            so_far.num_samples + batch.num_rows,
-            max(so_far.max_width, _largest(batch, WIDTH)),
-            max(so_far.max_height, _largest(batch, HEIGHT)),
-            max(so_far.max_sample_bytes, int(np.max(sample_bytes))),
+            previous.num_samples + batch.num_rows,
+            max(previous.max_width, _largest(batch, WIDTH)),
+            max(previous.max_height, _largest(batch, HEIGHT)),
+            max(previous.max_sample_bytes, int(np.max(sample_bytes))),
         )
 
 
@@ -226,11 +226,11 @@ def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
     try:
         return pa.array(values, field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise ConfigError(f"column {field.name!r} does not hold {field.type} throughout: {error}") from error
+        raise ConfigError(f"column {field.name!r} has values that are not {field.type}: {error}") from error
 
 
 def _largest(batch: pa.RecordBatch, column: str) -> int:
-    # Without an image, columns of these names are the user's own.
+    # Without a column `image`, columns named `width` and `height` come from the source.
     is_measured = IMAGE in batch.schema.names and column in batch.schema.names
     return int(batch.column(column).to_numpy().max()) if is_measured else 0
 

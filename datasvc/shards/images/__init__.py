@@ -1,1 +1,1 @@
-"""Reads headers of encoded images, checks that they decode, and encodes them again."""
+"""Images as they are stored: headers and EXIF orientation, checks that they decode, and re-encoding."""

@@ -1,9 +1,9 @@
-"""How an encoded image is to be turned before it stands upright: the EXIF orientation, read from the file's bytes.
+"""EXIF orientation of an encoded image: the rotation or flip that makes it upright, read from the file's bytes.
 
-Widths and heights in shards are those of the upright image, windows are drawn in it, and DALI cuts them from it. So
-all must read the tag alike, and this is how DALI does: the last EXIF block of a JPEG, the `eXIf` chunk of a PNG
-wherever it lies, the `EXIF` chunk of a WebP; never XMP and never the text chunks of old PNGs, which Pillow would
-follow too. Nothing is decoded for it.
+Shards store width and height of the upright image, crops are chosen in it, and DALI cuts them from it. So all of them
+must read the tag in the same way, which is that of DALI: the last EXIF block of a JPEG, the `eXIf` chunk of a PNG at
+any position, the `EXIF` chunk of a WebP; not XMP, and not the text chunks of old PNGs, which Pillow would use too.
+The image is not decoded.
 
 Source of the values: EXIF 2.32 (CIPA DC-008-2019), 4.6.4 A, tag 0x0112.
 """
@@ -36,21 +36,22 @@ _TRANSPOSES: Final = {
 
 
 def read_orientation(content: bytes | memoryview, kind: str) -> int:
-    """Return the orientation that an encoded image asks for, 1 to 8; 1 where it says nothing that can be understood.
+    """Return the orientation of an encoded image, 1 to 8; 1 without a valid EXIF orientation.
 
     Args:
-        content: the whole file.
-        kind: its format in Pillow's words. Of a TIFF, which Pillow turns itself, and of formats without EXIF it is 1.
+        content: the complete file.
+        kind: its format by Pillow's name. TIFF, which Pillow itself rotates, and formats without EXIF give 1.
     """
     raw = memoryview(content).cast("B")
-    found = _UPRIGHT
+    orientation = _UPRIGHT
     for block in _exif_blocks(raw, kind):
-        found = parse_orientation(block) or _UPRIGHT
-    return found
+        # The last block counts, as for DALI.
+        orientation = parse_orientation(block) or _UPRIGHT
+    return orientation
 
 
 def parse_orientation(tiff: memoryview) -> int | None:
-    """Return the orientation in an EXIF block's TIFF header, 1 when there is none, None if it is no such header."""
+    """Return the orientation in the TIFF header of an EXIF block, 1 if it has none; None if the header is invalid."""
     start = bytes(tiff[:2])
     if start not in (b"II", b"MM"):
         return None
@@ -74,19 +75,19 @@ def parse_orientation(tiff: memoryview) -> int | None:
 
 
 def swaps_sides(orientation: int) -> bool:
-    """Return whether width and height of the upright image are the stored ones' swapped."""
+    """Return whether the upright image has the width and height of the stored image swapped."""
     return orientation >= 5
 
 
 def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
-    """Return the image turned as `read_orientation` says; the same object where there is nothing to turn."""
+    """Return the upright image for a result of `read_orientation`; the same object if it is upright already."""
     method = _TRANSPOSES.get(orientation)
     return image if method is None else image.transpose(method)
 
 
 def _exif_blocks(raw: memoryview, kind: str) -> Iterator[memoryview]:
     if kind in ("JPEG", "MPO"):
-        blocks = (data for data in _jpeg_app1(raw) if _is_marked(data))
+        blocks = (data for data in _jpeg_app1(raw) if _has_exif_prefix(data))
     elif kind == "PNG":
         blocks = (data for name, data in _png_chunks(raw) if name == b"eXIf")
     elif kind == "WEBP":
@@ -94,10 +95,10 @@ def _exif_blocks(raw: memoryview, kind: str) -> Iterator[memoryview]:
     else:
         return
     for block in blocks:
-        yield block[len(_EXIF) :] if _is_marked(block) else block
+        yield block[len(_EXIF) :] if _has_exif_prefix(block) else block
 
 
-def _is_marked(block: memoryview) -> bool:
+def _has_exif_prefix(block: memoryview) -> bool:
     return bytes(block[: len(_EXIF)]) == _EXIF
 
 

@@ -1,8 +1,8 @@
-"""What can be said of an encoded image without decoding it, whether it decodes at all, and how it is made smaller.
+"""Encoded images: read headers without decoding, check that files are complete, and re-encode to smaller images.
 
-A plain JPEG's header is read here, some twenty times faster than Pillow does it; whatever is not plain goes to
-Pillow, which knows the headers of every common format. Pillow is lenient about missing ends, which a decoder on the
-way to a GPU is not, so the end of a file is looked at here; where it says nothing, the image is decoded.
+The header of a plain JPEG is parsed here, about twenty times faster than by Pillow; all other files go to Pillow,
+which supports every common format. Pillow accepts files with a missing end, but decoders on the way to a GPU do not,
+so the end of a file is checked here. If the end does not show that the file is complete, the image is decoded.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
 _PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
 _APP1, _APP2 = 0xE1, 0xE2
 _MAX_SEGMENTS = 64
-# Markers that say nothing about size: tables, application data, comments.
-_SILENT = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {_APP1, _APP2}
+# Markers of segments that do not affect the size: tables, application data, comments.
+_IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {_APP1, _APP2}
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker
-_FRAME: Final = struct.Struct(">BHHB")  # bits a component, height, width, components
-# What Pillow may try: bytes of a source must never reach a plugin that starts another program, as EPS does.
+_FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
+# Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS plugin, for one, starts a program.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}
 
 
 class ImageHeader(NamedTuple):
-    """Kind and size of an image.
+    """Format and size of an image.
 
     Attributes:
-        kind: Pillow's name of the format, "JPEG".
-        width: pixels after the EXIF rotation.
-        height: likewise.
+        kind: Pillow's name of the format, such as "JPEG".
+        width: width in pixels after the EXIF rotation.
+        height: height in pixels after the EXIF rotation.
     """
 
     kind: str
@@ -51,11 +51,11 @@ class ImageHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class Reencoding:
-    """How images are made smaller.
+    """Settings for making images smaller.
 
     Attributes:
-        max_side: longer images are scaled down to this many pixels on their longer side; None: none is.
-        quality: of JPEG and WebP, 1 to 100; given without `max_side` it re-encodes every one of them.
+        max_side: larger images are scaled down to this many pixels on their longer side; None: no scaling.
+        quality: JPEG and WebP quality, 1 to 100. Given without `max_side`, all JPEG and WebP images are re-encoded.
 
     Raises:
         ConfigError: a value is out of range.
@@ -71,8 +71,8 @@ class Reencoding:
             raise ConfigError(f"quality is {self.quality}; expected 1 to 100")
 
     @property
-    def is_asked(self) -> bool:
-        """Whether anything is to be done at all."""
+    def is_enabled(self) -> bool:
+        """Whether any image is re-encoded."""
         return self.max_side is not None or self.quality is not None
 
 
@@ -80,11 +80,11 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
     """Check an encoded image and return its header.
 
     Args:
-        content: the whole file.
-        decode: also decode every pixel, which takes some hundred times longer.
+        content: the complete file.
+        decode: also decode every pixel, which takes about a hundred times longer.
 
     Raises:
-        BadSampleError: empty, no image, truncated, or absurdly large; says which.
+        BadSampleError: the file is empty, not an image, truncated, or has too many pixels; the message says which.
     """
     if not len(content):
         raise BadSampleError("empty file")
@@ -93,34 +93,34 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
 
 
 def is_plain_jpeg(content: bytes | memoryview) -> bool:
-    """Return whether an image is a whole JPEG of one picture, baseline or progressive, with 8 bits, grey or YCbCr."""
+    """Return whether the file is a complete JPEG of one picture, baseline or progressive, 8 bits, grey or YCbCr."""
     return _read_plain_jpeg(memoryview(content)) is not None
 
 
-def reencode(content: bytes | memoryview, how: Reencoding) -> bytes | None:
-    """Return the image scaled down and encoded again as `how` says, upright; None where it stays as it is.
+def reencode(content: bytes | memoryview, settings: Reencoding) -> bytes | None:
+    """Return the image scaled down, upright and encoded again according to `settings`; None if it stays unchanged.
 
     Raises:
-        BadSampleError: it does not decode.
+        BadSampleError: the image does not decode.
     """
     with open_image(content) as image:
         kind = image.format or ""
-        too_long = how.max_side is not None and max(image.size) > how.max_side
-        again = how.max_side is None and kind in {"JPEG", "WEBP"}
-        if not too_long and not again:
+        is_too_long = settings.max_side is not None and max(image.size) > settings.max_side
+        is_recompressed = settings.max_side is None and kind in {"JPEG", "WEBP"}
+        if not is_too_long and not is_recompressed:
             return None
         upright = ImageOps.exif_transpose(image)
-        if too_long and how.max_side is not None:
-            upright.thumbnail((how.max_side, how.max_side), Image.Resampling.LANCZOS)
-        return _encode(upright, kind, how.quality or REENCODE_QUALITY)
+        if is_too_long and settings.max_side is not None:
+            upright.thumbnail((settings.max_side, settings.max_side), Image.Resampling.LANCZOS)
+        return _encode(upright, kind, settings.quality or REENCODE_QUALITY)
 
 
 @contextmanager
 def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
-    """Open an encoded image with Pillow; what a damaged one makes Pillow raise, here and in the body, is translated.
+    """Open an encoded image with Pillow, and map Pillow's errors, here and in the `with` block, to BadSampleError.
 
     Raises:
-        BadSampleError: no image, absurdly large, or it does not decode; says which.
+        BadSampleError: the file is not an image, has too many pixels, or does not decode; the message says which.
     """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -128,10 +128,10 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
     except BadSampleError:
         raise
     except UnidentifiedImageError as error:
-        raise BadSampleError(f"no image: it starts with {bytes(content[:16])!r}") from error
+        raise BadSampleError(f"not an image: the file starts with {bytes(content[:16])!r}") from error
     except Image.DecompressionBombError as error:
         raise BadSampleError(str(error)) from error
-    except Exception as error:  # whatever a damaged file makes Pillow raise
+    except Exception as error:  # Pillow raises many types for damaged files
         raise BadSampleError(f"does not decode: {error}") from error
 
 
@@ -143,11 +143,11 @@ def _encode(image: Image.Image, kind: str, quality: int) -> bytes:
 
 
 def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
-    """Return the header of a whole, plain JPEG; None for anything that somebody should look at more closely."""
+    """Return the header of a complete, plain JPEG; None for any file that Pillow has to read."""
     stop = len(raw)
     if stop < 4 or raw[0] != 0xFF or raw[1] != 0xD8 or raw[stop - 2] != 0xFF or raw[stop - 1] != 0xD9:
         return None
-    offset, size, turned = 2, None, False
+    offset, size, is_rotated = 2, None, False
     for _ in range(_MAX_SEGMENTS):
         if offset + 10 > stop:
             return None
@@ -155,12 +155,12 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         if start != 0xFF:
             return None
         if marker == _START_OF_SCAN:
-            return ImageHeader("JPEG", *(size[::-1] if turned else size)) if size is not None else None
+            return ImageHeader("JPEG", *(size[::-1] if is_rotated else size)) if size is not None else None
         if length < 2:
             return None
         if marker in _PLAIN_FRAMES:
             bits, height, width, components = _FRAME.unpack_from(raw, offset + 4)
-            is_plain = bits == 8 and components in (1, 3) and 0 < width * height < _most_pixels()
+            is_plain = bits == 8 and components in (1, 3) and 0 < width * height < _max_pixels()
             if size is not None or not is_plain:
                 return None
             size = (width, height)
@@ -169,17 +169,17 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
                 orientation = parse_orientation(raw[offset + 10 : offset + 2 + length])
                 if orientation is None:
                     return None
-                turned = swaps_sides(orientation)
+                is_rotated = swaps_sides(orientation)
         elif marker == _APP2:
             if bytes(raw[offset + 4 : offset + 8]) == b"MPF\0":
-                return None  # several pictures in one file
-        elif marker not in _SILENT:
-            return None  # other ways to code
+                return None  # MPO: several pictures in one file
+        elif marker not in _IGNORED_MARKERS:
+            return None  # another coding process, or an unknown segment
         offset += 2 + length
     return None
 
 
-def _most_pixels() -> int:
+def _max_pixels() -> int:
     return Image.MAX_IMAGE_PIXELS or 1 << 60
 
 
@@ -194,7 +194,7 @@ def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHead
 
 
 def _is_complete(kind: str, content: bytes | memoryview) -> bool:
-    """Return whether the end of the file proves that nothing is cut off; where it cannot, decode to find out."""
+    """Return whether the end of the file proves that the file is complete; if not, it may still be."""
     raw = bytes(content)
     if kind == "JPEG":
         return raw.rfind(_END_OF_IMAGE, _scan_offset(raw)) > 0
@@ -206,7 +206,7 @@ def _is_complete(kind: str, content: bytes | memoryview) -> bool:
 
 
 def _scan_offset(raw: bytes) -> int:
-    """Return where a JPEG's pixels start, behind the headers, whose thumbnails have end markers of their own."""
+    """Return the offset of a JPEG's scan data, after the headers, whose thumbnails contain end markers too."""
     offset = 2
     while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _START_OF_SCAN:
         offset += 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")

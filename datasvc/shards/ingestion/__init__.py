@@ -1,1 +1,1 @@
-"""Turns a source into shards and commits them as the next version of a data set."""
+"""Ingestion: plan the shards of a source, build them in worker processes, and commit them as a version."""

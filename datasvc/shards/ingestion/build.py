@@ -1,6 +1,6 @@
-"""From a unit of work to stored shards. What a worker process needs for it, and what it gives back.
+"""Build of one unit of an ingest: the work description sent to workers, the results they return, and shard storage.
 
-A shard is synced or uploaded in the background while the next one is made, and recorded in the journal afterwards.
+A shard is synced or uploaded in the background while the next one is built, and recorded in the journal afterwards.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from datasvc.shards.format.writer import ShardStatistics, ShardWriter
 from datasvc.shards.ingestion.build_options import BuildOptions
 from datasvc.shards.sources.common.source import BadSample, Source
 
-_FINISHING: Final = 2  # shards being synced or uploaded, beside the one being made
+_MAX_PENDING: Final = 2  # shards being synced or uploaded, in addition to the one being built
 
 
 @dataclass(frozen=True)
 class IngestWork:
-    """What every worker of an ingest knows. It travels to worker processes.
+    """Description of an ingest that is sent to every worker.
 
     Attributes:
-        repository_url: where shards are stored.
-        name: of the work, for its journal.
-        fingerprint: of the source, as it was listed.
-        attempt: of the journal.
-        source: what is read; of a listed one without its listing, which the units carry.
+        repository_url: the repository to store shards in.
+        name: digest of the plan, which names the journal.
+        fingerprint: fingerprint of the source when it was listed.
+        attempt: attempt of the journal.
+        source: the source to read; a listed source comes without its listing, which the units carry.
         schema: columns of the shards.
-        options: how shards are made.
-        classes: names of the stored labels, index by index.
-        labels: stored label of each label of the source; None where they are the same.
+        options: how shards are built.
+        classes: class names by stored label.
+        labels: stored label of each label of the source; None if they are the same.
     """
 
     repository_url: str
@@ -54,7 +54,7 @@ class IngestWork:
 
 @dataclass(frozen=True)
 class IngestProgress:
-    """What was done since the last report."""
+    """Progress since the previous report."""
 
     num_samples: int = 0
     size_bytes: int = 0
@@ -69,9 +69,9 @@ class BuiltShard:
     """A stored shard.
 
     Attributes:
-        split: of its samples.
-        ordinal: its place among the shards of its unit and split.
-        row: what the shard table will say of it.
+        split: split of its samples.
+        ordinal: its position among the shards of its unit and split.
+        row: its row of the shard table.
     """
 
     split: str
@@ -79,7 +79,7 @@ class BuiltShard:
     row: TableRow
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the shard as JSON values."""
+        """Return the shard as JSON values for the journal."""
         statistics = self.row.statistics
         return {
             "split": self.split,
@@ -97,7 +97,7 @@ class BuiltShard:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> BuiltShard:
-        """Return what `to_dict` gave."""
+        """Return the shard that `to_dict` described."""
         statistics = ShardStatistics(
             content["samples"],
             content["max_width"],
@@ -112,11 +112,11 @@ class BuiltShard:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What came of a unit.
+    """The result of one unit.
 
     Attributes:
-        number: of the unit.
-        shards: those with samples in them, in table order.
+        number: number of the unit.
+        shards: its shards that have samples, in table order.
         bad: samples that were left out.
     """
 
@@ -125,7 +125,7 @@ class UnitResult:
     bad: Sequence[BadSample]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
+        """Return the result as JSON values for the journal."""
         return {
             "unit": self.number,
             "shards": [shard.to_dict() for shard in self.shards],
@@ -134,16 +134,16 @@ class UnitResult:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> UnitResult:
-        """Return what `to_dict` gave."""
+        """Return the result that `to_dict` described."""
         shards = [BuiltShard.from_dict(shard) for shard in content["shards"]]
         return cls(content["unit"], shards, [BadSample(*sample) for sample in content["bad"]])
 
 
 class ShardOutput:
-    """A shard being made: its samples, and what its index will say of them.
+    """A shard being built, with the contents of its sample index.
 
     Args:
-        repository: where it is stored.
+        repository: the repository to store it in.
         schema: its columns.
     """
 
@@ -157,11 +157,11 @@ class ShardOutput:
         self.image_kinds: Counter[str] = Counter()
 
     def close(self) -> ShardStatistics:
-        """Write what is left; returns the statistics. The object is not stored yet."""
+        """Write the remaining samples and return the statistics. The object is not stored yet."""
         return replace(self.writer.close(), image_kinds=dict(sorted(self.image_kinds.items())))
 
     def store(self, statistics: ShardStatistics) -> TableRow:
-        """Store the closed shard and its index. Called once, from any thread. Raises UnavailableError."""
+        """Store the closed shard and its index. Call this once, from any thread. Raise UnavailableError."""
         index = SampleIndex.build(self.keys, self.samples, self.payloads, self.writer.layout)
         stored = self._objects.put(index.encode())
         return TableRow(self._objects.finish(self._object), statistics, stored.digest)
@@ -172,16 +172,17 @@ class ShardOutput:
 
 
 class ShardFinisher:
-    """Opens the shards of a unit, stores each in the background once it is full, and records it in the journal.
+    """Opens the shards of a unit, stores each full shard in the background, and records it in the journal.
 
-    A bounded number is under way at once. Whatever is not stored when the block ends is removed.
+    The number of shards in the background is bounded. Shards that are not stored when the block ends are removed.
 
     Args:
-        work: what is done.
-        unit: number of the unit whose shards these are.
-        repository: where they are stored.
-        journal: of the ingest.
-        records_shards: record every shard; without it only the whole unit is.
+        work: description of the ingest.
+        unit: number of the unit that the shards belong to.
+        repository: the repository to store them in.
+        journal: journal of the ingest.
+        records_shards: record every shard, so that an interrupted unit can continue; otherwise only the complete
+            unit.
     """
 
     def __init__(
@@ -193,31 +194,33 @@ class ShardFinisher:
         self._journal = journal
         self._records_shards = records_shards
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="datasvc-store")
-        self._under_way: list[Future[BuiltShard]] = []
+        self._pending: list[Future[BuiltShard]] = []
         self._unfinished: list[ShardOutput] = []
         self._stored: list[BuiltShard] = []
 
     def open(self) -> ShardOutput:
-        """Return a new, empty shard. Raises UnavailableError."""
+        """Return a new, empty shard. Raise UnavailableError."""
         output = ShardOutput(self._repository, self._schema)
         self._unfinished.append(output)
         return output
 
     def add(self, split: str, ordinal: int, output: ShardOutput) -> None:
-        """Take a shard with all its samples over. Raises what storing an earlier one met."""
+        """Store a shard that has all its samples. Raise the error of an earlier shard that could not be stored."""
         statistics = output.close()
-        while len(self._under_way) >= _FINISHING:
-            self._stored.append(self._under_way.pop(0).result())
-        self._under_way.append(self._pool.submit(self._store, split, ordinal, output, statistics))
+        # Waits here if storage is slower than the build, which bounds the memory of buffered shards.
+        while len(self._pending) >= _MAX_PENDING:
+            self._stored.append(self._pending.pop(0).result())
+        self._pending.append(self._pool.submit(self._store, split, ordinal, output, statistics))
 
     def keep(self, shard: BuiltShard) -> None:
-        """Count a shard in that an earlier, interrupted run has stored."""
+        """Add a shard that an earlier, interrupted run stored."""
         self._stored.append(shard)
 
     def finish(self, bad: Sequence[BadSample]) -> UnitResult:
-        """Wait for every shard, record the unit and return what came of it."""
-        self._stored += [future.result() for future in self._under_way]
+        """Wait until every shard is stored, record the unit and return its result."""
+        self._stored += [future.result() for future in self._pending]
         result = UnitResult(self._unit, sorted(self._stored, key=lambda shard: (shard.split, shard.ordinal)), bad)
+        # After all shards are stored: a recorded unit is never built again.
         self._journal.write(f"{self._unit:08d}", result.to_dict())
         return result
 
@@ -235,10 +238,11 @@ class ShardFinisher:
         built = BuiltShard(split, ordinal, output.store(statistics))
         self._unfinished.remove(output)
         if self._records_shards:
+            # After the shard is stored: a recorded shard is not built again by the next run.
             self._journal.write(shard_record(self._unit, split, ordinal), built.to_dict())
         return built
 
 
 def shard_record(unit: int, split: str, ordinal: int) -> str:
-    """Return the name of the journal's record of one shard of a streamed unit."""
+    """Return the name of the journal record of one shard of a streamed unit."""
     return f"{unit:08d}-{split}-{ordinal:06d}"

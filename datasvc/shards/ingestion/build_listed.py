@@ -1,7 +1,7 @@
-"""A unit of a listed source to its shard: read each file into the writer's buffer, check it there, digest it there.
+"""Build the shard of a unit of a listed source: read each file into the writer's buffer, check and digest it there.
 
-Nothing is allocated per sample: a local file is read straight to where the shard is being put together. Remote files
-are read ahead, a bounded number of bytes at once.
+No memory is allocated per sample: a local file is read directly to its position in the shard. Remote files are read
+ahead, up to a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from datasvc.shards.ingestion.plan import IngestUnit
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.source import BadSample, ImageFile, printable
 
-_READS_AHEAD: Final = 16
-_BYTES_AHEAD: Final = 32 << 20
+_MAX_READS_AHEAD: Final = 16
+_MAX_BYTES_AHEAD: Final = 32 << 20
 _REPORT_BYTES: Final = 4 << 20
-_GIVEN: Final = frozenset({KEY, IMAGE, LABEL})
+_STANDARD_COLUMNS: Final = frozenset({KEY, IMAGE, LABEL})
 
 Content = bytes | memoryview
-Room = Callable[[int], memoryview]
+AllocateBuffer = Callable[[int], memoryview]
 
 
 def build_listed(
     work: IngestWork, unit: IngestUnit, repository: Repository, journal: Journal, report: Report
 ) -> UnitResult:
-    """Store the shard of `unit`; returns what came of it.
+    """Store the shard of `unit` and return the result.
 
     Raises:
-        SourceChangedError: a file is not what the listing said.
+        SourceChangedError: a file differs from the listing.
         NotFoundError, UnavailableError: the source or the repository failed.
     """
     bad: list[BadSample] = []
     with ShardFinisher(work, unit.number, repository, journal, records_shards=False) as finisher:
         output = finisher.open()
-        adder = _SampleAdder(work, output)
+        appender = _ImageAppender(work, output)
         size_bytes = num_samples = 0
-        room = partial(output.writer.blob_room, IMAGE)
-        for file, content in _read_files(work.source.url, unit.files, room):
+        allocate = partial(output.writer.blob_buffer, IMAGE)
+        for file, content in _read_files(work.source.url, unit.files, allocate):
             try:
-                adder.add(file, content)
+                appender.add(file, content)
             except BadSampleError as error:
                 bad.append(BadSample(unit.split, printable(file.key), str(error)))
             size_bytes += file.size_bytes
@@ -61,30 +61,30 @@ def build_listed(
             if size_bytes >= _REPORT_BYTES:
                 report(IngestProgress(num_samples, size_bytes))
                 size_bytes = num_samples = 0
-        if adder.num_samples:
-            adder.close()
+        if appender.num_samples:
+            appender.close()
             finisher.add(unit.split, 0, output)
         result = finisher.finish(bad)
     report(IngestProgress(num_samples, size_bytes, len(result.shards)))
     return result
 
 
-class _SampleAdder:
-    """Checks the images of a shard and appends them to it.
+class _ImageAppender:
+    """Checks images and appends them to a shard.
 
-    What need not be done while an image is in the processor's caches is done for all of a record batch at once, or
-    of the shard.
+    Only checks and digests run per image, while it is in the processor's caches; all other work is done once per
+    record batch or once per shard.
     """
 
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
         self._output = output
         self._writer = output.writer
         self._decode = work.options.decode_check
-        self._reencoding = work.options.reencoding if work.options.reencoding.is_asked else None
+        self._reencoding = work.options.reencoding if work.options.reencoding.is_enabled else None
         self._has_label = LABEL in work.source.schema.names
         self._extra = {
             name: number
-            for number, name in enumerate(name for name in work.source.schema.names if name not in _GIVEN)
+            for number, name in enumerate(name for name in work.source.schema.names if name not in _STANDARD_COLUMNS)
         }
         self._other_blobs = _other_blobs(work.schema, self._extra)
         self._files: list[ImageFile] = []
@@ -94,17 +94,18 @@ class _SampleAdder:
 
     @property
     def num_samples(self) -> int:
-        """Images that were appended."""
+        """Number of appended images."""
         return len(self._files)
 
     def add(self, file: ImageFile, content: Content) -> None:
-        """Append one image. Raises BadSampleError."""
+        """Append one image. Raise BadSampleError."""
         if not file.key.isascii() and printable(file.key) != file.key:
-            raise BadSampleError("its name is not UTF-8: rename it")
+            raise BadSampleError("its file name is not UTF-8: rename the file")
         if self._reencoding is not None:
             content = reencode(content, self._reencoding) or content
         header = read_header(content, decode=self._decode)
         blobs = (content,) if self._other_blobs is None else self._blobs(file, content)
+        # While the image is in the processor's caches.
         digest = digest_blob(content)
         is_full = self._writer.append_blobs(*blobs)
         self._files.append(file)
@@ -114,7 +115,7 @@ class _SampleAdder:
             self._end_batch()
 
     def close(self) -> None:
-        """Write what is left, and say in the output what its index holds of the samples."""
+        """Write the last record batch, and pass keys, digests and image kinds to the output for its index."""
         self._end_batch()
         values = {
             name: [encode_value(value) for value in column]
@@ -132,7 +133,7 @@ class _SampleAdder:
         self._writer.end_batch({**self._values(self._files[start:]), **measured})
 
     def _values(self, files: Sequence[ImageFile]) -> dict[str, list[Any]]:
-        """Return what the source says of files: column by column."""
+        """Return the values that the source lists for the files, by column."""
         values: dict[str, list[Any]] = {KEY: [file.key for file in files]}
         if self._has_label:
             values[LABEL] = [file.label for file in files]
@@ -144,48 +145,52 @@ class _SampleAdder:
 
 
 def _other_blobs(schema: pa.Schema, extra: Mapping[str, int]) -> tuple[int | None, ...] | None:
-    """Return which extra value each blob column holds, None for the image; None where that is the only one."""
+    """Return the position of each blob column's extra value, None for the image; None without other blob columns."""
     columns = [field.name for field in schema if is_blob(field.type)]
     return None if columns == [IMAGE] else tuple(extra.get(name) for name in columns)
 
 
-def _read_files(url: str, files: Sequence[ImageFile], room: Room) -> Iterator[tuple[ImageFile, Content]]:
-    """Yield every file with its content, in order; a content is valid until the next one is asked for."""
+def _read_files(
+    url: str, files: Sequence[ImageFile], allocate: AllocateBuffer
+) -> Iterator[tuple[ImageFile, Content]]:
+    """Yield every file with its content, in order. A content is valid until the next one is requested."""
     reader = FileReader(url)
     if reader.is_local:
         for file in files:
-            yield file, _read_local(file, room)
+            yield file, _read_local(file, allocate)
         return
-    with ThreadPoolExecutor(_READS_AHEAD, thread_name_prefix="datasvc-read") as pool:
-        under_way: deque[tuple[ImageFile, Future[bytes]]] = deque()
+    with ThreadPoolExecutor(_MAX_READS_AHEAD, thread_name_prefix="datasvc-read") as pool:
+        pending: deque[tuple[ImageFile, Future[bytes]]] = deque()
         ahead_bytes = 0
         for file in files:
-            while under_way and (len(under_way) >= _READS_AHEAD or ahead_bytes + file.size_bytes > _BYTES_AHEAD):
-                ahead_bytes -= under_way[0][0].size_bytes
-                yield _checked(*under_way.popleft())
-            under_way.append((file, pool.submit(reader.read, file.path)))
+            # A file larger than the limit is read alone.
+            while pending and (len(pending) >= _MAX_READS_AHEAD or ahead_bytes + file.size_bytes > _MAX_BYTES_AHEAD):
+                ahead_bytes -= pending[0][0].size_bytes
+                yield _wait_for_read(*pending.popleft())
+            pending.append((file, pool.submit(reader.read, file.path)))
             ahead_bytes += file.size_bytes
-        while under_way:
-            yield _checked(*under_way.popleft())
+        while pending:
+            yield _wait_for_read(*pending.popleft())
 
 
-def _checked(file: ImageFile, future: Future[bytes]) -> tuple[ImageFile, Content]:
+def _wait_for_read(file: ImageFile, future: Future[bytes]) -> tuple[ImageFile, Content]:
     content = future.result()
     if len(content) != file.size_bytes:
-        raise _changed(file, f"it had {file.size_bytes} bytes and has {len(content)} now")
+        raise _changed(file, f"it had {file.size_bytes} bytes and now has {len(content)}")
     return file, content
 
 
-def _read_local(file: ImageFile, room: Room) -> memoryview:
-    """Read a file to where its blob will lie, and see that it is the one that was listed."""
-    target = room(file.size_bytes)
+def _read_local(file: ImageFile, allocate: AllocateBuffer) -> memoryview:
+    """Read a file into the buffer of its blob. Raise SourceChangedError if it differs from the listing."""
+    target = allocate(file.size_bytes)
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # Of the open file, so that the check and the read see the same file.
             status = os.fstat(descriptor)
             if status.st_size != file.size_bytes or (file.stamp and str(status.st_mtime_ns) != file.stamp):
                 raise _changed(
-                    file, f"it had {file.size_bytes} bytes when it was listed and has {status.st_size} now"
+                    file, f"it had {file.size_bytes} bytes when it was listed and now has {status.st_size}"
                 )
             count = os.readv(descriptor, [target])
             while count < file.size_bytes:
@@ -201,8 +206,8 @@ def _read_local(file: ImageFile, room: Room) -> memoryview:
     return target
 
 
-def _changed(file: ImageFile, how: str) -> SourceChangedError:
+def _changed(file: ImageFile, detail: str) -> SourceChangedError:
     return SourceChangedError(
-        f"{printable(file.path)} changed while it was ingested: {how}; run the same command again once nothing "
+        f"{printable(file.path)} changed while it was ingested: {detail}; run the same command again when no process "
         "writes to the source any more"
     )

@@ -1,4 +1,4 @@
-"""What, with the source, determines the bytes of every shard: settings of the plan and of what builds it."""
+"""Build options: the settings that, together with the source, determine the bytes of every shard."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SHARD_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What, with the source, determines the bytes of every shard.
+    """The settings that, together with the source, determine the bytes of every shard.
 
     Attributes:
-        shard_bytes: sample bytes at which a shard is full.
-        decode_check: decode every image fully rather than check its header and its end.
-        reencoding: whether images are made smaller.
-        keep_order: keep the source's order rather than deal samples to shards by a permutation.
-        seed: of that permutation.
-        val_fraction: share of "train" that becomes "val", by the hash of the key.
-        limit: samples of each split of the source, its first ones, bad ones included; None: all.
+        shard_bytes: size of the samples in a full shard.
+        decode_check: decode every image completely instead of checking its header and its end.
+        reencoding: how images are made smaller, if at all.
+        keep_order: keep the source's order instead of assigning samples to shards by a permutation.
+        seed: seed of that permutation.
+        val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key.
+        limit: number of samples to ingest of each split, the first ones of the source, bad ones included; None: all.
 
     Raises:
         ConfigError: a value is out of range.

@@ -1,4 +1,4 @@
-"""What an ingest would make, without making it: from the source's listing, and from reading a little of it."""
+"""Dry run of an ingest: predict its result from the source's listing and from a small part of the source."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _READ_BYTES: Final = 32 << 20
 
 @dataclass(frozen=True)
 class DryRun:
-    """What an ingest would make.
+    """The predicted result of an ingest.
 
     Attributes:
         kind: format of the source.
-        num_samples: by split; None where only reading more of the source would tell.
-        is_estimate: the numbers of samples and shards were guessed from the parts that were read.
-        size_bytes: of the source.
-        num_shards: over all splits.
+        num_samples: number of samples by split; None where the part of the source that was read does not show it.
+        is_estimate: whether the numbers of samples and shards are extrapolated from the parts that were read.
+        size_bytes: bytes of the source.
+        num_shards: number of shards of all splits.
         schema: columns of the shards.
-        classes: names of the labels.
-        seconds: about how long it would take, writing aside: from reading and checking the first of it.
-        bad: bad samples among the first.
+        classes: class names by label.
+        seconds: estimated duration without writing, from the rate of reading and checking the first samples.
+        bad: bad samples among those that were read.
     """
 
     kind: str
@@ -52,22 +52,22 @@ class DryRun:
 
 @dataclass
 class _SourceProbe:
-    """What reading the first of a source showed; `whole` counts only parts that were read to their end."""
+    """Measurements of the part of a source that was read. `complete_` counts only parts that were read completely."""
 
     read_bytes: int = 0
-    whole_source_bytes: int = 0
-    whole_stored_bytes: int = 0
-    whole_samples: int = 0
+    complete_source_bytes: int = 0
+    complete_stored_bytes: int = 0
+    complete_samples: int = 0
     seconds: float = 0.0
 
 
 def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRun:
-    """Return what an ingest of `source` would make.
+    """Return the predicted result of an ingest of `source`.
 
     Args:
-        source: listed already.
-        options: how shards would be made.
-        workers: processes that would build them.
+        source: the opened source.
+        options: how shards would be built.
+        workers: number of processes that would build them.
 
     Raises:
         ConfigError: the options contradict the source.
@@ -79,14 +79,16 @@ def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRu
     size_bytes = sum(unit.size_bytes for unit in units)
     is_listed = isinstance(source, ListedSource)
     counts = _count_samples(units, probe, options.limit)
-    share = probe.whole_stored_bytes / probe.whole_source_bytes if probe.whole_source_bytes else 1.0
+    # Stored bytes per source byte: above 1 for a compressed source.
+    ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
+    # Bytes per second of one process.
     rate = probe.read_bytes / max(probe.seconds, 1e-6)
     return DryRun(
         source.kind,
         counts,
         not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
         size_bytes,
-        len(units) if is_listed else max(1, round(size_bytes * share / options.shard_bytes)),
+        len(units) if is_listed else max(1, round(size_bytes * ratio / options.shard_bytes)),
         stored_schema(source.schema),
         source.classes,
         size_bytes / max(rate, 1.0) / max(1, min(workers, len(units))),
@@ -95,14 +97,14 @@ def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRu
 
 
 def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int | None) -> dict[str, int | None]:
-    """Return the samples of each split, held-out ones of streamed sources not told apart."""
+    """Return the number of samples by split. Samples held out of streamed sources count for "train"."""
     counts: dict[str, int | None] = {}
     for unit in units:
-        known = [part.num_samples for part in unit.parts]
-        if None not in known:
-            count = len(unit.files) + sum(each for each in known if each is not None)
-        elif probe.whole_source_bytes:
-            count = round(unit.size_bytes * probe.whole_samples / probe.whole_source_bytes)
+        part_counts = [part.num_samples for part in unit.parts]
+        if None not in part_counts:
+            count = len(unit.files) + sum(part_count for part_count in part_counts if part_count is not None)
+        elif probe.complete_source_bytes:
+            count = round(unit.size_bytes * probe.complete_samples / probe.complete_source_bytes)
         else:
             counts[unit.split] = None
             continue
@@ -112,7 +114,7 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int 
 
 
 def _read_some(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:
-    """Read and check the first samples, as an ingest would; listed images are not made smaller here."""
+    """Read and check the first samples as an ingest would, but without encoding listed images again."""
     probe = _SourceProbe()
     started = time.perf_counter()
     if isinstance(source, ListedSource):
@@ -143,18 +145,18 @@ def _read_parts(source: StreamedSource, options: BuildOptions, bad: list[BadSamp
     work = IngestWork("", "", "", "", source, stored_schema(source.schema), options, source.classes)
     for part in source.parts:
         samples = stored_bytes = 0
-        for piece in source.read(part):
-            if isinstance(piece, BadSample):
-                bad.append(piece)
+        for batch in source.read(part):
+            if isinstance(batch, BadSample):
+                bad.append(batch)
                 continue
-            checked = check_batch(work, piece, part.split, bad)
-            _ = checked.digests
+            checked = check_batch(work, batch, part.split, bad)
+            _ = checked.digests  # computed to measure how long it takes
             samples += checked.num_samples
             stored_bytes += int(checked.sizes_bytes.sum())
             if probe.read_bytes + stored_bytes >= _READ_BYTES:
                 probe.read_bytes += stored_bytes
                 return
         probe.read_bytes += stored_bytes
-        probe.whole_samples += samples
-        probe.whole_stored_bytes += stored_bytes
-        probe.whole_source_bytes += part.size_bytes
+        probe.complete_samples += samples
+        probe.complete_stored_bytes += stored_bytes
+        probe.complete_source_bytes += part.size_bytes

@@ -1,6 +1,6 @@
-"""Keys and contents that occur more than once in a split, found from its sample indexes.
+"""Search for samples of a split that repeat the key or the content of an earlier one, by means of sample indexes.
 
-What is held for each sample is a hash of eight bytes; only samples whose hashes meet are compared as they are.
+Memory holds one 8-byte hash per sample; only samples with equal hashes are compared by value.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.source import BadSample
 from datasvc.shards.versions.deletions import delete_samples
 
-RepeatedBy = Literal["key", "payload"]
-_INDEXES_AT_ONCE: Final = 8
+DuplicateKind = Literal["key", "payload"]
+_MAX_PARALLEL_READS: Final = 8
 
 
 @dataclass(frozen=True)
-class Repeat:
+class DuplicateSample:
     """A sample that repeats an earlier one of its split.
 
     Attributes:
-        key: of the sample.
-        first_key: of the earliest sample like it, in table order.
-        shard: number of its shard.
-        row: its place there.
+        key: key of the sample.
+        first_key: key of the first equal sample, in table order.
+        shard: number of its shard in the table.
+        row: row in the shard's file.
     """
 
     key: str
@@ -41,94 +41,98 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Repeats:
-    """What repeats in new splits.
+class SplitDuplicates:
+    """The duplicates in the splits of a new version.
 
     Attributes:
-        keys: by split, samples that have the key of an earlier one.
-        payloads: by split, other samples that hold the same as an earlier one.
+        by_key: by split, samples with the key of an earlier one.
+        by_payload: by split, other samples with the content of an earlier one.
     """
 
-    keys: Mapping[str, Sequence[Repeat]]
-    payloads: Mapping[str, Sequence[Repeat]]
+    by_key: Mapping[str, Sequence[DuplicateSample]]
+    by_payload: Mapping[str, Sequence[DuplicateSample]]
 
     @classmethod
-    def find(cls, objects: Objects, tables: Mapping[str, ShardTable], *, by_key: bool) -> Repeats:
-        """Look for repeats in each split; for those of keys only with `by_key`. Raises as `find_repeats`."""
-        keys: dict[str, list[Repeat]] = {}
-        payloads: dict[str, list[Repeat]] = {}
+    def find(cls, objects: Objects, tables: Mapping[str, ShardTable], *, by_key: bool) -> SplitDuplicates:
+        """Find the duplicates of each split; those by key only if `by_key`. Raise as `find_duplicates`."""
+        same_key: dict[str, list[DuplicateSample]] = {}
+        same_payload: dict[str, list[DuplicateSample]] = {}
         for split, table in tables.items():
-            found = find_repeats(objects, table, "key") if by_key else []
-            places = {(repeat.shard, repeat.row) for repeat in found}
-            keys[split] = found
-            payloads[split] = find_repeats(objects, table, "payload", without=places)
-        return cls(_without_empty(keys), _without_empty(payloads))
+            same_key[split] = find_duplicates(objects, table, "key") if by_key else []
+            rows = {(sample.shard, sample.row) for sample in same_key[split]}
+            same_payload[split] = find_duplicates(objects, table, "payload", without=rows)
+        return cls(_without_empty(same_key), _without_empty(same_payload))
 
     @property
     def bad(self) -> list[BadSample]:
-        """Samples that cannot stay, since a key is unique in its split."""
+        """Samples that cannot be committed, because keys are unique within a split."""
         return [
-            BadSample(split, repeat.key, "another sample of its split has this key: rename it")
-            for split, repeats in self.keys.items()
-            for repeat in repeats
+            BadSample(split, sample.key, "another sample of its split has this key: rename it")
+            for split, samples in self.by_key.items()
+            for sample in samples
         ]
 
 
-def drop_repeats(
-    objects: Objects, tables: Mapping[str, ShardTable], dropped: Sequence[Mapping[str, Sequence[Repeat]]]
+def drop_duplicates(
+    objects: Objects, tables: Mapping[str, ShardTable], dropped: Sequence[Mapping[str, Sequence[DuplicateSample]]]
 ) -> dict[str, ShardTable]:
-    """Return the tables with these samples deleted: which one stays does not depend on who found it first."""
-    left = {}
+    """Return the tables with the given samples deleted."""
+    result = {}
     for split, table in tables.items():
         rows: dict[int, list[int]] = {}
-        for repeat in (repeat for repeats in dropped for repeat in repeats.get(split, ())):
-            rows.setdefault(repeat.shard, []).append(repeat.row)
-        chosen = {shard: np.array(sorted(each), np.int64) for shard, each in rows.items()}
-        left[split] = delete_samples(objects, table, chosen) if chosen else table
-    return left
+        for sample in (sample for samples in dropped for sample in samples.get(split, ())):
+            rows.setdefault(sample.shard, []).append(sample.row)
+        arrays = {shard: np.array(sorted(shard_rows), np.int64) for shard, shard_rows in rows.items()}
+        result[split] = delete_samples(objects, table, arrays) if arrays else table
+    return result
 
 
-def find_repeats(
-    objects: Objects, table: ShardTable, by: RepeatedBy, *, without: Collection[tuple[int, int]] = ()
-) -> list[Repeat]:
+def find_duplicates(
+    objects: Objects, table: ShardTable, by: DuplicateKind, *, without: Collection[tuple[int, int]] = ()
+) -> list[DuplicateSample]:
     """Return every sample that repeats an earlier one, in table order.
 
     Args:
-        objects: of the repository.
-        table: in which nothing is deleted, and every shard has a sample index.
-        by: "key", or "payload": the digest of what a sample holds, see `digests`.
-        without: samples that do not count, by shard and place in it.
+        objects: objects of the repository.
+        table: a table without deletions, all of whose shards have a sample index.
+        by: "key", or "payload" for the digest of a sample's content, see `digests`.
+        without: samples to leave out, as shard number and row.
 
     Raises:
-        CorruptDataError, NotFoundError, UnavailableError: an index cannot be read.
+        CorruptDataError, NotFoundError, UnavailableError: a sample index cannot be read.
     """
     hashes = np.empty(int(table.stored_per_shard.sum()), np.int64)
     start = 0
     for index in _read_indexes(objects, table, range(table.num_shards)):
         hashes[start : start + index.num_samples] = _hash(index, by)
         start += index.num_samples
-    suspects = _meeting(hashes)
+    positions = _colliding(hashes)
+    # Frees 8 bytes per sample before the candidates are compared.
     del hashes
     stops = np.cumsum(table.stored_per_shard)
-    shards = np.searchsorted(stops, suspects, side="right")
-    rows = suspects - np.concatenate([[0], stops])[shards]
-    counted = [place not in without for place in zip(shards.tolist(), rows.tolist(), strict=True)]
-    return _compare(objects, table, by, shards[counted], rows[counted])
+    shards = np.searchsorted(stops, positions, side="right")
+    rows = positions - np.concatenate([[0], stops])[shards]
+    is_counted = [location not in without for location in zip(shards.tolist(), rows.tolist(), strict=True)]
+    return _compare(objects, table, by, shards[is_counted], rows[is_counted])
 
 
-def _compare(objects: Objects, table: ShardTable, by: RepeatedBy, shards: Integers, rows: Integers) -> list[Repeat]:
+def _compare(
+    objects: Objects, table: ShardTable, by: DuplicateKind, shards: Integers, rows: Integers
+) -> list[DuplicateSample]:
+    """Return the duplicates among candidates in table order, compared by value."""
     first: dict[str | bytes, str] = {}
-    repeats: list[Repeat] = []
+    duplicates: list[DuplicateSample] = []
     affected = np.unique(shards).tolist()
     for shard, index in zip(affected, _read_indexes(objects, table, affected), strict=True):
         keys = index.keys
         for row in rows[shards == shard].tolist():
             value = keys[row] if by == "key" else index.digests("payload")[row].tobytes()
+            # Samples come in table order, so the first one with a value is the one that is kept.
             if value in first:
-                repeats.append(Repeat(keys[row], first[value], shard, row))
+                duplicates.append(DuplicateSample(keys[row], first[value], shard, row))
             else:
                 first[value] = keys[row]
-    return repeats
+    return duplicates
 
 
 def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]) -> Iterator[SampleIndex]:
@@ -137,27 +141,29 @@ def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]
         assert digest is not None, shard
         return SampleIndex.decode(objects.read(digest), objects.location(digest))
 
-    with ThreadPoolExecutor(_INDEXES_AT_ONCE, thread_name_prefix="datasvc-index") as pool:
-        for start in range(0, len(shards), _INDEXES_AT_ONCE):
-            yield from pool.map(read, shards[start : start + _INDEXES_AT_ONCE])
+    # In groups, so that memory holds a bounded number of indexes.
+    with ThreadPoolExecutor(_MAX_PARALLEL_READS, thread_name_prefix="datasvc-index") as pool:
+        for start in range(0, len(shards), _MAX_PARALLEL_READS):
+            yield from pool.map(read, shards[start : start + _MAX_PARALLEL_READS])
 
 
-def _hash(index: SampleIndex, by: RepeatedBy) -> Integers:
+def _hash(index: SampleIndex, by: DuplicateKind) -> Integers:
     if by == "key":
-        # Python's own hash: keyed anew in every process, so nobody can prepare keys that meet.
+        # Python's hash of strings is keyed per process, so that prepared keys cannot force collisions.
         return np.fromiter(map(hash, index.keys), np.int64, index.num_samples)
+    # Digests are uniformly distributed already: their first 8 bytes serve as the hash.
     digests = index.digests("payload")
     return np.ascontiguousarray(digests).view(np.int64)[::2] if len(digests) else np.empty(0, np.int64)
 
 
-def _meeting(hashes: Integers) -> Integers:
-    """Return the places whose hash occurs more than once, ascending: `int64[n]`."""
+def _colliding(hashes: Integers) -> Integers:
+    """Return the positions whose hash occurs more than once, ascending: `int64[n]`."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     same = ordered[1:] == ordered[:-1]
-    met = np.concatenate([[False], same]) | np.concatenate([same, [False]])
-    return np.sort(order[met[: len(order)]])
+    is_repeated = np.concatenate([[False], same]) | np.concatenate([same, [False]])
+    return np.sort(order[is_repeated[: len(order)]])
 
 
-def _without_empty(repeats: Mapping[str, list[Repeat]]) -> dict[str, list[Repeat]]:
-    return {split: found for split, found in repeats.items() if found}
+def _without_empty(duplicates: Mapping[str, list[DuplicateSample]]) -> dict[str, list[DuplicateSample]]:
+    return {split: samples for split, samples in duplicates.items() if samples}

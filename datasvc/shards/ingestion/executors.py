@@ -1,7 +1,7 @@
-"""Who builds the units of an ingest: this process, worker processes on this machine, or a Ray cluster.
+"""Executors for the units of an ingest: this process, worker processes on this machine, or a Ray cluster.
 
-All call `build_unit` and give back the same results, so the engine never shows in what is committed. The commit is
-the caller's. Workers stop when whoever started them is gone.
+All executors call `build_unit` and return the same results, so that the committed version does not depend on the
+executor. The caller commits. Worker processes exit when their parent process exits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from datasvc.shards.ingestion.lean_memory import keep_lean
 from datasvc.shards.ingestion.plan import IngestUnit
 
 EngineName = Literal["local", "ray"]
-Earlier = Mapping[int, Mapping[tuple[str, int], BuiltShard]]
+EarlierByUnit = Mapping[int, Mapping[tuple[str, int], BuiltShard]]
 OnResult = Callable[[UnitResult], None]
 
 _QUEUED_PER_WORKER: Final = 2
-_TICK_S: Final = 0.25
-# Libraries whose threads or clients do not survive a fork.
+_PROGRESS_INTERVAL_S: Final = 0.25
+# Libraries whose threads or network clients do not work in a forked process.
 _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adlfs", "duckdb")
 
 
@@ -43,17 +43,17 @@ def build_unit(
     earlier: Mapping[tuple[str, int], BuiltShard],
     report: Report,
 ) -> UnitResult:
-    """Store the shards of one unit, in whatever process this runs.
+    """Build and store the shards of one unit, in the current process.
 
     Args:
-        work: what is done.
-        unit: which part of it.
-        repository: opened by this process.
-        earlier: shards of the unit that an interrupted run has stored.
-        report: told of progress.
+        work: description of the ingest.
+        unit: the unit to build.
+        repository: the repository, opened by the current process.
+        earlier: shards of the unit that an interrupted run stored, by split and ordinal.
+        report: called with the progress.
 
     Raises:
-        DatasvcError: see `build_listed` and `build_streamed`.
+        DatasvcError: as `build_listed` and `build_streamed`.
     """
     journal = repository.journal(work.name, work.fingerprint, work.attempt)
     if unit.files:
@@ -65,31 +65,31 @@ def run_units(
     work: IngestWork,
     units: Sequence[IngestUnit],
     repository: Repository,
-    earlier: Earlier,
+    earlier: EarlierByUnit,
     *,
     engine: EngineName,
     workers: int,
     report: Report,
     on_result: OnResult,
-    until: ExitStack,
+    cleanup: ExitStack,
 ) -> None:
-    """Build all units; returns when all are done.
+    """Build all units and return when all are finished.
 
     Args:
-        work: what is done.
-        units: what is left of it.
-        repository: where shards are stored.
-        earlier: by unit, shards that an interrupted run has stored.
+        work: description of the ingest.
+        units: the units to build.
+        repository: the repository to store shards in.
+        earlier: by unit, shards that an interrupted run stored.
         engine: "local" or "ray".
-        workers: units built at once.
-        report: told of progress, in this process.
-        on_result: called with each unit's result as it comes, in this process.
-        until: when it is closed, worker processes are gone; they end while the caller goes on.
+        workers: number of units to build at once.
+        report: called with the progress, in this process.
+        on_result: called with the result of each unit as soon as it is finished, in this process.
+        cleanup: its close waits for the exit of the worker processes, which happens in the background.
 
     Raises:
         ConfigError: the engine is not installed.
         UnavailableError: a worker process died.
-        DatasvcError: the first that a unit raised; units under way end when `until` is closed.
+        DatasvcError: the first error of a unit; units in progress stop when `cleanup` is closed.
     """
     if engine == "ray":
         _run_ray(work, units, earlier, workers, report, on_result)
@@ -97,17 +97,17 @@ def run_units(
         for unit in units:
             on_result(build_unit(work, unit, repository, earlier.get(unit.number, {}), report))
     else:
-        _run_processes(work, units, earlier, min(workers, len(units)), report, on_result, until)
+        _run_processes(work, units, earlier, min(workers, len(units)), report, on_result, cleanup)
 
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
-    """Return how worker processes are started.
+    """Return the start method for worker processes.
 
-    A fork starts in milliseconds, and is safe only where nothing in this process could be copied half-way: no other
-    thread runs, and no library with threads or connections of its own is loaded. Everywhere else: spawn.
+    A fork takes milliseconds, but it is safe only if this process has no other threads and no library with threads or
+    connections of its own, whose state would be copied in the middle of an operation. Otherwise: spawn.
 
     Args:
-        is_local: source and repository are local files.
+        is_local: whether source and repository are local files.
     """
     is_plain = threading.active_count() == 1 and not any(name in sys.modules for name in _NOT_FORKABLE)
     return "fork" if is_local and is_plain and sys.platform == "linux" else "spawn"
@@ -116,17 +116,17 @@ def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
 def _run_processes(
     work: IngestWork,
     units: Sequence[IngestUnit],
-    earlier: Earlier,
+    earlier: EarlierByUnit,
     workers: int,
     report: Report,
     on_result: OnResult,
-    until: ExitStack,
+    cleanup: ExitStack,
 ) -> None:
     is_local = all("://" not in url for url in (work.repository_url, work.source.url))
     method = choose_start_method(is_local=is_local)
     context = multiprocessing.get_context(method)
     counters = _Counters(context, workers)
-    # A fork inherits the listing: only numbers need to travel.
+    # A forked worker has the listing in memory already: only unit numbers are sent to it.
     inherited = {unit.number: unit for unit in units} if method == "fork" else {}
     executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters, inherited))
 
@@ -139,14 +139,17 @@ def _run_processes(
         report(counters.read())
     except BrokenProcessPool as error:
         raise UnavailableError(
-            "a worker process of the ingest died: killed, out of memory, or started by a script without the guard "
-            '`if __name__ == "__main__":`. What is done is kept: run the same command again, with fewer --workers '
-            "if memory was short"
+            "a worker process of the ingest died: it was killed, ran out of memory, or was started by a script "
+            'without the guard `if __name__ == "__main__":`. Finished shards are kept: run the same command again, '
+            "with fewer --workers if memory ran out"
         ) from error
     finally:
-        ending = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, name="datasvc-ending")
-        ending.start()
-        until.callback(ending.join)
+        # In a thread: the caller compares and commits while the worker processes exit.
+        shutdown = threading.Thread(
+            target=executor.shutdown, kwargs={"cancel_futures": True}, name="datasvc-executor-shutdown"
+        )
+        shutdown.start()
+        cleanup.callback(shutdown.join)
 
 
 def _run_bounded(
@@ -155,22 +158,22 @@ def _run_bounded(
     at_once: int,
     tick: Callable[[], None],
 ) -> Iterator[UnitResult]:
-    """Keep a bounded number of calls under way; yields results as they come, calls `tick` now and then."""
+    """Keep at most `at_once` calls pending; yield results as they finish, and call `tick` a few times per second."""
     waiting = iter(units)
-    under_way = {submit(unit) for unit in islice(waiting, at_once)}
-    while under_way:
-        # The time-out decides nothing: it lets a progress bar move.
-        done, under_way = wait(under_way, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+    pending = {submit(unit) for unit in islice(waiting, at_once)}
+    while pending:
+        # The time-out only updates the progress bar.
+        done, pending = wait(pending, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_COMPLETED)
         tick()
         for future in done:
             unit = next(waiting, None)
             if unit is not None:
-                under_way.add(submit(unit))
+                pending.add(submit(unit))
             yield future.result()
 
 
 class _Counters:
-    """Progress of worker processes in shared memory: each writes its own numbers, so nothing is locked."""
+    """Progress counters of worker processes in shared memory. Each worker has its own slot, so no lock is needed."""
 
     def __init__(self, context: Any, workers: int) -> None:
         self._slots = context.SimpleQueue()
@@ -180,7 +183,7 @@ class _Counters:
         self._read = IngestProgress()
 
     def take_slot(self) -> Report:
-        """Return the function that counts one worker's progress. Called once in each worker."""
+        """Return the function that counts the progress of one worker. Each worker calls this once."""
         start = 3 * int(self._slots.get())
 
         def report(progress: IngestProgress) -> None:
@@ -191,7 +194,7 @@ class _Counters:
         return report
 
     def read(self) -> IngestProgress:
-        """Return what was counted since the last call."""
+        """Return the progress since the last call."""
         numbers = self._numbers[:]
         total = IngestProgress(sum(numbers[0::3]), sum(numbers[1::3]), sum(numbers[2::3]))
         before, self._read = self._read, total
@@ -206,7 +209,7 @@ _in_worker: tuple[IngestWork, Repository, Report, Mapping[int, IngestUnit]] | No
 
 
 def _start_worker(work: IngestWork, counters: _Counters, inherited: Mapping[int, IngestUnit]) -> None:
-    global _in_worker  # noqa: PLW0603 - the one place where a worker process keeps what it works on
+    global _in_worker  # noqa: PLW0603 - the pool's initializer can pass state to tasks only through a global
     end_with_parent()
     keep_lean()
     _in_worker = (work, Repository.open(work.repository_url), counters.take_slot(), inherited)
@@ -219,22 +222,28 @@ def _build_in_worker(unit: IngestUnit | int, earlier: Mapping[tuple[str, int], B
 
 
 def _run_ray(
-    work: IngestWork, units: Sequence[IngestUnit], earlier: Earlier, workers: int, report: Report, on_result: OnResult
+    work: IngestWork,
+    units: Sequence[IngestUnit],
+    earlier: EarlierByUnit,
+    workers: int,
+    report: Report,
+    on_result: OnResult,
 ) -> None:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"--engine ray needs Ray: {how_to_install('ray')}") from error
+        raise ConfigError(f"--engine ray needs Ray, which is not installed: {how_to_install('ray')}") from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
+    # Stored once in Ray's object store instead of sent with every task.
     shared = ray.put(work)
     build = ray.remote(max_retries=3)(_build_on_ray)
     waiting = iter(units)
-    under_way: list[Any] = []
+    pending: list[Any] = []
     try:
-        _collect_from_ray(ray, build, shared, waiting, under_way, earlier, workers, report, on_result)
+        _collect_from_ray(ray, build, shared, waiting, pending, earlier, workers, report, on_result)
     finally:
-        for task in under_way:
+        for task in pending:
             ray.cancel(task, force=False)
 
 
@@ -243,22 +252,23 @@ def _collect_from_ray(
     build: Any,
     shared: Any,
     waiting: Iterator[IngestUnit],
-    under_way: list[Any],
-    earlier: Earlier,
+    pending: list[Any],
+    earlier: EarlierByUnit,
     workers: int,
     report: Report,
     on_result: OnResult,
 ) -> None:
-    """Keep `workers` tasks in `under_way` until none is left."""
+    """Keep `workers` tasks in `pending` until all units are finished."""
     while True:
-        while len(under_way) < workers and (unit := next(waiting, None)) is not None:
-            under_way.append(build.remote(shared, unit, earlier.get(unit.number, {})))
-        if not under_way:
+        while len(pending) < workers and (unit := next(waiting, None)) is not None:
+            pending.append(build.remote(shared, unit, earlier.get(unit.number, {})))
+        if not pending:
             return
-        done, under_way[:] = ray.wait(under_way)
-        for each in done:
+        done, pending[:] = ray.wait(pending)
+        for task in done:
             try:
-                result, progress = ray.get(each)
+                result, progress = ray.get(task)
+            # The error of the unit itself, as the other executors raise it.
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayError as error:
@@ -275,8 +285,8 @@ def _build_on_ray(
     done: list[IngestProgress] = []
     result = build_unit(work, unit, Repository.open(work.repository_url), earlier, done.append)
     total = IngestProgress(
-        sum(each.num_samples for each in done),
-        sum(each.size_bytes for each in done),
-        sum(each.num_shards for each in done),
+        sum(progress.num_samples for progress in done),
+        sum(progress.size_bytes for progress in done),
+        sum(progress.num_shards for progress in done),
     )
     return result, total

@@ -1,8 +1,9 @@
-"""Ingest: a source becomes the next version of a data set.
+"""Ingest a source as the next version of a data set.
 
-What goes where is planned from the source's listing and the options alone (`plan`), units of work are built by
-whatever engine (`engines`), and all objects are stored before the one commit: whatever fails before it leaves nothing
-visible. Finished shards are recorded in a journal, so the same command goes on where an interrupted one stopped.
+The assignment of samples to shards is planned from the source's listing and the options alone (`plan`). Units of work
+are built by worker processes (`executors`), and all objects are stored before the single commit, so that a failure
+before it leaves no visible change. Finished shards are recorded in a journal: the same command, run again, continues
+an interrupted ingest.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.images.header import Reencoding
 from datasvc.shards.ingestion.build import BuiltShard, IngestProgress, IngestWork, Report, UnitResult
 from datasvc.shards.ingestion.build_options import SHARD_BYTES, BuildOptions
-from datasvc.shards.ingestion.duplicates import Repeat, Repeats, drop_repeats
+from datasvc.shards.ingestion.duplicates import DuplicateSample, SplitDuplicates, drop_duplicates
 from datasvc.shards.ingestion.executors import EngineName, run_units
 from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit
 from datasvc.shards.ingestion.lean_memory import lean_arrow
-from datasvc.shards.ingestion.plan import IngestUnit, plan_units, relabelled
+from datasvc.shards.ingestion.plan import IngestUnit, plan_units, relabel_unit
 from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.common.files import FileReader
@@ -50,27 +51,27 @@ from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fractio
 OnBad = Literal["fail", "skip"]
 Duplicates = Literal["keep", "drop", "fail"]
 
-PLAN_FORMAT = 1  # part of a journal's name: shards made by another rule are never continued
+PLAN_FORMAT = 1  # part of the journal's name: an ingest never continues shards that other rules produced
 
 
 @dataclass(frozen=True)
 class IngestReport:
-    """What an ingest did.
+    """The result of `ingest`.
 
     Attributes:
         version: the committed version.
-        num_samples: samples in each split of the version.
-        num_shards: shards in each split of the version.
+        num_samples: number of samples by split of the version.
+        num_shards: number of shards by split of the version.
         size_bytes: bytes of all shards of the version.
-        num_added: samples of this source in each split of the version.
-        num_left_out: samples of the version before that an append leaves out, by split, if there are any: they were
-            replaced, or another split has them, with "drop".
+        num_added: number of samples from this source by split of the version.
+        num_left_out: number of samples of the previous version that an append leaves out, by split, where there are
+            any: replaced ones, and with "drop" those that another split has.
         bad: samples that were left out because they are damaged or repeat a key.
-        duplicates: samples that hold the same as an earlier one of their split, by split; left out with "drop".
-        overlaps: samples that two splits shared: left out of one with "drop".
-        ignored: files of the source that it does not ingest, by extension.
-        num_resumed: shards that an earlier, interrupted run had stored.
-        has_source_changed: an interrupted run was of another state of the source, so that it was not continued.
+        duplicates: samples with the same content as an earlier one of their split, by split; "drop" leaves them out.
+        overlaps: samples that two splits share, without those accepted before; "drop" leaves them out of one split.
+        ignored: number of files of the source that are not ingested, by extension.
+        num_resumed: number of shards that an earlier, interrupted run stored.
+        has_source_changed: whether the source changed since an interrupted run, which was therefore not continued.
     """
 
     version: Resolved
@@ -80,7 +81,7 @@ class IngestReport:
     num_added: dict[str, int]
     num_left_out: dict[str, int]
     bad: list[BadSample] = field(default_factory=list)
-    duplicates: Mapping[str, Sequence[Repeat]] = field(default_factory=dict)
+    duplicates: Mapping[str, Sequence[DuplicateSample]] = field(default_factory=dict)
     overlaps: Sequence[Overlap] = ()
     ignored: Counter[str] = field(default_factory=Counter)
     num_resumed: int = 0
@@ -113,43 +114,44 @@ def ingest(
     message: str = "",
     report: Report | None = None,
 ) -> IngestReport:
-    """Ingest a source as the next version of data set `name`. Existing versions are untouched.
+    """Ingest a source as the next version of data set `name`. Existing versions stay unchanged.
 
     Args:
-        repository: where to.
-        source: folder, file or any fsspec URL; a source that was listed already; or an iterable of samples, dicts of
-            Python values by column, which is read once and by this process.
-        name: of the data set, made when new.
-        source_options: what the source is and how to read it.
-        classes: names of the classes of a source whose labels are integers without names; that of label 0 first.
-        shard_bytes: sample bytes at which a shard is full.
-        on_bad: "fail" commits nothing when a sample is bad, after all were looked at; "skip" leaves it out.
-        decode_check: decode every image fully rather than check its header and its end.
-        duplicates: samples that hold the same as an earlier one of their split: "keep" and report them, "drop" them,
-            or "fail".
-        max_side: scale longer images down to so many pixels on their longer side, and encode them again.
-        quality: of images that are encoded again, 1 to 100; without `max_side` all JPEG and WebP images are.
-        keep_order: keep the source's order rather than deal samples to shards by a permutation.
-        val_fraction: share of "train" that becomes "val", by the hash of each key, so it stays when data is added;
-            None: none, and of an append that of the data set.
-        limit: ingest so many samples of each split only: the first of the source.
-        seed: of the permutation that deals samples to shards.
+        repository: the repository to store it in.
+        source: a folder, file or fsspec URL; an opened source; or an iterable of samples, which are dicts of Python
+            values by column. An iterable is read once, by this process.
+        name: name of the data set, which is created if it does not exist.
+        source_options: format of the source and options for reading it.
+        classes: class names for a source whose labels are integers without names, label 0 first.
+        shard_bytes: size of the samples in a full shard.
+        on_bad: "fail" checks all samples and commits nothing if one is bad; "skip" leaves bad samples out.
+        decode_check: decode every image completely instead of checking its header and its end.
+        duplicates: for samples with the same content as an earlier one of their split: "keep" and report them, "drop"
+            them, or "fail".
+        max_side: longest side in pixels; larger images are scaled down and encoded again.
+        quality: 1 to 100, of images that are encoded again; without `max_side`, all JPEG and WebP images are.
+        keep_order: keep the source's order instead of assigning samples to shards by a permutation.
+        val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key, so that a sample keeps
+            its split when data is added. None: that of the data set for an append, otherwise 0.
+        limit: number of samples to ingest of each split, the first ones of the source.
+        seed: seed of the permutation that assigns samples to shards.
         append: add the samples to those of the newest version.
-        on_common: append: what becomes of keys that the newest version has, in whatever split, see
-            `combine.append_table`, `combine.keep_splits`.
-        on_split_overlap: what becomes of samples that two splits of the version share, by key or by equal blobs.
-        engine: "local" processes, or a "ray" cluster.
-        workers: processes that build shards; 1: this one; None: one for each core.
-        message: kept with the version.
-        report: called with what was done since it was called last.
+        on_common: with `append`, rule for keys that the newest version has in any split; see `combine.append_table`,
+            `combine.keep_splits`.
+        on_split_overlap: rule for samples that two splits of the version share, by key or by equal blobs.
+        engine: "local" for processes on this machine, "ray" for a Ray cluster.
+        workers: number of processes that build shards; 1 for this process only, None for one per core.
+        message: text stored with the version.
+        report: called with the progress since the previous call.
 
     Raises:
-        ConfigError: an option is out of range, the source's layout is mixed, its columns contradict each other or
-            those that it is appended to.
-        NotFoundError: the source is not there or holds no sample.
-        BadSampleError: samples are bad and `on_bad` is "fail", or duplicates and "fail"; names and counts them.
+        ConfigError: an option is out of range; the source mixes layouts; or its columns are inconsistent, or
+            incompatible with those of the data set.
+        NotFoundError: the source does not exist or has no samples.
+        BadSampleError: samples are bad and `on_bad` is "fail", or there are duplicates and `duplicates` is "fail";
+            the message has their number and the first ones.
         SourceChangedError: a file changed after it was listed.
-        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`, `combine.append_table`,
+        ConflictError, UnknownOutcomeError, UnavailableError: as `Log.append`, `combine.append_table`,
             `split_overlap.settle_overlaps`.
     """
     check_name(name, "data set")
@@ -158,45 +160,50 @@ def ingest(
     _check_choice("duplicates", duplicates, ("keep", "drop", "fail"))
     _check_choice("engine", engine, ("local", "ray"))
     opened = open_any_source(source, source_options)
-    own_fraction = choose_val_fraction(repository, name, val_fraction, append=append)
-    fraction = held_out_of(opened, own_fraction, is_given=val_fraction is not None)
+    recorded_fraction = choose_val_fraction(repository, name, val_fraction, append=append)
+    held_out_fraction = held_out_of(opened, recorded_fraction, is_given=val_fraction is not None)
     options = BuildOptions(
-        shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, fraction, limit
+        shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, held_out_fraction, limit
     )
     if classes is not None and opened.classes:
-        raise ConfigError(f"{redact_url(opened.url)} has class names of its own; leave --classes away")
+        raise ConfigError(
+            f"{redact_url(opened.url)} has class names of its own, so that --classes cannot rename them; leave out "
+            "--classes"
+        )
     num_workers = count_workers(opened, workers, engine)
     head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
     source_classes = combine_classes(head_classes, [opened.classes])
     plan = _make_plan(repository, name, opened, options, source_classes)
-    with ExitStack() as until:
-        results, num_resumed = _build(plan, engine, num_workers, report or _ignore, until)
+    with ExitStack() as cleanup:
+        results, num_resumed = _build(plan, engine, num_workers, report or _discard_progress, cleanup)
         if isinstance(source, str) or source_options is not None:
             _check_unchanged(plan, source_options)
         tables = _tables(plan, results)
         if classes is not None:
             tables |= name_tables(tables, classes)
-        # A file system gives no two files one path.
-        repeats = Repeats.find(repository.objects, tables, by_key=not isinstance(opened, ListedSource))
+        # Files of one file system have distinct paths, so keys of a listed source cannot repeat.
+        duplicate_samples = SplitDuplicates.find(
+            repository.objects, tables, by_key=not isinstance(opened, ListedSource)
+        )
         bad = [sample for result in results for sample in result.bad]
-        check_bad(bad, repeats.bad, tables, opened, fails=on_bad == "fail")
-        bad += repeats.bad
+        check_bad(bad, duplicate_samples.bad, tables, opened, fails=on_bad == "fail")
+        bad += duplicate_samples.bad
         if duplicates == "fail":
-            check_duplicates(repeats.payloads, opened)
-        dropped = [repeats.keys, *([repeats.payloads] if duplicates == "drop" else [])]
-        tables = drop_repeats(repository.objects, tables, dropped)
-        about = {
+            check_duplicates(duplicate_samples.by_payload, opened)
+        dropped = [duplicate_samples.by_key, *([duplicate_samples.by_payload] if duplicates == "drop" else [])]
+        tables = drop_duplicates(repository.objects, tables, dropped)
+        metadata = {
             "message": message,
             "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
             "skipped": len(bad),
             "quarantine": store_quarantine(repository.objects, bad),
-            VAL_FRACTION: own_fraction,
+            VAL_FRACTION: recorded_fraction,
         }
         commit = IngestCommit(
             repository,
             name,
             tables,
-            about,
+            metadata,
             attempt=plan.attempt,
             append=append,
             on_common=on_common,
@@ -204,7 +211,7 @@ def ingest(
             keys_are_places=opened.keys_are_places,
         )
         committed = commit.run()
-        with suppress(UnavailableError):  # it is committed: what is left of the journal is for `gc`
+        with suppress(UnavailableError):  # the version is committed; `gc` removes a journal that is left behind
             plan.journal.remove()
     splits = committed.content["splits"]
     return IngestReport(
@@ -215,7 +222,7 @@ def ingest(
         num_added=committed.content["added"],
         num_left_out=committed.content.get(LEFT_OUT, {}),
         bad=bad,
-        duplicates=repeats.payloads,
+        duplicates=duplicate_samples.by_payload,
         overlaps=commit.overlaps,
         ignored=opened.ignored,
         num_resumed=num_resumed,
@@ -226,7 +233,7 @@ def ingest(
 def open_any_source(
     source: str | Source | Iterable[Mapping[str, Any]], options: SourceOptions | None = None
 ) -> Source:
-    """Return a listed source for whatever `ingest` takes as one. Raises as `open_source`."""
+    """Return an opened source for any `source` that `ingest` accepts. Raise as `open_source`."""
     if isinstance(source, Source):
         return source
     if isinstance(source, (str, os.PathLike)):
@@ -236,7 +243,7 @@ def open_any_source(
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that is decided before anything is read."""
+    """Everything that is decided before samples are read."""
 
     name: str
     repository: Repository
@@ -253,38 +260,43 @@ def _make_plan(
     mapping = plan_labels(source.classes, classes)
     labels = tuple(mapping[label] for label in range(len(mapping))) if mapping else None
     schema = stored_schema(source.schema)
-    about = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
-    plan = digest_of(json.dumps([about, dataclasses.asdict(options)], sort_keys=True).encode())
+    identity = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
+    plan = digest_of(json.dumps([identity, dataclasses.asdict(options)], sort_keys=True).encode())
     fingerprint = source.fingerprint()
     journal = repository.journal(plan, fingerprint)
     attempt, has_changed = journal.begin()
     units = plan_units(source, options)
-    units = [relabelled(unit, labels) for unit in units] if labels else units
-    slim = source.without_files() if isinstance(source, ListedSource) else source
-    work = IngestWork(repository.url, plan, fingerprint, attempt, slim, schema, options, classes, labels)
-    has_changed = has_changed and not isinstance(source, PythonSource)  # no two iterables are states of one
+    units = [relabel_unit(unit, labels) for unit in units] if labels else units
+    # Without the listing, which each unit carries in part, the work is small to send to workers.
+    source_for_workers = source.without_files() if isinstance(source, ListedSource) else source
+    work = IngestWork(
+        repository.url, plan, fingerprint, attempt, source_for_workers, schema, options, classes, labels
+    )
+    # Two iterables have nothing in common: another fingerprint does not mean that a source changed.
+    has_changed = has_changed and not isinstance(source, PythonSource)
     return _Plan(name, repository, work, units, journal, attempt, has_changed)
 
 
 def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
-    """Raise SourceChangedError where another listing says something else now than the one that was ingested.
+    """Raise SourceChangedError if a new listing of the source differs from the one that was ingested.
 
-    Local files of a listed source are each compared as they are read.
+    Local files of a listed source are not listed again: each one was checked when it was read.
     """
     source = plan.work.source
+    # Samples of an iterable cannot be listed again.
     if isinstance(source, PythonSource) or (isinstance(source, ListedSource) and FileReader(source.url).is_local):
         return
     if open_source(source.url, options).fingerprint() != plan.work.fingerprint:
         raise SourceChangedError(
             f"{redact_url(source.url)} changed while it was ingested, nothing was committed; run the same command "
-            "again once nothing writes to it any more"
+            "again when no process writes to the source any more"
         )
 
 
 def _build(
-    plan: _Plan, engine: EngineName, workers: int, report: Report, until: ExitStack
+    plan: _Plan, engine: EngineName, workers: int, report: Report, cleanup: ExitStack
 ) -> tuple[list[UnitResult], int]:
-    """Build what is not built yet; returns the results of all units in order, and how many shards were there."""
+    """Build all units that the journal does not have; return all results in order, and the number of old shards."""
     done, earlier = _read_journal(plan)
     results = {result.number: result for result in done}
     num_resumed = sum(len(result.shards) for result in done) + sum(map(len, earlier.values()))
@@ -294,26 +306,26 @@ def _build(
             num_samples = sum(shard.row.statistics.num_samples for shard in shards)
             report(IngestProgress(num_samples, unit.size_bytes, len(shards)))
 
-    def take(result: UnitResult) -> None:
+    def add(result: UnitResult) -> None:
         results[result.number] = result
 
-    left = [unit for unit in plan.units if unit.number not in results]
+    remaining = [unit for unit in plan.units if unit.number not in results]
     run_units(
         plan.work,
-        left,
+        remaining,
         plan.repository,
         earlier,
         engine=engine,
         workers=workers,
         report=report,
-        on_result=take,
-        until=until,
+        on_result=add,
+        cleanup=cleanup,
     )
     return [results[unit.number] for unit in plan.units], num_resumed
 
 
 def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[str, int], BuiltShard]]]:
-    """Return the units that are done, and the shards of those that are not; only what the repository still has."""
+    """Return finished units, and stored shards of unfinished ones, without those that the repository lacks now."""
     done: list[UnitResult] = []
     earlier: dict[int, dict[tuple[str, int], BuiltShard]] = {}
     for name, content in sorted(plan.journal.read_all().items()):
@@ -325,13 +337,14 @@ def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[s
             shard = BuiltShard.from_dict(content)
             if _is_stored(plan.repository.objects, shard):
                 earlier.setdefault(int(name[:8]), {})[shard.split, shard.ordinal] = shard
+    # Records of single shards stay in the journal after their unit is finished.
     for result in done:
         earlier.pop(result.number, None)
     return done, earlier
 
 
 def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
-    """Return whether the repository still has a recorded shard and its index, safe from a `gc` that runs just now."""
+    """Return whether the repository still has a recorded shard and its index; protect both from a concurrent `gc`."""
     index = shard.row.index
     assert index is not None
     index_bytes = objects.size(index)
@@ -343,36 +356,38 @@ def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
 
 
 def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]:
-    """Return the shard table of each split that has samples, its shards in the order of the plan."""
+    """Return the shard table of each split that has samples, with shards in the order of the plan."""
     rows: dict[str, list[TableRow]] = {}
     for result in results:
         for shard in result.shards:
             rows.setdefault(shard.split, []).append(shard.row)
-    return {split: ShardTable.build(each, plan.work.schema, plan.work.classes) for split, each in rows.items()}
+    return {
+        split: ShardTable.build(table_rows, plan.work.schema, plan.work.classes) for split, table_rows in rows.items()
+    }
 
 
 def choose_val_fraction(repository: Repository, name: str, given: float | None, *, append: bool) -> float:
-    """Return the share of `train` that a data set holds out as `val`: `given`, or of an append the data set's own.
+    """Return the fraction of `train` that a data set holds out as `val`: `given`, or that of the appended one.
 
     Raises:
-        ConfigError: an append is given another than the data set's own.
-        CorruptDataError, UnavailableError: the data set's entries cannot be read.
+        ConfigError: `given` differs from the fraction of the data set that is appended to.
+        CorruptDataError, UnavailableError: the entries of the data set cannot be read.
     """
     head = repository.versions("datasets", name).head() if append else 0
     if not head:
         return given or 0.0
     newest = Resolved("datasets", name, head)
-    own = read_val_fraction(repository, newest)
-    if given is not None and given != own:
+    recorded = read_val_fraction(repository, newest)
+    if given is not None and given != recorded:
         raise ConfigError(
-            f"{newest} holds out {own:g} of its samples as {HELD_OUT_SPLIT!r}, and an append keeps that share: got "
-            f"--val-fraction {given:g}; leave it away"
+            f"{newest} holds out {recorded:g} of its samples as {HELD_OUT_SPLIT!r}, and an append must hold out the "
+            f"same fraction: got --val-fraction {given:g}; leave out --val-fraction"
         )
-    return own
+    return recorded
 
 
 def held_out_of(source: Source, fraction: float, *, is_given: bool) -> float:
-    """Return the share to hold out of a source: none where it has splits of its own, unless one `is_given`."""
+    """Return the fraction to hold out of a source: 0 if it has its own splits, unless a fraction `is_given`."""
     if isinstance(source, ListedSource):
         splits = set(source.splits)
     else:
@@ -382,29 +397,32 @@ def held_out_of(source: Source, fraction: float, *, is_given: bool) -> float:
 
 
 def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:
-    """Return the class names of the newest version, () where there is none."""
+    """Return the class names of the newest version; () if there is no version."""
     if not repository.versions("datasets", name).head():
         return ()
     return max((split.classes for split in open_dataset(repository, name).values()), key=len)
 
 
 def count_workers(source: Source, workers: int | None, engine: EngineName = "local") -> int:
-    """Return how many processes build the shards of `source`; None: one a core.
+    """Return the number of processes that build the shards of `source`; None stands for one per core.
 
     Raises:
-        ConfigError: less than one, or an iterable, which lives in this process, is to be read on a cluster.
+        ConfigError: `workers` is less than 1; or an iterable, which only this process can read, is to be read on a
+            cluster.
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}; expected at least 1")
     if isinstance(source, PythonSource):
         if engine != "local":
-            raise ConfigError("an iterable is read by this process; leave engine='ray' away, or write it to files")
+            raise ConfigError(
+                "an iterable can only be read by this process: leave out engine='ray', or write it to files"
+            )
         return 1
     return count_processors() if workers is None else workers
 
 
 def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:
-    """Return what the entry says of the source: without credentials."""
+    """Return the description of the source for the log entry, without credentials."""
     given = {
         name: redact_url(value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(options or SourceOptions()).items()
@@ -425,5 +443,5 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}")
 
 
-def _ignore(_: IngestProgress) -> None:
-    """Nobody wants to know."""
+def _discard_progress(_: IngestProgress) -> None:
+    """Do nothing: the caller of `ingest` did not ask for progress."""

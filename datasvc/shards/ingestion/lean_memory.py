@@ -1,4 +1,7 @@
-"""Memory that is freed goes back to the system: bulk data passes through, and no two batches are of one size."""
+"""Settings of the memory allocators that return freed memory to the operating system at once.
+
+An ingest moves much more data than it holds, in batches of different sizes, so allocator caches only cost memory.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ _pool_outside: pa.MemoryPool | None = None
 
 @contextmanager
 def lean_arrow() -> Iterator[None]:
-    """Let Arrow allocate from the system while the block runs: pools of its own keep what is freed.
+    """Make Arrow use the system's allocator inside the block; Arrow's own memory pools keep freed memory.
 
-    Processes that are forked in the block inherit no such pool. Several threads may be inside at once.
+    Processes that are forked inside the block inherit the setting. Several threads may be inside at once.
     """
-    global _num_inside, _pool_outside  # noqa: PLW0603 - Arrow's pool is one for the process
+    global _num_inside, _pool_outside  # noqa: PLW0603 - Arrow has one default pool per process
     with _lock:
         if not _num_inside:
             _pool_outside = pa.default_memory_pool()
@@ -39,12 +42,13 @@ def lean_arrow() -> Iterator[None]:
 
 
 def keep_lean() -> None:
-    """Let a process that builds shards, and does nothing else, give memory back as soon as it is freed.
+    """Make a process that only builds shards return freed memory to the operating system at once.
 
-    Arrow allocates from the system, and that maps whatever is as large as a batch by itself. Left alone, glibc begins
-    to keep such memory once some was freed, in pieces that fit no later batch: a quarter more in the end.
+    Arrow allocates from the system, which maps each allocation of the size of a batch separately and unmaps it when
+    it is freed. By default, glibc raises that size limit after the first free and then caches such memory in blocks
+    that fit no later batch, which takes a quarter more memory in the end.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     set_option: Any = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:  # other C libraries have no such option, and need none
+    if set_option is not None:  # only glibc has this option; other C libraries do not need it
         set_option(_MMAP_THRESHOLD, _BATCH_BYTES)

@@ -1,12 +1,12 @@
-"""Which sample goes to which shard, and who reads what: pure functions of a source's listing and the options.
+"""Plan of an ingest: assign samples to shards and to units of work, from the source's listing and the options.
 
-So the same source and options give the same shards, byte for byte, whatever the number of workers, wherever they run,
-and however often the ingest was interrupted. A *unit* is what one worker does at a time.
+All functions are pure, so the same source and options give the same shards, byte for byte, whatever the number and
+the location of workers, and however often the ingest was interrupted. A *unit* is the work of one worker at a time.
 
-- Of a listed source every shard is a unit: its files are dealt to shards by one permutation of all.
-- Of a streamed source a unit is some parts that are read side by side. Parts are dealt to units by a permutation, and
-  a unit's samples are permuted within each of its shards: so a shard holds samples from many places of the source,
-  and nothing but one shard is ever held in memory.
+- Listed source: every shard is a unit. One permutation of all files assigns them to shards.
+- Streamed source: a unit is a group of parts that are read concurrently. A permutation assigns parts to units, and
+  the samples of a unit are permuted within each of its shards. So a shard has samples from several parts of the
+  source, while a worker never holds more than a shard or two in memory.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from datasvc.shards.sources.common.source import ImageFile, ListedSource, Source
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
 PARTS_AT_ONCE: Final = 8
-_FILES, _IN_SHARD, _PARTS = 16, 17, 18  # purposes of keys; those of the access order are below
-# A unit makes some shards, so that few are cut short at its end; a source makes some units, so that many can work.
+_FILES, _IN_SHARD, _PARTS = 16, 17, 18  # purposes of random keys; those of the access order are smaller numbers
+# Several shards per unit, as the last one of a unit is smaller; several units per split, so that workers share it.
 _SHARDS_PER_UNIT, _UNITS_PER_SPLIT = 4, 8
 
 
 @dataclass(frozen=True)
 class IngestUnit:
-    """What one worker does at a time.
+    """The work of one worker at a time.
 
     Attributes:
-        number: its place in the plan; shards stand in the table in the order of their units.
-        split: of its samples.
-        files: of a listed source: the samples of one shard, in order.
-        parts: of a streamed source, in the order in which they are opened.
+        number: its position in the plan, which determines the order of shards in the table.
+        split: split of its samples.
+        files: of a listed source, the samples of one shard in order.
+        parts: of a streamed source, the parts in the order in which they are opened.
     """
 
     number: int
@@ -48,15 +48,15 @@ class IngestUnit:
 
     @property
     def size_bytes(self) -> int:
-        """About what reading it moves."""
+        """Approximate number of bytes to read."""
         return sum(file.size_bytes for file in self.files) + sum(part.size_bytes for part in self.parts)
 
 
 def plan_units(source: Source, options: BuildOptions) -> list[IngestUnit]:
-    """Return all units of work of an ingest, in the order of their numbers.
+    """Return all units of an ingest in the order of their numbers.
 
     Raises:
-        ConfigError: samples are to be held out of a source that has a split of that name already.
+        ConfigError: samples are to be held out, but the source already has a split of that name or has no "train".
     """
     shard_bytes, seed, keep_order = options.shard_bytes, options.seed, options.keep_order
     planned: list[IngestUnit] = []
@@ -83,37 +83,38 @@ def plan_units(source: Source, options: BuildOptions) -> list[IngestUnit]:
 def plan_shards(
     files: Sequence[ImageFile], shard_bytes: int, seed: int, *, keep_order: bool = False
 ) -> list[list[ImageFile]]:
-    """Deal files to shards: permute them by the seed unless they keep their order, then cut at `shard_bytes`."""
-    plans: list[list[ImageFile]] = []
-    room = 0
+    """Assign files to shards: permute them by `seed` unless `keep_order` is set, then cut at `shard_bytes`."""
+    shards: list[list[ImageFile]] = []
+    free_bytes = 0
     for number in range(len(files)) if keep_order else _permuted(len(files), seed, _FILES).tolist():
-        if room <= 0:
-            plans.append([])
-            room = shard_bytes
-        plans[-1].append(files[number])
-        room -= files[number].size_bytes
-    return plans
+        if free_bytes <= 0:
+            shards.append([])
+            free_bytes = shard_bytes
+        shards[-1].append(files[number])
+        free_bytes -= files[number].size_bytes
+    return shards
 
 
 def group_parts(
     parts: Sequence[SourcePart], unit_bytes: int, seed: int, *, keep_order: bool, together: bool
 ) -> list[list[SourcePart]]:
-    """Deal parts to units: permute them by the seed unless they keep their order, then cut.
+    """Assign parts to units: permute them by `seed` unless they keep their order, then group them.
 
     Args:
-        parts: of one split.
-        unit_bytes: no unit but the last is smaller.
-        seed: of the permutation.
-        keep_order: leave them as they are.
-        together: make one unit of all, in their order.
+        parts: the parts of one split.
+        unit_bytes: smallest size of a unit, except for the last one.
+        seed: seed of the permutation.
+        keep_order: keep the order of the parts.
+        together: return one unit with all parts in their order.
     """
     order = range(len(parts)) if keep_order or together else _permuted(len(parts), seed, _PARTS).tolist()
-    # Few parts are spread over several units; of many, each unit reads as many as it has open at once.
-    most = len(parts) if together else max(1, min(PARTS_AT_ONCE, -(-len(parts) // _UNITS_PER_SPLIT)))
+    # A unit that can fill all its open parts mixes best; with few parts, several small units employ more workers.
+    min_parts = len(parts) if together else max(1, min(PARTS_AT_ONCE, -(-len(parts) // _UNITS_PER_SPLIT)))
     groups: list[list[SourcePart]] = []
     size_bytes = 0
     for number in order:
-        if not groups or (not together and size_bytes >= unit_bytes and len(groups[-1]) >= most):
+        # A unit ends when it is large enough and has enough parts to mix.
+        if not groups or (not together and size_bytes >= unit_bytes and len(groups[-1]) >= min_parts):
             groups.append([])
             size_bytes = 0
         groups[-1].append(parts[number])
@@ -128,24 +129,24 @@ def permute_in_shard(count: int, seed: int, unit: int, ordinal: int) -> Integers
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Return whether a sample belongs to the held-out share: a function of its key alone, so it never changes."""
+    """Return whether a sample is held out. This depends on its key alone, so a sample never changes its split."""
     return int.from_bytes(blake3(key.encode("utf-8", "surrogateescape")).digest(8), "big") < fraction * 2.0**64
 
 
 def hold_out(splits: Mapping[str, list[ImageFile]], fraction: float) -> dict[str, list[ImageFile]]:
-    """Return the splits with a share of "train" moved to "val". Raises ConfigError, see `plan_units`."""
+    """Return the splits with a fraction of "train" moved to "val". Raise ConfigError as `plan_units`."""
     _check_held_out(set(splits))
     train = splits[DEFAULT_SPLIT]
     held_out = [is_held_out(file.key, fraction) for file in train]
     chosen = {
-        name: [file for file, is_out in zip(train, held_out, strict=True) if is_out == wanted]
-        for name, wanted in ((DEFAULT_SPLIT, False), (HELD_OUT_SPLIT, True))
+        name: [file for file, is_out in zip(train, held_out, strict=True) if is_out == is_val]
+        for name, is_val in ((DEFAULT_SPLIT, False), (HELD_OUT_SPLIT, True))
     }
     return {name: files for name, files in {**splits, **chosen}.items() if files}
 
 
-def relabelled(unit: IngestUnit, labels: Sequence[int]) -> IngestUnit:
-    """Return a unit whose files carry the labels that `labels` has for theirs."""
+def relabel_unit(unit: IngestUnit, labels: Sequence[int]) -> IngestUnit:
+    """Return a unit with the label of each file mapped to its stored label."""
     files = [file if file.label is None else file._replace(label=labels[file.label]) for file in unit.files]
     return replace(unit, files=tuple(files))
 
@@ -158,6 +159,7 @@ def _permuted(count: int, seed: int, purpose: int) -> Integers:
 def _check_held_out(splits: set[str]) -> None:
     if HELD_OUT_SPLIT in splits or DEFAULT_SPLIT not in splits:
         raise ConfigError(
-            f"cannot hold out a share of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}: the source has the splits "
-            f"{sorted(splits)}; leave --val-fraction away, or put all into one split with --split {DEFAULT_SPLIT}"
+            f"cannot hold out a fraction of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}: the source has the splits "
+            f"{sorted(splits)}; leave out --val-fraction, or put all samples into one split with --split "
+            f"{DEFAULT_SPLIT}"
         )

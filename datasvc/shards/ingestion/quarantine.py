@@ -1,4 +1,4 @@
-"""Samples that were not ingested: when they forbid a commit, and the list of them that a version keeps."""
+"""Samples that were left out of an ingest: when they prevent the commit, and the list stored with the version."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from datasvc.errors import BadSampleError, NotFoundError
 from datasvc.repository import Digest, Objects
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.ingestion.duplicates import Repeat
+from datasvc.shards.ingestion.duplicates import DuplicateSample
 from datasvc.shards.sources.common.source import BadSample, Source
 
-_NAMED: Final = 10
+_MAX_LISTED: Final = 10
 
 
 def check_bad(
@@ -25,52 +25,53 @@ def check_bad(
     *,
     fails: bool,
 ) -> None:
-    """Raise where bad samples forbid a commit.
+    """Raise if bad samples prevent the commit.
 
     Args:
-        bad: what could not be used.
-        repeated: what is in the tables and cannot stay there.
-        tables: what was stored, by split.
-        source: for the message.
-        fails: any bad sample forbids it; otherwise only a split of which nothing is left.
+        bad: samples that could not be stored.
+        repeated: stored samples that repeat a key.
+        tables: shard tables of the stored samples by split.
+        source: the source, for messages.
+        fails: any bad sample prevents the commit; otherwise only a split without any good sample does.
 
     Raises:
-        NotFoundError: there is no sample at all, not even a bad one.
-        BadSampleError: names up to ten and counts all.
+        NotFoundError: the source has no samples, not even bad ones.
+        BadSampleError: the message has the number of bad samples and up to ten of them.
     """
     if not bad and not tables:
-        raise NotFoundError(f"cannot ingest {redact_url(source.url)}: there is no sample in it")
+        raise NotFoundError(f"cannot ingest {redact_url(source.url)}: it contains no samples")
     emptied = {sample.split for sample in bad} - set(tables)
-    every = [*bad, *repeated]
-    if not every or not (fails or emptied):
+    all_bad = [*bad, *repeated]
+    if not all_bad or not (fails or emptied):
         return
     total = len(bad) + sum(table.num_samples for table in tables.values())
-    named = [f"{sample.split}/{sample.key}: {sample.reason}" for sample in _ordered(every)]
+    listed = [f"{sample.split}/{sample.key}: {sample.reason}" for sample in _ordered(all_bad)]
     raise BadSampleError(
-        f"{len(every)} of {total} samples of {redact_url(source.url)} are bad, nothing was committed: "
-        f"{_first(named)}. "
-        "Mend or remove them, or leave them out with --on-bad skip, which must leave some in each split"
+        f"{len(all_bad)} of {total} samples of {redact_url(source.url)} are bad, nothing was committed: "
+        f"{_first(listed)}. Repair or remove them, or leave them out with --on-bad skip, which needs a good "
+        "sample in each split"
     )
 
 
-def check_duplicates(found: Mapping[str, Sequence[Repeat]], source: Source) -> None:
-    """Raise BadSampleError where there are duplicates; `found` has them by split."""
-    named = [
-        f"{split}/{repeat.key} holds the same as {repeat.first_key}"
-        for split, repeats in found.items()
-        for repeat in repeats
+def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source: Source) -> None:
+    """Raise BadSampleError if there are duplicates; they are given by split."""
+    listed = [
+        f"{split}/{sample.key} has the same content as {sample.first_key}"
+        for split, samples in duplicates.items()
+        for sample in samples
     ]
-    if named:
+    if listed:
         raise BadSampleError(
-            f"{len(named)} samples of {redact_url(source.url)} are duplicates, nothing was committed: "
-            f"{_first(named)}. Remove them, or use --duplicates drop or keep"
+            f"{len(listed)} samples of {redact_url(source.url)} are duplicates, nothing was committed: "
+            f"{_first(listed)}. Remove them, or use --duplicates drop or keep"
         )
 
 
 def store_quarantine(objects: Objects, bad: Sequence[BadSample]) -> Digest | None:
-    """Store which samples were left out and why, one JSON object a line; returns the object, None without any."""
+    """Store the samples that were left out and the reasons, one JSON object per line; return its digest, if any."""
     if not bad:
         return None
+    # Sorted, so that the object does not depend on the order in which workers finish.
     lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False, sort_keys=True) for sample in _ordered(bad)]
     return objects.put("".join(f"{line}\n" for line in lines).encode()).digest
 
@@ -79,6 +80,6 @@ def _ordered(bad: Sequence[BadSample]) -> list[BadSample]:
     return sorted(bad, key=lambda sample: (sample.split, sample.key, sample.reason))
 
 
-def _first(named: Sequence[str]) -> str:
-    more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    return "; ".join(named[:_NAMED]) + more
+def _first(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
+    return "; ".join(texts[:_MAX_LISTED]) + more

@@ -1,4 +1,4 @@
-"""What is checked of samples that come in batches, and what is measured: images, labels, sizes, digests."""
+"""Validation of sample batches: check images and labels, and measure image sizes, bytes and digests."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from datasvc.shards.images.header import ImageHeader, read_header, reencode
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.sources.common.source import BadSample
 
-_UNKNOWN_BYTES = 8
+# Estimate for types without a fixed width.
+_DEFAULT_VALUE_BYTES = 8
 
 
 @dataclass(frozen=True)
 class CheckedBatch:
-    """Good samples of a part.
+    """The good samples of a batch of the source.
 
     Attributes:
         columns: all columns of the shards.
-        kinds: encoding of each sample's `image`, "" without one.
+        kinds: image format of each sample's `image`; "" for a sample without one.
     """
 
     columns: pa.RecordBatch
@@ -40,7 +41,7 @@ class CheckedBatch:
         return int(self.columns.num_rows)
 
     def take(self, rows: Integers) -> CheckedBatch:
-        """Return some of the samples, copied."""
+        """Return the samples at `rows`, copied."""
         return CheckedBatch(self.columns.take(pa.array(rows)), [self.kinds[row] for row in rows.tolist()])
 
     @property
@@ -50,12 +51,12 @@ class CheckedBatch:
 
     @cached_property
     def sizes_bytes(self) -> Integers:
-        """About the bytes of each sample: `int64[num_samples]`."""
+        """Approximate size of each sample in bytes: `int64[num_samples]`."""
         return sum((value_bytes(column) for column in self.columns.columns), np.zeros(self.num_samples, np.int64))
 
     @cached_property
     def stops_bytes(self) -> Integers:
-        """Bytes up to the end of each sample: `int64[num_samples]`."""
+        """Cumulative sizes in bytes, up to the end of each sample: `int64[num_samples]`."""
         return np.cumsum(self.sizes_bytes)
 
     @cached_property
@@ -66,9 +67,9 @@ class CheckedBatch:
 
 
 def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[BadSample]) -> CheckedBatch:
-    """Return the good samples of a source's batch with the columns of the shards; adds the others to `bad`.
+    """Return the good samples of a source's batch with the columns of the shards; add the others to `bad`.
 
-    Images are checked, made smaller where that was asked, and measured; labels get their stored numbers.
+    Images are checked, re-encoded if the options ask for it, and measured. Labels get their stored numbers.
     """
     reasons: dict[int, str] = {}
     columns = {name: batch.column(name) for name in batch.schema.names}
@@ -81,9 +82,11 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
             sizes = [(header.width, header.height) if header else (0, 0) for header in headers]
             columns[WIDTH], columns[HEIGHT] = (pa.array(side, pa.int32()) for side in zip(*sizes, strict=True))
             kinds = [header.kind if header else "" for header in headers]
+    # Labels of other types are ordinary columns.
     if LABEL in columns and pa.types.is_integer(columns[LABEL].type):
         columns[LABEL] = _relabel(work, columns[LABEL], reasons)
     kept = pa.RecordBatch.from_arrays([columns[field.name] for field in work.schema], schema=work.schema)
+    # Without bad samples, the batch is used without a copy.
     if reasons:
         keys = batch.column(KEY)
         bad += [BadSample(split, keys[row].as_py(), reason) for row, reason in sorted(reasons.items())]
@@ -93,7 +96,7 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
 
 
 def value_bytes(column: pa.Array) -> Integers:
-    """Return about how many bytes each value of a column takes: `int64[n]`; a function of the values alone."""
+    """Return the approximate size of each value of a column in bytes, a function of the values alone: `int64[n]`."""
     kind = column.type
     if _has_offsets(kind):
         width = np.int64 if pa.types.is_large_binary(kind) or pa.types.is_large_string(kind) else np.int32
@@ -111,7 +114,7 @@ def value_bytes(column: pa.Array) -> Integers:
         return (
             np.asarray(value_bytes(column.flatten()).reshape(len(column), -1).sum(axis=1), np.int64)
             if _is_full(column)
-            else np.full(len(column), kind.list_size * _UNKNOWN_BYTES)
+            else np.full(len(column), kind.list_size * _DEFAULT_VALUE_BYTES)
         )
     if pa.types.is_struct(kind):
         fields = [value_bytes(column.field(number)) for number in range(kind.num_fields)]
@@ -119,7 +122,7 @@ def value_bytes(column: pa.Array) -> Integers:
     try:
         width_bytes = max(1, kind.bit_width // 8)
     except ValueError:
-        width_bytes = _UNKNOWN_BYTES
+        width_bytes = _DEFAULT_VALUE_BYTES
     return np.full(len(column), width_bytes, np.int64)
 
 
@@ -141,36 +144,36 @@ def _offsets(column: pa.Array, width: Any) -> npt.NDArray[Any]:
 def _check_images(
     work: IngestWork, column: pa.Array, reasons: dict[int, str], *, nullable: bool
 ) -> tuple[list[ImageHeader | None], pa.Array]:
-    """Return the headers and the images to store; says in `reasons` which are bad."""
+    """Return the image headers and the images to store; add to `reasons` why an image is bad, by row."""
     options = work.options
     headers: list[ImageHeader | None] = []
-    smaller: dict[int, bytes] = {}
+    reencoded: dict[int, bytes] = {}
     for row, view in enumerate(blob_views(column)):
         header = None
         try:
             if view is None and not nullable:
                 raise BadSampleError("has no image")  # noqa: TRY301 - one place turns errors into reasons
             if view is not None:
-                content = reencode(view, options.reencoding) if options.reencoding.is_asked else None
+                content = reencode(view, options.reencoding) if options.reencoding.is_enabled else None
                 if content is not None:
-                    smaller[row] = content
+                    reencoded[row] = content
                 header = read_header(content or view, decode=options.decode_check)
         except BadSampleError as error:
             reasons[row] = str(error)
         headers.append(header)
-    if smaller:
-        column = pa.array([smaller.get(row, column[row].as_py()) for row in range(len(column))], column.type)
+    if reencoded:
+        column = pa.array([reencoded.get(row, column[row].as_py()) for row in range(len(column))], column.type)
     return headers, column
 
 
 def _relabel(work: IngestWork, column: pa.Array, reasons: dict[int, str]) -> pa.Array:
-    """Return the stored labels. Null and negative ones, as test sets have them, name no class and stay."""
+    """Return the stored labels. Null and negative labels (no class, as in test sets) stay unchanged."""
     num_classes = len(work.source.classes)
     if not num_classes:
         return column
     labels = np.array(column.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
     for row in np.flatnonzero(labels >= num_classes).tolist():
-        reasons.setdefault(row, f"its label {labels[row]} is none of the {num_classes} classes")
+        reasons.setdefault(row, f"its label {labels[row]} has no class: expected labels below {num_classes}")
         labels[row] = -1
     if work.labels is None:
         return column

@@ -1,1 +1,1 @@
-"""Answers questions about samples: SQL, scans, previews and contact sheets."""
+"""Read access for people: SQL queries over a data-set version, previews of samples, and contact sheets."""

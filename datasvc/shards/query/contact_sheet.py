@@ -1,4 +1,4 @@
-"""A contact sheet: samples as one HTML file that needs nothing beside itself."""
+"""Contact sheet: thumbnails and captions of samples in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.query.preview import Preview, thumbnail
 
 _MAX_SIDE = 192
-_SHOWN_CHARACTERS = 200
-# A sample's text must never run or fetch anything, whatever it holds.
+_MAX_CHARACTERS = 200
+# The browser must not execute or load anything that a sample's text contains.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
 body { font: 13px sans-serif; margin: 1.5em; background: #fff; color: #222 }
@@ -28,19 +28,19 @@ dd { margin: 0 0 0 6em }
 
 
 def write_contact_sheet(path: Path, title: str, samples: Iterable[Preview]) -> int:
-    """Write samples as a page of thumbnails and captions, replacing an old file; returns their number.
+    """Write samples as a page of thumbnails and captions, replacing an old file; return the number of samples.
 
     Args:
-        path: of the HTML file.
-        title: of the page.
-        samples: in the order of the page.
+        path: path of the HTML file.
+        title: title of the page.
+        samples: the samples, in the order of the page.
 
     Raises:
-        NotFoundError: there is no such folder.
+        NotFoundError: the folder of `path` does not exist.
         ConfigError, UnavailableError: the file cannot be written.
     """
     if not path.parent.is_dir():
-        raise NotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+        raise NotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
     figures = [_figure(sample) for sample in samples]
     page = "".join(_page(title, figures))
     with map_exceptions("write", str(path)):
@@ -60,10 +60,12 @@ def _page(title: str, figures: Iterable[str]) -> Iterator[str]:
 def _figure(sample: Preview) -> str:
     images = "".join(_image(sample.key, encoded) for encoded in sample.images.values())
     label = f"<b>{escape(sample.class_name)}</b>" if sample.class_name is not None else ""
-    facts = {"split": sample.split, **sample.values}
-    facts |= {name: f"{size} bytes" for name, size in sample.blob_bytes.items()}
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(_shortened(value))}</dd>" for name, value in facts.items())
-    return f"<figure>{images}<figcaption>{label}{escape(sample.key)}<dl>{listed}</dl></figcaption></figure>\n"
+    captions = {"split": sample.split, **sample.values}
+    captions |= {name: f"{size} bytes" for name, size in sample.blob_bytes.items()}
+    items = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(_shortened(value))}</dd>" for name, value in captions.items()
+    )
+    return f"<figure>{images}<figcaption>{label}{escape(sample.key)}<dl>{items}</dl></figcaption></figure>\n"
 
 
 def _image(key: str, encoded: bytes) -> str:
@@ -80,4 +82,4 @@ def _image(key: str, encoded: bytes) -> str:
 
 def _shortened(value: object) -> str:
     text = str(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."

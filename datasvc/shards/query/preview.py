@@ -1,4 +1,4 @@
-"""The first samples of a split, as people look at them: values, sizes of blobs, pictures made small."""
+"""Previews of a split: its first samples with their values, blob sizes and images, and thumbnails of images."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from datasvc.shards.versions.dataset import Split
 
 @dataclass(frozen=True)
 class Preview:
-    """One sample to look at.
+    """One sample for display.
 
     Attributes:
-        split: the name of its split.
+        split: name of its split.
         key: its key.
-        class_name: name of its label; None without one.
-        values: by column but `key`; no blobs.
+        class_name: class name of its label; None without one.
+        values: values by column, without `key` and blobs.
         blob_bytes: size of each blob by column.
-        images: the encoded images by column, in the order of the columns.
+        images: encoded images by column, in column order.
     """
 
     split: str
@@ -39,29 +39,29 @@ class Preview:
 
 
 def preview_samples(split: Split, num_samples: int) -> Iterator[Preview]:
-    """Yield the first samples of a split that are not deleted, in the order of its table.
+    """Yield the first live samples of a split, in table order.
 
     Raises:
         ConfigError: `num_samples` is negative.
         CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read.
     """
     if num_samples < 0:
-        raise ConfigError(f"cannot show {num_samples} samples; give 0 or more")
+        raise ConfigError(f"cannot show {num_samples} samples; expected 0 or more")
     schema = split.table.sample_schema
     return (_preview(split, schema, sample) for sample in islice(split, num_samples))
 
 
 def thumbnail(encoded: bytes, max_side: int) -> Image.Image:
-    """Return an image as RGB, upright, neither side longer than `max_side` pixels.
+    """Return an image as RGB, upright, with neither side longer than `max_side` pixels.
 
     Raises:
-        BadSampleError: it does not decode.
+        BadSampleError: the image does not decode.
     """
     try:
         with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
-            image.draft("RGB", (max_side, max_side))  # lets a JPEG decode small at once
+            image.draft("RGB", (max_side, max_side))  # a JPEG is decoded at a smaller scale, which is faster
             upright = ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # whatever a damaged file makes Pillow raise
+    except Exception as error:  # Pillow raises many types for damaged files
         raise BadSampleError(f"does not decode: {error}") from error
     upright.thumbnail((max_side, max_side))
     return upright
@@ -69,17 +69,18 @@ def thumbnail(encoded: bytes, max_side: int) -> Image.Image:
 
 def _preview(split: Split, schema: pa.Schema, sample: Mapping[str, Any]) -> Preview:
     blobs = {field.name: sample[field.name] for field in schema if is_blob(field.type)}
-    held = {name: blob for name, blob in blobs.items() if blob is not None}
+    # Null blobs are shown as values.
+    present = {name: blob for name, blob in blobs.items() if blob is not None}
     return Preview(
         split.name,
         sample[KEY],
         _class_name(sample.get(LABEL), split.classes),
-        {name: value for name, value in sample.items() if name != KEY and name not in held},
-        {name: len(blob) for name, blob in held.items()},
+        {name: value for name, value in sample.items() if name != KEY and name not in present},
+        {name: len(blob) for name, blob in present.items()},
         {
-            field.name: held[field.name]
+            field.name: present[field.name]
             for field in schema
-            if field.name in held and (field.name == IMAGE or is_image(field))
+            if field.name in present and (field.name == IMAGE or is_image(field))
         },
     )
 

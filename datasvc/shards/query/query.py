@@ -1,4 +1,4 @@
-"""SQL over a data-set version, by DuckDB, on the shards themselves: only columns that a query uses are read."""
+"""SQL queries over a data-set version, executed by DuckDB on the shards; only the columns in use are read."""
 
 from __future__ import annotations
 
@@ -30,59 +30,59 @@ _SETTINGS: Final = {
 
 
 def query(repository: Repository, ref: str, sql: str) -> pa.Table:
-    """Return what a query says of a data-set version.
+    """Return the result of a SQL query over a data-set version.
 
-    There is a view for each split, named as the split; the view `samples` over all of them, with a column `split`
-    (`split_name` where samples have a column `split`); and the table `classes` with `label` and `name`. Deleted
-    samples are not in them, and columns that a shard lacks are null. The query can read nothing else: no file, no
-    network, no variable of this program.
+    There is a view per split, with the split's name; a view `samples` of all splits with a column `split`
+    (`split_name` if samples have a column `split`); and a table `classes` with `label` and `name`. Deleted samples
+    are left out, and columns that a shard does not have are null. The query has no access to anything else: files,
+    network, or variables of this program.
 
-    Shards are mapped where the repository is local, and read by ranges of bytes where it is not: of a column that
-    the query does not use nothing is read. So bytes are not checked against the shards' digests; `verify` does that.
+    Local shards are mapped, remote ones are read by byte range, and unused columns are not read. So the bytes are not
+    checked against the shards' digests; `verify` does that.
 
     Args:
-        repository: where the version is.
+        repository: the repository that stores the version.
         ref: the version.
-        sql: one query, as DuckDB understands it.
+        sql: one query in DuckDB's dialect.
 
     Returns:
         The result, in memory.
 
     Raises:
-        ConfigError: DuckDB is not installed, or refuses the query; with what it says.
+        ConfigError: DuckDB is not installed, or rejects the query; the message has its reason.
         NotFoundError, CorruptDataError, UnavailableError: a shard cannot be read; or as `open_dataset`.
     """
     dataset = open_dataset(repository, ref)
     sizes = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
     files = ObjectFiles(repository.storage, sizes)
     samples = {name: LiveSamples.of(split, files) for name, split in dataset.items()}
-    # A query may end before its scans do, such as by LIMIT: none may read on while the interpreter ends.
+    # A query may end before its scans do, for instance by LIMIT; they must not read while the interpreter exits.
     with ExitStack() as scans, _connected() as connection:
-        for each in samples.values():
-            scans.callback(each.close)
+        for live_samples in samples.values():
+            scans.callback(live_samples.close)
         try:
             _check_reads_live_samples(connection)
             _register(connection, dataset, samples)
-            # No files, no network, no variables of this program, and no way back.
+            # Disables access to files, network and Python variables; the lock makes that final.
             connection.execute("SET enable_external_access = false; SET lock_configuration = true")
             return connection.sql(_only_query(connection, sql)).to_arrow_table()
         except _duckdb().Error as error:
             if files.failure is not None:
                 raise files.failure from error
-            raise ConfigError(f"DuckDB cannot answer this query of {dataset.resolved}: {error}") from error
+            raise ConfigError(f"DuckDB cannot execute this query on {dataset.resolved}: {error}") from error
 
 
 def _duckdb() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise ConfigError(f"SQL needs DuckDB, which is not installed: {how_to_install('sql')}") from error
+        raise ConfigError(f"SQL queries need DuckDB, which is not installed: {how_to_install('sql')}") from error
     return duckdb
 
 
 @contextmanager
 def _connected() -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a database in memory that may spill to a temporary folder."""
+    """Open an in-memory database that may spill to a temporary folder."""
     duckdb = _duckdb()
     with (
         tempfile.TemporaryDirectory(prefix="datasvc-sql-", ignore_cleanup_errors=True) as folder,
@@ -94,9 +94,9 @@ def _connected() -> Iterator[duckdb.DuckDBPyConnection]:
 def _only_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
     kinds = _duckdb().StatementType
     statements = connection.extract_statements(sql)
-    # PIVOT is more than one statement to DuckDB.
+    # DuckDB parses PIVOT to several statements.
     if len(statements) != 1 or statements[0].type not in {kinds.SELECT, kinds.EXPLAIN, kinds.MULTI}:
-        raise ConfigError(f"{sql!r} is not one query, such as 'from {ALL_SPLITS} limit 3'")
+        raise ConfigError(f"{sql!r} is not a single query; expected one, such as 'from {ALL_SPLITS} limit 3'")
     return statements[0]
 
 
@@ -108,7 +108,7 @@ def _register(
     for split in dataset.values():
         _check_names(f"{split.dataset}/{split.name}", split.table.sample_schema.names)
         connection.register(split.name, samples[split.name])
-    # A split that is named like one of these is what its name means.
+    # A split of this name takes precedence.
     if CLASSES not in names:
         connection.register(CLASSES, _class_table(dataset))
     if ALL_SPLITS not in names:
@@ -116,10 +116,13 @@ def _register(
 
 
 def _check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
-    # A DuckDB that went past our scanner would show deleted samples, and nobody would notice.
+    # A DuckDB version that does not read through our scanner would silently return deleted samples.
     connection.register("probe", probe())
     if connection.execute("SELECT count(*) FROM probe").fetchall() != [(1,)]:
-        raise ConfigError(f"DuckDB {_duckdb().__version__} cannot read data sets as datasvc needs; upgrade it")
+        raise ConfigError(
+            f"DuckDB {_duckdb().__version__} does not read through Arrow scanners, so it would return deleted "
+            "samples; upgrade it"
+        )
     connection.unregister("probe")
 
 
@@ -133,14 +136,14 @@ def _union(dataset: DatasetVersion) -> str:
 
 
 def _class_table(dataset: DatasetVersion) -> pa.Table:
-    named = {(label, name) for split in dataset.values() for label, name in enumerate(split.classes)}
-    labels, names = zip(*sorted(named), strict=True) if named else ((), ())
+    classes = {(label, name) for split in dataset.values() for label, name in enumerate(split.classes)}
+    labels, names = zip(*sorted(classes), strict=True) if classes else ((), ())
     return pa.table({"label": pa.array(labels, pa.int32()), "name": pa.array(names, pa.string())})
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:
     if len({name.lower() for name in names}) != len(names):
-        raise ConfigError(f"{where} has names that differ in case alone, which SQL does not tell apart: {names}")
+        raise ConfigError(f"{where} has names that differ in case only, and SQL ignores case: {names}")
 
 
 def _quoted(name: str) -> str:

@@ -1,8 +1,8 @@
-"""The live samples of a split as an Arrow data set; a scan reads the columns it asks for and no other byte.
+"""Scans of a split's live samples as an Arrow data set; a scan reads only the bytes of the columns in use.
 
-No thread of Arrow's reads here. Its own scanners read ahead in threads that outlive a scan that is ended early, such
-as by LIMIT, and that call into Python while the interpreter ends: the process aborts, or never ends. Every read is
-made by the thread that asks for the next batch, or by threads of the scan that end with it.
+Arrow's own scanner threads are not used. They read ahead and survive a scan that ends early, for instance by LIMIT;
+if they then call Python while the interpreter exits, the process aborts or hangs. Here, all reads run in the thread
+that requests the next batch, or in threads that end with the scan.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from datasvc.shards.format.schema import KEY
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Flags
 
-_SHARDS_AHEAD: Final = 4
-_BYTES_AHEAD: Final = 16 << 20  # of each of these shards
+_MAX_SHARDS_AHEAD: Final = 4
+_MAX_BYTES_AHEAD: Final = 16 << 20  # per shard
 
 
 class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
-    """The samples of a split that are not deleted; columns that a shard lacks are null.
+    """The live samples of a split; columns that a shard does not have are null.
 
-    Arrow's own data sets do not support deletions, so this one replaces `scanner`, through which DuckDB reads.
+    Arrow's own data sets do not support deletions, so this class replaces `scanner`, through which DuckDB reads.
     """
 
     @classmethod
@@ -39,8 +39,8 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         """Return the samples of a split.
 
         Args:
-            split: of any repository.
-            files: the objects of that repository, with the sizes of the split's shards.
+            split: the split.
+            files: objects of the split's repository, with the sizes of the split's shards.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the table or the deletions cannot be read.
@@ -58,14 +58,14 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
     def scanner(
         self,
         columns: Sequence[str] | None = None,
-        filter: arrow_dataset.Expression | None = None,  # noqa: A002 - Arrow's name of it
+        filter: arrow_dataset.Expression | None = None,  # noqa: A002 - the name in Arrow's interface
         **_options: Any,
     ) -> _Scanner:
-        """Return a scanner that is good for one scan, in the order of the table.
+        """Return a scanner for one scan, in table order.
 
         Args:
             columns: names of columns; None for all.
-            filter: which samples; None for all.
+            filter: condition that samples must satisfy; None for all samples.
         """
         schema = pa.schema([self.schema.field(name) for name in (self.schema.names if columns is None else columns)])
         batches = self._batches(schema.names, filter)
@@ -73,36 +73,36 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         return _Scanner(pa.RecordBatchReader.from_batches(schema, batches))
 
     def close(self) -> None:
-        """End every scan that was not read to its end: nothing reads any more when this returns."""
+        """End all scans that are not finished. No thread reads any more when this returns."""
         for scan in self._scans:
             scan.close()
         self._scans.clear()
 
-    def _batches(self, wanted: list[str], condition: arrow_dataset.Expression | None) -> Iterator[pa.RecordBatch]:
-        used = [name for name in self.schema.names if name in wanted or _uses(condition, name, self.schema)]
+    def _batches(self, columns: list[str], condition: arrow_dataset.Expression | None) -> Iterator[pa.RecordBatch]:
+        used = [name for name in self.schema.names if name in columns or _uses(condition, name, self.schema)]
         used = used or [KEY]  # a batch without columns would have no samples either
         for batch in self._stored(pa.schema([self.schema.field(name) for name in used])):
-            for met in [batch] if condition is None else _filtered(batch, condition):
-                yield met.select(wanted)
+            for selected in [batch] if condition is None else _filtered(batch, condition):
+                yield selected.select(columns)
 
     def _stored(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """Yield the live samples of all shards, some of the next ones read ahead."""
+        """Yield the live samples of all shards in order, while the next shards are read in the background."""
         unread = (
             _ShardScan(self._files, digest, self._flags_of(number), schema, where=self._name)
             for number, digest in enumerate(self._shards)
         )
-        ahead: deque[tuple[_ShardScan, Future[list[pa.RecordBatch]]]] = deque()
-        pool = ThreadPoolExecutor(_SHARDS_AHEAD, thread_name_prefix="datasvc-scan")
+        pending: deque[tuple[_ShardScan, Future[list[pa.RecordBatch]]]] = deque()
+        pool = ThreadPoolExecutor(_MAX_SHARDS_AHEAD, thread_name_prefix="datasvc-scan")
         try:
             while True:
-                while len(ahead) < _SHARDS_AHEAD and (shard := next(unread, None)) is not None:
-                    ahead.append((shard, pool.submit(shard.read)))
-                if not ahead:
+                while len(pending) < _MAX_SHARDS_AHEAD and (shard := next(unread, None)) is not None:
+                    pending.append((shard, pool.submit(shard.read)))
+                if not pending:
                     return
-                shard, reading = ahead.popleft()
+                shard, reading = pending.popleft()
                 batches = reading.result()
                 if not shard.is_read:
-                    ahead.appendleft((shard, pool.submit(shard.read)))
+                    pending.appendleft((shard, pool.submit(shard.read)))
                 yield from batches
         finally:
             pool.shutdown(cancel_futures=True)
@@ -112,28 +112,28 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
 
 class _Scanner:
-    """What DuckDB asks of an Arrow scanner."""
+    """The part of Arrow's scanner interface that DuckDB calls."""
 
     def __init__(self, reader: pa.RecordBatchReader) -> None:
         self._reader = reader
 
     def to_reader(self) -> pa.RecordBatchReader:
-        """Return the samples, batch by batch."""
+        """Return a reader of the samples' record batches."""
         return self._reader
 
 
 class _ShardScan:
-    """Reads the live samples of one shard, part by part; by one thread at a time.
+    """Reads the live samples of one shard in parts; for use by one thread at a time.
 
     Args:
-        files: the objects of the repository.
-        digest: of the shard.
-        deleted: gives `bool[samples]`, which samples do not count; None: all count.
+        files: objects of the repository.
+        digest: digest of the shard.
+        deleted: returns `bool[samples]`, True for deleted samples; None for a shard without deletions.
         schema: the columns to read.
-        where: the split, for messages.
+        where: version and split, for messages.
 
     Attributes:
-        is_read: nothing is left.
+        is_read: whether all samples were returned.
     """
 
     def __init__(
@@ -154,19 +154,19 @@ class _ShardScan:
         self._batches = self._live()
 
     def read(self) -> list[pa.RecordBatch]:
-        """Return the next batches, of about `_BYTES_AHEAD`. Raises as `ObjectFiles.open`."""
+        """Return the next batches, about `_MAX_BYTES_AHEAD`. Raise as `ObjectFiles.open`."""
         batches, size_bytes = [], 0
         for batch in self._batches:
             batches.append(batch)
             size_bytes += batch.nbytes
-            if size_bytes >= _BYTES_AHEAD:
+            if size_bytes >= _MAX_BYTES_AHEAD:
                 return batches
         self.is_read = True
         return batches
 
     def _live(self) -> Iterator[pa.RecordBatch]:
         start = 0
-        # Flags are a byte a sample, eight times the stored bitmap: only the shards that are being read have any.
+        # Flags take a byte per sample, eight times the bitmap: they exist only for shards that are being read.
         is_live = None if self._deleted is None else ~self._deleted()
         for stored in self._stored():
             batch = pa.record_batch([_column(stored, field) for field in self._schema], self._schema)
@@ -179,18 +179,19 @@ class _ShardScan:
         with self._files.open(self._digest) as file:
             try:
                 names = pa.ipc.open_file(file).schema.names
-                fields = [place for place, name in enumerate(names) if name in self._schema.names]
-                # A shard that lacks every column of the scan still counts its samples, and all have keys.
+                fields = [position for position, name in enumerate(names) if name in self._schema.names]
+                # The keys are read if the shard has no column of the scan: its samples must still be counted.
                 fields = fields or [names.index(KEY)]
                 options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
                 reader = pa.ipc.open_file(file, options=options)
                 for number in range(reader.num_record_batches):
                     batch = reader.get_batch(number)
-                    batch.validate(full=True)  # whoever followed a damaged offset would crash
+                    batch.validate(full=True)  # a corrupt offset that is used without a check crashes the process
                     yield batch
             except pa.ArrowInvalid as error:
                 self._files.failure = CorruptDataError(
-                    f"a shard of {self._where} is corrupt ({error}): `datasvc verify --deep` names the samples hit"
+                    f"a shard of {self._where} is corrupt ({error}): run `datasvc verify --deep` to find the "
+                    "affected samples"
                 )
                 raise self._files.failure from error
 
@@ -202,14 +203,14 @@ def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
 
 
 class _ScannerProbe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
-    """Has no sample, but one for whoever reads through `scanner`."""
+    """A data set with one sample if it is read through `scanner`, and none otherwise."""
 
     def scanner(self, **_options: Any) -> _Scanner:
         return _Scanner(pa.table({KEY: [""]}).to_reader())
 
 
 def probe() -> arrow_dataset.Dataset:
-    """Return a data set with one sample for readers that respect `LiveSamples.scanner`, and none for others."""
+    """Return a data set with one sample for readers that use its `scanner`, and none for others."""
     return _ScannerProbe(pa.table({KEY: pa.array([], pa.string())}))
 
 
@@ -220,12 +221,12 @@ def _filtered(batch: pa.RecordBatch, condition: arrow_dataset.Expression) -> lis
             acero.Declaration("filter", acero.FilterNodeOptions(condition)),
         ]
     )
-    met: list[pa.RecordBatch] = plan.to_table(use_threads=False).to_batches()
-    return met
+    selected: list[pa.RecordBatch] = plan.to_table(use_threads=False).to_batches()
+    return selected
 
 
 def _uses(expression: arrow_dataset.Expression | None, column: str, schema: pa.Schema) -> bool:
-    """Return whether an expression refers to a column: whether it cannot be evaluated without."""
+    """Return whether an expression refers to a column, which means that it cannot be evaluated without the column."""
     if expression is None:
         return False
     others = pa.schema([field for field in schema if field.name != column])
@@ -237,7 +238,7 @@ def _uses(expression: arrow_dataset.Expression | None, column: str, schema: pa.S
 
 
 def _sql_field(field: pa.Field) -> pa.Field:
-    """Return the field as DuckDB can have it: it lacks half floats and the widest decimals."""
+    """Return the field with a type that DuckDB supports: it has no half floats and no 256-bit decimals."""
     data_type = field.type
     if pa.types.is_float16(data_type):
         data_type = pa.float32()

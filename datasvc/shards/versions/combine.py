@@ -222,6 +222,7 @@ def _relabel_shard(
     if LABEL not in shard.schema.names:
         return info, table.index(number)
     batches = [_relabel_batch(batch, labels) for batch in shard.batches]
+    # No label of this shard changes, so the stored shard is used.
     if all(one.column(LABEL).equals(other.column(LABEL)) for one, other in zip(batches, shard.batches, strict=True)):
         return info, table.index(number)
     return _write_shard(objects, shard, batches)

@@ -74,6 +74,7 @@ class OriginShards:
     def open_shard(self, info: ObjectInfo) -> Shard:
         """Return the shard. Raise CorruptDataError, NotFoundError, UnavailableError."""
         path = self._objects.local_path(info.digest)
+        # Mapped again without a check: a digest of a local shard is computed once per process.
         if path is not None and info.digest in self._verified:
             return Shard.map(path)
         shard = open_shard(self._objects, info)
@@ -167,6 +168,7 @@ class Split:
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the deletions cannot be read.
         """
+        # Deletions are read only if the shard has any.
         return self.deletions.kept_rows(shard)[rows] if self._deleted[shard] else rows
 
     @cached_property

@@ -47,6 +47,7 @@ class Keys:
         """Yield the keys. Raise CorruptDataError, NotFoundError, UnavailableError."""
         shards = self._side.shards.tolist() if self._only is None else list(self._only)
         for shard in shards:
+            # No key of this shard is left, so its index need not be read.
             if len(self._without.get(shard, ())) == len(self._side.live_rows(shard)):
                 continue
             shard_keys = self._side.read(shard)
@@ -192,6 +193,7 @@ def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
     partners = {}
     for number, digest in enumerate(a.rows.column("digest").to_pylist()):
         if numbers_in_b.get(digest):
+            # A shard may occur several times in a table: each occurrence is matched once.
             partners[number] = numbers_in_b[digest].pop(0)
     return partners
 

@@ -87,6 +87,7 @@ class SplitKeys:
 
     def live_rows(self, shard: int) -> Integers:
         """Return the stored rows of a shard that are live and not in `without`: `int64[n]`, ascending."""
+        # Deletions are read only if the shard has any.
         live = self._deletions.kept_rows(shard) if self._deleted[shard] else np.arange(self._stored[shard])
         excluded = self._without.get(shard)
         return live if excluded is None else np.setdiff1d(live, excluded, assume_unique=True)

@@ -44,7 +44,7 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
 
 def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]:
     """Return the index in `combined` of each label of `names`; {} if no label changes. `combined` has all `names`."""
-    # The usual case: names were only appended, so that no shard has to be rewritten.
+    # Equal lists, or names were only appended: no label changes, so no shard is rewritten.
     if tuple(combined[: len(names)]) == tuple(names):
         return {}
     indexes = {name: index for index, name in enumerate(combined)}

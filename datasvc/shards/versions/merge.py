@@ -123,6 +123,7 @@ class _MergeBuild:
         on_overlap: OnSplitOverlap,
         message: str,
     ) -> None:
+        # Resolved once: only references in `_following` change between attempts.
         self.versions = [repository.resolve("datasets", ref) for ref in refs]
         self.tables: dict[str, ShardTable] = {}
         self.overlaps: list[Overlap] = []

@@ -139,6 +139,7 @@ def find_overlaps(
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
+    # "drop" removes samples from the first split of a pair: training data before validation data.
     order = sorted(tables, key=lambda name: (name != DEFAULT_SPLIT, name != HELD_OUT_SPLIT, name))
     new = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in order}
     overlaps = []

@@ -47,6 +47,7 @@ class Condition:
             )
         self._connection = _connect()
         without_blobs = pa.schema([field for field in schema if not is_blob(field.type)])
+        # If neither binds, the expression is invalid; the smaller schema serves for the error message.
         self._schema = schema if not self._binds(without_blobs) and self._binds(schema) else without_blobs
         with self._map_errors():
             types = self._relation(self._schema.empty_table()).project(self._filter).types

@@ -135,6 +135,7 @@ def verify(
             problems.append(
                 DatasetProblem(kind, "shard table", split.name, split.digest, str(error), num_samples=samples)
             )
+    # Shards of an unreadable table are unknown, so their bytes are not counted.
     size_bytes = sum(table.size_bytes for _, table in readable)
     if begin is not None:
         begin(size_bytes)

@@ -69,5 +69,5 @@ def test_a_shard_that_is_truncated_under_the_loader_is_an_error(split, tmp_path)
             next(batches)
             os.chmod(path, 0o600)
             os.truncate(path, 4096)
-            with pytest.raises(CorruptDataError, match="has become shorter"):
+            with pytest.raises(CorruptDataError, match="was truncated"):
                 list(batches)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from datasvc.shards.format.ipc_writer import RecordedFile, describe_batch
+from datasvc.shards.format.ipc_writer import IpcWriter, describe_batch
 from datasvc.shards.format.layout import ByteRange
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.format.writer import ShardWriter
@@ -81,7 +81,7 @@ def test_record_batches_lie_where_the_layout_says_and_are_what_it_says(given_sam
 
 def test_batches_of_large_blobs_have_a_frame_and_those_of_small_ones_a_digest():
     sink = io.BytesIO()
-    file = RecordedFile(sink, SCHEMA)
+    file = IpcWriter(sink, SCHEMA)
     for size in (10, 100_000, 10, 100_000):
         row = {"key": "a", "image": b"i" * size, "score": 1, "mask": b"m" * size}
         file.write_batch(pa.RecordBatch.from_pylist([row, row], SCHEMA))
@@ -97,7 +97,7 @@ def test_two_columns_that_share_their_memory_have_a_digest():
     shared = pa.array([b"x" * 100_000], pa.large_binary())
     batch = pa.record_batch([pa.array(["a"]), shared, pa.array([1], pa.int32()), shared], SCHEMA)
     sink = io.BytesIO()
-    file = RecordedFile(sink, SCHEMA)
+    file = IpcWriter(sink, SCHEMA)
     file.write_batch(batch)
     file.close()
     assert check(sink.getvalue(), file.layout) == 0
@@ -107,7 +107,7 @@ def test_a_batch_of_which_one_column_of_blobs_is_not_recognised_has_a_digest():
     """Arrow writes a part of the memory of a slice: which one is for Arrow to know."""
     image, mask = pa.array([b"x" * 100_000], pa.large_binary()), pa.array([b"m", b"n"], pa.large_binary()).slice(1, 1)
     sink = io.BytesIO()
-    file = RecordedFile(sink, SCHEMA)
+    file = IpcWriter(sink, SCHEMA)
     file.write_batch(pa.record_batch([pa.array(["a"]), image, pa.array([1], pa.int32()), mask], SCHEMA))
     file.close()
     assert check(sink.getvalue(), file.layout) == 0
@@ -117,7 +117,7 @@ def test_a_batch_that_is_a_slice_of_larger_arrays_is_what_the_layout_says():
     rows = [{"key": str(n), "image": bytes([n]) * 9000, "score": n, "mask": None} for n in range(9)]
     whole = pa.RecordBatch.from_pylist(rows, SCHEMA)
     sink = io.BytesIO()
-    file = RecordedFile(sink, SCHEMA)
+    file = IpcWriter(sink, SCHEMA)
     for start, length in [(0, 9), (0, 4), (4, 5), (3, 1)]:
         file.write_batch(whole.slice(start, length))
     file.close()
@@ -125,7 +125,7 @@ def test_a_batch_that_is_a_slice_of_larger_arrays_is_what_the_layout_says():
 
 
 def test_a_description_needs_no_blobs():
-    pieces = [b"head", pa.py_buffer(np.arange(3, dtype=np.uint8)), b"tail"]
-    described = describe_batch(pieces, 100, [None], 3)
+    chunks = [b"head", pa.py_buffer(np.arange(3, dtype=np.uint8)), b"tail"]
+    described = describe_batch(chunks, 100, [None], 3)
     assert (described.message, described.num_samples) == (ByteRange(100, 11), 3)
     assert described.digest == xxh3_128_digest(b"head\0\1\2tail")

@@ -40,7 +40,7 @@ def touched_bytes(path):
 
 def forget_touched(shard):
     """Let go of the pages that opening a shard touched: of a file as small as here all of them."""
-    shard._file.let_go()
+    shard._file.release_pages()
 
 
 def test_blobs_are_read_and_none_of_the_pages_is_touched(path):
@@ -78,7 +78,7 @@ def test_a_file_that_was_truncated_is_an_error_and_the_process_lives(path):
     shard = Shard.map(path)
     view = shard.blobs("image", ROWS)[3]
     os.truncate(path, 2 * SIZE)
-    with pytest.raises(CorruptDataError, match="has become shorter while it was open"):
+    with pytest.raises(CorruptDataError, match="was truncated while it was open"):
         shard.read(view, np.empty(SIZE, np.uint8))
 
 
@@ -90,7 +90,7 @@ def test_a_disk_that_does_not_answer_is_an_error(path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(UnavailableError, match=r"shard cannot be read: .*Input/output error; is its disk well"):
+    with pytest.raises(UnavailableError, match=r"shard cannot be read: .*Input/output error; check the disk"):
         shard.read(view, np.empty(SIZE, np.uint8))
 
 
@@ -145,7 +145,7 @@ except UnavailableError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert "allow more files, `ulimit -n`" in done.stdout
+    assert "allow more open files with `ulimit -n`" in done.stdout
 
 
 def test_a_file_that_is_empty_or_missing_is_no_shard(tmp_path):

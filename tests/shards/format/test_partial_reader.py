@@ -145,7 +145,7 @@ def test_what_is_not_there_is_refused(given_samples, share, data):
             lambda rows=rows: part.is_valid("score", rows),
             lambda row=row: part.sample(row),
         ):
-            with pytest.raises(IndexError, match=f"sample {row} of shard part is not there yet"):
+            with pytest.raises(IndexError, match=f"sample {row} of shard part is not readable yet"):
                 read()
 
 
@@ -223,7 +223,8 @@ def test_a_flipped_byte_of_an_image_names_shard_record_batch_and_sample(place):
     row = np.array([16])
     (read,) = part.plan(row)
     content.flipped = read.spans[0].offset + place
-    with pytest.raises(CorruptDataError, match="record batch 1 of shard part: its sample 6 is corrupt"):
+    message = "record batch 1 of shard part: the bytes read for its sample 6 are corrupt"
+    with pytest.raises(CorruptDataError, match=message):
         part.fetch(content, row)
     assert not part.has(row)
     content.flipped = None
@@ -239,7 +240,7 @@ def test_samples_without_blobs_are_read_by_record_batch_each_by_its_digest():
     raw, index = write(rows, schema=TEXTS, batch_samples=4)
     part = PartialShard(ObjectInfo(Digest("ab" * 32), len(raw)), index, "part")
     content = Content(raw, flipped=index.layout.batches[0].message.offset + 700)
-    with pytest.raises(CorruptDataError, match="record batch 0 of shard part is corrupt as it was read"):
+    with pytest.raises(CorruptDataError, match="record batch 0 of shard part: the bytes read are corrupt"):
         part.fetch(content, np.array([3]))
     with pytest.raises(IndexError, match="sample 3"):
         part.sample(3)
@@ -324,10 +325,10 @@ def change(index, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"frame": b"no frame" * 10}, "record batch 0 of shard part: its sample index holds no sound frame"),
+        ({"frame": b"no frame" * 10}, "record batch 0 of shard part: its sample index has an invalid frame"),
         ({"message": ByteRange(1 << 40, 100)}, "record batches beyond its"),
-        ({"blobs": (ByteRange(0, 1_000_000_000),)}, "no sound frame"),
-        ({"num_samples": 9}, "no sound frame: it has 10 samples; expected 9"),
+        ({"blobs": (ByteRange(0, 1_000_000_000),)}, "has an invalid frame"),
+        ({"num_samples": 9}, "invalid frame: it has 10 samples; expected 9"),
     ],
 )
 def test_an_index_that_says_what_cannot_be_is_corrupt(changes, message):
@@ -343,7 +344,7 @@ def test_a_message_that_is_no_record_batch_is_corrupt_though_its_digest_is_right
     raw = raw[: first.offset] + broken + raw[first.offset + first.length :]
     changed = change(index, digest=xxh3_128_digest(broken))
     part = PartialShard(ObjectInfo(Digest("ab" * 32), len(raw)), changed, "part")
-    with pytest.raises(CorruptDataError, match="record batch 0 of shard part is no sound record batch"):
+    with pytest.raises(CorruptDataError, match="record batch 0 of shard part is not a valid record batch"):
         part.fetch(Content(raw), np.array([0]))
 
 

@@ -34,7 +34,7 @@ def test_an_index_decodes_to_what_was_encoded_and_equal_indexes_give_equal_bytes
 
 @pytest.mark.parametrize("raw", [b"", b"no arrow", Deletions.build({}).encode()])
 def test_what_is_no_index_is_corrupt(raw):
-    with pytest.raises(CorruptDataError, match="no sample index"):
+    with pytest.raises(CorruptDataError, match="is not a sample index"):
         SampleIndex.decode(raw, "test")
 
 
@@ -75,7 +75,7 @@ def test_the_record_batches_of_a_shard_come_back_with_its_index(layout):
 def test_an_index_of_other_samples_than_its_record_batches_have_is_corrupt():
     layout = ShardLayout(image_schema(labelled=True), (BatchLayout(ByteRange(0, 10), 3, digest=b"d" * 16),))
     raw = SampleIndex.build(["a"], [b"s" * 16], [b"p" * 16], layout).encode()
-    with pytest.raises(CorruptDataError, match="test lists 1 samples, its batches 3"):
+    with pytest.raises(CorruptDataError, match="test lists 1 samples, but its record batches have 3"):
         SampleIndex.decode(raw, "test")
 
 
@@ -89,5 +89,5 @@ def test_a_record_batch_that_has_neither_or_both_of_digest_and_frame_is_corrupt(
 def test_a_layout_that_is_none_is_corrupt():
     table = SampleIndex.build(["a"], [b"s" * 16], [b"p" * 16]).table
     raw = encode_table(table, {b"datasvc.index.batches": b"nothing"})
-    with pytest.raises(CorruptDataError, match="says nothing sound of the shard's record batches"):
+    with pytest.raises(CorruptDataError, match="has an invalid layout of the shard's record batches"):
         SampleIndex.decode(raw, "test")

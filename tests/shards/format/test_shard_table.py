@@ -63,7 +63,7 @@ def test_a_table_costs_some_hundred_bytes_a_shard():
 
 @pytest.mark.parametrize("raw", [b"", b"no arrow"])
 def test_what_is_no_table_is_corrupt(raw):
-    with pytest.raises(CorruptDataError, match="no shard table"):
+    with pytest.raises(CorruptDataError, match="is not a shard table"):
         ShardTable.decode(raw, "test")
 
 

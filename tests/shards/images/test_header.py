@@ -51,7 +51,7 @@ def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_image():
     ("content", "reason"),
     [
         (b"", "empty file"),
-        (b"<html>not found</html>", "no image: it starts with b'<html>"),
+        (b"<html>not found</html>", "not an image: the file starts with b'<html>"),
         (jpeg()[:-20], "does not decode"),
         (encoded("PNG")[:50], "does not decode|truncated"),
     ],

@@ -161,7 +161,7 @@ def test_a_name_that_is_not_utf8_is_a_bad_sample_and_no_crash(repository, folder
 def test_a_split_that_would_be_empty_is_never_committed(repository, folder):
     for path in (folder / "val").rglob("*.jpg"):
         path.write_bytes(b"")
-    with pytest.raises(BadSampleError, match=r"6 of 26 .* must leave some in each split"):
+    with pytest.raises(BadSampleError, match=r"6 of 26 .* needs a good sample in each split"):
         ingest(repository, str(folder), "pets", on_bad="skip")
     assert repository.names("datasets") == []
 

@@ -92,5 +92,5 @@ def test_the_held_out_share_is_about_the_fraction():
 
 @pytest.mark.parametrize("splits", [{"train": [], "val": []}, {"test": []}])
 def test_nothing_is_held_out_of_a_source_that_has_a_val_or_no_train(splits):
-    with pytest.raises(ConfigError, match="leave --val-fraction away"):
+    with pytest.raises(ConfigError, match="leave out --val-fraction"):
         hold_out(splits, 0.1)

@@ -74,7 +74,7 @@ def test_rows_asked_for_again_are_not_computed_again():
 
 @pytest.mark.parametrize("raw", [b"", b"no arrow", ShardTable.build([], TEXT_SCHEMA).encode()])
 def test_what_is_no_deletions_object_is_corrupt(raw):
-    with pytest.raises(CorruptDataError, match="no deletions object"):
+    with pytest.raises(CorruptDataError, match="is not a deletions object"):
         Deletions.decode(raw, "test")
 
 

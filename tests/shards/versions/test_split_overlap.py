@@ -65,7 +65,7 @@ def test_the_fraction_survives_a_delete_and_a_merge(repository, photos, tmp_path
     delete(repository, "pets", where="label = 1")
     merge(repository, ["pets", "more"], "pets")
     assert entry(repository, "pets")["val_fraction"] == 0.2
-    with pytest.raises(ConfigError, match=r"pets@3 holds out 0\.2 .* got --val-fraction 0\.1; leave it away"):
+    with pytest.raises(ConfigError, match=r"pets@3 holds out 0\.2 .* got --val-fraction 0\.1; leave out"):
         ingest(repository, str(photos), "pets", append=True, val_fraction=0.1)
 
 
