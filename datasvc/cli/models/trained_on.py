@@ -67,7 +67,7 @@ def trained_on(
 
 
 def _facts(found: ConsumerReport, show: int) -> dict[str, Any]:
-    shown = found.all_sightings() if show >= len(found.keys) else _first_sightings(found, show)
+    shown = found.all_uses() if show >= len(found.keys) else _first_sightings(found, show)
     return {
         "samples": len(found.keys),
         "missing": [found.keys[number] for number in found.missing.tolist()],
@@ -103,7 +103,7 @@ def _print(found: ConsumerReport, show: int) -> None:
 
 
 def _print_sample(found: ConsumerReport, number: int) -> None:
-    sightings = found.sightings(number)
+    sightings = found.uses(number)
     if not sightings:
         return
     _say(f"{found.keys[number]}:")
@@ -115,7 +115,7 @@ def _print_sample(found: ConsumerReport, number: int) -> None:
 
 
 def _first_sightings(found: ConsumerReport, show: int) -> Iterator[SampleUse]:
-    return (each for number in range(show) for each in found.sightings(number))
+    return (each for number in range(show) for each in found.uses(number))
 
 
 def _alike(versions: Sequence[VersionUses]) -> Iterator[list[VersionUses]]:

@@ -1,1 +1,1 @@
-"""Where a version comes from, and which versions consumed a sample."""
+"""Compute the lineage of a model version, and find the versions that consumed a sample."""

@@ -1,8 +1,8 @@
-"""What a version's training consumed, as runs of positions of known orders. Pure: no file is read here.
+"""Computes the ranges of positions that the training of a version consumed. Pure functions: no file is read here.
 
-Every version adds a few segments to what the versions that it continues consumed. A segment lies on the grid of one
-run's batches, so which positions were dropped at the end of an epoch, and at which step the others were consumed,
-follows from it.
+A version adds a few segments to those of the versions that it continues. A segment records the batch grid of the run
+that read it. From this grid follow the positions that were dropped at the end of an epoch, and the optimizer step
+that consumed each of the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_EPOCHS = 1 << 20
 
 @dataclass(frozen=True)
 class Mix:
-    """How positions are dealt to the splits of a mixture, see `mix_order`."""
+    """Distribution of the positions of a mixture over its splits, see `mix_order`."""
 
     weights: tuple[int, ...]
     epoch_samples: int
@@ -35,13 +35,15 @@ class Mix:
 
 @dataclass(frozen=True)
 class ReadOrder:
-    """What, with an epoch, determines which sample is at which position. Equal where the same samples are.
+    """Order in which a loader reads: with an epoch number, it determines the sample at each position.
+
+    Two equal orders serve the same samples; the names of the splits are not compared.
 
     Attributes:
-        tables: digests of the shard tables of its splits; one without a mixture.
-        config: of the access order.
-        mix: None: one split alone.
-        names: of the splits, "digits@1/train".
+        tables: digests of the shard tables of the splits; a single one without a mixture.
+        config: configuration of the access order.
+        mix: weights of the mixture; None for a single split.
+        names: names of the splits, such as "digits@1/train".
     """
 
     tables: tuple[Digest, ...]
@@ -52,13 +54,13 @@ class ReadOrder:
 
 @dataclass(frozen=True)
 class Segment:
-    """What a version consumed of one order, and its ancestors did not.
+    """Range of one order that a version consumed and its ancestors did not.
 
     Attributes:
-        order: in which it was read.
-        span: of the run that read it; its batches begin at the span's start.
-        since: where the version's own part begins: what is before it in the span was consumed by an ancestor.
-        stop_step: optimizer steps behind the weights at the span's end; None: not known.
+        order: order in which the samples were read.
+        span: span of the run that read it; its batches start at `span.start`.
+        since: first position of the version's own part; an ancestor consumed the positions before it.
+        stop_step: number of optimizer steps at the end of the span; None if unknown.
     """
 
     order: ReadOrder
@@ -68,17 +70,17 @@ class Segment:
 
 
 class EpochPart(NamedTuple):
-    """What of one epoch a segment covers.
+    """Part of one epoch that a segment covers.
 
     Attributes:
-        epoch: counted from 0.
+        epoch: number of the epoch, counted from 0.
         start: first position.
-        stop: half-open end.
-        first: where the batches of this epoch begin; `start` or before.
-        step: optimizer steps before the batch at `first`; None: not known.
-        global_batch: samples of a step; None: not known.
-        is_certain: False where the last positions may have been dropped, because nobody wrote down what becomes of
-            them.
+        stop: first position after the part.
+        first: first position of the first batch of this epoch; `start` or lower.
+        step: number of optimizer steps before the batch at `first`; None if unknown.
+        global_batch: number of samples of a step over all ranks; None if unknown.
+        is_certain: False if the last positions may have been dropped, because the entry does not record what the run
+            did with an incomplete last batch.
     """
 
     epoch: int
@@ -90,7 +92,7 @@ class EpochPart(NamedTuple):
     is_certain: bool
 
     def steps_of(self, positions: Integers) -> Integers | None:
-        """Return the step that consumed each position, counted from 1: the weights of that step have it."""
+        """Return the optimizer step that consumed each position, counted from 1; None if unknown."""
         if self.step is None or self.global_batch is None:
             return None
         steps: Integers = self.step + 1 + (positions - self.first) // self.global_batch
@@ -98,24 +100,24 @@ class EpochPart(NamedTuple):
 
 
 def parse_use(use: DataUse) -> tuple[ReadOrder, Cursor]:
-    """Return in which order a use was read, and where it stands.
+    """Return the read order of a data use, and the position that it has reached.
 
     Raises:
-        ConfigError: its state is none of a loader, or one of a later format.
+        ConfigError: its state is not that of a loader, or has a format that this version does not support.
     """
     state = use.state
     if "mixture_format" in state:
         return _parse_mixture(state), cursor_of(state)
-    found = OrderState.from_dict(state)
-    order = ReadOrder((parse_digest(found.version),), found.config, names=(f"{use.dataset}/{use.split}",))
-    return order, (found.epoch, found.position)
+    parsed = OrderState.from_dict(state)
+    order = ReadOrder((parse_digest(parsed.version),), parsed.config, names=(f"{use.dataset}/{use.split}",))
+    return order, (parsed.epoch, parsed.position)
 
 
 def _parse_mixture(state: Any) -> ReadOrder:
     if state["mixture_format"] != _MIXTURE_FORMAT:
         raise ConfigError(
-            f"this state of a mixture has format {state['mixture_format']}; this datasvc reads format "
-            f"{_MIXTURE_FORMAT}"
+            f"the state of a mixture has format {state['mixture_format']}; this datasvc reads format "
+            f"{_MIXTURE_FORMAT}: upgrade it"
         )
     try:
         mixture = state["mixture"]
@@ -125,43 +127,49 @@ def _parse_mixture(state: Any) -> ReadOrder:
         tables = tuple(parse_digest(split["version"]) for split in mixture["splits"])
         names = tuple(str(split["name"]) for split in mixture["splits"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"this is no state of a mixture: {error!r}") from error
+        raise ConfigError(f"the state of a mixture is not valid: {error!r}") from error
     if len(weights) != len(tables) or min(weights, default=-1) < 0 or not any(weights) or mix.epoch_samples < 1:
-        raise ConfigError(f"this is no state of a mixture: it has the weights {weights} for {len(tables)} splits")
+        raise ConfigError(
+            f"the state of a mixture is not valid: it has the weights {weights} for {len(tables)} splits, and epochs "
+            f"of {mix.epoch_samples} samples"
+        )
     if any(0 < weight * mix.block < sum(weights) for weight in weights):
-        raise ConfigError(f"this is no state of a mixture: blocks of {mix.block} hold none of some split")
+        raise ConfigError(
+            f"the state of a mixture is not valid: with the weights {weights}, a block of {mix.block} samples has no "
+            "sample of one of the splits"
+        )
     return ReadOrder(tables, config, mix, names)
 
 
 def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> list[Segment]:
-    """Return what a version consumed after its nearest ancestor that read the same.
+    """Return the segments that a version consumed after its nearest ancestor with the same order.
 
     Args:
-        use: of the version.
-        before: of that ancestor: made by the same run; or, where the version has no spans, in the same order. None:
-            there is none.
-        step: optimizer steps behind the version.
+        use: data use of the version.
+        before: data use of that ancestor: of the same run, or, if `use` has no spans, with the same order. None if
+            there is no such ancestor.
+        step: number of optimizer steps behind the version; None if unknown.
 
     Raises:
-        ConfigError: a state is none.
+        ConfigError: a state is not that of a loader.
     """
     order, stop = parse_use(use)
     if use.spans:
         return _clip(order, use.spans, before.spans if before is not None else (), step)
-    known = (0, 0) if before is None else parse_use(before)[1]
-    # Where it stands before its ancestor does, it began anew.
-    start = known if known <= stop else (0, 0)
+    reached = (0, 0) if before is None else parse_use(before)[1]
+    # A position before that of the ancestor means that the run started again from the first epoch.
+    start = reached if reached <= stop else (0, 0)
     return [Segment(order, ReadSpan(start, stop), start, step)] if start < stop else []
 
 
 def _clip(order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan], step: int | None) -> list[Segment]:
-    """Return the spans of a run without those that it had behind it at an earlier version."""
+    """Return the spans of a run without those that an earlier version already had."""
     num_same = 0
     while num_same < min(len(spans), len(before)) and spans[num_same] == before[num_same]:
         num_same += 1
     since = spans[num_same].start if num_same < len(spans) else None
     if num_same < min(len(spans), len(before)) and spans[num_same].start == before[num_same].start:
-        # The span grew, or the run was put back and stands before: then nothing of it is new.
+        # The span grew; or the run was reset to an earlier position, and then nothing of the span is new.
         since = min(before[num_same].stop, spans[num_same].stop)
     segments = []
     for number, span in list(enumerate(spans))[num_same:]:
@@ -173,20 +181,24 @@ def _clip(order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan
 
 
 def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
-    """Yield what a segment covers, epoch by epoch.
+    """Yield the parts of a segment, one per epoch.
 
     Args:
-        segment: of a version.
-        num_samples: of an epoch.
+        segment: segment of a version.
+        num_samples: number of samples of an epoch.
 
     Raises:
-        ConfigError: it lies outside the epochs' positions, or spans absurdly many.
+        ConfigError: a position is outside the epoch, or the segment has more than `2**20` epochs.
     """
     span = segment.span
     if max(span.start[1], span.stop[1], segment.since[1]) > num_samples:
-        raise ConfigError(f"positions {span.start} to {span.stop} lie outside epochs of {num_samples} samples")
+        raise ConfigError(
+            f"the range from (epoch, position) {span.start} to {span.stop} exceeds epochs of {num_samples} samples"
+        )
     if span.stop[0] - span.start[0] > _MAX_EPOCHS:
-        raise ConfigError(f"{span.start} to {span.stop} are more epochs than any run has")
+        raise ConfigError(
+            f"the range from (epoch, position) {span.start} to {span.stop} has more than {_MAX_EPOCHS} epochs"
+        )
     step = span.step if _is_counted(segment, num_samples) else None
     for epoch in range(span.start[0], span.stop[0] + 1):
         first = span.start[1] if epoch == span.start[0] else 0
@@ -194,13 +206,13 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         stop = span.stop[1] if ends_here else _last_served(first, num_samples, span)
         start = max(first, segment.since[1]) if epoch == segment.since[0] else first
         if epoch >= segment.since[0] and start < stop:
-            yield EpochPart(epoch, start, stop, first, step, span.global_batch, ends_here or _says_end(span))
+            yield EpochPart(epoch, start, stop, first, step, span.global_batch, ends_here or _has_known_tail(span))
         if step is not None and not ends_here:
             step += _steps_to_end(first, num_samples, span)
 
 
-def _says_end(span: ReadSpan) -> bool:
-    """Return whether it is known which positions at the end of an epoch were dropped."""
+def _has_known_tail(span: ReadSpan) -> bool:
+    """Return whether the positions that were dropped at the end of an epoch are known."""
     return span.tail in {"short", "pad"} or (span.tail == "drop" and span.global_batch is not None)
 
 
@@ -217,7 +229,7 @@ def _steps_to_end(first: int, num_samples: int, span: ReadSpan) -> int:
 
 
 def _is_counted(segment: Segment, num_samples: int) -> bool:
-    """Return whether as many batches as optimizer steps lie in the span: only then does a batch tell its step."""
+    """Return whether the span has one batch per optimizer step; only then the batch determines the step."""
     span = segment.span
     if span.step is None or segment.stop_step is None or span.global_batch is None or span.tail is None:
         return False
@@ -227,17 +239,17 @@ def _is_counted(segment: Segment, num_samples: int) -> bool:
         steps = _steps_to_end(first, num_samples, span)
         steps += (last - epoch - 1) * _steps_to_end(0, num_samples, span)
         first = 0
-    # The last batch of an epoch may be a short or a padded one.
+    # Round up: the last batch of an epoch may be short or padded.
     steps += -(-(stop - first) // span.global_batch)
     return span.step + steps == segment.stop_step
 
 
 def find_in(part: EpochPart, positions: Integers) -> slice:
-    """Return which of ascending positions a part covers."""
+    """Return the slice of ascending `positions` that a part covers."""
     start, stop = np.searchsorted(positions, [part.start, part.stop])
     return slice(int(start), int(stop))
 
 
 def trainings(uses: Sequence[DataUse]) -> list[DataUse]:
-    """Return the uses that weights were made of: not those that they were only evaluated on."""
+    """Return the data uses of training, without those of evaluation."""
     return [use for use in uses if use.purpose == "training"]

@@ -1,9 +1,9 @@
-"""Which versions consumed given samples, in which epoch and step: computed from recorded orders and positions.
+"""Finds the versions that consumed given samples, with epoch and step, from recorded read orders and positions.
 
-No training writes down samples. An order says at which position of an epoch each is served, a version's entry which
-positions its weights have behind them, and so do those of all versions that it continues. What a run served after its
-last checkpoint is part of no version. A sample that did not decode and was masked counts as consumed: only the run's
-ledger knows of it.
+Training does not record samples. The read order determines the position of each sample in an epoch, and the entry of
+a version records the positions that were consumed up to its weights; the versions that it continues add theirs. What
+a run served after its last checkpoint belongs to no version. A sample that could not be decoded and was masked counts
+as consumed: it is recorded only in the run's ledger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datasvc.keyed_random import Integers
 from datasvc.models.provenance.consumed_ranges import EpochPart, ReadOrder, find_in, parts_of
 from datasvc.models.provenance.key_lookup import KeyPlaces, find_places
 from datasvc.models.provenance.key_positions import KeyPositions
-from datasvc.models.provenance.sample_query import SampleQuery, find_deleted, find_wanted, read_tables
+from datasvc.models.provenance.sample_query import SampleQuery, query_deleted, query_keys, read_tables
 from datasvc.models.provenance.sample_uses import Bits, ConsumerReport, UseBatch, VersionUses
 from datasvc.models.provenance.segments import Consumed, plan_segments
 from datasvc.models.registry.ancestry import Ancestry, read_ancestry
@@ -36,52 +36,59 @@ def find_consumers(
     data: str | None = None,
     split: str | None = None,
 ) -> ConsumerReport:
-    """Return which versions consumed some samples: in their own training, or that of a version that they continue.
+    """Find the versions that consumed some samples in their own training, or in that of a version they continue.
 
     Args:
-        repository: with the versions and the data that they read.
-        refs: `NAME` for all versions of a model, `NAME@VERSION` or `NAME@TAG` for one; (): all models.
-        keys: of the samples. Either this or `deleted_in`.
-        deleted_in: a version of a data set: the samples that it deleted, in whatever shares the shards that had them.
-        data: count the keys in this data set or version only; with `deleted_in`, in this one too, though it shares no
-            shard.
-        split: count them in splits of this name only.
+        repository: repository of the versions and of the data sets that they read.
+        refs: `NAME` for all versions of a model, `NAME@VERSION` or `NAME@TAG` for one; () for all models.
+        keys: keys of the samples. Give either this or `deleted_in`.
+        deleted_in: a data-set version: search the samples that it deleted, in every data set that uses a shard which
+            contained them.
+        data: count the keys only in this data set or version. With `deleted_in`: also count them here, even if it has
+            no shard in common.
+        split: count the keys only in splits of this name.
 
     Raises:
-        ConfigError: both or none of `keys` and `deleted_in`; a reference is none.
-        NotFoundError: there is no such version; or `deleted_in` is the first of its data set.
+        ConfigError: both or none of `keys` and `deleted_in` are given, or a reference is not valid.
+        NotFoundError: a version does not exist, or `deleted_in` is the first version of its data set.
         CorruptDataError, UnavailableError: an entry, a shard table or a sample index cannot be read.
     """
     if (keys is None) == (deleted_in is None):
-        raise ConfigError("say which samples: by keys, or by the version of a data set that deleted them, not both")
+        raise ConfigError("give the samples either by keys or by the data-set version that deleted them, not both")
     if isinstance(keys, str):
         raise ConfigError(f"keys is the text {keys!r}; expected several keys, such as [{keys!r}]")
     if deleted_in is not None:
-        wanted = find_deleted(repository, deleted_in, data=data, split=split)
+        queries = query_deleted(repository, deleted_in, data=data, split=split)
     else:
-        wanted = [find_wanted(repository, keys or (), data=data, split=split)]
+        queries = [query_keys(repository, keys or (), data=data, split=split)]
     ancestry = read_ancestry(repository, refs)
-    return _Searching(repository.objects, ancestry, wanted).run()
+    return _ConsumerSearch(repository.objects, ancestry, queries).run()
 
 
-class _Search(NamedTuple):
-    """Wanted samples, by their number, and a split that may have some: in any of its shards, or in shared ones."""
+class _Lookup(NamedTuple):
+    """Lookup of a query in one split.
+
+    Attributes:
+        number: number of the query.
+        table: digest of the shard table of the split.
+        in_all: whether to search all shards; otherwise only those of the query's deletion.
+    """
 
     number: int
     table: Digest
     in_all: bool
 
 
-class _Searching:
-    def __init__(self, objects: Objects, ancestry: Ancestry, wanted: Sequence[SampleQuery]) -> None:
+class _ConsumerSearch:
+    def __init__(self, objects: Objects, ancestry: Ancestry, queries: Sequence[SampleQuery]) -> None:
         self._objects = objects
         self._ancestry = ancestry
-        self._wanted = wanted
-        self._keys = [key for each in wanted for key in each.keys]
+        self._queries = queries
+        self._keys = [key for query in queries for key in query.keys]
         self._planned = plan_segments(ancestry)
-        self._gaps = {name: list(own.gaps) for name, own in self._planned.items()}
+        self._gaps = {name: list(planned.gaps) for name, planned in self._planned.items()}
         self._tables: dict[Digest, ShardTable | None] = {}
-        self._readers: dict[ReadOrder, dict[str, None]] = {}
+        self._versions_of: dict[ReadOrder, dict[str, None]] = {}
 
     def run(self) -> ConsumerReport:
         readers = self._open_readers()
@@ -90,12 +97,12 @@ class _Searching:
         for name, chunk in chunks:
             own[name] |= _bits(chunk.served.keys, len(self._keys))
         seen = self._inherit(own)
-        known = np.zeros(len(self._keys), np.bool_)
+        is_present = np.zeros(len(self._keys), np.bool_)
         for reader in readers.values():
-            known[reader.keys] = True
+            is_present[reader.keys] = True
         return ConsumerReport(
             keys=self._keys,
-            missing=np.flatnonzero(~known),
+            missing=np.flatnonzero(~is_present),
             versions=self._versions(seen, own),
             gaps={name: tuple(dict.fromkeys(gaps)) for name, gaps in self._gaps.items() if gaps},
             chunks=[chunk for _, chunk in chunks],
@@ -103,125 +110,132 @@ class _Searching:
         )
 
     def _find(self, readers: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
-        """Return what each version consumed itself, in the order of versions and of training."""
-        # By order and epoch: each is computed once, however many versions lie in it.
+        """Return what each version consumed in its own training, ordered by version and training."""
+        # Grouped by order and epoch: an epoch is computed once, even if many versions have a part of it.
         by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, EpochPart]]] = {}
         number = 0
-        for name, own in self._planned.items():
-            for consumed in own.consumed:
+        for name, planned in self._planned.items():
+            for consumed in planned.consumed:
                 order = consumed.segment.order
                 for part in self._parts(name, consumed, readers[order]) if order in readers else []:
                     by_epoch.setdefault((order, part.epoch), []).append((number, name, consumed, part))
                     number += 1
-        found: list[tuple[int, str, UseBatch]] = []
+        numbered: list[tuple[int, str, UseBatch]] = []
         for (order, epoch), parts in by_epoch.items():
             served = readers[order].find(epoch)
             for number, name, consumed, part in parts:
                 within = served[find_in(part, served.positions)]
                 if len(within.keys):
-                    found.append((number, name, UseBatch(consumed, part, within)))
-        return [(name, chunk) for _, name, chunk in sorted(found, key=lambda each: each[0])]
+                    numbered.append((number, name, UseBatch(consumed, part, within)))
+        return [(name, chunk) for _, name, chunk in sorted(numbered, key=lambda item: item[0])]
 
     def _open_readers(self) -> dict[ReadOrder, KeyPositions]:
-        """Return what finds the samples in each order that may hold some; of orders that cannot be read a gap."""
-        named: dict[ReadOrder, list[set[str]]] = {}
-        for version, own in self._planned.items():
-            for order in (each.segment.order for each in own.consumed):
-                names = named.setdefault(order, [set() for _ in order.tables])
-                for known, name in zip(names, order.names, strict=True):
-                    known.add(name)
-                self._readers.setdefault(order, {})[version] = None
-        relevant = [order for order, names in named.items() if self._may_hold(order, names)]
+        """Return key positions for each order that may contain the samples; note a gap for unreadable orders."""
+        # Equal orders may have different names for their splits: collect all names of each split.
+        names_of: dict[ReadOrder, list[set[str]]] = {}
+        for version, planned in self._planned.items():
+            for order in (consumed.segment.order for consumed in planned.consumed):
+                names_of_splits = names_of.setdefault(order, [set() for _ in order.tables])
+                for names_of_split, name in zip(names_of_splits, order.names, strict=True):
+                    names_of_split.add(name)
+                self._versions_of.setdefault(order, {})[version] = None
+        relevant = [order for order, names in names_of.items() if self._may_hold(order, names)]
         self._tables = read_tables(self._objects, {digest for order in relevant for digest in order.tables})
-        searches = {order: self._searches(order, named[order]) for order in relevant}
-        usable = [order for order in relevant if any(searches[order]) and self._is_whole(order)]
-        places = self._find_places({search for order in usable for each in searches[order] for search in each})
+        lookups = {order: self._plan_lookups(order, names_of[order]) for order in relevant}
+        usable = [order for order in relevant if any(lookups[order]) and self._has_all_tables(order)]
+        places = self._find_places({lookup for order in usable for split in lookups[order] for lookup in split})
         tables = {digest: table for digest, table in self._tables.items() if table is not None}
         readers = {}
         for order in usable:
             by_source = {
-                source: KeyPlaces.join([places[search] for search in each])
-                for source, each in enumerate(searches[order])
+                source: KeyPlaces.join([places[lookup] for lookup in split])
+                for source, split in enumerate(lookups[order])
             }
-            for source, found in by_source.items():
-                if found.num_lost:
-                    self._say(order, f"of {order.names[source]}, which it read, {found.num_lost} shards are not here")
+            for source, place in by_source.items():
+                if place.num_lost:
+                    split_name = order.names[source]
+                    self._add_gap(
+                        order, f"it read {split_name}, of which {place.num_lost} shards are not in this repository"
+                    )
             readers[order] = KeyPositions(order, tables, by_source)
         return readers
 
     def _may_hold(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
         return any(
-            wanted.deletion is not None or any(map(wanted.counts_in, names, order.tables)) for wanted in self._wanted
+            query.deletion is not None or any(map(query.counts_in, names, order.tables)) for query in self._queries
         )
 
-    def _searches(self, order: ReadOrder, names: Sequence[set[str]]) -> list[list[_Search]]:
-        """Return where to look in each split of an order; says which of them nobody can tell."""
-        found: list[list[_Search]] = [[] for _ in order.tables]
-        for number, wanted in enumerate(self._wanted):
-            for own, known, digest, name in zip(found, names, order.tables, order.names, strict=True):
-                table, deletion = self._tables[digest], wanted.deletion
-                if wanted.counts_in(known, digest):
-                    own.append(_Search(number, digest, in_all=True))
+    def _plan_lookups(self, order: ReadOrder, names_of_splits: Sequence[set[str]]) -> list[list[_Lookup]]:
+        """Return the lookups for each split of an order; note a gap for each split that cannot be decided."""
+        lookups: list[list[_Lookup]] = [[] for _ in order.tables]
+        for number, query in enumerate(self._queries):
+            splits = zip(lookups, names_of_splits, order.tables, order.names, strict=True)
+            for split_lookups, names, digest, name in splits:
+                table, deletion = self._tables[digest], query.deletion
+                if query.counts_in(names, digest):
+                    split_lookups.append(_Lookup(number, digest, in_all=True))
                 elif deletion is None:
                     continue
                 elif table is not None and any(shard.digest in deletion.shards for shard in table.shards()):
-                    own.append(_Search(number, digest, in_all=False))
-                elif wanted.may_be_older(known) and table is None:
-                    self._say_missing(order, digest, name)
-                elif wanted.may_be_older(known) and digest not in deletion.known:
-                    self._say(
+                    split_lookups.append(_Lookup(number, digest, in_all=False))
+                elif query.may_be_older(names) and table is None:
+                    self._add_missing_table(order, digest, name)
+                elif query.may_be_older(names) and digest not in deletion.known:
+                    # Named like the data set, but none of its versions here: other shards may hold the same samples.
+                    self._add_gap(
                         order,
-                        f"it read {name} of shard table {digest[:12]}..., which is of no version of {deletion.name} "
-                        f"here: whether it has what {deletion.version} deleted is not known",
+                        f"it read {name} of shard table {digest[:12]}..., which belongs to no version of "
+                        f"{deletion.name} in this repository: whether it contains the samples that "
+                        f"{deletion.version} deleted is unknown",
                     )
-        return found
+        return lookups
 
-    def _find_places(self, searches: Iterable[_Search]) -> dict[_Search, KeyPlaces]:
-        """Return where the samples lie, keys numbered over all that are wanted."""
-        wanted_in: dict[tuple[int, bool], dict[Digest, ShardTable]] = {}
-        for search in searches:
-            table = self._tables[search.table]
+    def _find_places(self, lookups: Iterable[_Lookup]) -> dict[_Lookup, KeyPlaces]:
+        """Return the places of the samples; keys are numbered over all queries."""
+        tables_of: dict[tuple[int, bool], dict[Digest, ShardTable]] = {}
+        for lookup in lookups:
+            table = self._tables[lookup.table]
             assert table is not None
-            wanted_in.setdefault((search.number, search.in_all), {})[search.table] = table
-        firsts = np.cumsum([0, *(len(wanted.keys) for wanted in self._wanted)]).tolist()
-        found: dict[_Search, KeyPlaces] = {}
-        for (number, in_all), tables in wanted_in.items():
-            wanted = self._wanted[number]
-            shards = None if in_all or wanted.deletion is None else wanted.deletion.shards
-            for digest, places in find_places(self._objects, tables, wanted.keys, shards=shards).items():
-                found[_Search(number, digest, in_all)] = replace(places, keys=places.keys + firsts[number])
-        return found
+            tables_of.setdefault((lookup.number, lookup.in_all), {})[lookup.table] = table
+        first_keys = np.cumsum([0, *(len(query.keys) for query in self._queries)]).tolist()
+        places: dict[_Lookup, KeyPlaces] = {}
+        for (number, in_all), tables in tables_of.items():
+            query = self._queries[number]
+            shards = None if in_all or query.deletion is None else query.deletion.shards
+            for digest, found in find_places(self._objects, tables, query.keys, shards=shards).items():
+                places[_Lookup(number, digest, in_all)] = replace(found, keys=found.keys + first_keys[number])
+        return places
 
-    def _is_whole(self, order: ReadOrder) -> bool:
-        """Return whether all shard tables of an order are here; says for whom they are not."""
-        missing = [each for each in zip(order.tables, order.names, strict=True) if self._tables[each[0]] is None]
+    def _has_all_tables(self, order: ReadOrder) -> bool:
+        """Return whether all shard tables of an order are in the repository; note a gap for each missing one."""
+        missing = [split for split in zip(order.tables, order.names, strict=True) if self._tables[split[0]] is None]
         for digest, name in missing:
-            self._say_missing(order, digest, name)
+            self._add_missing_table(order, digest, name)
         return not missing
 
-    def _say_missing(self, order: ReadOrder, digest: Digest, name: str) -> None:
-        self._say(order, f"it read {name} of shard table {digest[:12]}..., which this repository does not have")
+    def _add_missing_table(self, order: ReadOrder, digest: Digest, name: str) -> None:
+        self._add_gap(order, f"it read {name} of shard table {digest[:12]}..., which is not in this repository")
 
-    def _say(self, order: ReadOrder, gap: str) -> None:
-        for version in self._readers[order]:
+    def _add_gap(self, order: ReadOrder, gap: str) -> None:
+        for version in self._versions_of[order]:
             self._gaps[version].append(gap)
 
     def _parts(self, name: str, consumed: Consumed, reader: KeyPositions) -> list[EpochPart]:
         try:
             parts = list(parts_of(consumed.segment, reader.num_samples))
         except ConfigError as error:
-            self._gaps[name].append(f"what it says of {consumed.use.dataset} cannot be: {error}")
+            self._gaps[name].append(f"its record of reading {consumed.use.dataset} is not valid: {error}")
             return []
         if not all(part.is_certain for part in parts):
             self._gaps[name].append(
-                "it does not say how long its batches were: samples at the end of an epoch may have been dropped"
+                "it does not record its batch size: samples at the end of an epoch may have been dropped"
             )
         return parts
 
     def _inherit(self, own: Mapping[str, Bits]) -> dict[str, Bits]:
-        """Return which samples each version has behind it; parents come before children."""
+        """Return the samples that each version and its ancestors consumed."""
         seen: dict[str, Bits] = {}
-        for name, version in self._ancestry.versions.items():
+        for name, version in self._ancestry.versions.items():  # parents come before children
             seen[name] = own[name].copy()
             for parent in version.parents:
                 seen[name] |= seen[parent]

@@ -1,4 +1,4 @@
-"""Where given keys lie in many shard tables: one look at each sample index, however many tables share the shard."""
+"""Finds the rows of given keys in many shard tables; reads each sample index once, even if tables share its shard."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _READS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class KeyPlaces:
-    """Where some keys lie in one split.
+    """Places of some keys in one split.
 
     Attributes:
-        keys: `int64[n]`, number of each key that is there, among those asked for.
+        keys: `int64[n]`, number of each key that was found, in the list of requested keys.
         shards: `int64[n]`, number of its shard in the table.
-        rows: `int64[n]`, its row there, deleted samples left out: what an access order means.
-        num_lost: shards whose keys, or what was deleted of them, are not here.
+        rows: `int64[n]`, its row in the shard, counted without deleted samples, as an access order counts.
+        num_lost: number of shards whose keys or deletions are not in the repository.
     """
 
     keys: Integers
@@ -40,18 +40,23 @@ class KeyPlaces:
 
     @classmethod
     def join(cls, parts: Sequence[KeyPlaces]) -> KeyPlaces:
-        """Return the places of several sets of keys in one split."""
+        """Concatenate the places of several sets of keys in one split."""
         return cls(
-            _joined(each.keys for each in parts),
-            _joined(each.shards for each in parts),
-            _joined(each.rows for each in parts),
-            sum(each.num_lost for each in parts),
+            _joined(part.keys for part in parts),
+            _joined(part.shards for part in parts),
+            _joined(part.rows for part in parts),
+            sum(part.num_lost for part in parts),
         )
 
 
 @dataclass(frozen=True)
 class _Hits:
-    """Keys that a shard stores: `int64[n]` each, numbers of keys and stored rows, rows ascending."""
+    """Requested keys that a shard contains.
+
+    Attributes:
+        keys: `int64[n]`, numbers of the keys.
+        rows: `int64[n]`, stored rows, deleted samples included, ascending.
+    """
 
     keys: Integers
     rows: Integers
@@ -64,18 +69,18 @@ def find_places(
     *,
     shards: frozenset[Digest] | None = None,
 ) -> dict[Digest, KeyPlaces]:
-    """Return where keys lie in each of some splits; samples that a split has deleted are not there.
+    """Return the places of keys in each of several splits; deleted samples are left out.
 
     Args:
-        objects: of the repository.
-        tables: the splits, by the digests of their tables.
-        keys: each once.
-        shards: look in these only; None: in all.
+        objects: objects of the repository.
+        tables: shard tables of the splits, by digest.
+        keys: distinct keys.
+        shards: digests of the shards to search; None searches all.
 
     Raises:
         CorruptDataError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
-    wanted = pa.array(keys, pa.string())
+    key_array = pa.array(keys, pa.string())
     indexes: dict[ObjectInfo, Digest | None] = {}
     for table in tables.values():
         for number, shard in enumerate(table.shards()):
@@ -87,9 +92,9 @@ def find_places(
             stored = _stored_keys(objects, shard, indexes[shard])
         except NotFoundError:
             return None
-        found = pc.index_in(stored, value_set=wanted)
-        rows = np.flatnonzero(found.is_valid().to_numpy(zero_copy_only=False))
-        return _Hits(found.drop_null().to_numpy().astype(np.int64), rows)
+        numbers = pc.index_in(stored, value_set=key_array)
+        rows = np.flatnonzero(numbers.is_valid().to_numpy(zero_copy_only=False))
+        return _Hits(numbers.drop_null().to_numpy().astype(np.int64), rows)
 
     with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-keys") as pool:
         hits = dict(zip(indexes, pool.map(scan, indexes), strict=True))
@@ -113,21 +118,22 @@ def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits 
     for number, shard in enumerate(table.shards()):
         if shard not in hits:
             continue
-        found = hits[shard]
-        if found is None or (deletions is None and deleted[number] and len(found.keys)):
+        hit = hits[shard]
+        if hit is None or (deletions is None and deleted[number] and len(hit.keys)):
             num_lost += 1
             continue
-        if not len(found.keys):
+        if not len(hit.keys):
             continue
-        live, places = found.keys, found.rows
+        kept_keys, kept_rows = hit.keys, hit.rows
         if deleted[number] and deletions is not None:
-            kept = deletions.kept_rows(number)
-            places = np.searchsorted(kept, found.rows)
-            is_live = np.append(kept, -1)[places] == found.rows
-            live, places = live[is_live], places[is_live]
-        keys.append(live)
-        shards.append(np.full(len(live), number))
-        rows.append(places)
+            remaining = deletions.kept_rows(number)
+            kept_rows = np.searchsorted(remaining, hit.rows)
+            # The -1 stands for a row after the last remaining one: it equals no stored row.
+            is_kept = np.append(remaining, -1)[kept_rows] == hit.rows
+            kept_keys, kept_rows = kept_keys[is_kept], kept_rows[is_kept]
+        keys.append(kept_keys)
+        shards.append(np.full(len(kept_keys), number))
+        rows.append(kept_rows)
     return KeyPlaces(_joined(keys), _joined(shards), _joined(rows), num_lost)
 
 

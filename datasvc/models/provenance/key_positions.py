@@ -1,4 +1,4 @@
-"""At which positions of an epoch given samples are served: of a split, or of a mixture of several."""
+"""Computes the positions of an epoch at which given samples are served, for a single split or a mixture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from datasvc.shards.format.shard_table import ShardTable
 
 @dataclass(frozen=True)
 class Served:
-    """When samples are served in one epoch, by position.
+    """Positions at which samples are served in one epoch.
 
     Attributes:
-        positions: `int64[n]`, ascending.
-        keys: `int64[n]`, numbers of the keys.
-        sources: `int64[n]`, numbers of their splits in the order.
+        positions: `int64[n]`, positions in the epoch, ascending.
+        keys: `int64[n]`, number of the key served at each position.
+        sources: `int64[n]`, number of its split in the read order.
     """
 
     positions: Integers
@@ -35,16 +35,16 @@ class Served:
 
 
 class KeyPositions:
-    """Says when samples are served.
+    """Compute the positions of given samples in the epochs of one read order.
 
     Args:
-        order: in which they are read.
-        tables: shard tables, by digest: those of the order's splits at least.
-        places: of the samples, by source; sources without any may be missing.
+        order: read order.
+        tables: shard tables by digest; must contain those of the order's splits.
+        places: rows of the samples, by number of the split; splits without such samples may be absent.
 
     Attributes:
-        keys: `int64[n]`, numbers of the keys that are in the order at all, some more than once.
-        num_samples: of an epoch.
+        keys: `int64[n]`, numbers of the keys that occur in the order; a key may occur several times.
+        num_samples: number of samples of an epoch.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class KeyPositions:
     ) -> None:
         self._order = order
         self._counts = [tables[digest].samples_per_shard for digest in order.tables]
-        self._places = {source: found for source, found in places.items() if len(found.keys)}
-        self.keys = _joined(each.keys for each in self._places.values())
+        self._places = {source: place for source, place in places.items() if len(place.keys)}
+        self.keys = _joined(place.keys for place in self._places.values())
         sizes = [int(counts.sum()) for counts in self._counts]
         self.num_samples = sizes[0] if order.mix is None else order.mix.epoch_samples
         self._mixed = None if order.mix is None else _mix_order(order.mix, sizes, order.config.seed)
 
     def find(self, epoch: int) -> Served:
-        """Return when the samples are served in an epoch."""
-        found = [self._find(source, places, epoch) for source, places in self._places.items()]
+        """Return the positions of the samples in an epoch."""
+        parts = [self._find(source, places, epoch) for source, places in self._places.items()]
         served = Served(
-            _joined(each.positions for each in found),
-            _joined(each.keys for each in found),
-            _joined(each.sources for each in found),
+            _joined(part.positions for part in parts),
+            _joined(part.keys for part in parts),
+            _joined(part.sources for part in parts),
         )
         return served[np.argsort(served.positions, kind="stable")]
 
@@ -79,18 +79,21 @@ class KeyPositions:
         counts = self._counts[source]
         config = own_order(self._order.config, self._order.tables[source])
         size = int(counts.sum())
+        # An ordinal counts the samples of this split since its first epoch. An epoch of the mixture covers a range of
+        # ordinals, which may begin and end within epochs of the split.
         begin, end = (
-            own_epoch * size + position
-            for own_epoch, position in (mixed.cursors(each, 0)[source] for each in (epoch, epoch + 1))
+            split_epoch * size + position
+            for split_epoch, position in (mixed.cursors(mix_epoch, 0)[source] for mix_epoch in (epoch, epoch + 1))
         )
         ordinals, keys = [], []
-        for own in mixed.own_epochs(source, epoch):
-            found = own * size + AccessOrder(counts, config, own).positions_of(places.shards, places.rows)
-            inside = (found >= begin) & (found < end)
-            ordinals.append(found[inside])
+        for split_epoch in mixed.own_epochs(source, epoch):
+            served = AccessOrder(counts, config, split_epoch).positions_of(places.shards, places.rows)
+            served = split_epoch * size + served
+            inside = (served >= begin) & (served < end)
+            ordinals.append(served[inside])
             keys.append(places.keys[inside])
-        line = mixed.line_of(source, _joined(ordinals))
-        return Served(line - epoch * self.num_samples, _joined(keys), np.full(len(line), source))
+        positions = mixed.line_of(source, _joined(ordinals)) - epoch * self.num_samples
+        return Served(positions, _joined(keys), np.full(len(positions), source))
 
 
 def _joined(parts: Iterable[Integers]) -> Integers:

@@ -1,4 +1,4 @@
-"""Where a version came from, down to shards and sources: versions it continues, code, environment, data."""
+"""Reads the lineage of a model version: the versions it continues, code, environment, and data down to the shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.models.provenance.segments import Own, plan_segments
+from datasvc.models.provenance.segments import PlannedVersion, plan_segments
 from datasvc.models.registry.ancestry import Version, read_ancestry
 from datasvc.repository import Digest, Repository
 from datasvc.repository.logs.references import parse_reference
@@ -17,21 +17,21 @@ from datasvc.shards.format.shard_table import ShardTable
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """What a model version is made of.
+    """Origin of a model version.
 
     Attributes:
-        name: "digits-cnn@3".
+        name: name with version, such as "digits-cnn@3".
         parents: versions that it continues, all of them in the lineage.
-        created: as its entry says.
-        step: optimizer steps behind it; None: not known.
-        message: of whoever saved it.
-        code: as in the entry; {} where it says nothing.
-        environment: likewise.
-        origin: the repository, version and commit that it was copied from; {} where it was saved here.
-        consumed: what its own training read, segment by segment: `version`, `data`, `table`, `start`, `stop`,
+        created: time of its commit, as recorded in the entry.
+        step: number of optimizer steps behind it; None if unknown.
+        message: message of its commit.
+        code: field `code` of the entry; {} if it is absent.
+        environment: field `environment` of the entry; {} if it is absent.
+        origin: repository, version and commit that it was copied from; {} if it was saved in this repository.
+        consumed: what its own training read, one mapping per segment: `version`, `data`, `table`, `start`, `stop`,
             `global_batch`, `tail`.
-        evaluated: data that it was evaluated on.
-        gaps: what is not known of it, a line each.
+        evaluated: splits that it was evaluated on.
+        gaps: unknown parts of its origin, one line each.
     """
 
     name: str
@@ -49,16 +49,16 @@ class ModelOrigin:
 
 @dataclass(frozen=True)
 class DataOrigin:
-    """What a data-set version is made of.
+    """Origin of a data-set version.
 
     Attributes:
-        name: "digits@2".
-        parents: versions that it was made from.
-        created: as its entry says.
-        message: of whoever made it.
+        name: name with version, such as "digits@2".
+        parents: versions that it was derived from.
+        created: time of its commit, as recorded in the entry.
+        message: message of its commit.
         source: what was ingested: `kind`, `url`, `options`.
-        change: what was done to its parents; {} where it was ingested anew.
-        splits: by name `table`, `samples`, `shards`, `bytes`.
+        change: how it was derived from its parents; {} if it was ingested.
+        splits: `table`, `samples`, `shards` and `bytes` of each split, by name.
     """
 
     name: str
@@ -72,14 +72,14 @@ class DataOrigin:
 
 @dataclass
 class Lineage:
-    """Where a version came from.
+    """Lineage of a model version.
 
     Attributes:
-        version: its name.
-        models: it and all that it continues, by name, newest first.
-        datasets: all data-set versions that these read, and those that these were made from, by name.
-        shards: by shard table that was read, the digests of its shards in order.
-        gaps: data that is not in this repository, a line each.
+        version: name of the version.
+        models: the version and all its ancestors, by name, newest first.
+        datasets: all data-set versions that these models read, and the ancestors of these data sets, by name.
+        shards: digests of the shards, in order, by digest of the shard table that was read.
+        gaps: data that is not in this repository, one line each.
     """
 
     version: str
@@ -89,7 +89,10 @@ class Lineage:
     gaps: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the lineage as JSON values; flat, so that a chain of a thousand versions is not nested so deep."""
+        """Return the lineage as JSON values.
+
+        Versions are a flat list: nested, a chain of a thousand versions would exceed the depth limit of JSON parsers.
+        """
         return {
             "version": self.version,
             "models": [vars(each) for each in self.models.values()],
@@ -100,37 +103,38 @@ class Lineage:
 
 
 def read_lineage(repository: Repository, ref: str) -> Lineage:
-    """Return where a model version came from.
+    """Return the lineage of a model version.
 
     Raises:
-        ConfigError, NotFoundError: `ref` names no version.
+        ConfigError: `ref` is not a valid reference.
+        NotFoundError: there is no such version.
         CorruptDataError, UnavailableError: an entry or a shard table cannot be read.
     """
     name = str(repository.resolve("models", ref, removed=True))
     ancestry = read_ancestry(repository, [name])
     planned = plan_segments(ancestry)
-    found = Lineage(name)
+    lineage = Lineage(name)
     for version in reversed(ancestry.versions.values()):
-        found.models[version.name] = _describe(version, planned[version.name])
-    for model in found.models.values():
-        for each in model.consumed:
-            _add_data(repository, found, str(each["data"]), each["table"])
-    return found
+        lineage.models[version.name] = _describe(version, planned[version.name])
+    for model in lineage.models.values():
+        for segment in model.consumed:
+            _add_data(repository, lineage, str(segment["data"]), segment["table"])
+    return lineage
 
 
-def _describe(version: Version, own: Own) -> ModelOrigin:
+def _describe(version: Version, planned: PlannedVersion) -> ModelOrigin:
     consumed = tuple(
         {
-            "version": each.version,
+            "version": item.version,
             "data": name,
             "table": table,
-            "start": list(each.segment.since),
-            "stop": list(each.segment.span.stop),
-            "global_batch": each.segment.span.global_batch,
-            "tail": each.segment.span.tail,
+            "start": list(item.segment.since),
+            "stop": list(item.segment.span.stop),
+            "global_batch": item.segment.span.global_batch,
+            "tail": item.segment.span.tail,
         }
-        for each in own.consumed
-        for name, table in zip(each.segment.order.names, each.segment.order.tables, strict=True)
+        for item in planned.consumed
+        for name, table in zip(item.segment.order.names, item.segment.order.tables, strict=True)
     )
     evaluated = tuple(f"{use.dataset}/{use.split}" for use in version.uses if use.purpose == "evaluation")
     return ModelOrigin(
@@ -144,49 +148,53 @@ def _describe(version: Version, own: Own) -> ModelOrigin:
         _mapping(version.entry.get("origin")),
         consumed,
         evaluated,
-        own.gaps,
+        planned.gaps,
     )
 
 
-def _add_data(repository: Repository, found: Lineage, split: str, table: Digest) -> None:
-    """Add the data-set version of a split that was read, what that was made from, and the shards of the split."""
+def _add_data(repository: Repository, lineage: Lineage, split: str, table: Digest) -> None:
+    """Add the shards of a split that was read, its data-set version, and the ancestors of that version."""
     version, _, name = split.rpartition("/")
-    if table not in found.shards:
+    if table not in lineage.shards:
         try:
             raw = repository.objects.read(table)
         except NotFoundError:
-            found.gaps.append(f"shard table {table} of {split} is not in this repository")
-            found.shards[table] = []
+            lineage.gaps.append(f"shard table {table} of {split} is not in this repository")
+            lineage.shards[table] = []
         else:
             shards = ShardTable.decode(raw, repository.objects.location(table)).shards()
-            found.shards[table] = [shard.digest for shard in shards]
-    if _add_dataset(repository, found, version):
-        own = found.datasets[version].splits.get(name, {})
-        if own.get("table") != table:
-            _say(found, f"{version} in this repository is not the data that was read: its {name!r} has another table")
+            lineage.shards[table] = [shard.digest for shard in shards]
+    if _add_dataset(repository, lineage, version):
+        current = lineage.datasets[version].splits.get(name, {})
+        # A version copied from another repository may have read data that had this name there.
+        if current.get("table") != table:
+            _add_gap(
+                lineage, f"{version} in this repository is not the data that was read: its {name!r} has another table"
+            )
 
 
-def _add_dataset(repository: Repository, found: Lineage, root: str) -> bool:
-    line = [root]
-    while line:
-        name = line.pop()
-        if name in found.datasets:
+def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
+    pending = [root]
+    while pending:
+        name = pending.pop()
+        if name in lineage.datasets:
             continue
         try:
             origin = _read_dataset(repository, name)
         except (NotFoundError, ConfigError) as error:
-            _say(found, f"data-set version {name} is not known here: {error}")
+            _add_gap(lineage, f"data-set version {name} is not in this repository: {error}")
             continue
-        found.datasets[name] = origin
-        line += origin.parents
-    return root in found.datasets
+        lineage.datasets[name] = origin
+        pending += origin.parents
+    return root in lineage.datasets
 
 
 def _read_dataset(repository: Repository, name: str) -> DataOrigin:
-    wanted = parse_reference(name)
-    if wanted.version is None:
-        raise ConfigError("a name or tag may have meant any version when it was read")
-    entry = repository.versions("datasets", wanted.name).read(wanted.version).content
+    reference = parse_reference(name)
+    if reference.version is None:
+        # Tags move: the version that a tag or a name stood for when it was read is not recorded.
+        raise ConfigError("a data set without a version number is ambiguous")
+    entry = repository.versions("datasets", reference.name).read(reference.version).content
     change = _mapping(entry.get("change"))
     merged = change.get("versions", ()) if change.get("kind") == "merge" else ()
     parents = [*([entry["parent"]] if entry.get("parent") else []), *merged]
@@ -194,7 +202,7 @@ def _read_dataset(repository: Repository, name: str) -> DataOrigin:
         for split in entry["splits"].values():
             parse_digest(split["table"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"the entry of {name} does not say what its splits are: {error!r}") from error
+        raise CorruptDataError(f"the entry of {name} has no valid list of splits: {error!r}") from error
     return DataOrigin(
         name,
         tuple(dict.fromkeys(map(str, parents))),
@@ -210,6 +218,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _say(found: Lineage, line: str) -> None:
-    if line not in found.gaps:
-        found.gaps.append(line)
+def _add_gap(lineage: Lineage, gap: str) -> None:
+    if gap not in lineage.gaps:
+        lineage.gaps.append(gap)

@@ -1,7 +1,7 @@
-"""Which samples are asked for, and in which splits they count.
+"""Queries for samples: keys, and the splits in which these keys mean the requested samples.
 
-A version of a data set is told by the digests of its shard tables, not by its number: an entry that came from another
-repository may name what that version was called there.
+A data-set version is identified by the digests of its shard tables and not by its number: an entry that was copied
+from another repository may contain the number that the version had there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _READS_AT_ONCE: Final = 8
 
 @dataclass(frozen=True)
 class Deletion:
-    """A version of a data set that deleted samples.
+    """A data-set version that deleted samples.
 
     Attributes:
-        version: "pets@2".
-        name: of the data set.
-        known: shard tables of all its versions that are here.
-        shards: in which the samples lay before. Whatever shares one of these has them: versions before the deletion,
-            what was made of them, and what is called otherwise.
+        version: name with version, such as "pets@2".
+        name: name of the data set.
+        known: digests of the shard tables of all its versions in this repository.
+        shards: digests of the shards that contained the samples. A data set that uses one of them contains the
+            samples, whatever its name: earlier versions, versions derived from them, and copies.
     """
 
     version: str
@@ -41,14 +41,15 @@ class Deletion:
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Samples that are asked for: keys, and where they count.
+    """Requested samples: their keys, and the splits in which the keys count.
 
     Attributes:
-        keys: each once.
-        data: in this data set, "imagenet", or this version of it, "imagenet@3"; None: in all.
-        split: in splits of this name; None: in all.
-        tables: in these only: those of the version `data`, where it is here.
-        deletion: in the shards of this one too; then `data` None adds nothing to them.
+        keys: distinct keys.
+        data: data set ("imagenet") or version ("imagenet@3") in which the keys count; None means all data sets, or
+            with `deletion` none.
+        split: name of the splits in which the keys count; None means all splits.
+        tables: shard tables of the version `data`, if it is in this repository; the keys then count only in these.
+        deletion: the keys also count in the shards of this deletion.
     """
 
     keys: tuple[str, ...]
@@ -58,7 +59,12 @@ class SampleQuery:
     deletion: Deletion | None = None
 
     def counts_in(self, names: Iterable[str], table: Digest) -> bool:
-        """Return whether the keys count in all of a split, given as "imagenet@3/train" and its shard table."""
+        """Return whether the keys count in every shard of a split.
+
+        Args:
+            names: recorded names of the split, such as "imagenet@3/train".
+            table: digest of its shard table.
+        """
         if self.tables is not None:
             return table in self.tables
         if self.deletion is not None and self.data is None:
@@ -66,51 +72,54 @@ class SampleQuery:
         return any(_is_of(name, self.data, self.split) for name in names)
 
     def may_be_older(self, names: Iterable[str]) -> bool:
-        """Return whether a split is named as one of the data set that the samples were deleted from."""
+        """Return whether the names of a split belong to the data set that the samples were deleted from."""
         return self.deletion is not None and any(_is_of(name, self.deletion.name, self.split) for name in names)
 
 
-def find_wanted(
+def query_keys(
     repository: Repository, keys: Iterable[str], *, data: str | None = None, split: str | None = None
 ) -> SampleQuery:
-    """Return samples by their keys.
+    """Return the query for samples with the given keys.
 
     Raises:
-        ConfigError: `data` is no reference.
+        ConfigError: `data` is not a valid reference.
         CorruptDataError, UnavailableError: see `Log.read`.
     """
     tables = _tables_of(repository, data, split)
     return SampleQuery(tuple(dict.fromkeys(keys)), data, split, tables)
 
 
-def find_deleted(
+def query_deleted(
     repository: Repository, ref: str, *, data: str | None = None, split: str | None = None
 ) -> list[SampleQuery]:
-    """Return the samples that a version of a data set deleted, split by split.
+    """Return one query per split for the samples that a data-set version deleted.
 
     Args:
-        repository: with that version.
-        ref: of it.
-        data: a data set, or version, in which their keys mean the same samples, though it shares no shard.
-        split: of this split only.
+        repository: repository of that version.
+        ref: reference of the version.
+        data: another data set, or version, in which the same keys mean the same samples, even if it has no shard in
+            common.
+        split: only the samples of this split; None means all splits.
 
     Raises:
-        NotFoundError: there is no such version, or none before it.
+        NotFoundError: there is no such version, or it is the first one.
         ConfigError, CorruptDataError, UnavailableError: see `shards.diff`.
     """
     version = repository.resolve("datasets", ref)
     parent = repository.entry(version).content.get("parent")
     if parent is None and version.version == 1:
-        raise NotFoundError(f"{version} is the first version of {version.name}: it deleted nothing")
+        raise NotFoundError(f"{version} is the first version of {version.name}, so it deleted no samples")
     parent = parent or f"{version.name}@{version.version - 1}"
     splits = diff(repository, parent, str(version)).splits
     entries = repository.entries("datasets", version.name)
     tables = {entry.number: _split_tables(entry.content, f"{version.name}@{entry.number}") for entry in entries}
-    known = frozenset(table for each in tables.values() for table in each.values())
-    found = []
-    for name, each in splits.items():
-        if split in {None, name} and len(each.deleted):
-            before = {own[name] for number, own in tables.items() if number < version.version and name in own}
+    known = frozenset(table for by_split in tables.values() for table in by_split.values())
+    queries = []
+    for name, changes in splits.items():
+        if split in {None, name} and len(changes.deleted):
+            before = {
+                by_split[name] for number, by_split in tables.items() if number < version.version and name in by_split
+            }
             shards = frozenset(
                 shard.digest
                 for table in read_tables(repository.objects, before).values()
@@ -118,12 +127,17 @@ def find_deleted(
                 for shard in table.shards()
             )
             deletion = Deletion(str(version), version.name, known, shards)
-            found.append(SampleQuery(tuple(each.deleted), data, name, _tables_of(repository, data, name), deletion))
-    return found
+            data_tables = _tables_of(repository, data, name)
+            queries.append(SampleQuery(tuple(changes.deleted), data, name, data_tables, deletion))
+    return queries
 
 
 def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, ShardTable | None]:
-    """Return shard tables, None for those that are not here. Raises CorruptDataError, UnavailableError."""
+    """Return shard tables by digest; None for tables that are not in the repository.
+
+    Raises:
+        CorruptDataError, UnavailableError: a table cannot be read.
+    """
 
     def read(digest: Digest) -> ShardTable | None:
         try:
@@ -131,15 +145,15 @@ def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, Sha
         except NotFoundError:
             return None
 
-    wanted = sorted(set(digests))
+    distinct = sorted(set(digests))
     with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-tables") as pool:
-        return dict(zip(wanted, pool.map(read, wanted), strict=True))
+        return dict(zip(distinct, pool.map(read, distinct), strict=True))
 
 
 def _tables_of(repository: Repository, data: str | None, split: str | None) -> frozenset[Digest] | None:
-    """Return the shard tables of a version of a data set; None where `data` names all of them, or is not here."""
-    wanted = None if data is None else parse_reference(data)
-    if data is None or wanted is None or (wanted.version is None and wanted.tag is None):
+    """Return the shard tables of the version `data`; None if `data` names no version, or one that is not here."""
+    reference = None if data is None else parse_reference(data)
+    if data is None or reference is None or (reference.version is None and reference.tag is None):
         return None
     try:
         version = repository.resolve("datasets", data)
@@ -153,9 +167,9 @@ def _split_tables(entry: Mapping[str, Any], version: str) -> dict[str, Digest]:
     try:
         return {str(name): parse_digest(split["table"]) for name, split in entry["splits"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"the entry of {version} does not say what its splits are: {error!r}") from error
+        raise CorruptDataError(f"the entry of {version} has no valid list of splits: {error!r}") from error
 
 
 def _is_of(name: str, data: str | None, split: str | None) -> bool:
-    version, _, own_split = name.rpartition("/")
-    return split in {None, own_split} and data in {None, version, version.partition("@")[0]}
+    version, _, split_name = name.rpartition("/")
+    return split in {None, split_name} and data in {None, version, version.partition("@")[0]}

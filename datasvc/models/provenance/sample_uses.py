@@ -1,4 +1,4 @@
-"""What a search for samples found: each time that one was consumed, and which versions have it behind them."""
+"""Result of a search for samples: every use of a sample, and the versions that consumed it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from datasvc.models.provenance.key_positions import Served
 from datasvc.models.provenance.segments import Consumed
 
 Bits = npt.NDArray[np.uint8]
-"""A bit for each sample that is asked for, lowest first."""
+"""Bit set over the requested samples, lowest bit first."""
 
 
 class SampleUse(NamedTuple):
-    """A sample in a batch of some training.
+    """One use of a sample in training.
 
     Attributes:
-        key: of the sample.
-        data: split that it came from, "imagenet@3/train".
-        version: whose training it was, "digits-cnn@3 elsewhere" where that is in another repository; all versions
-            that continue it have it too.
-        epoch: of what the run read: of the split, or the mixture.
-        position: in that epoch.
-        step: optimizer step that consumed it, counted from 1; None where the entry does not say how long steps were.
-        is_certain: False where the end of an epoch, and with it the sample, may have been dropped: the entry was
-            saved by a program that did not write down its batch size.
+        key: key of the sample.
+        data: split that it came from, such as "imagenet@3/train".
+        version: version whose training consumed it; "digits-cnn@3 elsewhere" if that is in another repository. It
+            counts for all versions that continue this one.
+        epoch: epoch of the split, or of the mixture if the run read one.
+        position: position in that epoch.
+        step: optimizer step that consumed it, counted from 1; None if the entry does not determine it.
+        is_certain: False if the sample may have been dropped at the end of an epoch, because the entry does not
+            record the batch size.
     """
 
     key: str
@@ -44,14 +44,14 @@ class SampleUse(NamedTuple):
 
 @dataclass(frozen=True)
 class VersionUses:
-    """How many of the samples a version's weights have behind them.
+    """Number of requested samples that a version consumed.
 
     Attributes:
-        name: "digits-cnn@3".
-        num_samples: of those asked for, each counted once.
-        num_own: consumed by its own training, after the versions that it continues.
-        is_complete: whether everything is known that it and the versions above it consumed; otherwise it may have
-            seen more of them.
+        name: name with version, such as "digits-cnn@3".
+        num_samples: number of distinct samples that it or an ancestor consumed.
+        num_own: number of distinct samples that its own training consumed.
+        is_complete: whether the consumption of the version and all its ancestors is fully known. If not,
+            `num_samples` is a lower bound.
     """
 
     name: str
@@ -61,7 +61,7 @@ class VersionUses:
 
 
 class UseBatch(NamedTuple):
-    """What one version consumed in one epoch."""
+    """Requested samples that one version consumed in one epoch."""
 
     consumed: Consumed
     part: EpochPart
@@ -70,15 +70,15 @@ class UseBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ConsumerReport:
-    """Which versions consumed which samples.
+    """Versions that consumed the requested samples.
 
     Attributes:
-        keys: that were asked for, in that order.
-        missing: numbers of keys that are in no data which these versions read.
-        versions: that were asked for, with all that they continue taken into account.
-        gaps: by version, of those asked for and those above them: what is not known of it, a line each.
-        chunks: what was found, version by version, in the order of training.
-        seen: by version, which of the samples its weights have behind them.
+        keys: requested keys, in the requested order.
+        missing: numbers of the keys that occur in no data that these versions read.
+        versions: the requested versions, with the number of samples that they or their ancestors consumed.
+        gaps: unknown parts, one line each, by name of a requested version or of an ancestor.
+        chunks: uses of the samples, ordered by version and training.
+        seen: by version, the samples that it or an ancestor consumed.
     """
 
     keys: Sequence[str]
@@ -88,26 +88,26 @@ class ConsumerReport:
     chunks: Sequence[UseBatch] = field(repr=False)
     seen: Mapping[str, Bits] = field(repr=False)
 
-    def sightings(self, number: int) -> list[SampleUse]:
-        """Return each time that a sample, by its number in `keys`, was consumed: in the order of the versions."""
-        return [each for chunk in self.chunks for each in self._sightings(chunk, chunk.served.keys == number)]
+    def uses(self, number: int) -> list[SampleUse]:
+        """Return the uses of the sample `keys[number]`, ordered by version and training."""
+        return [use for chunk in self.chunks for use in self._uses(chunk, chunk.served.keys == number)]
 
-    def all_sightings(self) -> Iterator[SampleUse]:
-        """Yield each time that any of the samples was consumed, version by version, in the order of training."""
+    def all_uses(self) -> Iterator[SampleUse]:
+        """Yield the uses of all requested samples, ordered by version and training."""
         for chunk in self.chunks:
-            yield from self._sightings(chunk, np.ones(len(chunk.served.keys), np.bool_))
+            yield from self._uses(chunk, np.ones(len(chunk.served.keys), np.bool_))
 
     def versions_with(self, number: int) -> list[str]:
-        """Return the versions asked for whose weights have a sample, by its number in `keys`, behind them."""
+        """Return the requested versions that consumed the sample `keys[number]`, or have an ancestor that did."""
         byte, bit = divmod(number, 8)
-        return [each.name for each in self.versions if self.seen[each.name][byte] >> bit & 1]
+        return [version.name for version in self.versions if self.seen[version.name][byte] >> bit & 1]
 
-    def _sightings(self, chunk: UseBatch, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
+    def _uses(self, chunk: UseBatch, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
         served = chunk.served[np.flatnonzero(chosen)]
         steps = chunk.part.steps_of(served.positions)
         names = chunk.consumed.segment.order.names
-        told = [None] * len(served.keys) if steps is None else steps.tolist()
-        rows = zip(served.keys.tolist(), served.sources.tolist(), served.positions.tolist(), told, strict=True)
+        step_list = [None] * len(served.keys) if steps is None else steps.tolist()
+        rows = zip(served.keys.tolist(), served.sources.tolist(), served.positions.tolist(), step_list, strict=True)
         for key, source, position, step in rows:
             yield SampleUse(
                 self.keys[key], names[source], chunk.consumed.version, chunk.part.epoch, position, step,

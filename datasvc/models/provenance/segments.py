@@ -1,4 +1,4 @@
-"""What each version of an ancestry consumed itself, and what is not known of it."""
+"""Computes, for each version of an ancestry, the segments that it added and the gaps in its record."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Repository
 
 _ELSEWHERE: Final = " elsewhere"
-_Line = tuple[str | None, ReadOrder]
+_RunOrder = tuple[str | None, ReadOrder]
 
 
 class Consumed(NamedTuple):
     """A segment, and the version whose training consumed it.
 
     Attributes:
-        version: its name; "digits-cnn@3 elsewhere" of an ancestor that is in another repository only.
-        segment: what was consumed.
-        use: that says so.
+        version: name of the version; "digits-cnn@3 elsewhere" for an ancestor that is only in another repository.
+        segment: range that was consumed.
+        use: data use that records it.
     """
 
     version: str
@@ -32,35 +32,38 @@ class Consumed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Own:
-    """What a version adds to its ancestors.
+class PlannedVersion:
+    """Consumption that a version adds to that of its ancestors in this repository.
 
     Attributes:
-        consumed: by its own training, and by ancestors that are in another repository.
-        gaps: what is not known of it, a line each.
+        consumed: segments of its own training, and of ancestors that are only in another repository.
+        gaps: unknown parts of its consumption, one line each.
     """
 
     consumed: tuple[Consumed, ...]
     gaps: tuple[str, ...]
 
 
-def plan_segments(ancestry: Ancestry) -> dict[str, Own]:
-    """Return what each version added, parents before children. Never fails: what makes no sense is a gap."""
-    nearest: dict[str, dict[_Line, DataUse]] = {}
-    planned: dict[str, Own] = {}
+def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
+    """Return what each version added, parents before children.
+
+    An invalid record raises no error; it becomes a gap of its version.
+    """
+    nearest: dict[str, dict[_RunOrder, DataUse]] = {}
+    planned: dict[str, PlannedVersion] = {}
     for name, version in ancestry.versions.items():
         before = _merged([nearest[parent] for parent in version.parents])
-        before |= _by_line(_history_uses(version))
+        before |= _by_run_order(_history_uses(version))
         planned[name] = _plan(ancestry, version, before)
-        nearest[name] = before | _by_line(trainings(version.uses))
+        nearest[name] = before | _by_run_order(trainings(version.uses))
     return planned
 
 
 def history_of(repository: Repository, ref: str, *, entries: EntryReader | None = None) -> list[dict[str, Any]]:
-    """Return what the ancestors of a version consumed, as JSON values: the field `history` of its entry elsewhere.
+    """Return what the ancestors of a version consumed, as JSON values.
 
-    Whoever copies a version to a repository without its ancestors keeps it there: the names of its parents mean
-    something else in that one. `entries` is for who asks several times.
+    This is the field `history` of the version's entry in a repository without its ancestors: there, the names of its
+    parents may belong to other versions. `entries` is a reader that several calls can share.
 
     Raises:
         ConfigError, NotFoundError, CorruptDataError, UnavailableError: see `read_ancestry`.
@@ -68,20 +71,21 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
     version = str(repository.resolve("models", ref, removed=True))
     ancestry = read_ancestry(repository, [version], entries=entries)
     planned = plan_segments(ancestry)
-    own = ancestry.versions[version]
-    kept: list[Consumed] = [each for each in planned[version].consumed if each.version != version]
-    gaps = [(version, gap) for gap in own.gaps]
-    for above in reversed(list(ancestry.above(version))):
-        kept += planned[above.name].consumed
-        gaps += [(above.name, gap) for gap in planned[above.name].gaps]
-    gaps += [(str(each.get("version")), str(each["gap"])) for each in own.history if "gap" in each]
+    copied = ancestry.versions[version]
+    # The version's own segments stay out: its entry has them in the field `data`.
+    kept: list[Consumed] = [item for item in planned[version].consumed if item.version != version]
+    gaps = [(version, gap) for gap in copied.gaps]
+    for ancestor in reversed(list(ancestry.above(version))):
+        kept += planned[ancestor.name].consumed
+        gaps += [(ancestor.name, gap) for gap in planned[ancestor.name].gaps]
+    gaps += [(str(item.get("version")), str(item["gap"])) for item in copied.history if "gap" in item]
     return [
         *map(_history_dict, _joined(kept)),
         *({"version": name, "gap": gap} for name, gap in dict.fromkeys(gaps)),
     ]
 
 
-def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_Line, DataUse]) -> Own:
+def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, DataUse]) -> PlannedVersion:
     gaps = list(version.gaps)
     consumed: list[Consumed] = []
     for item in version.history:
@@ -94,75 +98,78 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_Line, DataUse]
     uses = trainings(version.uses)
     for use in uses:
         try:
-            # Of the run that made it where it says so; what others read in that order is no part of it.
+            # With spans, match the run as well: another run may have read the same order.
             before = earlier.get((use.run if use.spans else None, parse_use(use)[0]))
             if not _is_joined(ancestry, version, use, earlier):
                 gaps.append(
-                    f"its run began at step {use.spans[0].step}, at which no version that it continues stands: what "
-                    "its weights consumed before is not known"
+                    f"its run began at step {use.spans[0].step}, but no version that it continues has this step: "
+                    "what its weights consumed before is unknown"
                 )
             segments = own_segments(use, before, step=version.step)
             consumed += [Consumed(version.name, segment, use) for segment in segments]
             if before is not None and use.run is not None and cursor_of(use.state) < cursor_of(before.state):
-                gaps.append("it stands before the version that it continues: what that consumed counts for it too")
+                gaps.append(
+                    "its position is before that of the version it continues: what that version consumed counts for "
+                    "it as well"
+                )
         except (ConfigError, CorruptDataError) as error:
-            gaps.append(f"what it says of {use.dataset}/{use.split} cannot be used: {error}")
-    if not uses and not consumed and _has_moved(ancestry, version):
-        gaps.append("it does not say which data its steps consumed")
-    return Own(tuple(consumed), tuple(gaps))
+            gaps.append(f"its record of reading {use.dataset}/{use.split} is not valid: {error}")
+    if not uses and not consumed and _has_own_steps(ancestry, version):
+        gaps.append("it does not record the data that its steps consumed")
+    return PlannedVersion(tuple(consumed), tuple(gaps))
 
 
-def _is_joined(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapping[_Line, DataUse]) -> bool:
-    """Return whether what a run says of itself begins where a version that this one continues ends."""
+def _is_joined(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapping[_RunOrder, DataUse]) -> bool:
+    """Return whether the run's record starts at the step of a version that this version continues."""
     step = use.spans[0].step if use.spans else None
     if not step or HISTORY in version.entry or (version.gaps and not version.parents):
-        return True  # anew; or nobody can tell, and that is said elsewhere
+        return True  # the run started from nothing, or its parents are unknown, which is a gap of its own
     if any(run == use.run for run, _ in earlier if run is not None):
         return True
     steps = {ancestry.versions[parent].step for parent in version.parents}
     return step in steps or None in steps
 
 
-def _has_moved(ancestry: Ancestry, version: Version) -> bool:
-    """Return whether a version has more steps behind it than all that it continues: averages and copies have not."""
-    known = [ancestry.versions[parent].step for parent in version.parents]
-    return version.step is None or version.step > max((step for step in known if step is not None), default=0)
+def _has_own_steps(ancestry: Ancestry, version: Version) -> bool:
+    """Return whether a version has more steps than its parents. Averages and copies have not."""
+    steps = [ancestry.versions[parent].step for parent in version.parents]
+    return version.step is None or version.step > max((step for step in steps if step is not None), default=0)
 
 
-def _by_line(uses: Sequence[DataUse]) -> dict[_Line, DataUse]:
-    """Return uses by the run that made them and their order, and by their order alone."""
-    found: dict[_Line, DataUse] = {}
+def _by_run_order(uses: Sequence[DataUse]) -> dict[_RunOrder, DataUse]:
+    """Return uses by (run, order), and under the run None by the order alone."""
+    by_run: dict[_RunOrder, DataUse] = {}
     for use in uses:
         order = _order_of(use)
         if order is not None:
-            found[None, order] = use
+            by_run[None, order] = use
             if use.run is not None and use.spans:
-                found[use.run, order] = use
-    return found
+                by_run[use.run, order] = use
+    return by_run
 
 
-def _merged(parents: Sequence[Mapping[_Line, DataUse]]) -> dict[_Line, DataUse]:
-    """Return the uses behind several versions; of one run that which came further."""
+def _merged(parents: Sequence[Mapping[_RunOrder, DataUse]]) -> dict[_RunOrder, DataUse]:
+    """Merge the uses of several parents; of the same run and order, keep the use with the highest position."""
     merged = dict(parents[0]) if parents else {}
     for uses in parents[1:]:
-        for line, use in uses.items():
-            if line not in merged or cursor_of(use.state) > cursor_of(merged[line].state):
-                merged[line] = use
+        for key, use in uses.items():
+            if key not in merged or cursor_of(use.state) > cursor_of(merged[key].state):
+                merged[key] = use
     return merged
 
 
 def _history_uses(version: Version) -> list[DataUse]:
-    """Return what ancestors that are in another repository used, run by run."""
+    """Return the data uses of ancestors that are only in another repository, one per run."""
     runs: dict[str, list[Consumed]] = {}
     for item in version.history:
         try:
-            for each in _read_history(item):
-                runs.setdefault(each.use.run or "", []).append(each)
+            for consumed in _read_history(item):
+                runs.setdefault(consumed.use.run or "", []).append(consumed)
         except (ConfigError, CorruptDataError):
-            continue  # a gap of the version
+            continue  # `_plan` notes it as a gap
     return [
-        replace(consumed[-1].use, spans=tuple(each.segment.span for each in consumed))
-        for run, consumed in runs.items()
+        replace(segments[-1].use, spans=tuple(consumed.segment.span for consumed in segments))
+        for run, segments in runs.items()
         if run
     ]
 
@@ -175,19 +182,19 @@ def _order_of(use: DataUse) -> ReadOrder | None:
 
 
 def _joined(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
-    """Yield segments with those that one run consumed one after the other as one."""
-    last: dict[tuple[Any, ...], Consumed] = {}
-    for each in consumed:
-        span = each.segment.span
-        line = (each.segment.order, span.start, span.step, span.global_batch, span.tail, each.use.run)
-        before = last.get(line)
-        if before is not None and before.segment.span.stop == each.segment.since:
-            last[line] = each._replace(segment=replace(each.segment, since=before.segment.since))
+    """Yield the segments; consecutive segments of the same run and span are joined into one."""
+    joined: dict[tuple[Any, ...], Consumed] = {}
+    for item in consumed:
+        span = item.segment.span
+        key = (item.segment.order, span.start, span.step, span.global_batch, span.tail, item.use.run)
+        before = joined.get(key)
+        if before is not None and before.segment.span.stop == item.segment.since:
+            joined[key] = item._replace(segment=replace(item.segment, since=before.segment.since))
         elif before is None:
-            last[line] = each
+            joined[key] = item
         else:
-            last[*line, len(last)] = each
-    yield from last.values()
+            joined[*key, len(joined)] = item  # not consecutive: a key of its own, so that neither is lost
+    yield from joined.values()
 
 
 def _history_dict(consumed: Consumed) -> dict[str, Any]:
@@ -214,9 +221,9 @@ def _read_history(item: Mapping[str, Any]) -> Iterator[Consumed]:
         stop_step = item.get("stop_step")
         segment = Segment(parse_use(use)[0], span, since, stop_step if type(stop_step) is int else None)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptDataError(f"this is no history of a version: {error!r}; found {item!r}") from error
+        raise CorruptDataError(f"the history of a version is not valid: {error!r}; found {item!r}") from error
     if not span.start <= since <= span.stop:
-        raise CorruptDataError(f"this is no history of a version: {since} is not in {span}")
+        raise CorruptDataError(f"the history of a version is not valid: {since} is not in {span}")
     yield Consumed(f"{item.get('version')}{_ELSEWHERE}", segment, use)
 
 

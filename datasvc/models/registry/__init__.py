@@ -1,1 +1,1 @@
-"""Lists, compares, retains, removes, verifies and repairs model versions."""
+"""List, compare, retain, remove, verify and repair model versions."""

@@ -1,6 +1,6 @@
-"""Versions with all that they came from, read from the logs: the graph of who continues whom.
+"""Reads the ancestry of model versions from the logs: a graph of versions and their parents.
 
-The entries of removed versions count: what continues them consumed what they did.
+Removed versions are part of the graph: a version that continues a removed one has consumed its samples too.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_reference
 
 HISTORY = "history"
-"""Field of an entry: what was consumed by ancestors that its repository does not have, see `history_of`."""
+"""Field of an entry: what its ancestors consumed that are not in its repository, see `history_of`."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version and what it says of where it came from.
+    """A version and its recorded origin.
 
     Attributes:
-        name: "digits-cnn@3".
-        entry: of the log.
-        uses: data that it, and versions before it, used.
+        name: name with version, such as "digits-cnn@3".
+        entry: its log entry.
+        uses: data sets that it and earlier versions of its run used.
         parents: versions that it continues, all of them in the graph.
-        gaps: what is not known of it, a line each: a parent that is not here, or a field that makes no sense.
+        gaps: unknown parts of the origin, one line each: a missing parent, or an invalid field.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Version:
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps behind it."""
+        """Number of optimizer steps behind it; None if it is not recorded."""
         step = self.entry.get("step")
         return step if type(step) is int else None
 
     @property
     def history(self) -> Sequence[Mapping[str, Any]]:
-        """What ancestors that are not here consumed; what makes no sense of it is among the gaps."""
+        """Recorded consumption of ancestors outside this repository; invalid records are in `gaps` instead."""
         history = self.entry.get(HISTORY, ())
         return [each for each in history if isinstance(each, Mapping)] if isinstance(history, list) else ()
 
@@ -56,7 +56,7 @@ class Ancestry:
 
     Attributes:
         versions: by name, parents before children.
-        asked: names of those that were asked for, model by model, oldest first.
+        asked: names of the requested versions, model by model, oldest first.
     """
 
     versions: dict[str, Version] = field(default_factory=dict)
@@ -65,30 +65,33 @@ class Ancestry:
     def above(self, name: str) -> Iterator[Version]:
         """Yield the ancestors of a version, each once, nearest first."""
         seen = {name}
-        line = list(self.versions[name].parents)
-        while line:
-            further: list[str] = []
-            for each in line:
-                if each not in seen:
-                    seen.add(each)
-                    yield self.versions[each]
-                    further += self.versions[each].parents
-            line = further
+        generation = list(self.versions[name].parents)
+        while generation:
+            older: list[str] = []
+            for ancestor in generation:
+                if ancestor not in seen:
+                    seen.add(ancestor)
+                    yield self.versions[ancestor]
+                    older += self.versions[ancestor].parents
+            generation = older
 
 
 def read_ancestry(
     repository: Repository, refs: Sequence[str] = (), *, entries: EntryReader | None = None
 ) -> Ancestry:
-    """Return versions with all their ancestors, of whatever models.
+    """Return versions with all their ancestors, across models.
 
     Args:
-        repository: where they are.
-        refs: `NAME` for all versions of a model, removed ones too; `NAME@VERSION` or `NAME@TAG` for one; (): all.
-        entries: of the repository, for who asks several times.
+        repository: repository of the versions.
+        refs: `NAME` for all versions of a model, removed ones included; `NAME@VERSION` or `NAME@TAG` for one version;
+            () for all models.
+        entries: reader with a cache of entries, to be shared by several calls.
 
     Raises:
-        ConfigError, NotFoundError: a reference is none, or names nothing.
-        CorruptDataError, UnavailableError: an entry cannot be read.
+        ConfigError: a reference is not valid.
+        NotFoundError: a reference names no version.
+        CorruptDataError: an entry is damaged.
+        UnavailableError: an entry cannot be read.
     """
     reader = _AncestryReader(repository, entries or EntryReader(repository))
     asked = [name for ref in (refs or repository.names("models")) for name in reader.names_of(ref)]
@@ -102,21 +105,21 @@ class _AncestryReader:
         self._entries = entries
 
     def names_of(self, ref: str) -> list[str]:
-        wanted = parse_reference(ref, "model")
-        if wanted.version is None and wanted.tag is None:
-            self._repository.resolve("models", ref, removed=True)  # says what there is, where there is none
-            return [f"{wanted.name}@{number}" for number in self._entries.numbers(wanted.name)]
+        reference = parse_reference(ref, "model")
+        if reference.version is None and reference.tag is None:
+            self._repository.resolve("models", ref, removed=True)  # its error lists the models that exist
+            return [f"{reference.name}@{number}" for number in self._entries.numbers(reference.name)]
         return [str(self._repository.resolve("models", ref, removed=True))]
 
     def read_all(self, names: Iterable[str]) -> dict[str, Version]:
-        found: dict[str, Version] = {}
-        line = list(names)
-        while line:
-            name = line.pop()
-            if name not in found:
-                found[name] = self._read(name)
-                line += found[name].parents
-        return found
+        versions: dict[str, Version] = {}
+        pending = list(names)
+        while pending:
+            name = pending.pop()
+            if name not in versions:
+                versions[name] = self._read(name)
+                pending += versions[name].parents
+        return versions
 
     def _read(self, name: str) -> Version:
         model, _, number = name.partition("@")
@@ -124,7 +127,7 @@ class _AncestryReader:
         parents, gaps = self._parents(entry)
         history = entry.get(HISTORY, [])
         if not isinstance(history, list) or not all(isinstance(each, Mapping) for each in history):
-            gaps.append("what it says of the history of versions that are not here makes no sense")
+            gaps.append("its record of what ancestors in another repository consumed is not valid")
         try:
             uses = tuple(map(DataUse.from_dict, entry.get("data", ())))
         except (CorruptDataError, TypeError) as error:
@@ -132,53 +135,56 @@ class _AncestryReader:
         return Version(name, entry, uses, tuple(parents), tuple(gaps))
 
     def _parents(self, entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Return the versions that one continues, and why others are not known."""
+        """Return the parents of a version, and a gap for each parent that is not known."""
         if HISTORY in entry:
-            return [], []  # names of another repository
+            return [], []  # the parents are versions of another repository, and the history replaces them
         parents: list[str] = []
         gaps: list[str] = []
         merged = entry.get("merged")
-        named = [entry.get("parent"), *(merged if isinstance(merged, list) else [])]
-        for ref in (ref for ref in named if ref is not None):
+        refs = [entry.get("parent"), *(merged if isinstance(merged, list) else [])]
+        for ref in (ref for ref in refs if ref is not None):
             try:
                 parents += self._parent(ref)
             except (ConfigError, NotFoundError, TypeError) as error:
-                gaps.append(f"it continues {ref!r}, which is not here: {error}")
+                gaps.append(f"it continues {ref!r}, which is not in this repository: {error}")
         origin = entry.get("origin")
-        left = origin.get("parents") if isinstance(origin, Mapping) else None
-        if isinstance(left, list) and len(left) > len(parents):
-            gaps.append(f"it continues {', '.join(map(str, left))} of another repository, and says nothing of it")
+        foreign = origin.get("parents") if isinstance(origin, Mapping) else None
+        if isinstance(foreign, list) and len(foreign) > len(parents):
+            names = ", ".join(map(str, foreign))
+            gaps.append(f"it continues {names} of another repository, and has no record of what they consumed")
         return list(dict.fromkeys(parents)), gaps
 
     def _parent(self, ref: str) -> list[str]:
-        wanted = parse_reference(ref, "model")
-        if wanted.version is None:
-            raise ConfigError("a name or tag may have meant any version when it was saved")
-        if wanted.version not in self._entries.numbers(wanted.name):
-            raise NotFoundError(f"there is no version {wanted.version} of {wanted.name}")
-        return [f"{wanted.name}@{wanted.version}"]
+        parent = parse_reference(ref, "model")
+        if parent.version is None:
+            # Tags move: the version that a tag or a name stood for at the time of the save is not recorded.
+            raise ConfigError("a parent without a version number is ambiguous")
+        if parent.version not in self._entries.numbers(parent.name):
+            raise NotFoundError(f"there is no version {parent.version} of {parent.name}")
+        return [f"{parent.name}@{parent.version}"]
 
 
 def _sorted(versions: dict[str, Version]) -> dict[str, Version]:
-    """Return versions with parents before children; where they form a circle, it is cut and said."""
+    """Return versions with parents before children; a cycle is cut and recorded in `gaps`."""
     done: dict[str, Version] = {}
-    under_way: set[str] = set()
+    on_path: set[str] = set()
     for root in sorted(versions, key=_by_number):
-        line = [root]
-        while line:
-            name = line[-1]
+        stack = [root]  # not recursion: a history may be longer than Python's recursion limit
+        while stack:
+            name = stack[-1]
             if name in done:
-                line.pop()
+                stack.pop()
                 continue
-            under_way.add(name)
-            left = [parent for parent in versions[name].parents if parent not in done]
-            open_ones = [parent for parent in left if parent not in under_way]
-            if open_ones:
-                line += open_ones
+            on_path.add(name)
+            unfinished = [parent for parent in versions[name].parents if parent not in done]
+            unvisited = [parent for parent in unfinished if parent not in on_path]
+            if unvisited:
+                stack += unvisited
                 continue
-            done[name] = _without(versions[name], left)
-            under_way.discard(name)
-            line.pop()
+            # Parents that are neither done nor unvisited are on the path: they form a cycle with this version.
+            done[name] = _without(versions[name], unfinished)
+            on_path.discard(name)
+            stack.pop()
     return done
 
 
@@ -186,7 +192,7 @@ def _without(version: Version, circular: Sequence[str]) -> Version:
     if not circular:
         return version
     parents = tuple(parent for parent in version.parents if parent not in circular)
-    gaps = (*version.gaps, f"it continues {', '.join(circular)}, which continues it: one of the two cannot be")
+    gaps = (*version.gaps, f"it continues {', '.join(circular)}, which continues it: its ancestry is a cycle")
     return Version(version.name, version.entry, version.uses, parents, gaps)
 
 

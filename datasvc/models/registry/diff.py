@@ -1,7 +1,7 @@
-"""What is different between two model versions: data, code, configuration, metrics, and every tensor.
+"""Compares two model versions: data, code, configuration, metrics, environment, and every tensor.
 
-Tensors that their tables show to be equal are never read. Of the others both are read chunk by chunk, so that memory
-is bounded by the chunks, however large the model is.
+Tensors that are equal according to the tensor tables are not read. The others are read chunk by chunk, so memory is
+bounded by the chunk size and not by the model size.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PARTS: Final = ("data", "code", "config", "metrics", "environment")
 
 @dataclass(frozen=True)
 class ValueChanges:
-    """What leads from one tree of values to another, by dotted path.
+    """Differences between two trees of JSON values, by dotted path.
 
     Attributes:
-        added: values that only the second has.
-        removed: values that only the first has.
-        changed: first and second value where both have one.
+        added: values that only the second tree has.
+        removed: values that only the first tree has.
+        changed: pairs (first, second) of values that both trees have and that differ.
     """
 
     added: Mapping[str, Any]
@@ -46,15 +46,15 @@ class ValueChanges:
 
 @dataclass(frozen=True)
 class TensorChange:
-    """How a tensor changed that both versions have with one dtype and shape.
+    """Change of a tensor that both versions have with the same dtype and shape.
 
     Attributes:
-        name: of the tensor.
-        norm: Euclidean norm of second minus first, over the elements where that is finite.
-        relative: `norm` divided by the norm of the first; None where that is 0.
-        num_changed: elements that differ.
-        num_elements: elements that there are.
-        num_nonfinite: elements where the difference is no finite number.
+        name: name of the tensor.
+        norm: Euclidean norm of (second - first), over the elements whose difference is finite.
+        relative: `norm` divided by the norm of the first tensor; None if that is 0.
+        num_changed: number of elements that differ.
+        num_elements: number of elements of the tensor.
+        num_nonfinite: number of elements whose difference is infinite or NaN.
     """
 
     name: str
@@ -67,15 +67,15 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class TensorsDifference:
-    """What leads from the tensors of one version to those of another.
+    """Differences between the tensors of two versions.
 
     Attributes:
-        added: records that only the second has.
-        removed: records that only the first has.
-        retyped: records of both where dtype or shape differ.
+        added: records of tensors that only the second version has.
+        removed: records of tensors that only the first version has.
+        retyped: pairs of records (first, second) whose dtype or shape differs.
         changed: names of tensors whose elements differ, sorted.
-        num_equal: tensors with the same dtype, shape and elements.
-        changes: of each of `changed`; () where nobody asked for norms.
+        num_equal: number of tensors with the same dtype, shape and elements.
+        changes: one entry for each of `changed`; () if norms were not requested.
     """
 
     added: tuple[TensorRecord, ...]
@@ -88,14 +88,14 @@ class TensorsDifference:
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """What leads from version `a` to version `b`.
+    """Differences between two model versions.
 
     Attributes:
         a: the first version.
-        b: the second.
-        steps: of each.
-        values: by "data", "code", "config", "metrics" and "environment".
-        tensors: of model, optimizer and all else in the state.
+        b: the second version.
+        steps: optimizer steps of `a` and of `b`.
+        values: changes under "data", "code", "config", "metrics" and "environment".
+        tensors: changes of all tensors of the state, those of the optimizer included.
     """
 
     a: Resolved
@@ -114,19 +114,21 @@ def diff(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> ModelDifference:
-    """Return what leads from version `a` to version `b`, which may be of different models.
+    """Compare two versions, of the same model or of two models.
 
     Args:
-        repository: where both lie.
-        a: the first version.
-        b: the second.
-        norms: read the tensors that differ, to say by how much.
-        begin: called with the bytes that will be read, before any is.
-        report: called with the bytes of each chunk once it was compared, from any thread.
+        repository: repository of both versions.
+        a: reference of the first version.
+        b: reference of the second version.
+        norms: whether to read the tensors that differ and measure their change.
+        begin: called once with the number of bytes to compare, before the first read.
+        report: called with the number of bytes of each chunk that was compared, from any thread.
 
     Raises:
-        ConfigError, NotFoundError: see `Repository.resolve`.
-        CorruptDataError, UnavailableError: a table or tensor cannot be read.
+        ConfigError: a reference is not valid.
+        NotFoundError: a version does not exist.
+        CorruptDataError: a table or tensor is damaged.
+        UnavailableError: a table or tensor cannot be read.
     """
     versions = [repository.resolve("models", ref) for ref in (a, b)]
     first, second = (repository.entry(version).content for version in versions)
@@ -136,8 +138,10 @@ def diff(
         pairs = _pairs(tables, tensors.changed)
         (begin or _ignore)(sum(ours.nbytes for ours, _ in pairs))
         with ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="datasvc-diff") as pool:
-            found = pool.map(lambda pair: measure_change(repository.objects, *pair, report=report or _ignore), pairs)
-            tensors = TensorsDifference(**{**vars(tensors), "changes": tuple(found)})
+            changes = pool.map(
+                lambda pair: measure_change(repository.objects, *pair, report=report or _ignore), pairs
+            )
+            tensors = TensorsDifference(**{**vars(tensors), "changes": tuple(changes)})
     return ModelDifference(
         versions[0],
         versions[1],
@@ -148,7 +152,7 @@ def diff(
 
 
 def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
-    """Return what leads from one tree of JSON values to another; lists count as one value."""
+    """Compare two trees of JSON values; a list is compared as one value."""
     ours, theirs = dict(_leaves(a, "")), dict(_leaves(b, ""))
     return ValueChanges(
         {path: value for path, value in theirs.items() if path not in ours},
@@ -156,33 +160,45 @@ def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
         {
             path: (ours[path], value)
             for path, value in theirs.items()
+            # In Python 1 == 1.0 == True; in a configuration they are different values.
             if path in ours and (ours[path] != value or type(ours[path]) is not type(value))
         },
     )
 
 
 def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> TensorsDifference:
-    """Return what leads from one table to another, by what the tables say alone.
+    """Compare two tensor tables without reading any tensor.
 
-    Tensors of which one is cut into other chunks than the other count as changed: their digests do not compare.
+    A tensor that is divided into other chunks in `b` than in `a` counts as changed: chunk digests of different slices
+    cannot be compared.
     """
     ours, theirs = ({record.name: record for record in table} for table in (a, b))
-    both = [(ours[name], theirs[name]) for name in sorted(ours.keys() & theirs.keys())]
-    alike = [(x, y) for x, y in both if (x.dtype, x.shape) == (y.dtype, y.shape)]
-    changed = tuple(x.name for x, y in alike if x.content != y.content)
+    common = [(ours[name], theirs[name]) for name in sorted(ours.keys() & theirs.keys())]
+    same_type = [(x, y) for x, y in common if (x.dtype, x.shape) == (y.dtype, y.shape)]
+    changed = tuple(x.name for x, y in same_type if x.content != y.content)
     return TensorsDifference(
         added=tuple(record for record in b if record.name not in ours),
         removed=tuple(record for record in a if record.name not in theirs),
-        retyped=tuple((x, y) for x, y in both if (x.dtype, x.shape) != (y.dtype, y.shape)),
+        retyped=tuple((x, y) for x, y in common if (x.dtype, x.shape) != (y.dtype, y.shape)),
         changed=changed,
-        num_equal=len(alike) - len(changed),
+        num_equal=len(same_type) - len(changed),
     )
 
 
 def measure_change(
     source: ChunkSource, a: TensorRecord, b: TensorRecord, *, report: Callable[[int], None]
 ) -> TensorChange:
-    """Return by how much a tensor changed; `a` and `b` have one dtype and shape. Raises as `load_chunk`."""
+    """Measure the change from `a` to `b`, which have the same dtype and shape.
+
+    Args:
+        source: source of the chunks.
+        a: record of the first tensor.
+        b: record of the second tensor.
+        report: called with the number of bytes of each chunk that was compared.
+
+    Raises:
+        Same errors as `load_chunk`.
+    """
     change_squared = base_squared = 0.0
     num_changed = num_nonfinite = 0
     for chunk, before, after in _aligned(source, a, b):
@@ -202,7 +218,7 @@ def measure_change(
 def _aligned(
     source: ChunkSource, a: TensorRecord, b: TensorRecord
 ) -> Iterator[tuple[Chunk, torch.Tensor, torch.Tensor]]:
-    """Yield both tensors chunk by chunk, as `b` is cut."""
+    """Yield each chunk of `b`, with the values of `a` and of `b` in its slice."""
     ours = {chunk.box: chunk for chunk in a.chunks}
     decoders = Decoders()
     for chunk in b.chunks:
@@ -220,10 +236,12 @@ def _aligned(
 
 
 def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield both in float64, some elements at a time: whole chunks would take many times their bytes."""
+    """Yield both tensors as float64, in blocks: a whole chunk in float64 takes up to eight times its bytes."""
     import torch
 
-    old, new = ((torch.view_as_real(each) if each.is_complex() else each).reshape(-1) for each in (before, after))
+    old, new = (
+        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1) for tensor in (before, after)
+    )
     for start in range(0, len(old), _BLOCK_ELEMENTS):
         block = slice(start, start + _BLOCK_ELEMENTS)
         yield old[block].to(torch.float64), new[block].to(torch.float64)
@@ -247,11 +265,11 @@ def _use_name(use: Mapping[str, Any]) -> str:
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and (value or not path):
-        for key, each in value.items():
-            yield from _leaves(each, f"{path}.{key}" if path else str(key))
+        for key, child in value.items():
+            yield from _leaves(child, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
 
 
 def _ignore(_size_bytes: int) -> None:
-    """Report to nobody."""
+    """Ignore the progress."""

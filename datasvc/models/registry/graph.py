@@ -1,12 +1,12 @@
-"""The history of a model as a graph in text: forks, fine-tunes of other models, versions with two parents.
+"""Draws the history of a model as a text graph: forks, fine-tunes of other models, versions with two parents.
 
-* cnn@6      newest first; a star stands above what it was made from
-|-.          cnn@6 was made from two: the second has a line of its own
+* cnn@6      newest first; a version stands above its parents
+|-.          cnn@6 has two parents: the second one gets a column of its own
 | * cnn@5
 * | cnn@4
-|-'          a fork: cnn@4 and cnn@5 were both made from cnn@3
+|-'          a fork: cnn@4 and cnn@5 have the same parent cnn@3
 * cnn@3
-o base@2     made from nothing that is known here: whatever stands below has nothing to do with it
+o base@2     no known parent: the line ends here, and a version below is not an ancestor
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from datasvc.models.registry.registry import ModelVersion, model_ancestry, version_named
+from datasvc.models.registry.registry import ModelVersion, model_ancestry, parse_version
 from datasvc.repository import Repository
 
-_Place = tuple[str, int]
-# When the newest turn out not to be enough to draw them: how many times as many are read next.
-_MORE: Final = 4
+_VersionKey = tuple[str, int]  # model name and version number
+# If the newest versions do not determine the drawing, this many times as many are read next.
+_READ_GROWTH: Final = 4
 
 
 @dataclass(frozen=True)
 class HistoryLine:
-    """A line of the drawing.
+    """One line of the drawing.
 
     Attributes:
-        graph: what is drawn, without spaces at its end.
-        version: the version whose place it holds; None for a line that only leads on.
+        graph: characters of the graph, without trailing spaces.
+        version: the version on this line; None for a line that only connects columns.
     """
 
     graph: str
@@ -38,18 +38,18 @@ class HistoryLine:
 
 
 def read_history(repository: Repository, name: str, *, last: int | None = None) -> list[HistoryLine]:
-    """Return the drawing of a model's history, newest first, with what it was made from in other models.
+    """Draw the history of a model, newest first, including its ancestors in other models.
 
-    The newest versions of a long history cost what they and their ancestors in other models take to read. Only where
-    one of those ancestors would be drawn, more is read: before it comes any version that was made of it, and any of
-    the model that nothing was made of.
+    With `last`, only the newest versions and their ancestors in other models are read. More versions are read only
+    if one of these ancestors is among the lines to draw: an unread version may have to stand above it.
 
     Args:
-        repository: where it is.
-        name: of the model.
-        last: only so many versions, those that are drawn first, at least 1; None: all.
+        repository: repository of the model.
+        name: name of the model.
+        last: number of versions to draw, counted from the top, at least 1; None draws all.
 
-    Raises: as `Repository.entries`.
+    Raises:
+        Same errors as `Repository.entries`.
     """
     if last is None:
         return draw_history(model_ancestry(repository, name), name)
@@ -59,73 +59,77 @@ def read_history(repository: Repository, name: str, *, last: int | None = None) 
         oldest = min(each.version for each in versions if each.name == name)
         older = [number for number in repository.versions("models", name).numbers() if number < oldest]
         lines = draw_newest(versions, name, last=last, older=older)
-        num_read *= _MORE
+        num_read *= _READ_GROWTH
     return lines
 
 
 def draw_history(versions: Sequence[ModelVersion], name: str) -> list[HistoryLine]:
-    """Return the drawing of a history, newest first.
+    """Draw a history, newest first.
 
     Args:
-        versions: in any order, each once. Parents that are not among them are not drawn.
-        name: the model whose versions come before others where either may.
+        versions: distinct versions in any order. Parents that are not in `versions` are not drawn.
+        name: model whose versions come first where the order is free.
     """
-    by_place = {(each.name, each.version): each for each in versions}
-    parents = {place: _drawn_parents(each, by_place) for place, each in by_place.items()}
-    return _draw(order_history(parents, name), parents, by_place)
+    by_key = {(each.name, each.version): each for each in versions}
+    parents = {place: _drawn_parents(each, by_key) for place, each in by_key.items()}
+    return _draw(order_history(parents, name), parents, by_key)
 
 
 def draw_newest(
     versions: Sequence[ModelVersion], name: str, *, last: int, older: Collection[int]
 ) -> list[HistoryLine] | None:
-    """Return the beginning of the drawing of a history of which only the newest versions are known.
+    """Draw the top of a history of which only the newest versions were read.
 
-    A version is made from versions that are there, so from lower numbers of its own model: all that can stand above
-    one of the known is known. Not so where entries were written by hand.
+    A commit can only name existing parents, so a parent of the same model has a lower number. Therefore every version
+    that can stand above a version that was read was read as well. Entries that were written by hand can break this
+    rule.
 
     Args:
-        versions: the newest of the model, and all that they were made from in other models.
-        name: of the model.
-        last: how many versions are drawn.
-        older: numbers of its other versions, all lower.
+        versions: newest versions of the model, and all their ancestors in other models.
+        name: name of the model.
+        last: number of versions to draw.
+        older: numbers of the versions of the model that were not read; all of them are lower.
 
     Returns:
-        The first lines of what `draw_history` gives for all versions; None where more must be known to tell.
+        The first lines of the drawing of all versions; None if more versions must be read to determine them.
     """
-    by_place = {(each.name, each.version): each for each in versions}
-    known = by_place.keys() | {(name, number) for number in older}
-    parents = {place: _drawn_parents(by_place[place], known) if place in by_place else () for place in known}
+    by_key = {(each.name, each.version): each for each in versions}
+    existing = by_key.keys() | {(name, number) for number in older}
+    parents = {place: _drawn_parents(by_key[place], existing) if place in by_key else () for place in existing}
     first = order_history(parents, name)[:last]
     if older:
-        by_hand = any(parent[0] == own[0] and parent[1] >= own[1] for own in parents for parent in parents[own])
-        if by_hand or any(place[0] != name or place not in by_place for place in first):
+        # A parent with a higher number than its child comes only from an entry that was written by hand.
+        has_newer_parent = any(
+            parent[0] == child[0] and parent[1] >= child[1] for child in parents for parent in parents[child]
+        )
+        if has_newer_parent or any(place[0] != name or place not in by_key for place in first):
             return None
-    return _draw(first, parents, by_place)
+    return _draw(first, parents, by_key)
 
 
-def order_history(parents: Mapping[_Place, Sequence[_Place]], name: str) -> list[_Place]:
-    """Return versions so that each comes before its parents; of those that may come next the newest of `name` first.
+def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: str) -> list[_VersionKey]:
+    """Sort versions topologically, children before parents; ties are broken by model `name`, then newest first.
 
-    Entries that somebody wrote by hand may name each other as parents: such a circle is cut at its newest version.
+    Entries that were written by hand may form a cycle of parents. A cycle is cut at its newest version.
 
     Args:
-        parents: of each version, all of them keys as well.
-        name: of the model that comes first.
+        parents: parents of each version; every parent is a key as well.
+        name: model whose versions come first among those that may come next.
     """
     num_children = dict.fromkeys(parents, 0)
-    for named in parents.values():
-        for parent in named:
+    for parents_of_one in parents.values():
+        for parent in parents_of_one:
             num_children[parent] += 1
 
-    def rank(place: _Place) -> tuple[bool, str, int]:
+    def rank(place: _VersionKey) -> tuple[bool, str, int]:
         return place[0] != name, place[0], -place[1]
 
     ready = [(rank(place), place) for place, count in num_children.items() if not count]
     heapq.heapify(ready)
     waiting = sorted(num_children, key=rank, reverse=True)
-    ordered: dict[_Place, None] = {}
+    ordered: dict[_VersionKey, None] = {}
     while len(ordered) < len(parents):
-        if not ready:
+        if not ready:  # only versions of a cycle and their ancestors remain
             while waiting[-1] in ordered:
                 waiting.pop()
             ready.append((rank(waiting[-1]), waiting[-1]))
@@ -139,40 +143,42 @@ def order_history(parents: Mapping[_Place, Sequence[_Place]], name: str) -> list
 
 
 def _draw(
-    places: Iterable[_Place], parents: Mapping[_Place, Sequence[_Place]], by_place: Mapping[_Place, ModelVersion]
+    places: Iterable[_VersionKey],
+    parents: Mapping[_VersionKey, Sequence[_VersionKey]],
+    by_key: Mapping[_VersionKey, ModelVersion],
 ) -> list[HistoryLine]:
     drawing = _Drawing()
     lines: list[HistoryLine] = []
     for place in places:
         first, *others = drawing.draw(place, parents[place])
-        lines.append(HistoryLine(first, by_place[place]))
+        lines.append(HistoryLine(first, by_key[place]))
         lines.extend(map(HistoryLine, others))
     return lines
 
 
-def _drawn_parents(version: ModelVersion, known: Collection[_Place]) -> tuple[_Place, ...]:
-    named = map(version_named, version.parents)
-    return tuple(dict.fromkeys(place for place in named if place in known and place is not None))
+def _drawn_parents(version: ModelVersion, existing: Collection[_VersionKey]) -> tuple[_VersionKey, ...]:
+    candidates = map(parse_version, version.parents)
+    return tuple(dict.fromkeys(place for place in candidates if place in existing and place is not None))
 
 
 class _Drawing:
-    """The lines that are under way from versions drawn already to their parents: what stands below each column."""
+    """Columns of the graph. `_lanes` holds, for each column, the parent that its line leads to, or None if free."""
 
     def __init__(self) -> None:
-        self._lanes: list[_Place | None] = []
-        self._drawn: set[_Place] = set()
+        self._lanes: list[_VersionKey | None] = []
+        self._drawn: set[_VersionKey] = set()
 
-    def draw(self, place: _Place, parents: Sequence[_Place]) -> list[str]:
-        """Return the line that holds a version, and those that lead from it to its parents."""
+    def draw(self, place: _VersionKey, parents: Sequence[_VersionKey]) -> list[str]:
+        """Return the line of a version, followed by the lines that connect it to its parents."""
         self._drawn.add(place)
-        ahead = [parent for parent in parents if parent not in self._drawn]  # circles are cut
+        ahead = [parent for parent in parents if parent not in self._drawn]  # cuts cycles
         column = self._column(place)
         self._lanes[column] = place
         lines = [self._row({column: "*" if ahead else "o"})]
         self._lanes[column] = ahead[0] if ahead else None
         lines.extend(self._connect(column, parent) for parent in ahead[1:])
         if ahead and self._lanes.count(ahead[0]) == 2:
-            # Of the two that lead there the right one ends, so that what goes on for long stays on the left.
+            # Two columns lead to the same parent. End the right one, so that long lines stay on the left.
             right = len(self._lanes) - 1 - self._lanes[::-1].index(ahead[0])
             self._lanes[right] = None
             lines.append(self._connect(right, ahead[0]))
@@ -180,8 +186,8 @@ class _Drawing:
             self._lanes.pop()
         return lines
 
-    def _connect(self, start: int, parent: _Place) -> str:
-        """Return a line across, from a column to that of a parent, which is opened where there is none."""
+    def _connect(self, start: int, parent: _VersionKey) -> str:
+        """Return a horizontal line from column `start` to the column of `parent`; open that column if necessary."""
         ends = self._lanes[start] is None
         is_open = parent in self._lanes
         stop = self._column(parent)
@@ -192,8 +198,8 @@ class _Drawing:
         toward = "" if ends or not is_open else ">" if stop > start else "<"
         return self._row(marks, low, high, toward)
 
-    def _column(self, place: _Place) -> int:
-        """Return the column that leads to a version; else the first free one."""
+    def _column(self, place: _VersionKey) -> int:
+        """Return the column that leads to a version, or the first free column if there is none."""
         if place in self._lanes:
             return self._lanes.index(place)
         if None not in self._lanes:

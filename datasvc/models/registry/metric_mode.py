@@ -1,8 +1,8 @@
-"""Whether a high or a low value of a metric is better, by the words of its name; never a guess.
+"""Derives from the name of a metric whether a high or a low value is better; an unclear name is an error.
 
-The name ends in a word of known direction, but for words that leave the direction alone: `val/loss`, `error_rate`. A
-word after it of any other meaning makes another quantity of it (`loss_scale`), and so may a negation or a number
-before it (`neg_loss`, `1-accuracy`): then the user has to say.
+The last word of the name must have a known direction, such as `loss`. Neutral words may stand around it: `val/loss`,
+`error_rate`. Any other word after it makes another quantity (`loss_scale`), and so may a negation or a number before
+it (`neg_loss`, `1-accuracy`). For such a name the user must give the mode.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ _NEUTRAL: Final = re.compile(
     r"train(ing)?|val(id(ation)?)?|test|dev|eval(uation)?|ema|mean|avg|average|total|rate|percent|epoch|step|score|at|\d+"
 )
 _NEGATING: Final = re.compile(r"neg(ated|ative)?|minus|inv(erse|erted)?|no[tn]?|without")
-# "valLoss" and "MSELoss" are two words each, "top1" and "F1" are one; "top_1" is joined before.
+# "valLoss" and "MSELoss" are two words each, "top1" and "F1" are one. `_SPLIT_TOP_K` first turns "top_1" into "top1".
 _WORD: Final = re.compile(r"[A-Z]+\d*(?![a-z])|[A-Z]?[a-z]+\d*|\d+")
 _SPLIT_TOP_K: Final = re.compile(r"(?i)(?<![a-z])top[\W_]?(\d+)")
 
 
 def choose_metric_mode(metric: str, given: str | None = None, *, option: str = "--mode") -> MetricMode:
-    """Return "max" where a high value of a metric is better, "min" where a low one is.
+    """Return "max" if a high value of a metric is better, "min" if a low value is better.
 
     Args:
-        metric: its name; "val_loss", "eval.top5" and "ErrorRate" speak for themselves.
-        given: what the user says; goes before the name.
-        option: by which the user says it, for the message.
+        metric: name of the metric, such as "val_loss", "eval.top5" or "ErrorRate".
+        given: mode given by the user; overrides the name.
+        option: command-line option that sets the mode, for the error message.
 
     Raises:
-        ConfigError: the name does not tell, or `given` is neither.
+        ConfigError: the name is unclear, or `given` is neither "max" nor "min".
     """
     if given in {"max", "min"}:
         return cast("MetricMode", given)
     if given is not None:
-        raise ConfigError(f"{given!r}: whether a high or a low {metric} is better is 'max' or 'min'")
-    found = _direction(metric)
-    if found is None:
+        raise ConfigError(f"{given!r} is not a valid mode for {metric}; expected 'max' or 'min'")
+    mode = _direction(metric)
+    if mode is None:
         name = option.lstrip("-").replace("-", "_")
         raise ConfigError(
-            f"the name {metric!r} does not tell whether a high or a low value is better: give {option} max or "
+            f"the name {metric!r} does not show whether a high or a low value is better: give {option} max or "
             f"{option} min ({name}='max' or {name}='min' in Python)"
         )
-    return found
+    return mode
 
 
 def _direction(metric: str) -> MetricMode | None:
     words = [word.lower() for word in _WORD.findall(_SPLIT_TOP_K.sub(r"top\1", metric))]
-    known = [index for index, word in enumerate(words) if _mode_of(word) is not None]
-    modes = {_mode_of(words[index]) for index in known}
+    directed = [index for index, word in enumerate(words) if _mode_of(word) is not None]
+    modes = {_mode_of(words[index]) for index in directed}
     if len(modes) != 1 or any(map(_NEGATING.fullmatch, words)):
         return None
-    # A number behind is a place or a count, "acc@1"; one before makes a formula of the name, "1-accuracy".
-    if any(word.isdigit() for word in words[: known[0]]):
+    # A number after the word is a rank or a count, as in "acc@1". One before it makes a formula, as in "1-accuracy".
+    if any(word.isdigit() for word in words[: directed[0]]):
         return None
-    after = [word for word in words[known[0] :] if _mode_of(word) is None]
+    after = [word for word in words[directed[0] :] if _mode_of(word) is None]
     return modes.pop() if all(map(_NEUTRAL.fullmatch, after)) else None
 
 

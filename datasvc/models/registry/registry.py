@@ -1,4 +1,4 @@
-"""The registry: which models there are, and what their versions say."""
+"""Model registry: lists models and describes their versions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NAMES_AT_ONCE: Final = 16
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """What a version's entry says.
+    """A model version with its entry and its current tags.
 
     Attributes:
-        name: of the model.
-        version: its number.
-        tags: that stand on it now.
-        entry: step, data, code, config, metrics, parent, digests.
-        removed: whether only its entry is left.
+        name: name of the model.
+        version: version number.
+        tags: tags that currently point at the version.
+        entry: content of its log entry: step, data, code, config, metrics, parent, digests.
+        removed: whether the version was removed, so that only its entry remains.
     """
 
     name: str
@@ -39,19 +39,19 @@ class ModelVersion:
 
     @property
     def tensors(self) -> Digest:
-        """Digest of the tensor table: equal for two versions exactly when all their tensors are equal."""
+        """Digest of the tensor table. It is equal for two versions if and only if all their tensors are equal."""
         return parse_digest(self.entry["tensors"])
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """What it was made from, as it was written: the version that its run continued first, then merged ones."""
+        """References of its parents, as recorded: first the version that its run continued, then merged ones."""
         merged = self.entry.get("merged") or ()
-        given = (self.entry.get("parent"), *(merged if isinstance(merged, list) else ()))
-        return tuple(str(parent) for parent in given if parent)
+        recorded = (self.entry.get("parent"), *(merged if isinstance(merged, list) else ()))
+        return tuple(str(parent) for parent in recorded if parent)
 
 
 def list_models(repository: Repository) -> list[ModelVersion]:
-    """Return the newest version of every model, by name; models without a living one are left out.
+    """Return the newest version of every model, sorted by name; models whose versions are all removed are left out.
 
     Raises:
         CorruptDataError, UnavailableError: see `Log.read`.
@@ -61,18 +61,19 @@ def list_models(repository: Repository) -> list[ModelVersion]:
         numbers = repository.living("models", name)[-1:]
         return _versions(repository, name, repository.versions("models", name).entries(numbers)) if numbers else []
 
-    return [each for found in _each_name(repository, newest, repository.names("models")) for each in found]
+    newest_of_each = _map_names(repository, newest, repository.names("models"))
+    return [version for versions in newest_of_each for version in versions]
 
 
 def describe_model(repository: Repository, ref: str) -> ModelVersion:
-    """Return one version, a removed one too. Raises as `Repository.resolve` and `Log.read`."""
+    """Return one version, which may be removed. Raise the errors of `Repository.resolve` and `Log.read`."""
     version = repository.resolve("models", ref, removed=True)
-    (found,) = describe_versions(repository, [version])
-    return found
+    (described,) = describe_versions(repository, [version])
+    return described
 
 
 def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> list[ModelVersion]:
-    """Return versions in their order, asking for tags and removals of each model once. Raises as `Log.read`."""
+    """Return `versions` in their order; tags and removals are read once per model. Raise the errors of `Log.read`."""
     numbers: dict[str, list[int]] = {}
     for version in versions:
         numbers.setdefault(version.name, []).append(version.version)
@@ -80,83 +81,91 @@ def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> l
     def describe(name: str) -> list[ModelVersion]:
         return _versions(repository, name, repository.versions("models", name).entries(numbers[name]))
 
-    described = _each_name(repository, describe, list(numbers))
-    found = {(each.name, each.version): each for own in described for each in own}
-    return [found[version.name, version.version] for version in versions]
+    described = {
+        (version.name, version.version): version
+        for versions_of_model in _map_names(repository, describe, list(numbers))
+        for version in versions_of_model
+    }
+    return [described[version.name, version.version] for version in versions]
 
 
 def model_log(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
-    """Return the `last` versions of a model, or all, oldest first, removed too. Raises as `Repository.entries`."""
+    """Return the `last` versions of a model, or all, oldest first, removed ones included.
+
+    Raises:
+        Same errors as `Repository.entries`.
+    """
     return _versions(repository, name, repository.entries("models", name, last=last))
 
 
 def model_ancestry(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
-    """Return every version of a model, and of others what it was made from, however far back; in no certain order.
+    """Return the versions of a model, and all their ancestors in other models, in unspecified order.
 
-    What a version says it was made from, but is not in this repository, is left out.
+    Parents that are not in this repository are left out.
 
     Args:
-        repository: where they are.
-        name: of the model.
-        last: only so many versions of it, the newest, and what these were made from in other models.
+        repository: repository of the model.
+        name: name of the model.
+        last: number of versions of the model, counted from the newest; None returns all.
 
-    Raises: as `Repository.entries`.
+    Raises:
+        Same errors as `Repository.entries`.
     """
-    found = {(each.name, each.version): each for each in model_log(repository, name, last=last)}
-    reader, live = EntryReader(repository), dict[str, _Live]()
-    wanted = _missing_parents(found.values(), found)
-    while wanted:
-        others = (place for place in wanted if place[0] != name)  # of the model itself it has all that it wants
-        here = sorted(place for place in others if place[1] in reader.numbers(place[0]))
-        for other, number in here:
+    versions = {(version.name, version.version): version for version in model_log(repository, name, last=last)}
+    reader, live = EntryReader(repository), dict[str, _MutableState]()
+    missing = _missing_parents(versions.values(), versions)
+    while missing:
+        others = (key for key in missing if key[0] != name)  # `last` limits the versions of the model itself
+        existing = sorted(key for key in others if key[1] in reader.numbers(key[0]))
+        for other, number in existing:
             if other not in live:
-                live[other] = _read_live(repository, other)
-            found[other, number] = _version(other, reader.entry(other, number), live[other])
-        wanted = _missing_parents((found[place] for place in here), found)
-    return list(found.values())
+                live[other] = _read_mutable_state(repository, other)
+            versions[other, number] = _version(other, reader.entry(other, number), live[other])
+        missing = _missing_parents((versions[key] for key in existing), versions)
+    return list(versions.values())
 
 
-def version_named(text: str) -> tuple[str, int] | None:
-    """Return name and number of the version that a parent's text names, None where it names none for certain."""
+def parse_version(text: str) -> tuple[str, int] | None:
+    """Return name and number of the version in a parent's reference; None if it has no version number."""
     try:
-        named: Reference = parse_reference(text, "model")
+        reference: Reference = parse_reference(text, "model")
     except ConfigError:
         return None
-    return None if named.version is None else (named.name, named.version)
+    return None if reference.version is None else (reference.name, reference.version)
 
 
 def _missing_parents(
-    versions: Iterable[ModelVersion], found: Mapping[tuple[str, int], ModelVersion]
+    versions: Iterable[ModelVersion], present: Mapping[tuple[str, int], ModelVersion]
 ) -> set[tuple[str, int]]:
-    named = {version_named(parent) for version in versions for parent in version.parents}
-    return {place for place in named if place is not None and place not in found}
+    parents = {parse_version(parent) for version in versions for parent in version.parents}
+    return {key for key in parents if key is not None and key not in present}
 
 
-class _Live(NamedTuple):
-    """What changes of a model without a new version: tags by the version they stand on, and what is removed."""
+class _MutableState(NamedTuple):
+    """What can change about a model without a new version: tags by version number, and removed versions."""
 
     tags: Mapping[int, Sequence[str]]
     removed: frozenset[int]
 
 
-def _read_live(repository: Repository, name: str) -> _Live:
+def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
     tags: dict[int, list[str]] = {}
     for tag, version in repository.tags("models", name).items():
         tags.setdefault(version, []).append(tag)
-    return _Live(tags, repository.removals("models", name).removed() - tags.keys())
+    return _MutableState(tags, repository.removals("models", name).removed() - tags.keys())
 
 
 def _versions(repository: Repository, name: str, entries: list[Entry]) -> list[ModelVersion]:
-    live = _read_live(repository, name)
+    live = _read_mutable_state(repository, name)
     return [_version(name, entry, live) for entry in entries]
 
 
-def _version(name: str, entry: Entry, live: _Live) -> ModelVersion:
+def _version(name: str, entry: Entry, live: _MutableState) -> ModelVersion:
     tags = tuple(live.tags.get(entry.number, ()))
     return ModelVersion(name, entry.number, tags, entry.content, entry.number in live.removed)
 
 
-def _each_name(
+def _map_names(
     repository: Repository, read: Callable[[str], list[ModelVersion]], names: Sequence[str]
 ) -> list[list[ModelVersion]]:
     if repository.storage.is_local or len(names) < 2:

@@ -1,6 +1,6 @@
-"""Removing versions of models. A version is removed by a commit of its own; its bytes go with a later `gc`.
+"""Removes versions of models: a commit marks them as removed, and a later `gc` deletes their bytes.
 
-What stays of it: its number, which is never used again, and its entry, so that what it came from can still be told.
+The number of a removed version is never used again. Its entry stays, so that lineage remains complete.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from datasvc.models.registry.retention import RetentionPlan, RetentionPolicy, pl
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import parse_reference
 
-_KEPT: Final = ("data", "code", "history")
+_KEPT_FIELDS: Final = ("data", "code", "history")
 
 
 @dataclass(frozen=True)
 class RemovalReport:
-    """What was removed.
+    """Result of `remove`.
 
     Attributes:
-        versions: in the order of their names and numbers.
-        untagged: tags that were taken away first, "digits-cnn@prod".
+        versions: removed versions, ordered by name and number.
+        untagged: tags that were deleted first, such as "digits-cnn@prod".
     """
 
     versions: tuple[Resolved, ...]
@@ -33,33 +33,33 @@ class RemovalReport:
 
 
 def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, message: str = "") -> RemovalReport:
-    """Remove model versions. Several of one model go in one commit; those of another model in one of its own.
+    """Remove model versions, with one commit per model.
 
     Args:
-        repository: where they lie.
-        refs: each with a version or a tag: a name alone is refused, it could mean one version or all.
-        force: take away the tags that stand on them first.
-        message: kept with the removal.
+        repository: repository of the versions.
+        refs: references with a version or a tag. A name alone is refused, because it could mean one version or all.
+        force: delete the tags of these versions first.
+        message: message of the commit.
 
     Raises:
-        ConfigError: a name alone, or a tagged version without `force`; nothing was removed.
-        NotFoundError: a version is not there, or removed already; nothing was removed.
-        ConflictError: a tag was moved onto or from one of them at this moment; says what was removed. The tags that
-            were taken away are back on the versions that are not.
-        UnknownOutcomeError, UnavailableError: see `Log.append`; tags are put back as far as the store lets them.
+        ConfigError: a reference is a name alone, or a version is tagged and `force` is not set; nothing was removed.
+        NotFoundError: a version does not exist or is removed already; nothing was removed.
+        ConflictError: another process moved a tag of one of the versions during the removal. The message lists what
+            was removed. The tags of the other versions are restored.
+        UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
     """
-    wanted: dict[str, set[int]] = {}
+    numbers: dict[str, set[int]] = {}
     for ref in refs:
-        named = parse_reference(ref, "model")
-        if named.version is None and named.tag is None:
-            raise ConfigError(f"{ref!r} does not say which versions: name each, such as {ref}@3")
+        reference = parse_reference(ref, "model")
+        if reference.version is None and reference.tag is None:
+            raise ConfigError(f"{ref!r} names no version; expected a version or a tag for each, such as {ref}@3")
         version = repository.resolve("models", ref)
-        wanted.setdefault(version.name, set()).add(version.version)
-    tags = {name: _tags_on(repository, name, versions) for name, versions in wanted.items()}
+        numbers.setdefault(version.name, set()).add(version.version)
+    tags = {name: _tags_on(repository, name, versions) for name, versions in numbers.items()}
     if not force:
         _refuse_tagged(tags)
     done: list[str] = []
-    for name, versions in wanted.items():
+    for name, versions in numbers.items():
         try:
             _remove_tagged(repository, name, versions, tags[name], message)
         except ConflictError as error:
@@ -67,8 +67,8 @@ def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, 
             raise ConflictError(f"{error}{before}") from error
         done += [f"{name}@{number}" for number in sorted(versions)]
     return RemovalReport(
-        tuple(Resolved("models", name, number) for name in sorted(wanted) for number in sorted(wanted[name])),
-        tuple(f"{name}@{tag}" for name, standing in tags.items() for tag in standing),
+        tuple(Resolved("models", name, number) for name in sorted(numbers) for number in sorted(numbers[name])),
+        tuple(f"{name}@{tag}" for name, tags_of_model in tags.items() for tag in tags_of_model),
     )
 
 
@@ -78,22 +78,23 @@ def retain(
     """Remove the versions of a model that a policy does not keep.
 
     Args:
-        repository: where it lies.
-        name: of the model.
-        policy: what to keep.
-        dry_run: remove nothing, only say what would be.
+        repository: repository of the model.
+        name: name of the model.
+        policy: which versions to keep.
+        dry_run: only return the plan; remove nothing.
 
     Returns:
-        The versions that the plan is about, oldest first; and the plan.
+        The versions that the plan covers, oldest first, and the plan.
 
     Raises:
         ConfigError, NotFoundError, CorruptDataError: see `plan_retention` and `Repository.entries`.
-        ConflictError: a version was tagged at this moment; nothing was removed, plan again.
+        ConflictError: another process tagged one of the versions to remove.
         UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
-    versions = [each for each in model_log(repository, name) if not each.removed]
+    versions = [version for version in model_log(repository, name) if not version.removed]
     plan = plan_retention(versions, policy)
     if plan.removed and not dry_run:
+        # The plan keeps every tagged version: a tag on a version to remove was set after the log was read.
         tagged = _tags_on(repository, name, set(plan.removed))
         if tagged:
             raise ConflictError(f"tags of {name} were moved meanwhile: {tagged}; nothing was removed, plan again")
@@ -102,42 +103,43 @@ def retain(
 
 
 def swept_versions(repository: Repository, name: str, before_s: float) -> frozenset[int]:
-    """Return the versions of a model whose objects `gc` need not keep.
+    """Return the versions of a model whose objects `gc` may delete.
 
     Args:
-        repository: where it lies.
-        name: of the model.
-        before_s: versions that were removed later are kept still: somebody may be reading them.
+        repository: repository of the model.
+        name: name of the model.
+        before_s: Unix time in seconds. Versions that were removed later are not returned: a process may still read
+            them.
 
     Raises:
         CorruptDataError, UnavailableError: see `Log.read`.
     """
     removed = repository.removals("models", name).removed_before(before_s)
-    # Tags last: a removal that is taken back for a tag is taken back after that tag was set.
+    # Read the tags after the removals: a removal is reverted for a tag only after that tag was set.
     return removed - set(repository.tags("models", name).values()) if removed else removed
 
 
 def kept_of_removed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a removed version's entry still names objects to keep: which samples it saw, by which code."""
-    return {field: entry[field] for field in _KEPT if field in entry}
+    """Return the fields of a removed version's entry whose objects `gc` keeps: consumed samples and code."""
+    return {field: entry[field] for field in _KEPT_FIELDS if field in entry}
 
 
 def _remove_tagged(
     repository: Repository, name: str, versions: Iterable[int], tags: Mapping[str, int], message: str
 ) -> None:
-    """Remove versions of one model after their tags; who fails puts the tags of those back that are still there."""
-    taken: dict[str, int] = {}
+    """Delete the tags of some versions of one model, then remove the versions; restore the tags on failure."""
+    deleted: dict[str, int] = {}
     try:
         for tag, number in tags.items():
             try:
                 repository.untag("models", name, tag, expect=number)
             except (ConflictError, NotFoundError) as error:
                 raise ConflictError(f"{name}@{tag} was moved meanwhile; no version of {name} was removed") from error
-            taken[tag] = number
+            deleted[tag] = number
         _remove_untagged(repository, name, versions, message)
     except DatasvcError:
-        for tag, number in taken.items():
-            with suppress(DatasvcError):  # the version is removed, or somebody else has set the tag by now
+        for tag, number in deleted.items():
+            with suppress(DatasvcError):  # the version is removed, or another process has set the tag
                 repository.tag("models", f"{name}@{number}", tag, expect=0)
         raise
 
@@ -145,24 +147,27 @@ def _remove_tagged(
 def _remove_untagged(repository: Repository, name: str, versions: Iterable[int], message: str) -> None:
     removals = repository.removals("models", name)
     removals.add(versions, message)
-    # `Repository.tag` looks at the removals after it moved a tag: of the two at least one sees the other.
+    # This reads the tags after it wrote the removal. `Repository.tag` reads the removals after it wrote the tag. Of
+    # two concurrent calls, at least one therefore reads the change of the other.
     tagged = _tags_on(repository, name, versions)
     if tagged:
-        back = set(tagged.values())
-        removals.give_back(back, f"tagged meanwhile: {', '.join(sorted(tagged))}")
+        restored = set(tagged.values())
+        removals.give_back(restored, f"tagged meanwhile: {', '.join(sorted(tagged))}")
         raise ConflictError(
             f"tags were moved while versions of {name} were removed: {tagged} stay, the others are removed"
         )
 
 
 def _tags_on(repository: Repository, name: str, versions: Iterable[int]) -> dict[str, int]:
-    wanted = set(versions)
-    return {tag: version for tag, version in repository.tags("models", name).items() if version in wanted}
+    numbers = set(versions)
+    return {tag: version for tag, version in repository.tags("models", name).items() if version in numbers}
 
 
 def _refuse_tagged(tags: Mapping[str, Mapping[str, int]]) -> None:
-    standing = [f"{name}@{number} is {name}@{tag}" for name, each in tags.items() for tag, number in each.items()]
-    if standing:
+    tagged = [
+        f"{name}@{number} is {name}@{tag}" for name, versions in tags.items() for tag, number in versions.items()
+    ]
+    if tagged:
         raise ConfigError(
-            f"{', '.join(standing)}; nothing was removed: move the tags first, or take them away as well with --force"
+            f"{', '.join(tagged)}; nothing was removed: move the tags first, or delete them as well with --force"
         )

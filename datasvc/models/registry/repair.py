@@ -1,4 +1,4 @@
-"""Put good copies of objects, from other repositories, in the place of bad ones, which are kept aside, never lost."""
+"""Replaces bad objects by good copies from other repositories; the bad bytes are moved to a quarantine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _REPAIRABLE: Final = ("missing", "changed", "unreadable")
 
 @dataclass(frozen=True)
 class Repair:
-    """What became of one bad object.
+    """Result of the repair of one object.
 
     Attributes:
-        digest: its name.
-        kept_at: where the bad bytes lie now; None where there were none, or nothing was done.
-        failure: why it is still bad; None once it is good.
+        digest: digest of the object.
+        kept_at: location of the bad bytes in the quarantine; None if there were none or nothing was replaced.
+        failure: why the object is still bad; None if it is good now.
     """
 
     digest: Digest
@@ -39,12 +39,12 @@ class Repair:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What `verify_and_repair` found and did.
+    """Result of `verify_and_repair`.
 
     Attributes:
-        found: the first pass, with the problems of all passes.
-        repairs: what became of each object that could be repaired.
-        left: problems that are still there.
+        found: report of the first pass, with the problems of all passes.
+        repairs: result for each object whose repair was tried.
+        left: problems that remain.
     """
 
     found: ModelVerifyReport
@@ -58,22 +58,22 @@ def repair(
     copies: Sequence[Repository],
     report: Callable[[int], None] | None = None,
 ) -> list[Repair]:
-    """Copy good objects over missing, changed and unreadable ones; all are tried, whatever fails.
+    """Replace missing, changed and unreadable objects by good copies. A failure does not stop the others.
 
-    Only objects can be repaired: their name says what they have to be. An entry could be another commit's; bring it
-    back from a backup of this very repository.
+    Only objects can be repaired, because a copy can be checked against the digest that names it. An entry has no
+    digest: restore it from a backup of this same repository.
 
     Args:
-        repository: with the problems.
-        problems: what `verify` found in it.
-        copies: other repositories, in the order in which they are asked.
-        report: called with the bytes of each part copied, from several threads.
+        repository: repository with the problems.
+        problems: problems that `verify` returned for it.
+        copies: other repositories, in the order in which they are tried.
+        report: called with the number of bytes of each part that was copied, from several threads.
 
     Returns:
-        What was done, by object.
+        One result per object.
 
     Raises:
-        ConfigError: this repository may not be written to.
+        ConfigError: this repository is not writable.
     """
     digests = dict.fromkeys(
         problem.digest for problem in problems if problem.digest is not None and problem.kind in _REPAIRABLE
@@ -92,47 +92,56 @@ def verify_and_repair(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> RepairReport:
-    """Verify versions and repair what is bad; then verify again what had been hidden, until nothing more is found.
+    """Verify versions, repair bad objects, and repeat this until a pass finds no further problem.
 
-    Nobody can say of a table that is bad which objects it names: those are looked at once it is repaired.
+    Several passes are needed because a bad tensor table hides its objects: they can be checked only after the table
+    is repaired.
 
     Args:
-        repository: with the versions.
-        versions: which.
-        copies: as of `repair`; where there are none nothing is repaired.
-        deep: as of `verify`, like the rest.
-        trusted: see there.
-        begin: called anew for every pass.
-        report: called with the bytes read, decoded or copied.
+        repository: repository of the versions.
+        versions: versions to check.
+        copies: other repositories, see `repair`; without any, nothing is repaired.
+        deep: see `verify`.
+        trusted: see `verify`.
+        begin: called once per pass, see `verify`.
+        report: called with the number of bytes read, decoded or copied.
 
-    Raises: as `verify` and `repair`.
+    Raises:
+        Same errors as `verify` and `repair`.
     """
     by_name = {str(version): version for version in versions}
     done = verify(repository, by_name.values(), deep=deep, trusted=trusted, begin=begin, report=report)
-    found, left, repairs = list(done.problems), list(done.problems), dict[Digest, Repair]()
+    problems, remaining, repairs = list(done.problems), list(done.problems), dict[Digest, Repair]()
     while copies:
-        new = repair(repository, [each for each in left if each.digest not in repairs], copies, report)
-        repairs.update((each.digest, each) for each in new)
-        good = {each.digest for each in new if each.failure is None}
-        mended = [each for each in left if each.digest in good and each.kind in _REPAIRABLE]
-        left = [each for each in left if each not in mended]
-        hidden = {version for each in mended if deep or each.role != "tensors" for version in each.hit}
+        tried = repair(
+            repository, [problem for problem in remaining if problem.digest not in repairs], copies, report
+        )
+        repairs.update((result.digest, result) for result in tried)
+        good = {result.digest for result in tried if result.failure is None}
+        repaired = [problem for problem in remaining if problem.digest in good and problem.kind in _REPAIRABLE]
+        remaining = [problem for problem in remaining if problem not in repaired]
+        # Without `deep`, a tensor object hides nothing. With it, tensors of a bad object could not be decoded before.
+        hidden = {version for problem in repaired if deep or problem.role != "tensors" for version in problem.hit}
         if not hidden:
             break
         again = [version for name, version in by_name.items() if name in hidden]
         more = verify(repository, again, deep=deep, trusted=trusted, begin=begin, report=report).problems
-        known = {(each.role, each.kind, each.digest, each.detail) for each in left}
-        unknown = [each for each in more if (each.role, each.kind, each.digest, each.detail) not in known]
-        left += unknown
-        found += unknown
-    return RepairReport(replace(done, problems=tuple(found)), tuple(repairs.values()), tuple(left))
+        known = set(map(_identity, remaining))
+        new = [problem for problem in more if _identity(problem) not in known]
+        remaining += new
+        problems += new
+    return RepairReport(replace(done, problems=tuple(problems)), tuple(repairs.values()), tuple(remaining))
+
+
+def _identity(problem: ModelProblem) -> tuple[object, ...]:
+    return problem.role, problem.kind, problem.digest, problem.detail
 
 
 def _repair_one(
     repository: Repository, digest: Digest, copies: Sequence[Repository], report: Callable[[int], None] | None
 ) -> Repair:
     if find_damage(repository.objects, digest) is None:
-        return Repair(digest)  # somebody else was faster
+        return Repair(digest)  # another process has repaired it meanwhile
     failures = []
     for copy in copies:
         try:
@@ -147,20 +156,22 @@ def _repair_one(
 def _replace(
     repository: Repository, digest: Digest, source: Objects, report: Callable[[int], None] | None
 ) -> str | None:
-    """Copy an object, verified, then put it in the bad one's place; returns where that is kept."""
+    """Copy and verify an object, then replace the bad one; return where the bad bytes are kept."""
     objects, storage = repository.objects, repository.storage
     writer = objects.begin()
     try:
         try:
             size_bytes = source.size(digest)
             if size_bytes is None:
-                raise NotFoundError(f"{source.location(digest)} is missing too")
+                raise NotFoundError(f"{source.location(digest)} is missing as well")
             source.fetch(digest, size_bytes, cast("BinaryIO", writer), report=report)
-        except ConfigError as error:  # refused there; here it would mean that nothing at all can be repaired
+        except ConfigError as error:
+            # A copy that cannot be read must not end the repair: from here, ConfigError means that this repository is
+            # not writable.
             raise UnavailableError(str(error)) from error
         with map_exceptions("write", str(writer.path)):
             writer.sync()
-        # Kept before it is replaced: at every instant one of both names leads to the bad bytes.
+        # Quarantine before the replacement, so that a crash between the two never loses the bad bytes.
         kept_at = _keep(repository, digest)
         storage.adopt(Objects.path(digest), writer.path)
     finally:
@@ -169,7 +180,7 @@ def _replace(
 
 
 def _keep(repository: Repository, digest: Digest) -> str | None:
-    """Give the bad bytes of an object a second name, in the quarantine; None where there are none."""
+    """Link or copy the bad bytes of an object into the quarantine; return the location, or None if there are none."""
     storage, path = repository.storage, Objects.path(digest)
     size_bytes = storage.size(path)
     if size_bytes is None:

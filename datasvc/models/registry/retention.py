@@ -1,7 +1,7 @@
-"""Which versions of a model to keep: decided from what their entries say, and nothing is touched here.
+"""Retention policy: a pure function that chooses the versions of a model to keep, from their entries.
 
-Whatever the policy, the newest version, the best and the tagged ones stay. No version is needed to restore another:
-every tensor table names all that its tensors are made of, so a difference never keeps its base's version.
+The newest, the best and the tagged versions are always kept. No version is needed to restore another one: a tensor
+table lists all objects of its tensors, so a tensor stored as a difference does not depend on the version of its base.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from datasvc.models.registry.registry import ModelVersion
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What to keep beside the newest version, the best one and the tagged ones.
+    """Which versions to keep, in addition to the newest, the best and the tagged ones.
 
     Attributes:
-        last: so many of the newest.
-        best: so many of the best by `metric`.
-        metric: what "best" means. Without it both the highest and the lowest of every metric count as best.
-        mode: whether a high or a low `metric` is better; None: as its name says, see `metric_mode`.
-        every_versions: those whose number is a multiple of this.
-        every_steps: the first at or after each multiple of so many steps.
+        last: number of newest versions to keep.
+        best: number of best versions by `metric` to keep.
+        metric: metric that defines "best". Without it, the highest and the lowest value of every metric are best.
+        mode: whether a high or a low `metric` is better; None derives it from the name, see `metric_mode`.
+        every_versions: keep the versions whose number is a multiple of this.
+        every_steps: keep the first version at or after each multiple of this number of steps.
 
     Raises:
-        ConfigError: it keeps nothing but what always stays; or which end of `metric` is the best is not known.
+        ConfigError: no count is given or a count is below 1, or `mode` is missing for an unclear metric name.
     """
 
     last: int | None = None
@@ -43,15 +43,18 @@ class RetentionPolicy:
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         wrong = {name: value for name, value in counts.items() if value < 1}
         if wrong:
-            raise ConfigError(f"a retention policy counts from 1, not {wrong}")
+            raise ConfigError(f"the numbers of a retention policy must be 1 or more, not {wrong}")
         if not counts:
-            raise ConfigError("say what to keep: the last so many, the best by a metric, or every n-th")
+            raise ConfigError(
+                "the retention policy keeps nothing; give the number of last versions, of best versions by a metric, "
+                "or every n-th version or step"
+            )
         if self.best is not None and self.metric is None:
-            raise ConfigError("say by which metric versions are best")
+            raise ConfigError("the retention policy keeps the best versions, but names no metric; give one")
         if self.metric is not None:
             object.__setattr__(self, "mode", choose_metric_mode(self.metric, self.mode))
         elif self.mode is not None:
-            raise ConfigError(f"the mode {self.mode!r} is of no metric: say which, or leave it out")
+            raise ConfigError(f"the mode {self.mode!r} is given without a metric; give the metric, or omit the mode")
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in vars(self).items() if value is not None)
@@ -59,11 +62,11 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """What becomes of every version that is not removed yet.
+    """Decision for every version that is not removed yet.
 
     Attributes:
-        kept: why each stays, by its number, ascending.
-        removed: the numbers of the others, ascending.
+        kept: reasons to keep a version, by its number, ascending.
+        removed: numbers of the versions to remove, ascending.
     """
 
     kept: Mapping[int, tuple[str, ...]]
@@ -71,23 +74,23 @@ class RetentionPlan:
 
 
 def plan_retention(versions: Sequence[ModelVersion], policy: RetentionPolicy) -> RetentionPlan:
-    """Return which versions of one model a policy keeps, and why.
+    """Choose the versions of one model to keep, with the reasons.
 
     Args:
-        versions: of the model, by number, in any order; removed ones are left out.
-        policy: what to keep.
+        versions: versions of the model in any order; removed ones are ignored.
+        policy: which versions to keep.
 
     Raises:
-        ConfigError: no version has the policy's metric, so nobody knows the best; says which metrics there are.
+        ConfigError: no version has a finite value of the policy's metric. The message lists the metrics that exist.
     """
-    living = sorted((each for each in versions if not each.removed), key=lambda each: each.version)
-    reasons: dict[int, list[str]] = {each.version: [] for each in living}
+    living = sorted((version for version in versions if not version.removed), key=lambda version: version.version)
+    reasons: dict[int, list[str]] = {version.version: [] for version in living}
     if living:
         reasons[living[-1].version].append("newest")
-    for each in living:
-        reasons[each.version].extend(f"tagged {tag}" for tag in each.tags)
-    for each in living[-(policy.last or 0) :] if policy.last else []:
-        reasons[each.version].append(f"last {policy.last}")
+    for version in living:
+        reasons[version.version].extend(f"tagged {tag}" for tag in version.tags)
+    for version in living[-(policy.last or 0) :] if policy.last else []:
+        reasons[version.version].append(f"last {policy.last}")
     for number, reason in [*_best(living, policy), *_every(living, policy)]:
         reasons[number].append(reason)
     return RetentionPlan(
@@ -97,7 +100,7 @@ def plan_retention(versions: Sequence[ModelVersion], policy: RetentionPolicy) ->
 
 
 def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[tuple[int, str]]:
-    scores = {each.version: _numbers(each.entry.get("metrics")) for each in living}
+    scores = {version.version: _numbers(version.entry.get("metrics")) for version in living}
     metrics = sorted({name for score in scores.values() for name in score})
     if policy.metric is None:
         for name in metrics:
@@ -109,14 +112,14 @@ def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[t
             f"no version has a finite metric {policy.metric!r}, so none is the best; there are: "
             f"{', '.join(metrics) or 'none'}"
         )
-    assert policy.mode is not None  # there is a metric
+    assert policy.mode is not None  # set together with the metric
     word = "highest" if policy.mode == "max" else "lowest"
     for place, number in enumerate(_ranked(scores, policy.metric, policy.mode)[: policy.best or 1], 1):
         yield number, f"{word} {policy.metric}" if place == 1 else f"{word} {policy.metric}, place {place}"
 
 
 def _ranked(scores: Mapping[int, Mapping[str, float]], metric: str, mode: str) -> list[int]:
-    """Return versions from the best on; of equals the newest first."""
+    """Return version numbers, best first; equal scores are ordered newest first."""
     sign = -1 if mode == "max" else 1
     return sorted(
         (number for number, score in scores.items() if metric in score),
@@ -126,24 +129,24 @@ def _ranked(scores: Mapping[int, Mapping[str, float]], metric: str, mode: str) -
 
 def _every(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[tuple[int, str]]:
     if policy.every_versions is not None:
-        for each in living:
-            if each.version % policy.every_versions == 0:
-                yield each.version, f"every {policy.every_versions} versions"
+        for version in living:
+            if version.version % policy.every_versions == 0:
+                yield version.version, f"every {policy.every_versions} versions"
     if policy.every_steps is not None:
         seen = set()
-        # By their steps: runs that were resumed from an earlier version pass the same steps again.
-        for each in sorted(living, key=lambda each: (int(each.entry["step"]), each.version)):
-            span = int(each.entry["step"]) // policy.every_steps
-            if span not in seen:
-                seen.add(span)
-                yield each.version, f"every {policy.every_steps} steps"
+        # Sorted by step, not by number: a run that resumes an earlier version passes the same steps again.
+        for version in sorted(living, key=lambda version: (int(version.entry["step"]), version.version)):
+            interval = int(version.entry["step"]) // policy.every_steps
+            if interval not in seen:
+                seen.add(interval)
+                yield version.version, f"every {policy.every_steps} steps"
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
-    """Return the metrics that can be compared: a NaN is never the best."""
-    given = metrics.items() if isinstance(metrics, Mapping) else ()
+    """Return the finite metrics: NaN and infinity have no rank."""
+    items = metrics.items() if isinstance(metrics, Mapping) else ()
     return {
         str(name): float(value)
-        for name, value in given
+        for name, value in items
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }

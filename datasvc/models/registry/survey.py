@@ -1,6 +1,7 @@
-"""What model versions name, read and checked but for the bytes of their tensors: entries, tables, states, and so on.
+"""Reads and checks the metadata of model versions: entries, tensor tables, states, shardings and code.
 
-Keeps a name and a size per object, not a record per tensor: tables are read again by those who need the records.
+The bytes of the tensors are not read here, see `verify`. Memory is bounded by the number of objects: a digest and a
+size is kept per object, not a record per tensor. `Survey.tables` reads the tables again where the records are needed.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ _MAX_BYTES: Final[Mapping[Role, int]] = {
 }
 
 BAD: Final = (CorruptDataError, NotFoundError)
-# What a disk of this machine raises: it is asked directly, so its answer is about the data, not about the way to it.
+# A local disk has no network before it: there, an I/O or permission error is a fault of the stored data as well.
 BAD_DISK: Final = (*BAD, UnavailableError, ConfigError)
 
 
 @dataclass(frozen=True)
 class ModelProblem:
-    """One object or entry that is not what it should be.
+    """One damaged, missing or untrusted object or entry.
 
     Attributes:
-        kind: "unreadable" is what a disk of this machine does not give; "contradictory" is as it was written, but
-            says what cannot be; "not trusted" lacks a signature.
-        role: what it is.
-        digest: of the object; None for an entry.
-        detail: what was expected and found, and where.
-        hit: by version the tensors that cannot be restored; () where that is all of them, or the rest of the state.
+        kind: "unreadable": a local disk fails to read it. "contradictory": its bytes match the digest, but its
+            content is impossible. "not trusted": it has no valid signature.
+        role: what the object or entry holds.
+        digest: digest of the object; None for an entry.
+        detail: what was expected, what was found, and where.
+        hit: by version, names of the tensors that cannot be restored; () means all tensors or other parts of the
+            state.
     """
 
     kind: Kind
@@ -59,17 +61,17 @@ class ModelProblem:
 
 
 class Survey:
-    """Looks at versions one after the other. What they name gathers in `objects`, what is wrong in `problems`.
+    """Scan versions one by one and collect their objects and problems.
 
     Args:
-        repository: where they are.
-        trusted: keys by one of which every version must be signed, if there are any.
+        repository: repository of the versions.
+        trusted: public keys. If there are any, each version must be signed by one of them.
 
     Attributes:
-        objects: that hold tensors, with the sizes that tables say.
-        documents: tables, states, shardings and code that were read well, with their sizes.
-        tensor_bytes: of all tensors in memory, of each table once.
-        bad: what damage raises here, see `BAD_DISK`.
+        objects: objects that hold tensors, with their sizes in bytes according to the tensor tables.
+        documents: tables, states, shardings and code that could be read, with their sizes in bytes.
+        tensor_bytes: size of all tensors in memory; a table shared by several versions counts once.
+        bad: exception types that mean damage in this repository, see `BAD_DISK`.
     """
 
     def __init__(self, repository: Repository, trusted: Sequence[PublicKey] = ()) -> None:
@@ -84,23 +86,24 @@ class Survey:
 
     @property
     def problems(self) -> list[ModelProblem]:
-        """What was found, each object once with all versions that it hits."""
+        """All problems; an object that affects several versions is listed once."""
         return [
-            ModelProblem(kind, role, parse_digest(which) if role != "entry" else None, detail, hit)
-            for (role, kind, which), (detail, hit) in self._problems.items()
+            ModelProblem(kind, role, parse_digest(subject) if role != "entry" else None, detail, hit)
+            for (role, kind, subject), (detail, hit) in self._problems.items()
         ]
 
-    def look_at(self, version: Resolved) -> None:
-        """Read everything of a version but its tensors.
+    def scan(self, version: Resolved) -> None:
+        """Read and check a version, except for the bytes of its tensors.
 
         Raises:
-            ConfigError: something has a later format.
-            UnavailableError: the store did not answer.
+            ConfigError: an object has a format that this version of datasvc does not support.
+            UnavailableError: a remote store does not answer.
         """
         try:
             entry = self._repository.entry(version)
-            named = objects_of_entry(entry.content, version)
+            refs = objects_of_entry(entry.content, version)
         except (*BAD, UnavailableError) as error:
+            # Not `except self.bad`: on a local disk that includes ConfigError, which means a later format here.
             if type(error) not in self.bad:
                 raise
             self._note("entry", kind_of(error), str(version), version, str(error))
@@ -110,36 +113,37 @@ class Survey:
                 check_signed(self._repository, version, entry, self._trusted)
             except CorruptDataError as error:
                 self._note("entry", "not trusted", str(version), version, str(error))
-        if named.code is not None:
-            self._read("code", named.code, version)
-        state, records = self._read("state", named.state, version), self._read_table(named.tensors, version)
-        sharding = None if named.sharding is None else self._read("sharding", named.sharding, version)
+        if refs.code is not None:
+            self._read("code", refs.code, version)
+        state, records = self._read("state", refs.state, version), self._read_table(refs.tensors, version)
+        sharding = None if refs.sharding is None else self._read("sharding", refs.sharding, version)
         if state is None or records is None:
             return
         try:
             skeleton = decode_state(state, str(version))
             unflatten(skeleton, cast("Any", dict.fromkeys(record.name for record in records)))
         except CorruptDataError as error:
-            self._note("state", "contradictory", named.state, version, f"{version}: {error}")
+            self._note("state", "contradictory", refs.state, version, f"{version}: {error}")
             return
-        if named.sharding is not None and sharding is not None:
-            self._check_sharding(named.sharding, sharding, records, skeleton, version)
+        if refs.sharding is not None and sharding is not None:
+            self._check_sharding(refs.sharding, sharding, records, skeleton, version)
 
     def tables(self) -> Iterator[tuple[Sequence[str], Sequence[TensorRecord]]]:
-        """Yield the records of every table that could be read, each with the versions that have it."""
+        """Yield the records of each readable tensor table, with the versions that use it."""
         for table, versions in self._tables.items():
-            # It was read before; but its versions may have been removed since, or its disk fails now.
+            # The second read can fail: since the scan, the versions may have been removed, or the disk has failed.
             content = self._read("tensor table", table, versions[0])
             if content is not None:
                 yield list(map(str, versions)), self._decode(table, content)
                 continue
+            # Read once per further version, so that the problem lists each of them.
             for version in versions[1:]:
                 self._read("tensor table", table, version)
 
     def _check_sharding(
         self, digest: Digest, raw: bytes, records: Sequence[TensorRecord], skeleton: Any, version: Resolved
     ) -> None:
-        # Loads all of torch.distributed, which few repositories need.
+        # Imported here because it loads torch.distributed, which few repositories need.
         from datasvc.models.dcp.metadata import decode_sharding
 
         try:
@@ -175,12 +179,12 @@ class Survey:
         self.documents[digest] = len(content)
         return content
 
-    def _note(self, role: Role, kind: Kind, which: str, version: Resolved, detail: str) -> None:
-        self._problems.setdefault((role, kind, which), (detail, {}))[1][str(version)] = ()
+    def _note(self, role: Role, kind: Kind, subject: str, version: Resolved, detail: str) -> None:
+        self._problems.setdefault((role, kind, subject), (detail, {}))[1][str(version)] = ()
 
 
 def kind_of(error: DatasvcError) -> Kind:
-    """Return what an error says of an object."""
+    """Return the kind of problem that an error stands for."""
     if isinstance(error, NotFoundError):
         return "missing"
     return "changed" if isinstance(error, CorruptDataError) else "unreadable"

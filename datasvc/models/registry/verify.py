@@ -1,4 +1,4 @@
-"""Is everything that model versions name there, and as it was written? If not, which tensors of which versions?"""
+"""Verifies model versions: reads their objects, and finds the tensors of each version that cannot be restored."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from datasvc.models.tensors.threads import run_in_threads
 from datasvc.models.versions.signing_keys import PublicKey
 from datasvc.repository import Digest, Objects, Repository, Resolved
 
-# Each holds a part of an object in memory, eight parts where the repository is remote.
+# Each read holds one part of an object in memory, or eight parts if the repository is remote.
 _OBJECTS_AT_ONCE: Final = 4
 _CHUNKS_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True)
 class ModelVerifyReport:
-    """What `verify` found.
+    """Result of `verify`.
 
     Attributes:
-        versions: that were looked at.
-        num_objects: objects read, each once.
-        size_bytes: of them.
-        problems: none when all is well.
+        versions: versions that were checked.
+        num_objects: number of distinct objects read.
+        size_bytes: size of these objects.
+        problems: all problems; empty if every version is intact.
     """
 
     versions: tuple[str, ...]
@@ -48,27 +48,29 @@ def verify(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> ModelVerifyReport:
-    """Read every byte that model versions name, each object once. All are looked at, whatever is found.
+    """Read every object of some model versions once and compare it with its digest.
+
+    A problem does not end the check: all versions are checked. A version that is removed during the check is left out
+    of the problems, because `gc` may delete its objects.
 
     Args:
-        repository: where they are.
-        versions: which; see `every_version`.
-        deep: decode every tensor as well and compare it with its digest: finds what was written wrong, not only what
-            changed since.
-        trusted: keys by one of which every version must be signed, if there are any.
-        begin: called once, with the bytes of all objects that hold tensors; `deep` with those of all tensors more.
-        report: called with the bytes of each part read of them, or decoded, from several threads.
-
-    Versions that are removed meanwhile are no problem, though some of their objects be gone.
+        repository: repository of the versions.
+        versions: versions to check, such as those of `every_version`.
+        deep: also decode every tensor and compare it with its digest. This finds tensors that were stored wrongly,
+            not only objects that changed later.
+        trusted: public keys. If there are any, each version must be signed by one of them.
+        begin: called once with the number of bytes to process: the size of all objects that hold tensors, plus that
+            of all tensors with `deep`.
+        report: called with the number of bytes of each part that was read or decoded, from several threads.
 
     Raises:
-        ConfigError: something has a later format.
-        UnavailableError: a remote store did not answer, which says nothing about the data.
+        ConfigError: an object has a format that this version of datasvc does not support.
+        UnavailableError: a remote store does not answer; the state of the data is unknown.
     """
-    survey, looked = Survey(repository, trusted), []
+    survey, scanned = Survey(repository, trusted), []
     for version in versions:
-        survey.look_at(version)
-        looked.append(str(version))
+        survey.scan(version)
+        scanned.append(str(version))
     if begin is not None:
         begin(sum(survey.objects.values()) + (survey.tensor_bytes if deep else 0))
     bad = _find_bad_objects(repository.objects, survey, report)
@@ -79,14 +81,15 @@ def verify(
         of_tensors += _find_wrong_tensors(repository.objects, survey, bad, report)
     problems = _of_living(repository, [*survey.problems, *of_tensors])
     sizes = survey.objects | survey.documents
-    return ModelVerifyReport(tuple(looked), len(sizes), sum(sizes.values()), tuple(problems))
+    return ModelVerifyReport(tuple(scanned), len(sizes), sum(sizes.values()), tuple(problems))
 
 
 def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Resolved]:
-    """Return all versions that were not removed, of some models or of all.
+    """Return all versions of the models `names`, or of all models, without the removed ones.
 
     Raises:
-        ConfigError, NotFoundError: there is no model of such a name.
+        ConfigError: a name is not valid.
+        NotFoundError: there is no model of this name.
         CorruptDataError, UnavailableError: see `Repository.living`.
     """
     for name in names:
@@ -99,7 +102,7 @@ def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Res
 
 
 def _of_living(repository: Repository, problems: Sequence[ModelProblem]) -> Iterator[ModelProblem]:
-    """Yield problems but for those of versions that were removed since: `gc` may have taken their objects."""
+    """Yield the problems without the versions that were removed meanwhile: `gc` may have deleted their objects."""
     names = {version.rpartition("@")[0] for problem in problems for version in problem.hit}
     living = {f"{name}@{number}" for name in names for number in repository.living("models", name)}
     for problem in problems:
@@ -111,45 +114,48 @@ def _of_living(repository: Repository, problems: Sequence[ModelProblem]) -> Iter
 def _find_bad_objects(
     objects: Objects, survey: Survey, report: Callable[[int], None] | None
 ) -> dict[Digest, DatasvcError]:
-    """Read objects and return what is wrong with the bad ones."""
+    """Read all objects that hold tensors; return the error of each bad one."""
 
-    def look(digest: Digest) -> DatasvcError | None:
+    def check(digest: Digest) -> DatasvcError | None:
         error = find_damage(objects, digest, survey.objects[digest], report)
-        # A store that does not answer ends this now, not after every other object was asked for.
+        # Stop at once if the store does not answer: each further request would wait for its timeout too.
         if error is not None and type(error) not in survey.bad:
             raise error
         return error
 
-    found = run_in_threads(look, [(digest,) for digest in survey.objects], _OBJECTS_AT_ONCE)
-    return {digest: error for digest, error in zip(survey.objects, found, strict=True) if error is not None}
+    errors = run_in_threads(check, [(digest,) for digest in survey.objects], _OBJECTS_AT_ONCE)
+    return {digest: error for digest, error in zip(survey.objects, errors, strict=True) if error is not None}
 
 
 def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError]) -> Iterator[ModelProblem]:
-    """Yield a problem for each bad object with the tensors that cannot be restored: not all that share a pack."""
+    """Yield a problem for each bad object, with the tensors that cannot be restored.
+
+    Several tensors may share an object; those whose own bytes are intact are not listed.
+    """
     hit: dict[Digest, dict[str, tuple[str, ...]]] = {digest: {} for digest in bad}
-    named: set[Digest] = set()
+    referenced: set[Digest] = set()
     for versions, places in _unloadable(objects, survey, bool, bad):
         for record, chunk, is_bad in places:
             suspects = bad.keys() & {link.object for link in chunk.chain}
-            named |= suspects
+            referenced |= suspects
             for digest in suspects if is_bad else ():
                 for version in versions:
                     names = hit[digest].get(version, ())
                     hit[digest][version] = names if record.name in names else (*names, record.name)
     for digest, error in bad.items():
-        # One that no table names any more went with a version that was removed meanwhile.
-        if digest in named or not isinstance(error, NotFoundError):
+        # A missing object that no table references any more belonged to a version that was removed meanwhile.
+        if digest in referenced or not isinstance(error, NotFoundError):
             yield ModelProblem(kind_of(error), "tensors", digest, str(error), hit[digest])
 
 
 def _find_wrong_tensors(
     objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError], report: Callable[[int], None] | None
 ) -> Iterator[ModelProblem]:
-    """Yield a problem for each tensor that is not what its digest says though all its objects are good."""
+    """Yield a problem for each tensor that does not match its digest although all its objects are intact."""
     for versions, places in _unloadable(objects, survey, not_, bad, report):
         for record, chunk, is_bad in places:
             if is_bad:
-                detail = f"{record.name!r} at {chunk.start}: what is stored for it decodes to something else"
+                detail = f"{record.name!r} at {chunk.start}: the stored bytes decode to a tensor with another digest"
                 hit = dict.fromkeys(versions, (record.name,))
                 yield ModelProblem("contradictory", "tensors", chunk.chain[-1].object, detail, hit)
 
@@ -161,16 +167,17 @@ def _unloadable(
     bad: Mapping[Digest, DatasvcError],
     report: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[Sequence[str], list[tuple[TensorRecord, Chunk, bool]]]]:
-    """Yield for each table its versions, and the chosen chunks with whether they can not be restored.
+    """Try to load chunks; yield for each table its versions, and whether each of its chunks cannot be restored.
 
     Args:
-        objects: of the repository.
-        survey: knows the tables.
-        choose: of the objects of a chunk that are bad, whether to try it.
-        bad: objects.
-        report: called with the bytes of every chunk, tried or not.
+        objects: objects of the repository.
+        survey: source of the tables.
+        choose: predicate of the bad objects of a chunk: whether to load the chunk. A chunk that is not loaded counts
+            as good.
+        bad: the bad objects.
+        report: called with the number of bytes of every chunk, loaded or not.
     """
-    verdicts: dict[Chunk, bool] = {}  # versions share most chunks
+    verdicts: dict[Chunk, bool] = {}  # versions share most chunks: load each once
     decoders = Decoders()
 
     def is_bad(record: TensorRecord, chunk: Chunk) -> bool:

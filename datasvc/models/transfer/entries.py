@@ -9,7 +9,7 @@ from typing import Any, Final
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.provenance.segments import history_of
 from datasvc.models.registry.ancestry import HISTORY
-from datasvc.models.registry.registry import version_named
+from datasvc.models.registry.registry import parse_version
 from datasvc.models.transfer.reachable import named_objects
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
@@ -172,7 +172,7 @@ class TargetLogs:
     def _place(self, kind: Kind, ref: str) -> str | None:
         """Return what the target calls a version that an entry of the source names; None where it has no such one."""
         try:
-            named = version_named(ref) if kind == "models" else _version_of(ref)
+            named = parse_version(ref) if kind == "models" else _version_of(ref)
             found = None if named is None else self.find(Resolved(kind, *named))
         except (NotFoundError, ConfigError):
             return None  # the source itself does not have it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from datasvc.models.registry.registry import ModelVersion, version_named
+from datasvc.models.registry.registry import ModelVersion, parse_version
 from datasvc.repository import Repository, Resolved
 
 
@@ -62,7 +62,7 @@ def read_parents(
 def _parents(
     repository: Repository, version: Resolved, entry: Mapping[str, Any], living: dict[str, frozenset[int]]
 ) -> list[Resolved]:
-    named = map(version_named, ModelVersion(version.name, version.version, (), entry).parents)
+    named = map(parse_version, ModelVersion(version.name, version.version, (), entry).parents)
     found = []
     for name, number in filter(None, named):
         if name not in living:

@@ -54,7 +54,7 @@ def keys_of(data):
 
 def own_of(found):
     own = {}
-    for each in found.all_sightings():
+    for each in found.all_uses():
         own.setdefault(each.version, Counter())[each.key, each.data, each.epoch, each.position, each.step] += 1
         assert each.is_certain
     return own
@@ -149,14 +149,14 @@ def test_entries_of_earlier_releases_are_read_by_what_their_states_say(data):
     commit(repository, "old", run.step, [{**use, "state": {**use["state"], "epoch": 1}}], parent="old@2")
     found = find_consumers(repository, ["old"], keys=keys_of(data))
     own = {}
-    for each in found.all_sightings():
+    for each in found.all_uses():
         assert each.step is None
         if each.version != "old@3":
             assert each.is_certain
             own.setdefault(each.version, Counter())[each.key, each.data, each.epoch, each.position] += 1
     assert own == expected
     # Epoch 0 ended, and nothing says whether all of it was served.
-    last = [each for each in found.all_sightings() if each.version == "old@3"]
+    last = [each for each in found.all_uses() if each.version == "old@3"]
     assert {(each.epoch, each.is_certain) for each in last} == {(0, False), (1, True)}
     assert "may have been dropped" in found.gaps["old@3"][0]
     assert [each.is_complete for each in found.versions] == [True, True, False]
@@ -171,20 +171,20 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
     foreign = {**use, "state": {**use["state"], "version": "ab" * 32}}
     far = {**use, "spans": [ReadSpan((0, 0), (0, 99), 0, 4, "drop").to_dict()]}
     cases = {
-        "silent": ([], {}, "does not say which data"),
-        "elsewhere": ([foreign], {}, "shard table abababababab..., which this repository does not have"),
-        "orphan": ([use], {"parent": "nobody@7"}, "continues 'nobody@7', which is not here"),
-        "moved": ([use], {"parent": "silent"}, "may have meant any version"),
-        "stateless": ([{**use, "state": {"epoch": 1, "position": 2}}], {}, "what it says of big@1/train cannot be"),
-        "far": ([far], {}, "outside epochs of 40 samples"),
-        "spanless": ([{**use, "spans": [{"start": [1, 0], "stop": [0, 0]}]}], {}, "not a valid span"),
+        "silent": ([], {}, "does not record the data"),
+        "elsewhere": ([foreign], {}, "shard table abababababab..., which is not in this repository"),
+        "orphan": ([use], {"parent": "nobody@7"}, "continues 'nobody@7', which is not in this repository"),
+        "moved": ([use], {"parent": "silent"}, "a parent without a version number is ambiguous"),
+        "stateless": ([{**use, "state": {"epoch": 1, "position": 2}}], {}, "reading big@1/train is not valid"),
+        "far": ([far], {}, "exceeds epochs of 40 samples"),
+        "spanless": ([{**use, "spans": [{"start": [1, 0], "stop": [0, 0]}]}], {}, "no span"),
         "circle": ([use], {"parent": "circle@1"}, "which continues it"),
-        "copied": ([use], {"origin": {"parents": ["base@4"]}}, "continues base@4 of another repository, and says"),
-        "odd": ([], {"data": "data"}, "not a valid data use"),
-        "cut": ([ReadSpan((0, 0), (0, 4), 7, 4, "drop")], {}, "began at step 7, at which no version"),
-        "torn": ([use], {"history": "all"}, "history of versions that are not here makes no sense"),
-        "worn": ([use], {"history": [3, None, {"gap": 1}, {"run": [1]}]}, "history of versions that are not here"),
-        "unnamed": ([{**use, "run": ["a"]}], {}, "not a valid data use"),
+        "copied": ([use], {"origin": {"parents": ["base@4"]}}, "continues base@4 of another repository, and has"),
+        "odd": ([], {"data": "data"}, "does not record the data"),
+        "cut": ([ReadSpan((0, 0), (0, 4), 7, 4, "drop")], {}, "began at step 7, but no version"),
+        "torn": ([use], {"history": "all"}, "record of what ancestors in another repository consumed is not valid"),
+        "worn": ([use], {"history": [3, None, {"gap": 1}, {"run": [1]}]}, "another repository consumed is not valid"),
+        "unnamed": ([{**use, "run": ["a"]}], {}, "does not say which data was used"),
     }  # fmt: skip
     for name, (uses, fields, message) in cases.items():
         said = [{**use, "spans": [each.to_dict()]} if isinstance(each, ReadSpan) else each for each in uses]
@@ -214,8 +214,8 @@ def test_steps_of_several_batches_are_not_told_wrong(data):
     served = [next(batches)[1] for _ in range(6)]
     commit(repository, "accumulated", 3, [reading.use()])  # two batches a step
     found = find_consumers(repository, ["accumulated"], keys=keys_of(data))
-    assert sorted(int(each.key) for each in found.all_sightings()) == sorted(chain.from_iterable(served))
-    assert {each.step for each in found.all_sightings()} == {None}
+    assert sorted(int(each.key) for each in found.all_uses()) == sorted(chain.from_iterable(served))
+    assert {each.step for each in found.all_uses()} == {None}
 
 
 def test_what_a_living_process_consumed_goes_with_its_weights(data):
@@ -281,12 +281,12 @@ def test_samples_that_a_version_deleted_are_found_where_they_were_consumed_befor
     assert {each.name: each.num_samples for each in found.versions} == {
         name: len(keys) if name.startswith("cnn1") else 0 for name, keys in expected.items()
     }
-    assert {each.data for each in found.all_sightings()} == {"pets@1/train"}
+    assert {each.data for each in found.all_uses()} == {"pets@1/train"}
     assert find_consumers(repository, deleted_in="pets@2", split="val").keys == ["5"]
     assert find_consumers(repository, ["cnn1@1"], keys=["3"], data="pets@2").missing.tolist() == [0]
-    with pytest.raises(NotFoundError, match="first version of pets: it deleted nothing"):
+    with pytest.raises(NotFoundError, match="first version of pets, so it deleted no samples"):
         find_consumers(repository, deleted_in="pets@1")
-    with pytest.raises(ConfigError, match="by keys, or by the version"):
+    with pytest.raises(ConfigError, match="either by keys or by the data-set version"):
         find_consumers(repository)
 
 
@@ -296,7 +296,7 @@ def test_a_version_that_went_elsewhere_without_its_ancestors_takes_along_what_th
     tuned = Run(repository, truth, "tuned", split, order=WINDOWED, base="cnn1@2", batches=Batches(4, 1, "pad"))
     tuned.train(3), tuned.save(), tuned.train(1), tuned.save()
     history = history_of(repository, "tuned@2")
-    assert len(history) == 2  # a run is one piece of it, however many versions it saved
+    assert len(history) == 2  # a run is one chunk of it, however many versions it saved
     other = Repository.create(str(tmp_path / "other"))
     write_version(
         other, "pets", {"train": [[label(number) for number in range(9)]]}, LABELLED_SCHEMA
@@ -307,11 +307,9 @@ def test_a_version_that_went_elsewhere_without_its_ancestors_takes_along_what_th
     keys = list(map(str, range(9)))
     here, there = find_consumers(repository, ["tuned@2"], keys=keys), find_consumers(other, ["received"], keys=keys)
     assert there.gaps == {}
-    assert "cnn1@1 elsewhere" not in {
-        each.version for each in there.all_sightings()
-    }  # one piece, named by its newest
-    assert "cnn1@2 elsewhere" in {each.version for each in there.all_sightings()}
-    told = [[each._replace(version="") for each in found.all_sightings()] for found in (here, there)]
+    assert "cnn1@1 elsewhere" not in {each.version for each in there.all_uses()}  # one chunk, named by its newest
+    assert "cnn1@2 elsewhere" in {each.version for each in there.all_uses()}
+    told = [[each._replace(version="") for each in found.all_uses()] for found in (here, there)]
     assert Counter(told[0]) == Counter(told[1])
     assert there.versions[1].num_samples == here.versions[0].num_samples == 9
     again = history_of(other, "received@2")
@@ -330,7 +328,7 @@ def test_a_version_that_is_pushed_alone_answers_as_at_home(pets, tmp_path):
     keys = list(map(str, range(9)))
     here, there = find_consumers(repository, ["real@3"], keys=keys), find_consumers(other, keys=keys)
     assert (there.gaps, there.versions[0].num_samples, here.versions[0].num_samples) == ({}, 6, 6)
-    told = [[each._replace(version="") for each in found.all_sightings()] for found in (here, there)]
+    told = [[each._replace(version="") for each in found.all_uses()] for found in (here, there)]
     assert Counter(told[0]) == Counter(told[1])
 
 
@@ -342,7 +340,7 @@ def test_of_steps_without_recorded_samples_not_all_is_known(pets):
         save(repository, "plain", {}, step=step, data=use, parent=parent, code=UNKNOWN)
     save(repository, "plain", {}, step=4, parent="plain@3", code=UNKNOWN)
     found = find_consumers(repository, ["plain"], keys=["0"])
-    assert found.gaps == {"plain@3": ("it does not say which data its steps consumed",)}
+    assert found.gaps == {"plain@3": ("it does not record the data that its steps consumed",)}
     assert [each.is_complete for each in found.versions] == [True, True, False, False]
 
 

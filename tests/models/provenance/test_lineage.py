@@ -58,8 +58,8 @@ def test_data_that_is_not_here_is_named(repository):
     }  # fmt: skip
     commit(repository, "cnn", 1, [DataUse("gone@4", "train", state)], parent="base@2")
     found = read_lineage(repository, "cnn")
-    assert "continues 'base@2', which is not here" in found.models["cnn@1"].gaps[0]
-    assert any("data-set version gone@4 is not known here" in gap for gap in found.gaps)
+    assert "continues 'base@2', which is not in this repository" in found.models["cnn@1"].gaps[0]
+    assert any("data-set version gone@4 is not in this repository" in gap for gap in found.gaps)
     assert any(f"shard table {'cd' * 32} of gone@4/train is not in this repository" in gap for gap in found.gaps)
 
 

@@ -83,7 +83,7 @@ def test_versions_that_have_other_numbers_elsewhere_are_told_by_their_shard_tabl
     assert deleted == "theirs@1"
     # At home pets@1 is before the deletion; there it came last.
     assert saw_all(find_consumers(other, deleted_in="theirs@3")) == [("cnn@1", 2, True), ("cnn@2", 2, True)]
-    assert {each.data for each in find_consumers(other, keys=["3"]).all_sightings()} == {
+    assert {each.data for each in find_consumers(other, keys=["3"]).all_uses()} == {
         "pets@1/train",
         "theirs@2/train",
     }
@@ -105,8 +105,8 @@ def test_a_table_of_that_name_that_nobody_knows_is_no_answer(pets, tmp_path):
         commit(pets, model, 1, [{**use, "dataset": "pets@7"}])
     found = find_consumers(pets, deleted_in="pets@2")
     assert saw_all(found) == [("lost@1", 0, False), ("strange@1", 0, False)]
-    assert "whether it has what pets@2 deleted is not known" in found.gaps["strange@1"][0]
-    assert "which this repository does not have" in found.gaps["lost@1"][0]
+    assert "whether it contains the samples that pets@2 deleted is unknown" in found.gaps["strange@1"][0]
+    assert "which is not in this repository" in found.gaps["lost@1"][0]
 
 
 def test_data_that_were_left_behind_are_a_gap_and_no_failure(pets, tmp_path):
@@ -117,4 +117,4 @@ def test_data_that_were_left_behind_are_a_gap_and_no_failure(pets, tmp_path):
     train(other, "bird", split(other, "birds@1"))
     found = find_consumers(other, keys=["3"])
     assert saw_all(found) == [("bird@1", 1, True), ("cnn@1", 0, False)]
-    assert found.gaps["cnn@1"] == ("of pets@2/train, which it read, 1 shards are not here",)
+    assert found.gaps["cnn@1"] == ("it read pets@2/train, of which 1 shards are not in this repository",)

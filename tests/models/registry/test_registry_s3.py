@@ -161,7 +161,7 @@ def test_who_saw_a_sample_and_what_a_version_came_from_is_told(remote):
     told = find_consumers(remote, keys=[str(number) for number in range(20)])
     (version,) = told.versions
     assert (version.name, version.num_samples, version.is_complete) == ("net@1", 4, True)
-    assert {(int(each.key), each.epoch, each.step) for each in told.all_sightings()} == {(n, 0, 1) for n in served}
+    assert {(int(each.key), each.epoch, each.step) for each in told.all_uses()} == {(n, 0, 1) for n in served}
     lineage = read_lineage(remote, "net@1")
     assert list(lineage.datasets) == ["numbers@1"]
     assert lineage.shards == {split.digest: [shard.digest for shard in split.table.shards()]}

@@ -100,7 +100,7 @@ def test_a_tagged_version_is_removed_only_by_force_which_takes_the_tag_away(repo
 @pytest.mark.parametrize(
     ("refs", "error", "message"),
     [
-        (["cnn"], ConfigError, "'cnn' does not say which versions: name each, such as cnn@3"),
+        (["cnn"], ConfigError, "'cnn' names no version; expected a version or a tag for each, such as cnn@3"),
         (["cnn@2", "cnn@7"], NotFoundError, "no version 7; it has 1 to 3"),
         (["cnn@2", "rnn@1"], NotFoundError, "no model 'rnn'"),
     ],

@@ -94,13 +94,13 @@ def test_of_equally_good_ones_the_newest_is_the_best():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "say what to keep"),
-        ({"metric": "acc"}, "say what to keep"),
-        ({"last": 0}, "counts from 1"),
-        ({"best": 3}, "by which metric"),
+        ({}, "the retention policy keeps nothing"),
+        ({"metric": "acc"}, "the retention policy keeps nothing"),
+        ({"last": 0}, "must be 1 or more"),
+        ({"best": 3}, "names no metric; give one"),
         ({"last": 1, "metric": "acc", "mode": "best"}, "'max' or 'min'"),
-        ({"best": 1, "metric": "score"}, "'score' does not tell.*--mode max or --mode min"),
-        ({"last": 1, "mode": "min"}, "of no metric"),
+        ({"best": 1, "metric": "score"}, "'score' does not show.*--mode max or --mode min"),
+        ({"last": 1, "mode": "min"}, "is given without a metric"),
     ],
 )
 def test_a_policy_that_says_too_little_is_refused(settings, message):

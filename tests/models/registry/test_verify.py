@@ -219,7 +219,7 @@ def test_what_no_copy_has_whole_stays_as_it_is_and_is_said(twice, tmp_path):
     assert not Path(twice.url, "quarantine").exists()
     object_files(copy)[digest].unlink()
     (done,) = repair(twice, verify(twice, [V2]).problems, [copy])
-    assert "is missing too" in done.failure
+    assert "is missing as well" in done.failure
 
 
 def test_a_remote_repository_is_repaired_and_keeps_the_bad_bytes(s3_bucket, repository):
