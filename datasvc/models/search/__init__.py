@@ -1,4 +1,4 @@
-"""Finding model versions by what they say of themselves."""
+"""Find model versions by a condition over their entries."""
 
 from datasvc.models.search.find import find_versions
 

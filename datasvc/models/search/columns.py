@@ -1,7 +1,7 @@
-"""What versions say of themselves as columns: a field, and the rows and values of the versions that have it.
+"""Columns of the version index: for each field, the rows (versions) that have it and their values.
 
-A version may have several values in a field (its data sets, its tags) or none. Of a few hundred fields a search reads
-the columns of those that it names.
+A version may have several values in a field, such as its data sets, or none. A search reads only the columns of the
+fields that its condition uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datasvc.models.search.expression import Literal
 from datasvc.repository import Entry
 
 Mask = npt.NDArray[np.bool_]
-# A run's settings are flat or nearly so; deeper values are not searched, whoever wrote them.
+# The settings of a run are flat or nearly flat; deeper values are not indexed.
 _MAX_DEPTH: Final = 8
 _PLAIN: Final = ("step", "created", "message", "bytes", "stored_bytes", "num_tensors")
 _TREES: Final = ("metrics", "config", "environment")
@@ -31,10 +31,10 @@ class FieldColumn:
     """The values of one field.
 
     Attributes:
-        rows: `int32[n]`, ascending: which version each value is of.
-        numbers: `float64[n]`, NaN where the value is a text.
-        codes: `int32[n]`, where in `texts` a text is; -1 where the value is a number.
-        texts: `string[m]`.
+        rows: `int32[n]`, row of each value, ascending.
+        numbers: `float64[n]`, the values that are numbers; NaN for a text.
+        codes: `int32[n]`, index into `texts` for each value that is a text; -1 for a number.
+        texts: `string[m]`, the distinct texts.
     """
 
     rows: npt.NDArray[np.int32]
@@ -44,25 +44,26 @@ class FieldColumn:
 
     @classmethod
     def build(cls, values: Iterable[tuple[int, Literal]]) -> FieldColumn:
-        """Return the column of rows, ascending, and their values."""
-        listed = list(values)
+        """Build a column from pairs (row, value), with ascending rows."""
+        pairs = list(values)
         texts: dict[str, int] = {}
-        codes = [texts.setdefault(each, len(texts)) if isinstance(each, str) else -1 for _, each in listed]
+        codes = [texts.setdefault(value, len(texts)) if isinstance(value, str) else -1 for _, value in pairs]
         return cls(
-            np.array([row for row, _ in listed], np.int32),
-            np.array([math.nan if isinstance(each, str) else each for _, each in listed], np.float64),
+            np.array([row for row, _ in pairs], np.int32),
+            np.array([math.nan if isinstance(value, str) else value for _, value in pairs], np.float64),
             np.array(codes, np.int32),
             pa.array(list(texts), pa.string()),
         )
 
     @classmethod
     def join(cls, parts: Sequence[tuple[int, FieldColumn]]) -> FieldColumn:
-        """Return one column of several, each with what its rows are counted from."""
+        """Concatenate columns, given as pairs (first row, column)."""
         if len(parts) == 1 and parts[0][0] == 0:
             return parts[0][1]
-        places = np.cumsum([0, *(len(part.texts) for _, part in parts)])
+        first_texts = np.cumsum([0, *(len(part.texts) for _, part in parts)])
         codes = [
-            np.where(part.codes >= 0, part.codes + place, -1) for place, (_, part) in zip(places, parts, strict=False)
+            np.where(part.codes >= 0, part.codes + first_text, -1)
+            for first_text, (_, part) in zip(first_texts, parts, strict=False)
         ]
         return cls(
             np.concatenate([part.rows + np.int32(start) for start, part in parts]),
@@ -73,12 +74,12 @@ class FieldColumn:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether one of the values is a number."""
+        """Whether the column has at least one number."""
         return bool((self.codes < 0).any())
 
     @property
     def has_texts(self) -> bool:
-        """Whether one of the values is a text."""
+        """Whether the column has at least one text."""
         return bool((self.codes >= 0).any())
 
     def rows_of_numbers(self, test: Callable[[npt.NDArray[np.float64]], Mask]) -> npt.NDArray[np.int32]:
@@ -86,25 +87,25 @@ class FieldColumn:
         return self.rows[(self.codes < 0) & test(self.numbers)]
 
     def rows_of_texts(self, test: Callable[[pa.Array], pa.Array]) -> npt.NDArray[np.int32]:
-        """Return the rows with a text that passes `test`, which sees each text once."""
+        """Return the rows with a text that passes `test`, which is called once with all distinct texts."""
         if not len(self.texts):
             return self.rows[:0]
         passed = np.asarray(test(self.texts).to_numpy(zero_copy_only=False), bool)
-        found: npt.NDArray[np.int32] = self.rows[(self.codes >= 0) & passed[self.codes]]
-        return found
+        rows: npt.NDArray[np.int32] = self.rows[(self.codes >= 0) & passed[self.codes]]
+        return rows
 
 
 def build_columns(versions: Iterable[tuple[str, Entry]]) -> dict[str, FieldColumn]:
-    """Return the columns of versions, given by their model's name; the first is row 0."""
+    """Return the columns of versions, given as pairs (model name, entry); the first version is row 0."""
     values: dict[str, list[tuple[int, Literal]]] = {}
     for row, (name, entry) in enumerate(versions):
         for field, value in describe_version(name, entry):
             values.setdefault(field, []).append((row, value))
-    return {field: FieldColumn.build(each) for field, each in values.items()}
+    return {field: FieldColumn.build(pairs) for field, pairs in values.items()}
 
 
 def describe_version(name: str, entry: Entry) -> Iterator[tuple[str, Literal]]:
-    """Yield the fields of a version and their values."""
+    """Yield the indexed fields of a version as pairs (field, value)."""
     content = entry.content
     yield "name", name
     yield "version", float(entry.number)
@@ -126,32 +127,32 @@ def describe_version(name: str, entry: Entry) -> Iterator[tuple[str, Literal]]:
 
 
 def _with_name(field: str, ref: Any) -> Iterator[tuple[str, Literal]]:
-    """Yield a reference, and the name alone: who asks for 'imagenet' means every version of it."""
-    for each in ref.split(", ") if isinstance(ref, str) and ref else ():  # of a mixture there are several
-        yield field, each
-        if "@" in each:
-            yield field, each.partition("@")[0]
+    """Yield a reference and its name without the version, so that 'imagenet' finds every version of it."""
+    for part in ref.split(", ") if isinstance(ref, str) and ref else ():  # a mixture has several
+        yield field, part
+        if "@" in part:
+            yield field, part.partition("@")[0]
 
 
 def _leaves(value: Any, field: str, depth: int) -> Iterator[tuple[str, Literal]]:
     if isinstance(value, str):
-        # Numbers that JSON lacks are stored as their text.
+        # JSON has no NaN and no infinity; a metric stores them as text.
         is_metric = field.startswith("metrics.")
         yield field, _NONFINITE[value] if is_metric and value in _NONFINITE else value
     elif isinstance(value, int | float):
         yield field, _number(value)
     elif depth < _MAX_DEPTH and isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _leaves(each, f"{field}.{key}", depth + 1)
+        for key, child in value.items():
+            yield from _leaves(child, f"{field}.{key}", depth + 1)
     elif depth < _MAX_DEPTH and isinstance(value, list):
-        for each in value:
-            yield from _leaves(each, field, depth + 1)
+        for child in value:
+            yield from _leaves(child, field, depth + 1)
 
 
 def _number(value: float) -> float:
     try:
         return float(value)
-    except OverflowError:  # JSON's integers have no bounds
+    except OverflowError:  # JSON integers are unbounded
         return math.copysign(math.inf, value)
 
 

@@ -1,4 +1,4 @@
-"""Which rows of some columns meet an expression."""
+"""Evaluates an expression over columns: returns the rows that meet it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from datasvc.errors import ConfigError
 from datasvc.models.search.columns import FieldColumn, Mask
 from datasvc.models.search.expression import And, Expression, Is, Literal, Not, Or, Within
 
-_ORDERS: Final[dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]] = {
+# Each comparison for numbers (NumPy) and for texts (Arrow).
+_COMPARISONS: Final[dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]] = {
     "=": (operator.eq, pc.equal),
     "<": (operator.lt, pc.less),
     "<=": (operator.le, pc.less_equal),
@@ -25,42 +26,44 @@ _ORDERS: Final[dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], A
 _ALWAYS_THERE: Final = frozenset(
     {"name", "version", "step", "created", "message", "parent", "data", "code", "tag", "removed"}
 )
-_SHORT_FOR: Final = ("metrics", "config")
+_OPTIONAL_PREFIXES: Final = ("metrics", "config")
 
 
 def find_field(field: str, fields: Collection[str]) -> str:
     """Return the full name of a field: `top1` is short for `metrics.top1` or `config.top1`.
 
     Raises:
-        ConfigError: no version has it, or both of these are there; says which come close.
+        ConfigError: no version has the field, or the short name is ambiguous. The message lists similar fields.
     """
     if field in _ALWAYS_THERE or field in fields:
         return field
-    found = [full for full in (f"{tree}.{field}" for tree in _SHORT_FOR) if full in fields]
-    if len(found) > 1:
-        raise ConfigError(f"{field!r} could be {' or '.join(found)}: write which")
-    if not found:
-        known = sorted({*fields, *_ALWAYS_THERE})
-        short = {each.partition(".")[2] or each: each for each in known}
-        near = [short[each] for each in difflib.get_close_matches(field.rpartition(".")[2], short, n=5, cutoff=0.5)]
-        shown = f"near: {', '.join(near)}" if near else f"there are: {', '.join(known[:20])}"
-        raise ConfigError(f"no version has a field {field!r}; {shown}")
-    return found[0]
+    matches = [full for full in (f"{prefix}.{field}" for prefix in _OPTIONAL_PREFIXES) if full in fields]
+    if len(matches) > 1:
+        raise ConfigError(f"{field!r} is ambiguous: it could be {' or '.join(matches)}; write the full name")
+    if not matches:
+        existing = sorted({*fields, *_ALWAYS_THERE})
+        full_names = {name.partition(".")[2] or name: name for name in existing}
+        similar = difflib.get_close_matches(field.rpartition(".")[2], full_names, n=5, cutoff=0.5)
+        near = ", ".join(full_names[name] for name in similar)
+        hint = f"similar fields: {near}" if near else f"there are: {', '.join(existing[:20])}"
+        raise ConfigError(f"no version has a field {field!r}; {hint}")
+    return matches[0]
 
 
 def evaluate(expression: Expression, column: Callable[[str], FieldColumn | None], num_rows: int) -> Mask:
-    """Return which rows meet an expression: `bool[num_rows]`.
+    """Return a mask of the rows that meet an expression: `bool[num_rows]`.
 
-    What a version says nothing of meets no comparison, `!=` neither; where it has several values, one that meets it
-    is enough, but `!=` means that none is equal.
+    A row without a value meets no comparison, not even `!=`. A row with several values meets a comparison if one of
+    them does; it meets `!=` if none of them is equal.
 
     Args:
-        expression: from `parse_expression`.
-        column: gives the column of a field as it is written; None where no version has a value.
-        num_rows: of all columns.
+        expression: result of `parse_expression`.
+        column: function that returns the column of a field, by the name in the expression; None if no version has a
+            value.
+        num_rows: number of rows of the index.
 
     Raises:
-        ConfigError: a text is compared with a field of numbers, or the other way.
+        ConfigError: a text is compared with a field of numbers, or a number with a field of texts.
     """
     again = partial(evaluate, column=column, num_rows=num_rows)
     if isinstance(expression, Not):
@@ -70,43 +73,43 @@ def evaluate(expression: Expression, column: Callable[[str], FieldColumn | None]
         for condition in expression.conditions[1:]:
             met = met & again(condition) if isinstance(expression, And) else met | again(condition)
         return met
-    found = column(expression.field)
+    values = column(expression.field)
     if isinstance(expression, Is):
-        return _evaluate_is(expression, found, num_rows)
-    if found is None:
+        return _evaluate_is(expression, values, num_rows)
+    if values is None:
         return np.zeros(num_rows, bool)
     if isinstance(expression, Within):
         return _mask(
-            [row for value in expression.values for row in _rows(found, expression.field, "=", value)], num_rows
+            [row for value in expression.values for row in _rows(values, expression.field, "=", value)], num_rows
         )
     if expression.operator == "!=":
-        equal = _mask(_rows(found, expression.field, "=", expression.value), num_rows)
-        return _mask(found.rows, num_rows) & ~equal
-    return _mask(_rows(found, expression.field, expression.operator, expression.value), num_rows)
+        equal = _mask(_rows(values, expression.field, "=", expression.value), num_rows)
+        return _mask(values.rows, num_rows) & ~equal
+    return _mask(_rows(values, expression.field, expression.operator, expression.value), num_rows)
 
 
-def _evaluate_is(expression: Is, found: FieldColumn | None, num_rows: int) -> Mask:
-    if found is None:
+def _evaluate_is(expression: Is, values: FieldColumn | None, num_rows: int) -> Mask:
+    if values is None:
         return np.full(num_rows, expression.what == "null")
     if expression.what == "null":
-        return ~_mask(found.rows, num_rows)
+        return ~_mask(values.rows, num_rows)
     if expression.what == "nan":
-        return _mask(found.rows_of_numbers(np.isnan), num_rows)
-    return _mask(found.rows_of_numbers(lambda numbers: (numbers != 0) & ~np.isnan(numbers)), num_rows)
+        return _mask(values.rows_of_numbers(np.isnan), num_rows)
+    return _mask(values.rows_of_numbers(lambda numbers: (numbers != 0) & ~np.isnan(numbers)), num_rows)
 
 
-def _rows(found: FieldColumn, field: str, order: str, value: Literal) -> Any:
+def _rows(values: FieldColumn, field: str, comparison: str, value: Literal) -> Any:
     if isinstance(value, str):
-        if not found.has_texts and len(found.rows):
+        if not values.has_texts and len(values.rows):
             raise ConfigError(
                 f"{field} holds numbers; compare it with a number, without quotes, and not with {value!r}"
             )
-        if order == "like":
-            return found.rows_of_texts(lambda texts: pc.match_like(texts, value))
-        return found.rows_of_texts(lambda texts: _ORDERS[order][1](texts, value))
-    if not found.has_numbers and len(found.rows):
+        if comparison == "like":
+            return values.rows_of_texts(lambda texts: pc.match_like(texts, value))
+        return values.rows_of_texts(lambda texts: _COMPARISONS[comparison][1](texts, value))
+    if not values.has_numbers and len(values.rows):
         raise ConfigError(f"{field} holds texts; compare it with a text in single quotes, and not with {value:g}")
-    return found.rows_of_numbers(lambda numbers: _ORDERS[order][0](numbers, value))
+    return values.rows_of_numbers(lambda numbers: _COMPARISONS[comparison][0](numbers, value))
 
 
 def _mask(rows: Iterable[int], num_rows: int) -> Mask:

@@ -1,12 +1,12 @@
-"""The small language of `datasvc models find`: conditions over what versions say of themselves.
+"""Parser of the condition language of `datasvc models find`: conditions over the fields of version entries.
 
     top1 > 0.75 and data = 'imagenet@3'
     (step >= 1000 and step < 2000) or code.dirty
     config.optimizer in ('sgd', 'adamw') and not tag = 'prod'
     message like '%warm restart%' or metrics."val/top-5" is null
 
-Text is in single quotes, a field with odd characters in double quotes; a doubled quote stands for itself. Parsing
-runs nothing: the result is a tree of the classes below.
+Text is in single quotes, a field with special characters in double quotes; a doubled quote stands for one quote.
+The parser executes no code: its result is a tree of the classes below.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORDS: Final = frozenset({"and", "or", "not", "in", "like", "is", "null", "nan"
 
 @dataclass(frozen=True)
 class Compare:
-    """A field compared with a value. `operator` is one of = != < <= > >= and like."""
+    """Comparison of a field with a value; `operator` is one of = != < <= > >= and like."""
 
     field: str
     operator: str
@@ -46,7 +46,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Within:
-    """A field that has one of several values."""
+    """Test whether a field has one of several values."""
 
     field: str
     values: tuple[Literal, ...]
@@ -54,7 +54,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Is:
-    """A field that is "null" (a version says nothing of it), "nan" or "true"."""
+    """Test whether a field is "null" (the version has no value), "nan" or "true"."""
 
     field: str
     what: str
@@ -62,21 +62,21 @@ class Is:
 
 @dataclass(frozen=True)
 class Not:
-    """Whatever does not meet a condition."""
+    """Negation of a condition."""
 
     condition: Expression
 
 
 @dataclass(frozen=True)
 class And:
-    """Whatever meets all of several conditions."""
+    """Conjunction of conditions."""
 
     conditions: tuple[Expression, ...]
 
 
 @dataclass(frozen=True)
 class Or:
-    """Whatever meets one of several conditions."""
+    """Disjunction of conditions."""
 
     conditions: tuple[Expression, ...]
 
@@ -85,14 +85,18 @@ Expression = Compare | Within | Is | Not | And | Or
 
 
 def parse_expression(text: str) -> Expression:
-    """Return the conditions in a text. Raises ConfigError, which shows where it went wrong."""
+    """Parse a condition.
+
+    Raises:
+        ConfigError: the text is not a valid condition. The message shows the position of the error.
+    """
     if len(text) > _MAX_LENGTH:
-        raise ConfigError(f"a condition of {len(text)} characters; at most {_MAX_LENGTH}")
+        raise ConfigError(f"the condition has {len(text)} characters; at most {_MAX_LENGTH} are allowed")
     return _Parser(text).parse()
 
 
 def fields_of(expression: Expression) -> Iterator[str]:
-    """Yield the fields that an expression names, some more than once."""
+    """Yield the fields that an expression uses; a field may occur several times."""
     if isinstance(expression, Not):
         yield from fields_of(expression.condition)
     elif isinstance(expression, And | Or):
@@ -110,7 +114,7 @@ class _Token:
 
 
 class _Parser:
-    """Recursive descent; a method for each level of precedence, the loosest first."""
+    """Recursive-descent parser with one method per level of precedence, from `or` down to a single condition."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -118,36 +122,37 @@ class _Parser:
         self._depth = 0
 
     def parse(self) -> Expression:
-        found = self._either()
+        expression = self._disjunction()
         if self._next.kind != "end":
             raise self._error("expected 'and', 'or' or the end")
-        return found
+        return expression
 
-    def _either(self) -> Expression:
-        found = [self._both()]
+    def _disjunction(self) -> Expression:
+        operands = [self._conjunction()]
         while self._take("word", "or"):
-            found.append(self._both())
-        return found[0] if len(found) == 1 else Or(tuple(found))
+            operands.append(self._conjunction())
+        return operands[0] if len(operands) == 1 else Or(tuple(operands))
 
-    def _both(self) -> Expression:
-        found = [self._negated()]
+    def _conjunction(self) -> Expression:
+        operands = [self._negation()]
         while self._take("word", "and"):
-            found.append(self._negated())
-        return found[0] if len(found) == 1 else And(tuple(found))
+            operands.append(self._negation())
+        return operands[0] if len(operands) == 1 else And(tuple(operands))
 
-    def _negated(self) -> Expression:
+    def _negation(self) -> Expression:
         self._depth += 1
+        # The limit keeps this recursion, and that of `evaluate`, far below Python's.
         if self._depth > _MAX_DEPTH:
-            raise self._error(f"nested deeper than {_MAX_DEPTH}")
+            raise self._error(f"conditions may be nested at most {_MAX_DEPTH} deep")
         if self._take("word", "not"):
-            found: Expression = Not(self._negated())
+            expression: Expression = Not(self._negation())
         elif self._take("sign", "("):
-            found = self._either()
+            expression = self._disjunction()
             self._expect("sign", ")")
         else:
-            found = self._condition()
+            expression = self._condition()
         self._depth -= 1
-        return found
+        return expression
 
     def _condition(self) -> Expression:
         if self._next.kind != "field":
@@ -162,9 +167,9 @@ class _Parser:
                 raise self._error("expected 'null' or 'nan'")
             return Not(Is(field, what)) if negated else Is(field, what)
         negated = self._take("word", "not")
-        found = self._like_or_in(field)
-        if found is not None:
-            return Not(found) if negated else found
+        condition = self._like_or_in(field)
+        if condition is not None:
+            return Not(condition) if negated else condition
         if negated:
             raise self._error("expected 'like' or 'in'")
         return Is(field, "true")
@@ -217,7 +222,7 @@ class _Parser:
         while offset < end:
             match = _TOKEN.match(self._text, offset)
             if not match:
-                raise self._error("this is no part of a condition", offset)
+                raise self._error("this is not valid in a condition", offset)
             kind = str(match.lastgroup)
             text = match[kind]
             is_word = kind == "field" and text.lower() in _WORDS
@@ -228,8 +233,8 @@ class _Parser:
         yield _Token("end", "", end)
 
     def _error(self, what: str, offset: int | None = None) -> ConfigError:
-        place = self._next.offset if offset is None else offset
-        return ConfigError(f"condition {self._text!r}, at {self._text[place:].lstrip()[:20] or 'its end'!r}: {what}")
+        start = self._next.offset if offset is None else offset
+        return ConfigError(f"condition {self._text!r}, at {self._text[start:].lstrip()[:20] or 'its end'!r}: {what}")
 
 
 def _unquoted(field: str) -> str:

@@ -1,4 +1,4 @@
-"""`find_versions`: the versions of all models that meet a condition."""
+"""Finds the versions of all models that meet a condition, in the index of versions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from datasvc.models.search.index import VersionIndex, read_index
 from datasvc.repository import Repository, Resolved
 
 _NAMES_AT_ONCE: Final = 16
+# These change without a new version, so the index does not contain them.
 _LIVE: Final = ("tag", "removed")
 
 
@@ -29,43 +30,44 @@ def find_versions(
     """Return the versions of all models that meet a condition.
 
     Args:
-        repository: where they lie.
-        condition: see `expression`. Fields: name, version, step, created, message, parent, data, code, code.dirty,
-            tag, removed, bytes, stored_bytes, num_tensors, num_nonfinite, metrics.*, config.*, environment.*; what is
-            in metrics or config needs no prefix. Removed versions are left out unless it names `removed`.
-        order_by: a field of numbers or texts, versions without it last; default the name, newest first.
-        ascending: lowest first.
-        report: called with how many entries were read of how many that the stored index lacks.
+        repository: repository of the models.
+        condition: condition in the language of `expression`. Fields: name, version, step, created, message, parent,
+            data, code, code.dirty, tag, removed, bytes, stored_bytes, num_tensors, num_nonfinite, metrics.*,
+            config.*, environment.*. The prefixes `metrics.` and `config.` may be omitted. Removed versions are left
+            out unless the condition uses the field `removed`.
+        order_by: field to sort by, versions without it last; by default the model name, newest version first.
+        ascending: sort `order_by` from the lowest value instead of the highest.
+        report: progress of an index update, called with (entries read, entries to read).
 
     Raises:
-        ConfigError: it does not parse, or names a field that no version has.
+        ConfigError: the condition is not valid, or uses a field that no version has.
         CorruptDataError, UnavailableError: an entry cannot be read.
     """
     expression = parse_expression(condition)
     index = read_index(repository, report=report)
-    known = index.fields
-    # Nothing is there yet: then no field is, and whatever is asked for is not found.
-    written = {field: find_field(field, known) if index.num_rows else field for field in fields_of(expression)}
-    order_field = find_field(order_by, known) if order_by and index.num_rows else None
-    live = _live_columns(repository, index, {*written.values(), order_field, "removed"})
+    existing = index.fields
+    # An empty repository has no fields: the result is empty instead of an error for an unknown field.
+    full_names = {field: find_field(field, existing) if index.num_rows else field for field in fields_of(expression)}
+    order_field = find_field(order_by, existing) if order_by and index.num_rows else None
+    live = _live_columns(repository, index, {*full_names.values(), order_field, "removed"})
 
     def column(field: str) -> FieldColumn | None:
-        full = written.get(field, field)
+        full = full_names.get(field, field)
         return live[full] if full in _LIVE else index.column(full)
 
     met = evaluate(expression, column, index.num_rows)
-    if "removed" not in written.values():
+    if "removed" not in full_names.values():
         met[live["removed"].rows] = False
     rows = np.flatnonzero(met).tolist()
-    places = _places(index)
-    rows.sort(key=lambda row: (places[row][0], -places[row][1]))
+    versions = _versions_of_rows(index)
+    rows.sort(key=lambda row: (versions[row][0], -versions[row][1]))
     if order_field is not None:
         rows = _ordered(rows, column(order_field), ascending=ascending)
-    return [Resolved("models", *places[row]) for row in rows]
+    return [Resolved("models", *versions[row]) for row in rows]
 
 
-def _places(index: VersionIndex) -> list[tuple[str, int]]:
-    """Return name and number of every row."""
+def _versions_of_rows(index: VersionIndex) -> list[tuple[str, int]]:
+    """Return model name and version number of every row."""
     names, numbers = index.column("name"), index.column("version")
     if names is None or numbers is None:
         return []
@@ -74,30 +76,31 @@ def _places(index: VersionIndex) -> list[tuple[str, int]]:
 
 
 def _ordered(rows: list[int], column: FieldColumn | None, *, ascending: bool) -> list[int]:
-    """Return rows by their values, those without one last; of several values the first counts."""
+    """Return rows sorted by their values, rows without a value last; of several values the first one counts."""
     if column is None:
         return rows
     texts, values = column.texts.to_pylist(), {}
+    # Reversed, so that the first value of a row overwrites its others.
     for row, number, code in zip(
         reversed(column.rows.tolist()),
         reversed(column.numbers.tolist()),
         reversed(column.codes.tolist()),
         strict=True,
     ):
-        if code >= 0 or number == number:  # noqa: PLR0124 - a NaN is no value to order by
+        if code >= 0 or number == number:  # noqa: PLR0124 - NaN has no place in an order
             values[row] = (code >= 0, texts[code] if code >= 0 else number)
-    have = sorted((row for row in rows if row in values), key=lambda row: values[row], reverse=not ascending)
-    return have + [row for row in rows if row not in values]
+    with_value = sorted((row for row in rows if row in values), key=lambda row: values[row], reverse=not ascending)
+    return with_value + [row for row in rows if row not in values]
 
 
 def _live_columns(
     repository: Repository, index: VersionIndex, fields: Iterable[str | None]
 ) -> dict[str, FieldColumn]:
-    """Return the columns of what changes without a new version."""
+    """Read the columns of `fields` that are not in the index: tags and removals."""
     rows_of: dict[str, dict[int, int]] = {}
-    for row, (name, number) in enumerate(_places(index)):
+    for row, (name, number) in enumerate(_versions_of_rows(index)):
         rows_of.setdefault(name, {})[number] = row
-    wanted = set(fields)
+    requested = set(fields)
 
     def removed(name: str) -> list[tuple[int, float]]:
         rows = rows_of[name]
@@ -105,16 +108,16 @@ def _live_columns(
 
     def tags(name: str) -> list[tuple[int, str]]:
         rows = rows_of[name]
-        standing: Mapping[str, int] = repository.tags("models", name)
-        return [(rows[number], tag) for tag, number in standing.items() if number in rows]
+        by_tag: Mapping[str, int] = repository.tags("models", name)
+        return [(rows[number], tag) for tag, number in by_tag.items() if number in rows]
 
     with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-find") as pool:
-        each_name = map if repository.storage.is_local else pool.map
-        found: dict[str, FieldColumn] = {}
-        if "removed" in wanted:
-            found["removed"] = FieldColumn.build(
-                sorted(pair for part in each_name(removed, rows_of) for pair in part)
+        map_names = map if repository.storage.is_local else pool.map
+        columns: dict[str, FieldColumn] = {}
+        if "removed" in requested:
+            columns["removed"] = FieldColumn.build(
+                sorted(pair for pairs in map_names(removed, rows_of) for pair in pairs)
             )
-        if "tag" in wanted:
-            found["tag"] = FieldColumn.build(sorted(pair for part in each_name(tags, rows_of) for pair in part))
-    return found
+        if "tag" in requested:
+            columns["tag"] = FieldColumn.build(sorted(pair for pairs in map_names(tags, rows_of) for pair in pairs))
+    return columns

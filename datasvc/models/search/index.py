@@ -1,9 +1,9 @@
-"""The index of all model versions: columns kept in the repository; a search reads one file and not every entry.
+"""Index of all model versions: columns in one file of the repository, so that a search need not read every entry.
 
-It is derived from the entries and may be lost or be old at any time: it says how far it knows each model, and whoever
-finds entries behind that reads them, and now and then writes the whole index anew. Of several writers the last one
-wins, which loses nothing. Tags and removals change without a new version and are never in it. An index that knows
-other commits than the logs have, as after one of the two came back from a backup, is made anew.
+The index is derived from the entries; it may be lost or outdated at any time. It records the newest version that it
+covers of each model. A reader adds the entries after it, and rewrites the file when there are many. Of concurrent
+writers the last one wins, which loses no data. Tags and removals change without a new version and are not indexed. An
+index whose commits differ from those of the logs, for example after a restored backup, is rebuilt.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
 
 INDEX_FORMAT: Final = 2
-# No model can have that name.
+# A model name cannot begin with a dot, so no log has this path.
 INDEX_PATH: Final = "models/.index"
-# Far more than millions of versions take. What claims to be larger is damage, and written anew from the entries.
+# Millions of versions need far less. A larger file is damaged, and is rebuilt from the entries.
 _MAX_BYTES: Final = 1 << 30
 _DIGEST_BYTES: Final = 64
 _NAMES_AT_ONCE: Final = 16
-# Entries behind the index are read by every search: so many, or that part of all, are a reason to write it anew.
+# Every search reads the entries that the index lacks. The index is rewritten when it lacks at least `_MAX_BEHIND`
+# entries and 1/`_PART_BEHIND` of the versions that it has.
 _MAX_BEHIND: Final = 32
 _PART_BEHIND: Final = 32
 _METADATA_KEY = b"datasvc.models.index"
@@ -47,7 +48,7 @@ _SCHEMA = pa.schema(
 
 
 class Head(NamedTuple):
-    """The newest version of a model that is known."""
+    """Newest indexed version of a model."""
 
     number: int
     commit: str
@@ -55,12 +56,12 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexPart:
-    """The versions that were indexed at one time.
+    """Versions that were indexed together.
 
     Attributes:
         num_rows: number of versions.
-        heads: the newest version of each model that is known, and its commit.
-        columns: by field.
+        heads: newest indexed version of each model, by model name.
+        columns: columns by field.
     """
 
     num_rows: int
@@ -70,10 +71,10 @@ class IndexPart:
 
 @dataclass(frozen=True)
 class VersionIndex:
-    """All versions of all models of a repository, removed ones too, as rows.
+    """All versions of all models of a repository as rows, removed versions included.
 
     Attributes:
-        parts: rows of the first come first.
+        parts: parts of the index; the rows of the first part come first.
     """
 
     parts: tuple[IndexPart, ...]
@@ -85,31 +86,31 @@ class VersionIndex:
 
     @property
     def heads(self) -> dict[str, Head]:
-        """The newest version of each model, and its commit."""
+        """Newest version of each model, by model name."""
         return {name: head for part in self.parts for name, head in part.heads.items()}
 
     @property
     def fields(self) -> frozenset[str]:
-        """Every field that one of the versions has."""
+        """Fields that at least one version has."""
         return frozenset(field for part in self.parts for field in part.columns)
 
     def column(self, field: str) -> FieldColumn | None:
-        """Return the values of a field in all versions, None where none has it."""
+        """Return the values of a field over all versions; None if no version has the field."""
         starts = np.cumsum([0, *(part.num_rows for part in self.parts)]).tolist()
-        found = [
+        columns = [
             (start, part.columns[field])
             for start, part in zip(starts, self.parts, strict=False)
             if field in part.columns
         ]
-        return FieldColumn.join(found) if found else None
+        return FieldColumn.join(columns) if columns else None
 
 
 def read_index(repository: Repository, *, report: Callable[[int, int], None] | None = None) -> VersionIndex:
-    """Return the index, as new as the repository; writes it anew when many versions were missing.
+    """Return an up-to-date index; rewrite the stored one if it lacks many versions.
 
     Args:
-        repository: whose models.
-        report: called with how many entries were read of how many that the stored index lacks.
+        repository: repository of the models.
+        report: called with (entries read, entries to read) while the missing entries are read.
 
     Raises:
         CorruptDataError, UnavailableError: an entry cannot be read, see `Log.read`.
@@ -126,7 +127,7 @@ def read_index(repository: Repository, *, report: Callable[[int, int], None] | N
     entries = _read_entries(repository, behind, report or _ignore)
     if not entries:
         return VersionIndex((stored,))
-    # Ascending, so that the last one of each stays.
+    # Versions of a model are in ascending order, so the newest one overwrites the others.
     heads = {name: Head(entry.number, str(entry.content.get("commit"))) for name, entry in entries}
     index = VersionIndex((stored, IndexPart(len(entries), heads, build_columns(entries))))
     if len(entries) >= max(_MAX_BEHIND, stored.num_rows // _PART_BEHIND):
@@ -135,10 +136,10 @@ def read_index(repository: Repository, *, report: Callable[[int, int], None] | N
 
 
 def encode_index(index: VersionIndex) -> bytes:
-    """Return the index as an Arrow IPC file behind the digest of its bytes."""
+    """Return the index as bytes: a digest, followed by an Arrow IPC file with that digest."""
     fields = sorted(index.fields)
     columns = [column for column in map(index.column, fields) if column is not None]
-    about = {"format": INDEX_FORMAT, "rows": index.num_rows, "heads": index.heads}
+    metadata = {"format": INDEX_FORMAT, "rows": index.num_rows, "heads": index.heads}
     table = pa.table(
         [
             pa.array(fields, pa.string()),
@@ -147,7 +148,7 @@ def encode_index(index: VersionIndex) -> bytes:
             _lists([column.codes for column in columns], pa.int32()),
             _lists([column.texts for column in columns], pa.string()),
         ],
-        schema=_SCHEMA.with_metadata({_METADATA_KEY: json.dumps(about, sort_keys=True).encode()}),
+        schema=_SCHEMA.with_metadata({_METADATA_KEY: json.dumps(metadata, sort_keys=True).encode()}),
     )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as file:
@@ -157,24 +158,28 @@ def encode_index(index: VersionIndex) -> bytes:
 
 
 def decode_index(raw: bytes) -> IndexPart:
-    """Return the part in an index's bytes. Raises CorruptDataError: damaged, or of another format."""
+    """Decode the bytes of an index.
+
+    Raises:
+        CorruptDataError: the index is damaged or has another format.
+    """
     content = memoryview(raw)[_DIGEST_BYTES:]
     if digest_of(content).encode() != raw[:_DIGEST_BYTES]:
         raise CorruptDataError("the index does not match its digest")
     try:
         table = pa.ipc.open_file(pa.py_buffer(content)).read_all().combine_chunks()
-        about = json.loads(table.schema.metadata[_METADATA_KEY])
-        if about["format"] != INDEX_FORMAT or not table.schema.equals(_SCHEMA):
-            raise CorruptDataError(f"an index of format {about['format']}")
+        metadata = json.loads(table.schema.metadata[_METADATA_KEY])
+        if metadata["format"] != INDEX_FORMAT or not table.schema.equals(_SCHEMA):
+            raise CorruptDataError(f"the index has format {metadata['format']}; expected format {INDEX_FORMAT}")
         num_rows, heads = (
-            int(about["rows"]),
-            {str(name): Head(int(number), str(commit)) for name, (number, commit) in about["heads"].items()},
+            int(metadata["rows"]),
+            {str(name): Head(int(number), str(commit)) for name, (number, commit) in metadata["heads"].items()},
         )
         columns = dict(zip(table["field"].to_pylist(), map(_column, *_slices(table)), strict=True))
     except (pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptDataError(f"the index is damaged: {error!r}") from error
     if not all(_fits(column, num_rows) for column in columns.values()):
-        raise CorruptDataError("the index names versions that it does not have")
+        raise CorruptDataError(f"the index is damaged: a column refers to a row or text outside its {num_rows} rows")
     return IndexPart(num_rows, heads, columns)
 
 
@@ -182,24 +187,29 @@ def _load(repository: Repository) -> IndexPart | None:
     try:
         return decode_index(repository.storage.read(INDEX_PATH, _MAX_BYTES))
     except (NotFoundError, CorruptDataError):
-        return None  # the entries say all that it said
+        return None  # it is rebuilt from the entries
 
 
 def _publish(repository: Repository, index: VersionIndex) -> None:
     content = encode_index(index)
     if len(content) > _MAX_BYTES:
-        return  # it would not be read again
+        return  # `_load` would reject it
     try:
         repository.storage.put_bytes(INDEX_PATH, content, synced=False)
     except UnavailableError:
-        # Not ours to write to, or full: the search has its answer all the same, the next one takes as long again.
+        # A read-only or full store costs only time: this search has its result, and the next one reads the same
+        # entries again.
         return
 
 
 def _numbers_behind(
     repository: Repository, names: Sequence[str], heads: Mapping[str, Head]
 ) -> dict[str, Sequence[int]] | None:
-    """Return by name what the index does not know, ascending; None where it knows what the logs do not have."""
+    """Return the numbers of versions that the index lacks, by model, ascending.
+
+    Returns:
+        None if the index has a commit that is not in the logs.
+    """
 
     def numbers_behind(name: str) -> Sequence[int] | None:
         log = repository.versions("models", name)
@@ -207,42 +217,42 @@ def _numbers_behind(
             return log.numbers()
         number, commit = heads[name]
         try:
-            is_known = str(log.read(number).content.get("commit")) == commit
+            is_same_commit = str(log.read(number).content.get("commit")) == commit
         except NotFoundError:
-            is_known = False
-        return log.numbers_after(number) if is_known else None
+            is_same_commit = False
+        return log.numbers_after(number) if is_same_commit else None
 
     if repository.storage.is_local:
-        found = list(map(numbers_behind, names))
+        numbers_of = list(map(numbers_behind, names))
     else:
         with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-index") as pool:
-            found = list(pool.map(numbers_behind, names))
-    behind = {name: numbers for name, numbers in zip(names, found, strict=True) if numbers is not None}
+            numbers_of = list(pool.map(numbers_behind, names))
+    behind = {name: numbers for name, numbers in zip(names, numbers_of, strict=True) if numbers is not None}
     return behind if len(behind) == len(names) else None
 
 
 def _read_entries(
     repository: Repository, behind: Mapping[str, Sequence[int]], report: Callable[[int, int], None]
 ) -> list[tuple[str, Entry]]:
-    """Return what the index does not know: by name, oldest first."""
+    """Read the entries that the index lacks, model by model, oldest first."""
     num_behind = sum(map(len, behind.values()))
-    found: list[tuple[str, Entry]] = []
+    entries: list[tuple[str, Entry]] = []
     for name, numbers in behind.items():
         for start in range(0, len(numbers), _MAX_BEHIND):
-            some = repository.versions("models", name).entries(numbers[start : start + _MAX_BEHIND])
-            found.extend((name, entry) for entry in some)
-            report(len(found), num_behind)
-    return found
+            block = repository.versions("models", name).entries(numbers[start : start + _MAX_BEHIND])
+            entries.extend((name, entry) for entry in block)
+            report(len(entries), num_behind)
+    return entries
 
 
 def _lists(values: Sequence[object], of: pa.DataType) -> pa.Array:
-    arrays = [pa.array(each, of) for each in values]
+    arrays = [pa.array(items, of) for items in values]
     offsets = np.cumsum([0, *map(len, arrays)])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.concat_arrays([pa.array([], of), *arrays]))
 
 
 def _slices(table: pa.Table) -> list[list[pa.Array]]:
-    """Return the lists of each column but the first, as slices of its values."""
+    """Return, for each column except the first, one slice of its values per row."""
     columns = []
     for field in _SCHEMA.names[1:]:
         column = table[field].combine_chunks()
@@ -270,4 +280,4 @@ def _column(rows: pa.Array, numbers: pa.Array, codes: pa.Array, texts: pa.Array)
 
 
 def _ignore(_num_read: int, _num_behind: int) -> None:
-    """Report to nobody."""
+    """Ignore the progress."""

@@ -1,4 +1,4 @@
-"""Model versions from one repository to another: only what is missing there moves."""
+"""Copy model versions to another repository; only objects that are missing there are transferred."""
 
 from datasvc.models.transfer.copy_versions import Transferred, TransferReport, transfer
 

@@ -1,7 +1,8 @@
-"""Model versions, with what they came from, in another repository. Each is visible there whole, or not at all.
+"""Copies model versions, optionally with their ancestors and data, to another repository.
 
-A version keeps the identity of the commit that made it, wherever it goes: moved twice, by whatever way, it is one
-version still. So work that was interrupted is done again by the same call, and only what is missing moves.
+Each version becomes visible there atomically. A version keeps the identity of the commit that created it, so copying
+it twice, by any route, creates one version only. An interrupted transfer can therefore be repeated; it copies only
+what is missing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 from datasvc.errors import ConfigError
 from datasvc.models.transfer.copying import Copied, copy_missing
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.transfer.intent_journal import promised
-from datasvc.models.transfer.reachable import named_objects
-from datasvc.models.transfer.topological_order import order_by_descent, read_parents
+from datasvc.models.transfer.intent_journal import declare_intent
+from datasvc.models.transfer.reachable import reachable_objects
+from datasvc.models.transfer.topological_order import read_parents, sort_topologically
 from datasvc.models.versions.signing import check_signed
 from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.repository import Entry, Kind, ObjectInfo, Repository, Resolved
@@ -27,12 +28,12 @@ from datasvc.repository.store.storage import redact_url
 
 @dataclass(frozen=True)
 class Transferred:
-    """A version that both repositories have.
+    """One version in both repositories.
 
     Attributes:
-        source: its name here.
-        target: its name there.
-        is_new: whether it was not there before.
+        source: the version at the source.
+        target: the version at the target.
+        is_new: whether this transfer created it.
     """
 
     source: Resolved
@@ -42,12 +43,12 @@ class Transferred:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What a transfer did.
+    """Result of a transfer.
 
     Attributes:
-        versions: in the order of their commits: data sets and parents before what came from them.
-        num_objects: that were missing at the target.
-        bytes: of these.
+        versions: all versions in commit order: data sets first, parents before their children.
+        num_objects: number of objects that were missing at the target.
+        bytes: size of these objects.
     """
 
     versions: tuple[Transferred, ...]
@@ -68,103 +69,109 @@ def transfer(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> TransferReport:
-    """Let another repository have model versions too.
+    """Copy model versions to another repository.
 
-    A version's entry there has a field `origin`: the first repository, its version and commit there, and its parents.
-    `parent`, `merged` and the data's versions are those of the target where it has them; else there is no parent, and
-    the data keep the names that they have at the source.
+    The entry at the target gets a field `origin`: the first repository, its version and commit there, and its
+    parents. `parent`, `merged` and the data-set versions are replaced by those of the target. If the target does not
+    have them, the version has no parent there, and the data sets keep the names of the source.
 
     Args:
-        source: where they are.
-        target: where they shall be.
-        refs: NAME, NAME@VERSION or NAME@TAG.
-        name: what the model is called at the target, default as here; then all `refs` must be of one model.
-        with_parents: all versions, too, that they were made from and that are here.
-        with_data: the data-set versions, too, that they consumed, with all shards.
-        data_names: what data sets are called at the target, by their names here; default as here.
-        trusted_keys: as of `stored_version.read_version`: nothing moves if a model is not signed at the source by one
-            of them. The target's entry is another one, and not signed.
-        begin: called once with the bytes of all objects, those that will not have to move included.
-        report: called with bytes of objects that are at the target, from any thread.
+        source: repository to copy from.
+        target: repository to copy to.
+        refs: versions to copy: NAME, NAME@VERSION or NAME@TAG.
+        name: name of the model at the target, by default the same; with it, all `refs` must be of one model.
+        with_parents: also copy all ancestors that are in the source.
+        with_data: also copy the data-set versions that the models consumed, with all shards.
+        data_names: names of data sets at the target, by name at the source; by default the same.
+        trusted_keys: public keys, see `stored_version.read_version`. Each model must be signed at the source by one
+            of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
+        begin: called once with the size of all objects, those that the target has included.
+        report: called with the number of bytes of each object that the target now has, from any thread.
 
     Returns:
-        The versions there, and what moved. Those that were there already are left alone.
+        The versions at the target, and the amount of data copied. Existing versions are not changed.
 
     Raises:
-        NotFoundError: a version or an object of it is not there; or one is not there any more at the target.
-        CorruptDataError: an entry, table or object was changed at the source; its version is not committed.
-        ConfigError: both are one repository, or a bad name; or the target has an unrelated data set of the name of
-            one that would move, see `data_names`: nothing is ever appended to that.
+        NotFoundError: a version or one of its objects does not exist, or an object disappeared at the target.
+        CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
+        ConfigError: source and target are the same repository, a name is not valid, or the target has an unrelated
+            data set with the name of one to copy (see `data_names`); it is never appended to.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
-            stay; the same call goes on.
+            stay; repeat the call to continue.
     """
     if source.url == target.url:
-        raise ConfigError(f"{redact_url(source.url)} is source and target at once")
-    asked = [source.resolve("models", ref) for ref in refs]
+        raise ConfigError(f"{redact_url(source.url)} is both source and target; give two different repositories")
+    requested = [source.resolve("models", ref) for ref in refs]
     renamed: dict[str, str] = {old: check_name(new, "data set") for old, new in (data_names or {}).items()}
     names: dict[tuple[Kind, str], str] = {("datasets", old): new for old, new in renamed.items()}
-    logs = TargetLogs(source, target, {**names, **_new_names(asked, name)})
-    versions = order_by_descent(read_parents(source, asked, logs.content, with_ancestors=with_parents))
+    logs = TargetLogs(source, target, {**names, **_new_names(requested, name)})
+    versions = sort_topologically(read_parents(source, requested, logs.content, with_ancestors=with_parents))
     _check_trust(logs, versions, trusted_keys)
     if with_data:
         data = _data_versions(logs, versions)
         _check_data_names(data, renamed)
         versions = [*data, *versions]
-    there = {version: logs.find(version) for version in versions}
+    existing = {version: logs.find(version) for version in versions}
     objects = {
-        version: named_objects(source, version, logs.content(version)) for version in versions if not there[version]
+        version: reachable_objects(source, version, logs.content(version))
+        for version in versions
+        if not existing[version]
     }
     for version in objects:
         logs.check_related(version)
     if begin is not None:
-        begin(sum(info.size_bytes for info in {info for named in objects.values() for info in named}))
+        begin(sum(info.size_bytes for info in {info for infos in objects.values() for info in infos}))
     done: list[Transferred] = []
-    moved, known = Copied(0, 0), set[ObjectInfo]()
-    with promised(target, objects) as keep:
+    copied, seen = Copied(0, 0), set[ObjectInfo]()
+    with declare_intent(target, objects) as keep:
         for version in versions:
-            found, is_new = there[version], False
-            if found is None:
-                wanted = [info for info in objects[version] if info not in known]
-                moved += copy_missing(source.objects, target.objects, wanted, report, named=logs.named, keep=keep)
-                known.update(wanted)
+            committed, is_new = existing[version], False
+            if committed is None:
+                new = [info for info in objects[version] if info not in seen]
+                copied += copy_missing(
+                    source.objects, target.objects, new, report, reachable=logs.reachable, keep=keep
+                )
+                seen.update(new)
                 check_present(target.objects, (info.digest for info in objects[version]), str(version))
-                # The commit point of this version: everything that it names is there.
-                found, is_new = logs.commit(version)
-            done.append(Transferred(version, found, is_new))
-    return TransferReport(tuple(done), moved.num_objects, moved.bytes)
+                # Commit point of this version: only now are all objects that its entry references at the target.
+                committed, is_new = logs.commit(version)
+            done.append(Transferred(version, committed, is_new))
+    return TransferReport(tuple(done), copied.num_objects, copied.bytes)
 
 
 def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None) -> None:
     keys = load_trusted_keys(trusted_keys)
     for version in versions if keys else ():
-        # The very content that moves: read again it could be another one.
+        # Check the content that is copied. A second read of the entry could return other content.
         check_signed(logs.source, version, Entry(version.version, logs.content(version)), keys)
 
 
 def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resolved]:
     uses = [use["dataset"] for version in versions for use in logs.content(version).get("data", [])]
-    named = {ref for use in uses for ref in use.split(", ")}  # a mixture names the versions of all its splits
-    found = {logs.source.resolve("datasets", ref) for ref in named}
-    return sorted(found, key=lambda each: (each.name, each.version))
+    refs = {ref for use in uses for ref in use.split(", ")}  # a mixture lists the versions of all its splits
+    versions_read = {logs.source.resolve("datasets", ref) for ref in refs}
+    return sorted(versions_read, key=lambda version: (version.name, version.version))
 
 
 def _check_data_names(data: Sequence[Resolved], renamed: Mapping[str, str]) -> None:
-    moving = {version.name for version in data}
-    if unknown := sorted(renamed.keys() - moving):
+    source_names = {version.name for version in data}
+    if unknown := sorted(renamed.keys() - source_names):
         raise ConfigError(
-            f"{unknown[0]!r} is no data set that moves; there are: {', '.join(sorted(moving)) or 'none'}"
+            f"cannot rename the data set {unknown[0]!r}: it is not copied; the data sets to copy are: "
+            f"{', '.join(sorted(source_names)) or 'none'}"
         )
-    called = Counter(renamed.get(name, name) for name in moving)
-    if twice := [name for name, count in called.items() if count > 1]:
-        raise ConfigError(f"two data sets cannot become one data set {twice[0]!r}; give each a name of its own")
+    target_names = Counter(renamed.get(name, name) for name in source_names)
+    if duplicates := [name for name, count in target_names.items() if count > 1]:
+        raise ConfigError(f"two data sets would get the name {duplicates[0]!r}; give each a name of its own")
 
 
-def _new_names(asked: Sequence[Resolved], name: str | None) -> dict[tuple[Kind, str], str]:
+def _new_names(requested: Sequence[Resolved], name: str | None) -> dict[tuple[Kind, str], str]:
     if name is None:
         return {}
-    names = {version.name for version in asked}
+    names = {version.name for version in requested}
     if len(names) != 1:
         raise ConfigError(
-            f"{len(names)} models cannot all be {check_name(name, 'model')!r}: {', '.join(sorted(names))}"
+            f"{len(names)} models cannot all get the name {check_name(name, 'model')!r}: "
+            f"{', '.join(sorted(names))}; copy them one by one"
         )
     return {("models", names.pop()): check_name(name, "model")}

@@ -1,6 +1,6 @@
-"""Objects from one repository to another: those that are missing there, verified on the way, side by side.
+"""Copies missing objects from one repository to another, in parallel, and verifies their digests.
 
-Objects never change, so a copy that was interrupted is simply begun again: what is there already is not moved twice.
+Objects never change, so an interrupted copy can simply be repeated: objects that the target has are skipped.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _IN_MEMORY_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True)
 class Copied:
-    """What was moved.
+    """Amount of data copied.
 
     Attributes:
-        num_objects: that were missing.
-        bytes: of them.
+        num_objects: number of objects that were missing at the target.
+        bytes: size of these objects.
     """
 
     num_objects: int
@@ -38,39 +38,40 @@ class Copied:
 def copy_missing(
     source: Objects,
     target: Objects,
-    wanted: Iterable[ObjectInfo],
+    objects: Iterable[ObjectInfo],
     report: Callable[[int], None] | None = None,
     *,
-    named: Callable[[], Container[ObjectInfo]] = frozenset,
+    reachable: Callable[[], Container[ObjectInfo]] = frozenset,
     keep: Callable[[], None] = lambda: None,
 ) -> Copied:
-    """Copy the objects that `target` lacks; those that it has are made young, so that its gc leaves them alone.
+    """Copy the objects that `target` lacks; refresh the time stamp of the others, so that `gc` there keeps them.
 
     Args:
-        source: has them all.
-        target: shall have them.
-        wanted: each once.
-        report: called with bytes of objects that are there by now, from any thread.
-        named: returns what living versions at the target name: there its gc leaves alone, however old it is. Called
-            only where an old object cannot be made young without sending it again.
+        source: objects of the source repository.
+        target: objects of the target repository.
+        objects: distinct objects to copy.
+        report: called with the number of bytes of each object that the target now has, from any thread.
+        reachable: function that returns the objects reachable from living versions at the target, which `gc` keeps
+            at any age. It is called once at most: only if the time stamp of an object cannot be refreshed without a
+            copy.
         keep: called after each object, from this thread.
 
     Raises:
-        NotFoundError: the source lacks one.
-        CorruptDataError: one was changed at the source; it was not written to the target.
-        UnavailableError: a store did not answer. What was copied stays, and is not copied again.
+        NotFoundError: the source lacks an object.
+        CorruptDataError: an object is damaged at the source; it was not written to the target.
+        UnavailableError: a store does not answer. Objects that were copied stay, and a repeated call skips them.
     """
     count = report or (lambda _bytes: None)
-    lock, found = threading.Lock(), list[Container[ObjectInfo]]()
+    lock, cached = threading.Lock(), list[Container[ObjectInfo]]()
 
-    def is_named(info: ObjectInfo) -> bool:
+    def is_reachable(info: ObjectInfo) -> bool:
         with lock:
-            if not found:
-                found.append(named())
-        return info in found[0]
+            if not cached:
+                cached.append(reachable())
+        return info in cached[0]
 
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="datasvc-transfer") as pool:
-        futures = [pool.submit(_copy, source, target, info, count, is_named) for info in wanted]
+        futures = [pool.submit(_copy, source, target, info, count, is_reachable) for info in objects]
         moved = 0, 0
         try:
             for done in as_completed(futures):
@@ -88,13 +89,13 @@ def _copy(
     target: Objects,
     info: ObjectInfo,
     report: Callable[[int], None],
-    is_named: Callable[[ObjectInfo], bool],
+    is_reachable: Callable[[ObjectInfo], bool],
 ) -> int | None:
-    """Return the bytes of an object that was copied, None for one that was there."""
-    is_there = target.refresh(info) or (target.size(info.digest) == info.size_bytes and is_named(info))
+    """Copy an object if necessary; return its size, or None if the target had it."""
+    is_there = target.refresh(info) or (target.size(info.digest) == info.size_bytes and is_reachable(info))
     if not is_there:
         _check_size(source, info)
-        # Twice from a remote store: a bit that flipped on the way does not do so again.
+        # Try twice from a remote store, because the bytes may have been damaged in transit only.
         for is_last in (True,) if source.storage.is_local else (False, True):
             try:
                 _move(source, target, info)
@@ -107,7 +108,7 @@ def _copy(
 
 
 def _move(source: Objects, target: Objects, info: ObjectInfo) -> None:
-    # `fetch` compares the digest, and only then the object gets its name.
+    # `fetch` verifies the digest before the object is published at the target.
     if info.size_bytes <= _IN_MEMORY_BYTES:
         content = io.BytesIO()
         source.fetch(info.digest, info.size_bytes, content)
@@ -118,11 +119,16 @@ def _move(source: Objects, target: Objects, info: ObjectInfo) -> None:
 
 
 def _check_size(source: Objects, info: ObjectInfo) -> None:
-    """Raise where an object is not as large as what names it says: before memory or disk is taken for it."""
-    found_bytes = source.size(info.digest)
-    if found_bytes is None:
+    """Compare the size of an object with the recorded size, before memory or disk is allocated for it.
+
+    Raises:
+        NotFoundError: the object is missing.
+        CorruptDataError: its size differs.
+    """
+    size_bytes = source.size(info.digest)
+    if size_bytes is None:
         raise NotFoundError(f"object {source.location(info.digest)} is missing; restore it from another copy")
-    if found_bytes != info.size_bytes:
+    if size_bytes != info.size_bytes:
         raise CorruptDataError(
-            f"{source.location(info.digest)} has {found_bytes} bytes; what names it says {info.size_bytes}"
+            f"{source.location(info.digest)} has {size_bytes} bytes; its reference expects {info.size_bytes}"
         )

@@ -1,6 +1,7 @@
-"""What a transfer is about to name, promised in a journal at the target: `gc` leaves it alone, however long it takes.
+"""Intent journal of a transfer: protects its objects at the target from `gc` until the versions are committed.
 
-An object counts as new for the grace of `gc` only; a large model over a slow line may take longer.
+Without it, `gc` keeps an unreferenced object only for its grace period. The transfer of a large model over a slow
+network may take longer.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ _KEEP_S: Final = 3600.0
 
 
 @contextmanager
-def promised(target: Repository, objects: Mapping[Resolved, Sequence[ObjectInfo]]) -> Iterator[Callable[[], None]]:
-    """Let `gc` leave objects alone until the block ends, or as long after it failed as any other journal.
+def declare_intent(
+    target: Repository, objects: Mapping[Resolved, Sequence[ObjectInfo]]
+) -> Iterator[Callable[[], None]]:
+    """Write the intent journal, which protects objects from `gc` until the block ends.
+
+    If the block fails, the journal stays and expires like any other journal.
 
     Args:
-        target: where they will be named.
-        objects: of every version that is to be committed.
+        target: repository whose entries will reference the objects.
+        objects: objects of every version to commit.
 
     Yields:
-        What keeps the promise young; to be called again and again.
+        A function that renews the journal; call it regularly. It writes at most once per hour.
 
     Raises:
         UnavailableError, UnknownOutcomeError: the journal cannot be written.
@@ -35,21 +40,20 @@ def promised(target: Repository, objects: Mapping[Resolved, Sequence[ObjectInfo]
     if not objects:
         yield lambda: None
         return
-    names = {str(version): [info.digest for info in wanted] for version, wanted in objects.items()}
-    told = repr(sorted(names.items())).encode()
-    journal = target.journal(_WORK, digest_of(told))
+    digests = {str(version): [info.digest for info in infos] for version, infos in objects.items()}
+    journal = target.journal(_WORK, digest_of(repr(sorted(digests.items())).encode()))
     journal.begin()
-    for number, wanted in enumerate(names.values()):
-        journal.write(f"{number:06d}", {"objects": wanted})
-    kept_s = time.monotonic()
+    for number, digests_of_version in enumerate(digests.values()):
+        journal.write(f"{number:06d}", {"objects": digests_of_version})
+    renewed_s = time.monotonic()
 
     def keep() -> None:
-        nonlocal kept_s
-        if time.monotonic() - kept_s >= _KEEP_S:
+        nonlocal renewed_s
+        if time.monotonic() - renewed_s >= _KEEP_S:
             journal.begin()
-            kept_s = time.monotonic()
+            renewed_s = time.monotonic()
 
     yield keep
-    # Everything is committed: a journal that cannot be removed is left to gc.
+    # All versions are committed, so the journal is no longer needed; if it cannot be removed, `gc` deletes it later.
     with suppress(UnavailableError):
         journal.remove()

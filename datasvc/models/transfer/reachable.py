@@ -1,4 +1,4 @@
-"""Which objects a version is made of: what another repository needs to have to restore it."""
+"""Lists the objects that are reachable from a version: those that a repository needs to restore it."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from datasvc.shards.format.shard_table import ShardTable
 _DIGEST: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
-def named_objects(repository: Repository, version: Resolved, content: Mapping[str, Any]) -> list[ObjectInfo]:
-    """Return every object that a version needs, each once.
+def reachable_objects(repository: Repository, version: Resolved, content: Mapping[str, Any]) -> list[ObjectInfo]:
+    """Return the distinct objects that a version needs, sorted by digest.
 
     Args:
-        repository: where it lies.
-        version: of a model or data set.
-        content: of its entry.
+        repository: repository of the version.
+        version: version of a model or a data set.
+        content: content of its entry.
 
     Raises:
-        CorruptDataError: its tables were changed, or do not say what they should.
-        NotFoundError: one of its objects is not there.
-        ConfigError: a table has a later format.
-        UnavailableError: the store did not answer.
+        CorruptDataError: the entry or one of its tables is damaged.
+        NotFoundError: one of its objects is missing.
+        ConfigError: a table has a format that this version of datasvc does not support.
+        UnavailableError: the store does not answer.
     """
     try:
         if version.kind == "models":
-            named = dict(_of_model(repository, version, content))
+            sizes = dict(_of_model(repository, version, content))
         else:
-            named = dict(_of_dataset(repository, content))
+            sizes = dict(_of_dataset(repository, content))
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"the entry of {version} does not say what it is made of: {error!r}") from error
+        raise CorruptDataError(f"the entry of {version} has no valid list of its objects: {error!r}") from error
     except NotFoundError as error:
-        raise NotFoundError(f"{version} is not whole: {error}") from error
-    # What else the entry names and is there: which samples were seen, what a later datasvc may add.
-    for digest in set(_digests_in(content)) - named.keys():
+        raise NotFoundError(f"{version} is incomplete: {error}") from error
+    # Also include other digests in the entry whose objects exist, such as fields that a later datasvc may add.
+    for digest in set(_digests_in(content)) - sizes.keys():
         size_bytes = repository.objects.size(digest)
         if size_bytes is not None:
-            named[digest] = size_bytes
-    return [ObjectInfo(digest, size_bytes) for digest, size_bytes in sorted(named.items())]
+            sizes[digest] = size_bytes
+    return [ObjectInfo(digest, size_bytes) for digest, size_bytes in sorted(sizes.items())]
 
 
 def _of_model(repository: Repository, version: Resolved, content: Mapping[str, Any]) -> Iterator[tuple[Digest, int]]:
-    named = objects_of_entry(content, version)
-    yield from _sized(repository, named.all)
-    for record in read_table(repository.objects, named.tensors):
+    refs = objects_of_entry(content, version)
+    yield from _with_sizes(repository, refs.all)
+    for record in read_table(repository.objects, refs.tensors):
         for chunk in record.chunks:
             for link in chunk.chain:
                 yield link.object, link.object_bytes
@@ -63,10 +63,10 @@ def _of_dataset(repository: Repository, content: Mapping[str, Any]) -> Iterator[
         rows = table.rows.select(["digest", "bytes"]).to_pylist()
         shards = {Digest(row["digest"].hex()): int(row["bytes"]) for row in rows}
         yield from shards.items()
-        yield from _sized(repository, [digest, *(table.objects() - shards.keys())])
+        yield from _with_sizes(repository, [digest, *(table.objects() - shards.keys())])
 
 
-def _sized(repository: Repository, digests: Iterable[Digest]) -> Iterator[tuple[Digest, int]]:
+def _with_sizes(repository: Repository, digests: Iterable[Digest]) -> Iterator[tuple[Digest, int]]:
     for digest in digests:
         size_bytes = repository.objects.size(digest)
         if size_bytes is None:
@@ -78,9 +78,9 @@ def _digests_in(value: Any) -> Iterator[Digest]:
     if isinstance(value, str):
         yield from map(Digest, _DIGEST.findall(value))
     elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _digests_in(name)
-            yield from _digests_in(each)
+        for key, child in value.items():
+            yield from _digests_in(key)
+            yield from _digests_in(child)
     elif isinstance(value, list):
-        for each in value:
-            yield from _digests_in(each)
+        for child in value:
+            yield from _digests_in(child)

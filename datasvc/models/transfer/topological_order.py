@@ -1,4 +1,4 @@
-"""Which model versions go first: those that others were made from."""
+"""Sorts model versions topologically, parents before children."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from datasvc.models.registry.registry import ModelVersion, parse_version
 from datasvc.repository import Repository, Resolved
 
 
-def order_by_descent(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
-    """Return the versions, each once, parents before what was made from them, else by name and number.
+def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
+    """Return the versions with parents before children; ties are broken by name and number. Cycles are cut.
 
     Args:
-        parents: of each version; those that are no version of the mapping themselves do not count.
+        parents: parents of each version; a parent that is not a key is ignored.
     """
     ordered: dict[Resolved, None] = {}
-    for version in sorted(parents, key=_place):
-        # A stack of its own: a history may be longer than Python's.
-        waiting, seen = [version], {version}
-        while waiting:
-            ahead = [
-                each for each in parents[waiting[-1]] if each in parents and each not in seen and each not in ordered
+    for version in sorted(parents, key=_sort_key):
+        # An explicit stack: a history may be longer than Python's recursion limit.
+        stack, seen = [version], {version}
+        while stack:
+            unvisited = [
+                parent
+                for parent in parents[stack[-1]]
+                if parent in parents and parent not in seen and parent not in ordered
             ]
-            if ahead:
-                waiting.append(ahead[0])
-                seen.add(ahead[0])
+            if unvisited:
+                stack.append(unvisited[0])
+                seen.add(unvisited[0])
             else:
-                ordered[waiting.pop()] = None
+                ordered[stack.pop()] = None
     return list(ordered)
 
 
@@ -38,39 +40,40 @@ def read_parents(
     *,
     with_ancestors: bool,
 ) -> dict[Resolved, list[Resolved]]:
-    """Return what versions were made from, as far as it is there still.
+    """Return the parents of versions; parents that do not exist or were removed are left out.
 
     Args:
-        repository: where they are.
-        versions: of models.
-        content: returns what the entry of a version says.
-        with_ancestors: their parents, too, and so on.
+        repository: repository of the versions.
+        versions: model versions.
+        content: function that returns the content of a version's entry.
+        with_ancestors: also return the parents of all ancestors.
 
     Raises:
         CorruptDataError, UnavailableError: see `Log.read`.
     """
     living: dict[str, frozenset[int]] = {}
     parents: dict[Resolved, list[Resolved]] = {}
-    wanted = list(versions)
-    while wanted:
-        parents |= {version: _parents(repository, version, content(version), living) for version in wanted}
-        further = {parent for version in wanted for parent in parents[version]} if with_ancestors else set()
-        wanted = sorted(further - parents.keys(), key=_place)
+    pending = list(versions)
+    while pending:
+        parents |= {version: _parents(repository, version, content(version), living) for version in pending}
+        older = {parent for version in pending for parent in parents[version]} if with_ancestors else set()
+        pending = sorted(older - parents.keys(), key=_sort_key)
     return parents
 
 
 def _parents(
     repository: Repository, version: Resolved, entry: Mapping[str, Any], living: dict[str, frozenset[int]]
 ) -> list[Resolved]:
-    named = map(parse_version, ModelVersion(version.name, version.version, (), entry).parents)
-    found = []
-    for name, number in filter(None, named):
+    parents = []
+    for name, number in filter(
+        None, map(parse_version, ModelVersion(version.name, version.version, (), entry).parents)
+    ):
         if name not in living:
             living[name] = frozenset(repository.living("models", name))
         if number in living[name]:
-            found.append(Resolved("models", name, number))
-    return found
+            parents.append(Resolved("models", name, number))
+    return parents
 
 
-def _place(version: Resolved) -> tuple[str, int]:
+def _sort_key(version: Resolved) -> tuple[str, int]:
     return version.name, version.version

@@ -16,8 +16,8 @@ from datasvc.models import CodeRevision, DataUse, restore, save
 from datasvc.models.registry.removal import remove
 from datasvc.models.transfer import copying, intent_journal, transfer
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.transfer.intent_journal import promised
-from datasvc.models.transfer.topological_order import order_by_descent
+from datasvc.models.transfer.intent_journal import declare_intent
+from datasvc.models.transfer.topological_order import sort_topologically
 from datasvc.models.versions.signing import check_signed, sign
 from datasvc.models.versions.signing_keys import load_private_key, make_key
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
@@ -126,9 +126,9 @@ def test_a_model_may_have_another_name_there_and_a_stranger_keeps_its_number(rep
     transfer(repository, other, ["net@1", "net@2"], name="theirs")
     assert other.entry(other.resolve("models", "theirs@2")).content["parent"] == "theirs@1"
     train(repository, "second", versions=1)
-    with pytest.raises(ConfigError, match="2 models cannot all be 'x'"):
+    with pytest.raises(ConfigError, match="2 models cannot all get the name 'x'"):
         transfer(repository, other, ["net", "second"], name="x")
-    with pytest.raises(ConfigError, match="source and target at once"):
+    with pytest.raises(ConfigError, match="is both source and target; give two"):
         transfer(repository, Repository.open(repository.url), ["net"])
 
 
@@ -154,10 +154,10 @@ def test_parents_go_first_where_no_version_is_its_own_ancestor(edges):
 
     # An honest parent is older; others are what a hostile entry may say.
     parents = {version(child): [version(each) for each in named] for child, named in edges.items()}
-    ordered = order_by_descent(parents)
+    ordered = sort_topologically(parents)
     assert sorted(ordered, key=str) == sorted(parents, key=str)
     honest = {child: [each for each in named if each.version < child.version] for child, named in parents.items()}
-    place = {each: number for number, each in enumerate(order_by_descent(honest))}
+    place = {each: number for number, each in enumerate(sort_topologically(honest))}
     assert all(place[each] < place[child] for child, named in honest.items() for each in named if each in place)
 
 
@@ -256,9 +256,9 @@ def test_data_sets_are_renamed_by_names_that_are_there_and_each_to_its_own(repos
     tables = [use_of(repository, f"{name}@1") for name in ("cats", "dogs")]
     save(repository, "net", state(0), step=0, data=[DataUse("cats@1, dogs@1", "mixture", tables[0].state)])
     for names, match in (
-        ({"cats": "x", "dogs": "x"}, "one data set 'x'"),
-        ({"cats": "dogs"}, "one data set 'dogs'"),
-        ({"birds": "x"}, "'birds' is no data set that moves; there are: cats, dogs"),
+        ({"cats": "x", "dogs": "x"}, "two data sets would get the name 'x'"),
+        ({"cats": "dogs"}, "two data sets would get the name 'dogs'"),
+        ({"birds": "x"}, "'birds': it is not copied; the data sets to copy are: cats, dogs"),
         ({"cats": "../x"}, "cannot name a data set"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -270,7 +270,7 @@ def test_data_sets_are_renamed_by_names_that_are_there_and_each_to_its_own(repos
 
 def test_a_table_that_lies_about_sizes_costs_neither_time_nor_memory(repository, other):
     digest = repository.objects.put(b"a few bytes").digest
-    with pytest.raises(CorruptDataError, match="has 11 bytes; what names it says"):
+    with pytest.raises(CorruptDataError, match="has 11 bytes; its reference expects"):
         copying.copy_missing(repository.objects, other.objects, [ObjectInfo(digest, 1 << 60)])
     assert other.objects.size(digest) is None
 
@@ -418,10 +418,10 @@ def test_gc_between_copy_and_commit_takes_nothing_however_long_the_copy_took(rep
     assert other.storage.list("journal") == []
 
 
-def test_a_promise_is_kept_young_and_forgotten_where_nobody_came_back(repository, other, monkeypatch):
+def test_an_intent_is_renewed_and_expires_after_a_failure(repository, other, monkeypatch):
     monkeypatch.setattr(intent_journal, "_KEEP_S", 0)
     info = other.objects.put(b"a chunk")
-    with pytest.raises(UnavailableError), promised(other, {Resolved("models", "net", 1): [info]}) as keep:
+    with pytest.raises(UnavailableError), declare_intent(other, {Resolved("models", "net", 1): [info]}) as keep:
         old(other, "", 9)
         keep()
         assert not gc(other, dry_run=False).objects
