@@ -1,8 +1,9 @@
-"""Sharded checkpoints: what torch.distributed.checkpoint saves and loads, as model versions.
+"""Sharded checkpoints: store the checkpoints of torch.distributed.checkpoint (DCP) as model versions.
 
-`DcpWriter` and `DcpReader` are torch's StorageWriter and StorageReader, so its `save`, `load` and `async_save`, its
-planners, DTensor and FSDP2 work as they do with files. Each rank stores the chunks that the planner gave it; then the
-coordinator joins them to one ordinary tensor table and commits one version. Before that commit nothing is visible.
+`DcpWriter` and `DcpReader` implement torch's `StorageWriter` and `StorageReader`. `save`, `load` and `async_save`,
+the planners, DTensor and FSDP2 therefore work as with files. Each rank stores the chunks that its plan assigns to it;
+then the coordinator joins them into one ordinary tensor table and commits one version. Nothing is visible before the
+commit.
 """
 
 from datasvc.models.dcp.reader import DcpReader

@@ -1,4 +1,4 @@
-"""What torch calls a `checkpoint_id`, here: which repository, which model, which version."""
+"""Parser of torch's `checkpoint_id`, which names a repository, a model and a version here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from datasvc.repository.logs.references import parse_reference
 
 @dataclass(frozen=True)
 class CheckpointId:
-    """What a `checkpoint_id` says; None where it says nothing.
+    """Parts of a `checkpoint_id`.
 
     Attributes:
-        url: of a repository.
-        ref: "NAME", "NAME@3" or "NAME@tag".
+        url: URL of the repository; None if it is not given.
+        ref: "NAME", "NAME@3" or "NAME@tag"; None if it is not given.
     """
 
     url: str | None
@@ -23,10 +23,10 @@ class CheckpointId:
 
     @classmethod
     def parse(cls, checkpoint_id: str | os.PathLike[str]) -> CheckpointId:
-        """Return the parts of "NAME@3", of a path or URL (anything with a slash), or of "URL#NAME@3".
+        """Parse "NAME@3", a path or URL (any text with a slash), or "URL#NAME@3".
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: the text has none of these forms.
         """
         text = os.fspath(checkpoint_id)
         url, mark, ref = text.rpartition("#")
@@ -35,7 +35,7 @@ class CheckpointId:
             url, ref = (text, "") if is_url else ("", text)
         if not url and not ref:
             raise ConfigError(
-                f"{text!r} is no checkpoint_id: give NAME, NAME@VERSION, a repository's URL, or URL#NAME"
+                f"{text!r} is not a valid checkpoint_id; give NAME, NAME@VERSION, a repository's URL, or URL#NAME"
             )
         if ref:
             parse_reference(ref, "model")
@@ -43,7 +43,7 @@ class CheckpointId:
 
 
 def is_checkpoint_id(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Return whether `CheckpointId.parse` takes it."""
+    """Return whether `CheckpointId.parse` accepts it."""
     try:
         CheckpointId.parse(checkpoint_id)
     except (ConfigError, TypeError):

@@ -1,4 +1,4 @@
-"""What a rank reads of a stored version: its planner's items, and only the chunks that these meet."""
+"""Loads the items of a rank's plan from a stored version; reads only the chunks that overlap them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from datasvc.repository.objects.objects import parse_digest
 
 @dataclass(frozen=True)
 class ShardedVersion:
-    """A version, read but for its tensors.
+    """Metadata of a version; its tensors are not read.
 
     Attributes:
-        repository: that it lies in.
-        copies: that it is read from.
-        version: which one.
-        sharding: what planners need to know of it.
-        records: its tensor table, by name.
-        skeleton: of its state tree.
+        repository: repository of the version.
+        copies: repositories and cache that its objects are read from.
+        version: the resolved version.
+        sharding: description for torch's planners.
+        records: tensor table, by name.
+        skeleton: skeleton of the state tree.
     """
 
     repository: Repository
@@ -53,12 +53,12 @@ class ShardedVersion:
 
 @dataclass(frozen=True)
 class ChunkRead:
-    """A chunk that is to be read, and where which of its elements go.
+    """A chunk to read, and the destinations of its elements.
 
     Attributes:
-        record: of the tensor.
-        chunk: of it.
-        copies: views of tensors to fill, each with the block of the whole tensor that it takes.
+        record: record of the tensor.
+        chunk: chunk of the tensor.
+        copies: pairs (view to fill, box of the tensor that it receives).
     """
 
     record: TensorRecord
@@ -67,7 +67,7 @@ class ChunkRead:
 
     @property
     def only_target(self) -> torch.Tensor | None:
-        """The view that is to be what the chunk is, in memory that can be read into; None where there is no such."""
+        """The view, if there is only one, it takes the whole chunk, and its memory can be read into; else None."""
         (target, box), *others = self.copies
         if others or box != self.chunk.box or dtype_name(target) != self.record.dtype or not is_plain(target):
             return None
@@ -77,77 +77,78 @@ class ChunkRead:
 def read_sharded(
     repository: Repository, copies: StoredCopies, ref: str, *, trusted_keys: Sequence[str | Path] | None = None
 ) -> ShardedVersion:
-    """Read what a version says of itself. One that was not saved sharded is described as if it was, in one part.
+    """Read the metadata of a version. An unsharded version is described as a sharded one with a single part.
 
     Args:
-        repository: has it.
-        copies: of what it is made of.
+        repository: repository of the version.
+        copies: repositories and cache to read its objects from.
         ref: NAME, NAME@VERSION or NAME@TAG.
-        trusted_keys: as of `read_version`.
+        trusted_keys: see `read_version`.
 
     Raises:
-        ConfigError: `ref` is no reference, or something has a later format.
-        NotFoundError: there is no such version, or an object of it is missing.
-        CorruptDataError: the entry, table, state or sharding was changed; or the version is not signed.
-        UnavailableError: the store did not answer.
+        ConfigError: `ref` is not a valid reference, or an object has a format that this version does not support.
+        NotFoundError: the version does not exist, or one of its objects is missing.
+        CorruptDataError: the entry, table, state or sharding is damaged, or the version is not signed.
+        UnavailableError: the store does not answer.
     """
     stored = read_version(repository, ref, read=copies.read, trusted_keys=trusted_keys)
     version = str(stored.version)
     skeleton = decode_state(copies.read(stored.state, MAX_STATE_BYTES), version)
     records = {record.name: record for record in stored.records}
-    named = stored.entry.get("sharding")
-    if named is None:
+    digest = stored.entry.get("sharding")
+    if digest is None:
         sharding = describe_unsharded(skeleton, records, version)
     else:
-        sharding = decode_sharding(copies.read(parse_digest(named), MAX_SHARDING_BYTES), records, skeleton, version)
+        sharding = decode_sharding(copies.read(parse_digest(digest), MAX_SHARDING_BYTES), records, skeleton, version)
     return ShardedVersion(repository, copies, stored.version, sharding, records, skeleton)
 
 
 def load_items(
     stored: ShardedVersion, items: Sequence[ReadItem], planner: LoadPlanner, *, planner_bytes: bool = False
 ) -> RestoreReport:
-    """Fill the planner's tensors and values. Arguments and errors: see `DcpReader` and `DcpReader.read_data`."""
-    began = time.monotonic()
+    """Fill the planner's tensors and values. For arguments and errors see `DcpReader` and `DcpReader.read_data`."""
+    began_s = time.monotonic()
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
     value_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
     reads = plan_reads((*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True))
-    inside = _find_inside(stored, value_items)
-    wanted = [*(replace(each.record, chunks=(each.chunk,)) for each in reads), *inside]
-    with stored.copies.open_source(wanted) as source:
+    in_values = _find_tensors_in_values(stored, value_items)
+    needed = [*(replace(read.record, chunks=(read.chunk,)) for read in reads), *in_values]
+    with stored.copies.open_source(needed) as source:
         _read_chunks(source, reads)
-        tensors = load_tensors(source, inside)
+        tensors = load_tensors(source, in_values)
     for item, target in zip(tensor_items, targets, strict=True):
         planner.commit_tensor(item, target)
     for item in value_items:
         _load_value(stored, item, tensors, planner, planner_bytes=planner_bytes)
-    return stored.copies.report(wanted, time.monotonic() - began)
+    return stored.copies.report(needed, time.monotonic() - began_s)
 
 
 def _read_chunks(source: ChunkSource, reads: Sequence[ChunkRead]) -> None:
-    reader = ChunkReader(source, [each.chunk for each in reads])
+    reader = ChunkReader(source, [read.chunk for read in reads])
 
-    def read(each: ChunkRead) -> None:
-        check_reaches(source, each.record.name, each.chunk)
-        target = each.only_target
+    def read_one(read: ChunkRead) -> None:
+        check_reaches(source, read.record.name, read.chunk)
+        target = read.only_target
         if target is not None:
-            reader.read(each.record.name, each.chunk, bytes_of(target))
+            # Read directly into the target, without a buffer and a copy.
+            reader.read(read.record.name, read.chunk, bytes_of(target))
             return
-        content = np.empty(each.record.chunk_bytes(each.chunk), np.uint8)
-        reader.read(each.record.name, each.chunk, content)
-        loaded = tensor_of(content, each.record.dtype, each.chunk.shape)
-        for target, box in each.copies:
-            target.copy_(loaded[slices(box, origin=each.chunk.start)])
+        content = np.empty(read.record.chunk_bytes(read.chunk), np.uint8)
+        reader.read(read.record.name, read.chunk, content)
+        loaded = tensor_of(content, read.record.dtype, read.chunk.shape)
+        for target, box in read.copies:
+            target.copy_(loaded[slices(box, origin=read.chunk.start)])
 
-    sizes = [each.record.chunk_bytes(each.chunk) for each in reads]
-    read_in_threads(source, read, [(each,) for each in reads], sizes)
+    sizes = [read.record.chunk_bytes(read.chunk) for read in reads]
+    read_in_threads(source, read_one, [(read,) for read in reads], sizes)
 
 
 def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[ChunkRead]:
-    """Return the chunks that blocks of tensors meet, each once, and which views of their targets each fills.
+    """Return the distinct chunks that overlap blocks of tensors, with the views of the targets to fill.
 
     Args:
-        blocks: of which tensor, where in it, and the tensor of that shape that is to be filled.
+        blocks: triples (record of the tensor, box of the block, target tensor with the shape of the block).
     """
     reads: dict[tuple[str, tuple[int, ...]], ChunkRead] = {}
     for record, box, target in blocks:
@@ -160,11 +161,17 @@ def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list
 
 
 def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
-    """Return which block of which tensor an item wants. Raises ConfigError when there is none such."""
+    """Return the tensor and the box that an item reads.
+
+    Raises:
+        ConfigError: the version has no such tensor, or the box is outside its shape.
+    """
     index = item.storage_index
     name = stored.sharding.names.get(index.fqn)
     if name is None:
-        raise ConfigError(f"{stored.version} has no tensor {index.fqn!r}, which the plan was made for; load again")
+        raise ConfigError(
+            f"the plan needs the tensor {index.fqn!r}, which {stored.version} does not have; load again"
+        )
     record = stored.records[name]
     origin = index.offset if index.offset is not None else (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
@@ -174,22 +181,26 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
     )
     if not fits:
         raise ConfigError(
-            f"the plan wants {shape} at {start} of {index.fqn!r}, which has {record.shape} in {stored.version}; "
-            "load again"
+            f"the plan needs the block of shape {shape} at {start} of {index.fqn!r}, whose shape in {stored.version} "
+            f"is {record.shape}; load again"
         )
     return record, (start, shape)
 
 
-def _find_inside(stored: ShardedVersion, items: Sequence[ReadItem]) -> list[TensorRecord]:
-    """Return the records of tensors that lie inside values, each once. Raises CorruptDataError: there is no such."""
-    met = _Met(stored.records)
+def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -> list[TensorRecord]:
+    """Return the distinct records of tensors inside values.
+
+    Raises:
+        CorruptDataError: a value refers to a tensor that is not in the table.
+    """
+    used = _UsedRecords(stored.records)
     for item in items:
-        unflatten(_skeleton_of(stored, item), met)
-    return list(met.values())
+        unflatten(_skeleton_of(stored, item), used)
+    return list(used.values())
 
 
-class _Met(dict[str, Any]):
-    """Records of tensors, once somebody has looked for them."""
+class _UsedRecords(dict[str, Any]):
+    """Collect the records of the tensors that were looked up."""
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         super().__init__()

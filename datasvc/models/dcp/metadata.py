@@ -1,7 +1,7 @@
-"""The metadata of torch.distributed.checkpoint as JSON: how a save was cut over ranks, and what its planner noted.
+"""The metadata of torch.distributed.checkpoint as JSON: the partition of tensors over ranks, and the planner's paths.
 
-Shapes and dtypes are not here but in the tensor table, values not here but in the state: nothing is said twice.
-Reading runs no code, and what it says is checked against the table before anyone allocates by it.
+Shapes and dtypes are only in the tensor table, and values only in the state, so nothing is stored twice. Reading
+executes no code. The content is checked against the table before memory is allocated from it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _MEMORY_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a planner needs to know of a stored version.
+    """Description of a stored version for torch's planners.
 
     Attributes:
-        metadata: torch's, keys as the planner made them.
-        names: of tensors in the tensor table, by key.
-        paths: where each value lies in the state tree, by key.
-        opaque: keys whose value is bytes that only the planner which made them understands.
+        metadata: torch's metadata, with the keys of the planner.
+        names: names of the tensors in the tensor table, by key.
+        paths: paths of the values in the state tree, by key.
+        opaque: keys of values in a format that only their planner can read.
     """
 
     metadata: Metadata
@@ -60,7 +60,7 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
     """Return the bytes of a sharding object.
 
     Raises:
-        ConfigError: the planner noted something else than the paths of keys; names it. Or they are too many bytes.
+        ConfigError: the planner's data is not a path for each key, or the result is too large.
     """
     paths, _ = flatten({"planner_data": planned_paths(metadata)})
     described = {
@@ -69,53 +69,53 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
         "save_id": save_id,
         "planner_data": paths["planner_data"],
         "tensors": {
-            key: _encode_tensor(each)
-            for key, each in metadata.state_dict_metadata.items()
-            if isinstance(each, TensorStorageMetadata)
+            key: _encode_tensor(stored)
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
         },
-        "values": [k for k, each in metadata.state_dict_metadata.items() if isinstance(each, BytesStorageMetadata)],
+        "values": [k for k, item in metadata.state_dict_metadata.items() if isinstance(item, BytesStorageMetadata)],
         "opaque": sorted(opaque),
     }
     raw = json.dumps(described, sort_keys=True, allow_nan=False).encode()
     if len(raw) > MAX_SHARDING_BYTES:
         raise ConfigError(
-            f"how this save was cut over the ranks takes {format_size(len(raw))} to say, and may take "
-            f"{format_size(MAX_SHARDING_BYTES)}; save parts of the state as models of their own"
+            f"the description of this save's partition over the ranks has {format_size(len(raw))}; at most "
+            f"{format_size(MAX_SHARDING_BYTES)} are allowed; save parts of the state as separate models"
         )
     return raw
 
 
 def planned_paths(metadata: Metadata) -> Mapping[str, Path] | None:
-    """Return where the planner of a save took each key from; None where it did not flatten.
+    """Return the path of each key of a save in the state tree; None if the planner did not flatten the state.
 
     Raises:
-        ConfigError: it noted something else.
+        ConfigError: the planner's data is not a path for each key.
     """
     try:
         return check_paths(metadata.planner_data)
     except ValueError as error:
         raise ConfigError(
-            f"the planner's data cannot be stored: {error}; give what is to be kept to the state instead"
+            f"the planner's data cannot be stored: {error}; put other data into the state instead"
         ) from error
 
 
 def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: Any, version: str) -> Sharding:
-    """Return what a sharding object of `version` says.
+    """Decode a sharding object and check it against the version's table and state.
 
     Args:
-        raw: its bytes.
-        records: the version's tensor table, by name.
-        skeleton: of its state tree.
-        version: for messages.
+        raw: bytes of the object.
+        records: tensor table of the version, by name.
+        skeleton: skeleton of its state tree.
+        version: name of the version, for messages.
 
     Raises:
-        CorruptDataError: damaged, or it contradicts the table or the state.
-        ConfigError: of a later format.
+        CorruptDataError: the object is damaged, or contradicts the table or the state.
+        ConfigError: it has a format that this version of datasvc does not support.
     """
     try:
         described = json.loads(raw)
-        later = int(described["format"]) > SHARDING_FORMAT
-        sharding = None if later else _sharding(described, records, skeleton)
+        is_later = int(described["format"]) > SHARDING_FORMAT
+        sharding = None if is_later else _sharding(described, records, skeleton)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptDataError(f"the sharding of {version} is damaged: {error!r}") from error
     if sharding is None:
@@ -127,11 +127,11 @@ def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: A
 
 
 def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], version: str) -> Sharding:
-    """Return the same for a version that one process saved whole: keys are those of torch's default planner.
+    """Return the sharding of a version that was saved unsharded, with the keys of torch's default planner.
 
     Raises:
-        ConfigError: two values have one key, or the state is no dict.
-        CorruptDataError: the state is damaged or names tensors that the table lacks.
+        ConfigError: two values have the same key, or the state is not a dict.
+        CorruptDataError: the state is damaged, or names tensors that are not in the table.
     """
     placeholders = {
         name: torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
@@ -141,11 +141,9 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
     try:
         flat, paths = flatten_state_dict(state)
     except (ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{version} has no keys that a planner could use: {error}; use datasvc.models.restore"
-        ) from error
+        raise ConfigError(f"{version} has no keys that a planner can use: {error}; use datasvc.restore") from error
     names_by_id = {id(tensor): name for name, tensor in placeholders.items()}
-    names = {key: names_by_id[id(each)] for key, each in flat.items() if isinstance(each, torch.Tensor)}
+    names = {key: names_by_id[id(value)] for key, value in flat.items() if isinstance(value, torch.Tensor)}
     stored: dict[str, Any] = {
         key: _whole_tensor(records[names[key]]) if key in names else BytesStorageMetadata() for key in flat
     }
@@ -153,7 +151,9 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
 
 
 def _sharding(described: Mapping[str, Any], records: Mapping[str, TensorRecord], skeleton: Any) -> Sharding:
-    stored: dict[str, Any] = {key: _decode_tensor(each, records[key]) for key, each in described["tensors"].items()}
+    stored: dict[str, Any] = {
+        key: _decode_tensor(tensor, records[key]) for key, tensor in described["tensors"].items()
+    }
     names = {key: key for key in stored}
     stored.update({str(key): BytesStorageMetadata() for key in described["values"]})
     planner_data = check_paths(unflatten(described["planner_data"], {}))
@@ -182,9 +182,9 @@ def _encode_tensor(stored: TensorStorageMetadata) -> dict[str, Any]:
 
 def _decode_tensor(described: Mapping[str, Any], record: TensorRecord) -> TensorStorageMetadata:
     boxes = [(_sizes(start), _sizes(shape)) for start, shape in described["chunks"]]
-    # Chunks that leave out elements would leave memory as it was where the caller expects what was saved.
+    # Elements that no chunk covers would keep their old values in the caller's tensor without an error.
     if not is_tiling(record.shape, [box for box in boxes if math.prod(box[1])]):
-        raise ValueError(f"the chunks of {record.name!r} leave out elements or hold some twice")
+        raise ValueError(f"the chunks of {record.name!r} do not cover each element exactly once")
     return TensorStorageMetadata(
         TensorProperties(
             dtype=getattr(torch, record.dtype),
@@ -198,9 +198,9 @@ def _decode_tensor(described: Mapping[str, Any], record: TensorRecord) -> Tensor
 
 
 def _whole_tensor(record: TensorRecord) -> TensorStorageMetadata:
-    whole = _chunk(((0,) * len(record.shape), record.shape))
+    chunk = _chunk(((0,) * len(record.shape), record.shape))
     return TensorStorageMetadata(
-        TensorProperties(dtype=getattr(torch, record.dtype)), torch.Size(record.shape), [whole]
+        TensorProperties(dtype=getattr(torch, record.dtype)), torch.Size(record.shape), [chunk]
     )
 
 
@@ -210,8 +210,8 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 def _sizes(numbers: Iterable[Any]) -> tuple[int, ...]:
     sizes = tuple(numbers)
-    if not all(type(each) is int and each >= 0 for each in sizes):
-        raise ValueError(f"{sizes} are no sizes")
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{sizes} are not valid sizes; expected integers of 0 or more")
     return sizes
 
 

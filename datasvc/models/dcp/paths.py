@@ -1,4 +1,4 @@
-"""Where in the state tree a planner took the value of a key from."""
+"""Paths in the state tree: for each key of a planner, the place from which it took the value."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ Path = tuple[str | int, ...]
 
 
 def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
-    """Return what a planner noted where it is what torch's planners note, which they and we build trees by.
+    """Check that the data of a planner has the form of torch's planners: a path for each key.
+
+    A path consists of dict keys (str) and list indices (int).
 
     Raises:
-        ValueError: it is neither None nor the path of each key, of names and of places in lists; names the key.
+        ValueError: it is neither None nor a mapping from keys to paths; the message names the key.
     """
     if planner_data is None:
         return None
     if not isinstance(planner_data, Mapping):
-        raise ValueError(f"it is a {type(planner_data).__name__}, not the path of each key")  # noqa: TRY004 - as below
+        raise ValueError(f"it is a {type(planner_data).__name__}; expected a dict with a path for each key")  # noqa: TRY004 - as below
     for key, path in planner_data.items():
         if not isinstance(key, str) or not isinstance(path, tuple) or not path or not all(map(_is_step, path)):
-            raise ValueError(f"for {key!r} it has {path!r}, which is no path in a state")
+            raise ValueError(f"for {key!r} it has {path!r}; expected a path of dict keys and list indices")
     return planner_data
 
 
 def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
-    """Raise CorruptDataError where a path leads out of a state's skeleton.
+    """Check that all paths exist in the skeleton of a state.
 
-    Trees are built by paths: a place in a list that is stored nowhere would cost memory that nothing bears out.
+    Trees are built from paths, so a path with a huge list index would allocate memory for elements that do not exist.
+
+    Raises:
+        CorruptDataError: a path does not exist.
     """
+    # Children by id of their parent: a wide dict is decoded once, not once per path.
     children: dict[int, Any] = {}
     for path in paths:
         part = skeleton
@@ -41,7 +47,11 @@ def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
 
 
 def find(skeleton: Any, path: Path) -> Any:
-    """Return the part of a state's skeleton that lies at `path`. Raises CorruptDataError when there is none."""
+    """Return the part of a state's skeleton at `path`.
+
+    Raises:
+        CorruptDataError: the path does not exist.
+    """
     part = skeleton
     for depth, key in enumerate(path):
         part = _step(_children(part, path[:depth]), key, path)
@@ -49,7 +59,7 @@ def find(skeleton: Any, path: Path) -> Any:
 
 
 def path_of(planner_data: Mapping[str, Path] | None, key: str) -> Path:
-    """Return where in the state tree the value of `key` lies: where a planner that flattened took it from."""
+    """Return the path of the value of `key` in the state tree; without planner data, the key itself."""
     return (planner_data or {}).get(key, (key,))
 
 
@@ -58,20 +68,20 @@ def _is_step(step: Any) -> bool:
 
 
 def _children(part: Any, path: Path) -> Any:
-    """Return what lies in a part of a skeleton by key."""
+    """Return the children of a part of a skeleton, by key or index; no dict or list for a value."""
     if not isinstance(part, dict):
         return part
     if "$dict" not in part:
-        return None if any(name.startswith("$") for name in part) else part  # what is marked so is a value
+        return None if any(name.startswith("$") for name in part) else part  # a key with "$" marks an encoded value
     try:
-        return {str(name): each for name, each in part["$dict"]}
+        return {str(name): child for name, child in part["$dict"]}
     except (TypeError, ValueError) as error:
         raise CorruptDataError(f"the state is damaged at {_shown(path)}: {error!r}") from error
 
 
 def _step(children: Any, key: Any, path: Path) -> Any:
     if not isinstance(children, dict | list):
-        raise CorruptDataError(f"the state has nothing at {_shown(path)}: a value lies on the way")
+        raise CorruptDataError(f"the state has nothing at {_shown(path)}: the path leads through a value")
     try:
         return children[key]
     except (KeyError, IndexError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""A StorageReader of model versions."""
+"""`DcpReader`: torch's `StorageReader` over model versions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from torch.futures import Future
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
-from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.loading import ShardedVersion, load_items, read_sharded
-from datasvc.models.dcp.writer import DEFAULT_NAME
+from datasvc.models.dcp.writer import DEFAULT_NAME, picklable_errors
 from datasvc.models.restoring.copies import OpenCache, StoredCopies
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.repository import Repository, Resolved
@@ -29,29 +28,29 @@ logger = logging.getLogger(__name__)
 
 
 class DcpReader(StorageReader):
-    """Loads model versions through torch.distributed.checkpoint, however they were saved. Make one on every rank.
+    """Load model versions through torch.distributed.checkpoint, sharded or not. Create one on every rank.
 
-    Each rank reads the chunks that its plan meets and no others, each byte verified. One that is missing, damaged or
-    out of reach comes from the next place that has a good copy; bad copies are in the report, and in the log.
+    A rank reads only the chunks that its plan needs, and verifies every byte. If a chunk is missing, damaged or
+    unavailable, the next place with a good copy is used. Bad copies are in the report, and are logged as warnings.
 
     Args:
-        path: a repository, local folder or any fsspec URL.
-        name: of the model; its newest version is read.
-        ref: which version, "NAME@3" or "NAME@tag", instead of `name`.
-        cache: the node's cache, of which the repository and `fallback` are asked for what it lacks; made by
-            `datasvc.models.restoring.restore.node_cache`. Each object is fetched whole, once per node.
-        fallback: other repositories, or their URLs, that may have copies of objects; asked in this order.
-        trusted_keys: files of public keys, as of `datasvc.models.restoring.stored_version.read_version`.
-        planner_bytes: hand values that a planner saved in a format of its own to the planner that loads. Only for
-            versions of people you trust: what the bytes do there is up to that planner, which may unpickle them.
+        path: repository: local folder or fsspec URL.
+        name: name of the model; its newest version is read.
+        ref: version to read instead of `name`: "NAME@3" or "NAME@tag".
+        cache: cache of the node, from `datasvc.models.restoring.restore.node_cache`. It fetches each missing object
+            once per node, as a whole, from the repository or `fallback`.
+        fallback: other repositories, or their URLs, that may have copies of objects, in the order to try.
+        trusted_keys: files of public keys, see `datasvc.models.restoring.stored_version.read_version`.
+        planner_bytes: whether values in a planner's own format are given to the planner that loads. Use it only for
+            versions from people you trust: that planner may unpickle the bytes.
 
     Attributes:
-        load_id: of this load, on this rank.
-        version: which version the last load read.
-        report: how that went on this rank; None before.
+        load_id: id of this load on this rank.
+        version: version that the last load read; None before the first load.
+        report: report of the last load on this rank; None before the first load.
 
     Raises:
-        ConfigError: `ref` is no reference, or `cache` was not made by `node_cache`.
+        ConfigError: `ref` is not a valid reference, or `cache` is not from `node_cache`.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class DcpReader(StorageReader):
         parse_reference(ref or name, "model")
         if cache is not None and not callable(cache):
             raise ConfigError(
-                f"cache is {cache!r}; a DcpReader takes datasvc.models.restoring.restore.node_cache of that"
+                f"cache is {cache!r}; pass it through datasvc.models.restoring.restore.node_cache first"
             )
         self.url = os.fspath(path)
         self.ref = ref or name
@@ -84,44 +83,47 @@ class DcpReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where this reads from, as it was said last."""
+        """The `path`, or the last `checkpoint_id` that torch gave."""
         return self._given_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether `reset` takes it."""
+        """Return whether `reset` accepts it."""
         return is_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load. `checkpoint_id`: NAME, NAME@3, a repository's URL (anything with a slash), or URL#NAME@3.
+        """Start a new load.
+
+        Args:
+            checkpoint_id: NAME, NAME@3, the URL of a repository (any text with a slash), or URL#NAME@3.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: `checkpoint_id` has none of these forms.
         """
         if checkpoint_id:
-            wanted = CheckpointId.parse(checkpoint_id)
-            self.url = wanted.url or self.url
-            self.ref = wanted.ref or self.ref
+            parsed = CheckpointId.parse(checkpoint_id)
+            self.url = parsed.url or self.url
+            self.ref = parsed.ref or self.ref
             self._given_id = checkpoint_id
         self._stored = None
         self.load_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
-        """Return which load this is."""
+        """Return the ids of this load."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id)
 
     def read_metadata(self) -> Metadata:
-        """Return the metadata of the version that is meant now.
+        """Return the metadata of the version to read.
 
-        Where it cannot be read whoever looks into the metadata gets the error, one of `read_sharded`: of errors that
-        are raised here torch keeps only the words.
+        If it cannot be read, the result raises the error of `read_sharded` at its first use.
         """
         try:
-            with errors_that_travel():
+            with picklable_errors():
                 repository = Repository.open(self.url)
                 copies = StoredCopies(repository, fallback=self._fallback, cache=self._cache)
                 self._stored = read_sharded(repository, copies, self.ref, trusted_keys=self._trusted_keys)
         except DatasvcError as error:
+            # An error raised from here would lose its type: torch keeps only its text.
             return _UnreadMetadata(error)
         metadata = self._stored.sharding.metadata
         saved = metadata.storage_meta or StorageMeta()
@@ -131,30 +133,32 @@ class DcpReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise what kept `read_metadata` from reading; else it has read what is needed."""
+        """Raise the error of `read_metadata`, if there was one."""
         if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is: where chunks lie the version says."""
+        """Return the plan unchanged: the version itself contains the places of its chunks."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Let all ranks read the coordinator's version: a save may have landed while they looked for the newest."""
+        """Make all ranks read the coordinator's version."""
         assert self._stored is not None, "torch reads the metadata before it plans"
+        # Each rank resolves the newest version by itself; a concurrent save may have given them different ones.
         return [replace(plan, storage_data=self._stored.version.version) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan wants into the planner's tensors and values.
+        """Read the items of the plan into the planner's tensors and values.
 
         Raises:
-            CorruptDataError: no copy of a chunk has the bytes that its digest says; names the tensor. The planner's
-                tensors may be filled in part then, with bytes not to be used.
-            ConfigError: a value is for another planner, or is a planner's own bytes that nobody asked for.
-            NotFoundError, UnavailableError: as `load_tensors`.
+            CorruptDataError: no copy of a chunk matches its digest; the message names the tensor. The planner's
+                tensors may then be partly filled with invalid data.
+            ConfigError: the plan does not fit the version, or a value is in a planner's own format and
+                `planner_bytes` is not set.
+            NotFoundError, UnavailableError: see `load_tensors`.
         """
         assert self._stored is not None, "torch reads the metadata before the data"
-        with errors_that_travel():
+        with picklable_errors():
             stored = self._stored
             agreed = plan.storage_data or stored.version.version
             if agreed != stored.version.version:
@@ -163,14 +167,14 @@ class DcpReader(StorageReader):
             self._stored, self.version = stored, stored.version
             self.report = load_items(stored, plan.items, planner, planner_bytes=self._planner_bytes)
         for bad in self.report.bad_copies:
-            logger.warning("%s: a bad copy, another one was read: %s", stored.version, bad)
+            logger.warning("%s: a copy is bad, and another one was read instead: %s", stored.version, bad)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
 class _UnreadMetadata(Metadata):
-    """Stands for metadata that could not be read: planners and torch look into it before anything else."""
+    """Placeholder for metadata that could not be read: raises the error when torch or a planner uses it."""
 
     def __init__(self, error: DatasvcError) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""What a rank stores of a sharded save, and how the coordinator joins the shares of all ranks."""
+"""Stores the part of a rank in a sharded save, and joins the parts of all ranks at the coordinator."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from datasvc.models.tensors.write import Codec, TensorBlock, store_chunks
 from datasvc.models.versions.commit import StoredState
 from datasvc.repository import Repository
 
-_FINEST_CHUNK_BYTES: Final = 512 << 10
-_PARTS_OF_TENSOR: Final = 16
+_MIN_CHUNK_BYTES: Final = 512 << 10
+_CHUNKS_PER_TENSOR: Final = 16
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank stored. Every write result of the rank refers to the same one.
+    """Part of a sharded save that one rank stored. All write results of the rank refer to the same object.
 
     Attributes:
-        chunks: with the name of their tensor.
-        dtypes: of the tensors that this rank held something of, even nothing.
-        values: skeletons of what is no tensor, by key.
-        opaque: keys of values that only their planner understands.
-        shapes: of tensors that lie inside values, and so belong to this rank alone.
-        new_bytes: that were not in the repository before.
-        num_nonfinite: NaN and infinities by tensor.
+        chunks: stored chunks, as pairs (name of the tensor, chunk).
+        dtypes: dtypes of the tensors in the rank's plan, those with an empty block included.
+        values: skeletons of the values that are not tensors, by key.
+        opaque: keys of values in a format that only their planner can read.
+        shapes: shapes of the tensors inside values; each belongs to this rank alone.
+        new_bytes: number of bytes that were not in the repository before.
+        num_nonfinite: number of NaN and infinite elements, by tensor.
     """
 
     chunks: Sequence[tuple[str, Chunk]]
@@ -53,11 +53,11 @@ class RankShare:
 def store_share(
     repository: Repository, plan: SavePlan, planner: SavePlanner, base: Sequence[TensorRecord], codec: Codec
 ) -> RankShare:
-    """Store what the final plan of a rank holds, differences to `base` where the codec is "delta".
+    """Store the items of the final plan of a rank; with the codec "delta", as differences to `base`.
 
     Raises:
-        ConfigError: a tensor or value cannot be stored; names it.
-        UnavailableError: the store failed.
+        ConfigError: a tensor or value cannot be stored; the message names it.
+        UnavailableError: a write to the store fails.
     """
     blocks: list[TensorBlock] = []
     values: dict[str, Any] = {}
@@ -80,43 +80,53 @@ def store_share(
 
 
 def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorBlock]:
-    """Return what a rank holds of a tensor, cut as it is to be stored."""
+    """Return the rank's block of a tensor, divided into the chunks to store."""
     tensor = planner.resolve_data(item)
-    assert item.tensor_data is not None, "items that are no bytes describe a tensor"
+    assert item.tensor_data is not None, "an item of another type than BYTE_IO describes a tensor"
     chunk = item.tensor_data.chunk
     if not isinstance(tensor, torch.Tensor) or tensor.shape != chunk.sizes:
-        made = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        resolved = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(
-            f"{type(planner).__name__} planned {item.index.fqn!r} as {tuple(chunk.sizes)} and gave {made}; a planner "
-            "that changes a tensor's shape must plan the new one"
+            f"{type(planner).__name__} planned {item.index.fqn!r} as {tuple(chunk.sizes)} and returned {resolved}; a "
+            "planner that changes the shape of a tensor must plan the new shape"
         )
     name, start, tensor = item.index.fqn, tuple(chunk.offsets), tensor.detach()
-    whole = tuple(item.tensor_data.size)
-    boxes = plan_parts(start, tuple(chunk.sizes), whole, tensor.itemsize)
-    # A rank that holds nothing still says of which dtype.
+    tensor_shape = tuple(item.tensor_data.size)
+    boxes = plan_parts(start, tuple(chunk.sizes), tensor_shape, tensor.itemsize)
+    # A rank with an empty block must still report the dtype of the tensor.
     return [
         TensorBlock(name, box_start, tensor[slices((box_start, shape), origin=start)]) for box_start, shape in boxes
     ] or [TensorBlock(name, start, tensor)]
 
 
-def plan_parts(start: Shape, shape: Shape, whole: Shape, item_bytes: int) -> list[Box]:
-    """Return the boxes in which a rank's block of a tensor of shape `whole` is stored; [] for an empty block.
+def plan_parts(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int) -> list[Box]:
+    """Return the boxes of the chunks of a rank's block; [] for an empty block.
 
-    A whole tensor is cut as any other save cuts it, so that equal ones are stored once. A part is cut finer: other
-    numbers of ranks will want parts of it, and a chunk is always read in full.
+    Args:
+        start: first index of the block in the tensor.
+        shape: shape of the block.
+        tensor_shape: shape of the whole tensor.
+        item_bytes: size of an element.
     """
-    if shape == whole:
-        finest = CHUNK_BYTES
+    if shape == tensor_shape:
+        # The same chunks as in an ordinary save, so that equal tensors are stored only once.
+        chunk_bytes = CHUNK_BYTES
     else:
-        finest = min(CHUNK_BYTES, max(_FINEST_CHUNK_BYTES, math.prod(whole) * item_bytes // _PARTS_OF_TENSOR))
+        # Smaller chunks: another number of ranks reads other parts of the block, and a chunk is always read in full.
+        tensor_bytes = math.prod(tensor_shape) * item_bytes
+        chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, tensor_bytes // _CHUNKS_PER_TENSOR))
     return [
         (tuple(a + b for a, b in zip(start, inner, strict=True)), size)
-        for inner, size in plan_chunks(shape, item_bytes, chunk_bytes=finest)
+        for inner, size in plan_chunks(shape, item_bytes, chunk_bytes=chunk_bytes)
     ]
 
 
 def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> StoredState:
-    """Return what all ranks have stored as one state. Raises ConfigError where their shares do not make it up."""
+    """Join the parts of all ranks into one state.
+
+    Raises:
+        ConfigError: the parts contradict each other, or something is missing.
+    """
     num_nonfinite: Counter[str] = Counter()
     for share in shares:
         num_nonfinite.update(share.num_nonfinite)
@@ -135,7 +145,7 @@ def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[Tenso
     for share in shares:
         for name, shape in share.shapes.items():
             if name in shapes:
-                raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
+                raise ConfigError(f"two tensors of the state have the name {name!r}; rename one of the keys")
             shapes[name] = shape
         for name, dtype in share.dtypes.items():
             if dtypes.setdefault(name, dtype) != dtype:
@@ -144,7 +154,7 @@ def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[Tenso
             chunks.setdefault(name, []).append(chunk)
     missing = shapes.keys() - dtypes.keys()
     if missing:
-        raise ConfigError(f"no rank stored {min(missing)!r}, which the planner promised")
+        raise ConfigError(f"no rank stored the tensor {min(missing)!r}, which is in the global plan")
     return [join_chunks(name, dtypes[name], shapes[name], chunks.get(name, ())) for name in sorted(shapes)]
 
 
@@ -156,13 +166,13 @@ def _join_values(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
         key for key, stored in keys.items() if not isinstance(stored, TensorStorageMetadata) and key not in values
     ]
     if missing:
-        raise ConfigError(f"no rank stored {missing[0]!r}, which the planner promised")
+        raise ConfigError(f"no rank stored the value {missing[0]!r}, which is in the global plan")
     paths = planned_paths(metadata)
     return nest({path_of(paths, key): values.get(key, {"$tensor": key}) for key in keys})
 
 
 def sizes_by_name(share: RankShare) -> dict[str, int]:
-    """Return the bytes in memory of what a rank stored, by tensor."""
+    """Return the size in memory of what a rank stored, in bytes by tensor."""
     sizes: dict[str, int] = {}
     for name, chunk in share.chunks:
         sizes[name] = sizes.get(name, 0) + math.prod(chunk.shape) * getattr(torch, share.dtypes[name]).itemsize

@@ -1,9 +1,9 @@
-"""What is no tensor in a state that torch's planners save: JSON in the state tree, where they would pickle it.
+"""Values of a sharded state that are not tensors: stored as JSON, where torch's planners would pickle them.
 
-A planner of torch makes a pickle of each such value and unpickles it on load. Here the value itself is stored, and on
-load the planner gets a pickle made just then, in memory, from what JSON said: no stored byte is ever unpickled.
-Bytes of a planner's own format are the exception. What they do in the planner that gets them nobody here can tell, so
-they are handed out only to a caller who says that the version is to be trusted with it.
+A planner of torch pickles each such value and unpickles it on load. Here, the value itself is stored. On load, it is
+decoded from JSON and pickled in memory for the planner, so stored bytes are never unpickled.
+Bytes in a planner's own format are the exception. Their effect in the planner that reads them cannot be checked, so
+they are returned only to a caller who declares the version trusted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from datasvc.models.tensors.state_tree import flatten
 
 
 class EncodedValue(NamedTuple):
-    """A value as it is stored.
+    """Stored form of a value.
 
     Attributes:
-        skeleton: JSON, as `state_tree.flatten` gives it.
-        tensors: that lie in it, by the names that the skeleton gives them.
-        is_opaque: whether it is bytes that only the planner which made them understands.
+        skeleton: JSON value, as `state_tree.flatten` returns it.
+        tensors: tensors inside the value, by their names in the skeleton.
+        is_opaque: whether the value is bytes in a format that only its planner can read.
     """
 
     skeleton: Any
@@ -38,10 +38,10 @@ class EncodedValue(NamedTuple):
 
 
 def encode_value(planner: SavePlanner, item: WriteItem) -> EncodedValue:
-    """Return what to store for a byte item of a save plan.
+    """Return the stored form of a byte item of a save plan.
 
     Raises:
-        ConfigError: the value cannot be stored without pickle; names its key and says what to do.
+        ConfigError: the value cannot be stored without pickle; the message names its key.
     """
     key = item.index.fqn
     value, is_opaque = _value(planner, item)
@@ -51,43 +51,43 @@ def encode_value(planner: SavePlanner, item: WriteItem) -> EncodedValue:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             raise ConfigError(
-                f"{name!r} is a sharded tensor inside a {type(value).__name__}, which planners do not look into; "
-                "put it into a dict or a list"
+                f"{name!r} is a sharded tensor inside a {type(value).__name__}, whose content planners do not "
+                "shard; put it into a dict or a list"
             )
     return EncodedValue(find(skeleton, (key,)), tensors, is_opaque=False)
 
 
 def decode_opaque(value: Any, key: str, planner: LoadPlanner, *, is_wanted: bool) -> io.BytesIO:
-    """Return bytes that a planner made itself, for the planner that understands them.
+    """Return the bytes that a planner stored in its own format.
 
     Args:
-        value: what is stored.
-        key: of it.
-        planner: that will get them.
-        is_wanted: whether the caller asked for such bytes. No look at them tells what the planner would do with them:
-            pickles have text forms, and planners wrap others.
+        value: stored value.
+        key: key of the value.
+        planner: planner that will read the bytes.
+        is_wanted: whether the caller trusts the version with such bytes. Their content cannot be checked instead: a
+            pickle may be text, or wrapped in another format.
 
     Raises:
-        ConfigError: nobody asked for them; or torch's own planner, which would unpickle them, is to read them.
-        CorruptDataError: they are no bytes.
+        ConfigError: the caller does not trust them, or `planner` is one of torch, which would unpickle them.
+        CorruptDataError: the value is not bytes.
     """
     if isinstance(planner, DefaultLoadPlanner):
         raise ConfigError(
-            f"{key!r} holds bytes that a planner of its own wrote, and {type(planner).__name__} would unpickle them; "
-            "load with the planner that goes with it and Reader(planner_bytes=True), or leave the key out"
+            f"{key!r} holds bytes that a custom planner wrote, and {type(planner).__name__} would unpickle them; "
+            "load with that custom planner and DcpReader(planner_bytes=True), or leave the key out"
         )
     if not is_wanted:
         raise ConfigError(
-            f"{key!r} holds bytes that a planner of its own wrote, and {type(planner).__name__} may run what they "
-            "say; where you trust whoever wrote them, load with Reader(planner_bytes=True), else leave the key out"
+            f"{key!r} holds bytes that a custom planner wrote, and {type(planner).__name__} may execute code from "
+            "them; if you trust their author, load with DcpReader(planner_bytes=True), otherwise leave the key out"
         )
     if not isinstance(value, bytes):
-        raise CorruptDataError(f"{key!r} is said to be a planner's own bytes, but is a {type(value).__name__}")
+        raise CorruptDataError(f"{key!r} is marked as bytes of a custom planner, but is a {type(value).__name__}")
     return io.BytesIO(value)
 
 
 def wrap_value(value: Any) -> io.BytesIO:
-    """Return a value as torch's planners expect it."""
+    """Return a value in the form that torch's planners expect: the bytes of `torch.save`."""
     wrapped = io.BytesIO()
     torch.save(value, wrapped)
     wrapped.seek(0)
@@ -95,10 +95,10 @@ def wrap_value(value: Any) -> io.BytesIO:
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """Return the skeleton of a state tree from the skeletons of its leaves, by path; ints index lists.
+    """Build the skeleton of a state tree from the skeletons of its leaves, by path; an int is an index of a list.
 
     Raises:
-        ConfigError: a path leads through a leaf.
+        ConfigError: two leaves have the same path, or the path of one leads through another.
     """
     root: dict[str | int, Any] = {}
     for path, skeleton in leaves.items():
@@ -106,7 +106,7 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
         for key in path[:-1]:
             node = node.setdefault(key, {})
             if isinstance(node, _ValueLeaf):
-                raise ConfigError(f"the planner puts {path} below another value; give the two different keys")
+                raise ConfigError(f"the planner puts {path} below another value; give the two values different keys")
         if path[-1] in node:
             raise ConfigError(f"the planner puts two values at {path}; give them different keys")
         node[path[-1]] = _ValueLeaf(skeleton)
@@ -120,42 +120,45 @@ class _ValueLeaf(NamedTuple):
 def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
     if isinstance(node, _ValueLeaf):
         return node.skeleton
-    children = {key: _encode_node(each) for key, each in node.items()}
+    children = {key: _encode_node(child) for key, child in node.items()}
     if children and all(isinstance(key, int) for key in children):
-        # A list may have elements in which planners find nothing: empty dicts.
+        # An element without leaves, such as an empty dict, has no path: its index is absent and becomes None.
         return [children.get(index) for index in range(max(map(int, children)) + 1)]
     if all(isinstance(key, str) and not key.startswith("$") for key in children):
         return children
-    return {"$dict": [[key, each] for key, each in children.items()]}
+    return {"$dict": [[key, child] for key, child in children.items()]}
 
 
 def _value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
-    """Return the value of a byte item, and whether it is a planner's own bytes."""
+    """Return the value of a byte item, and whether it is bytes in the planner's own format."""
     kind = type(planner)
-    if isinstance(planner, DefaultSavePlanner) and _leaves_values_as_they_are(type(planner)):
+    if isinstance(planner, DefaultSavePlanner) and _keeps_values(type(planner)):
         return planner.lookup_object(item.index), False
-    made = planner.resolve_data(item)
-    if not isinstance(made, io.BytesIO):
-        raise ConfigError(f"{kind.__name__} made a {type(made).__name__} of the value {item.index.fqn!r}, not bytes")
-    raw = made.getvalue()
+    resolved = planner.resolve_data(item)
+    if not isinstance(resolved, io.BytesIO):
+        raise ConfigError(
+            f"{kind.__name__} returned a {type(resolved).__name__} for the value {item.index.fqn!r}; expected BytesIO"
+        )
+    raw = resolved.getvalue()
     if not _is_pickle(raw):
         return raw, True
     try:
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True), False
     except Exception as error:
         raise ConfigError(
-            f"{kind.__name__} pickled the value {item.index.fqn!r}, which cannot be stored without: {error}; store "
-            "tensors, numbers, strings, lists, tuples and dicts of them"
+            f"{kind.__name__} pickled the value {item.index.fqn!r}, which cannot be stored without pickle: {error}; "
+            "save tensors, numbers, strings, and lists, tuples and dicts of them instead"
         ) from error
 
 
-def _leaves_values_as_they_are(kind: type[DefaultSavePlanner]) -> bool:
+def _keeps_values(kind: type[DefaultSavePlanner]) -> bool:
+    """Return whether a planner class saves values as they are, without a transformation of its own."""
     default = DefaultSavePlanner
     return kind.resolve_data is default.resolve_data and kind.transform_object is default.transform_object
 
 
 def _is_pickle(raw: bytes) -> bool:
-    """Return whether bytes look like what torch.save or pickle writes."""
+    """Return whether bytes have the form of the output of `torch.save` or `pickle`."""
     if raw.startswith(b"\x80"):
         return True
     try:

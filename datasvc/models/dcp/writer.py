@@ -1,10 +1,11 @@
-"""A StorageWriter whose checkpoints are model versions."""
+"""`DcpWriter`: torch's `StorageWriter` that commits each checkpoint as a model version."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,9 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
-from datasvc.models.dcp.failures import errors_that_travel
 from datasvc.models.dcp.metadata import encode_sharding
 from datasvc.models.dcp.saving import join_shares, sizes_by_name, store_share
 from datasvc.models.saving.shared_store import Marker, check_markers, write_marker
@@ -32,29 +32,45 @@ from datasvc.repository.logs.references import check_name
 DEFAULT_NAME: Final = "checkpoint"
 
 
+@contextmanager
+def picklable_errors() -> Iterator[None]:
+    """Replace errors of other packages by a `DatasvcError`, which every rank can unpickle.
+
+    Torch pickles the error of a rank and sends it to all ranks; one that cannot be unpickled there makes them hang.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DatasvcError) or type(error).__module__ == "builtins":
+            raise
+        raise DatasvcError(f"{type(error).__name__}: {error}") from error
+
+
 class DcpWriter(StorageWriter):
-    """Saves what torch.distributed.checkpoint gives it as the next version of a model. Make one on every rank.
+    """Save the checkpoints of torch.distributed.checkpoint as versions of a model. Create one on every rank.
+
+    The arguments from `step` on are those of `datasvc.models.save`; the values of the coordinator are stored.
 
     Args:
-        path: a repository, local folder or any fsspec URL; made where there is none.
-        name: of the model, made when new.
-        codec: "none", "planes" or "delta"; as of `store_chunks`.
-        step: as of `datasvc.models.save`, like what follows; that of the coordinator counts.
-        data: see there.
-        config: see there.
-        metrics: see there.
-        parent: see there.
-        message: see there.
-        code: see there.
-        environment: see there.
+        path: repository: local folder or fsspec URL; created if it does not exist.
+        name: name of the model; created if it does not exist.
+        codec: "none", "planes" or "delta", see `store_chunks`.
+        step: number of optimizer steps.
+        data: data sets that the run used.
+        config: settings of the run.
+        metrics: metrics of the version.
+        parent: version that this one continues.
+        message: message of the commit.
+        code: code revision of the run.
+        environment: software environment of the run.
 
     Attributes:
-        save_id: of this save, on this rank.
-        committed: the version that the last save made, on the coordinator. Every rank finds it in what
-            `dcp.save` returns: `metadata.storage_meta.checkpoint_id`, which `DcpReader` takes.
+        save_id: id of this save on this rank.
+        committed: version that the last save created; set on the coordinator only. Every rank finds it in the result
+            of `dcp.save`, as `metadata.storage_meta.checkpoint_id`, which `DcpReader` accepts.
 
     Raises:
-        ConfigError: no model can have that name, or there is no such codec.
+        ConfigError: the name is not a valid model name, or the codec does not exist.
     """
 
     def __init__(
@@ -73,7 +89,7 @@ class DcpWriter(StorageWriter):
         environment: Mapping[str, Any] | None = None,
     ) -> None:
         if codec not in CODECS:
-            raise ConfigError(f"no codec {codec!r}; there are {', '.join(CODECS)}")
+            raise ConfigError(f"{codec!r} is not a valid codec; expected one of {', '.join(CODECS)}")
         self.url = os.fspath(path)
         self.name = check_name(name, "model")
         self.codec: Codec = codec
@@ -89,87 +105,94 @@ class DcpWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where this saves to, as it was said last."""
+        """The `path`, or the last `checkpoint_id` that torch gave."""
         return self._given_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether `reset` takes it."""
+        """Return whether `reset` accepts it."""
         return is_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save. `checkpoint_id`: NAME, a repository's URL (anything with a slash), or URL#NAME.
+        """Start a new save.
+
+        Args:
+            checkpoint_id: NAME, the URL of a repository (any text with a slash), or URL#NAME.
 
         Raises:
-            ConfigError: it is none of these, or names a version: a save makes a new one.
+            ConfigError: `checkpoint_id` has none of these forms, or names a version.
         """
         if checkpoint_id:
-            wanted = CheckpointId.parse(checkpoint_id)
-            if wanted.ref and "@" in wanted.ref:
-                raise ConfigError(f"a save makes a new version, it cannot write {wanted.ref!r}; give the name alone")
-            self.url = wanted.url or self.url
-            self.name = wanted.ref or self.name
+            parsed = CheckpointId.parse(checkpoint_id)
+            if parsed.ref and "@" in parsed.ref:
+                raise ConfigError(
+                    f"a save creates a new version and cannot write {parsed.ref!r}; give the name without a version"
+                )
+            self.url = parsed.url or self.url
+            self.name = parsed.ref or self.name
             self._given_id = checkpoint_id
         self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
-        """Return which save this is, for planners."""
+        """Return the ids of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Open the repository and read what differences are made to. Every rank of a save calls this.
+        """Open the repository and read the base version for differences. Every rank calls this.
 
         Raises:
-            ConfigError: ranks would not be joined to one version.
-            UnavailableError: the store did not answer.
+            ConfigError: the save runs without collectives on several ranks.
+            UnavailableError: the store does not answer.
         """
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ConfigError("use_collectives=False would make a version of each rank's part; save without it")
-        with errors_that_travel():
+            raise ConfigError(
+                "use_collectives=False would create a separate version for each rank; save with use_collectives=True"
+            )
+        with picklable_errors():
             self.committed = None
             self._repository = Repository.create(self.url)
             self._is_coordinator = is_coordinator
-            # Each rank looks for itself. Should they find different versions no harm is done: a table is complete.
+            # Ranks may resolve different base versions. That is harmless, because each chunk lists its full chain.
             needs_base = self.codec == "delta"
             self._base = base_records(self._repository, self.name, self.about.parent) if needs_base else ()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan with the marker that this rank has left: where chunks lie follows from their bytes.
+        """Leave a marker in the repository, and return the plan with it.
 
         Raises:
-            UnavailableError: the store did not answer.
+            UnavailableError: the store does not answer.
         """
         assert self._repository is not None, "torch sets a writer up before it plans"
         if self._is_coordinator:
             return plan
-        with errors_that_travel():
+        with picklable_errors():
             return replace(plan, storage_data=write_marker(self._repository.storage))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are, once it is certain that all ranks store to one place.
+        """Check that all ranks write to the same repository, before any tensor is stored; return the plans unchanged.
 
-        Before any of them stores a tensor. A planner that hands no marker on is not checked here: the commit looks
-        whether all objects are there.
+        If a planner drops the marker of a rank, that rank is not checked here. The commit still checks that all
+        objects exist.
 
         Raises:
-            ConfigError: ranks store elsewhere; names them.
-            UnavailableError: the store did not answer.
+            ConfigError: some ranks write to another place; the message names them.
+            UnavailableError: the store does not answer.
         """
         assert self._repository is not None, "torch sets a writer up before it plans"
         markers = [plan.storage_data if isinstance(plan.storage_data, Marker) else None for plan in plans]
-        with errors_that_travel():
+        with picklable_errors():
             check_markers(self._repository.storage, markers)
         return [replace(plan, storage_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Store this rank's share. Nothing of it is visible before `finish`.
+        """Store this rank's part. It is not visible before `finish`.
 
         Raises:
-            ConfigError: a tensor or value cannot be stored; names it.
-            UnavailableError: the store failed.
+            ConfigError: a tensor or value cannot be stored; the message names it.
+            UnavailableError: a write to the store fails.
         """
         assert self._repository is not None, "torch sets a writer up before it writes"
-        with errors_that_travel():
+        with picklable_errors():
             share = store_share(self._repository, plan, planner, self._base, self.codec)
         sizes = sizes_by_name(share)
         results = [WriteResult(item.index, sizes.pop(item.index.fqn, 0), share) for item in plan.items]
@@ -178,14 +201,14 @@ class DcpWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Join what all ranks stored and commit it as one version. The coordinator calls this.
+        """Join the parts of all ranks and commit them as one version. Only the coordinator calls this.
 
         Raises:
-            ConfigError: the ranks' parts do not make up the tensors.
+            ConfigError: the parts contradict each other, or something is missing.
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         assert self._repository is not None, "torch sets a writer up before it finishes"
-        with errors_that_travel():
+        with picklable_errors():
             shares = [part[0].storage_data for part in results if part]
             opaque = frozenset().union(*(share.opaque for share in shares))
             sharding = self._repository.objects.put(encode_sharding(metadata, opaque, self.save_id))
@@ -196,9 +219,9 @@ class DcpWriter(StorageWriter):
                 self.about,
                 extra={"sharding": sharding.digest},
             )
-            # Torch hands the metadata to every rank: so each knows which version it has saved.
+            # Torch sends the metadata to every rank, so each rank learns the committed version from it.
             metadata.storage_meta = StorageMeta(f"{self.url}#{self.committed}", self.save_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to one save stays behind when a background process takes over.
+        # Background saves pickle the writer; the state of the current save is not sent with it.
         return {**vars(self), "_repository": None, "_base": ()}

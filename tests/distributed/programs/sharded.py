@@ -210,7 +210,7 @@ def check_parts_that_would_not_be_joined_are_refused():
         dcp.save({"w": torch.ones(2)}, storage_writer=DcpWriter(URL, name="apart"), use_collectives=False)
     except Exception as error:
         caught = error
-    assert "would make a version of each rank's part" in str(caught), caught
+    assert "would create a separate version for each rank" in str(caught), caught
 
 
 def check_a_sharded_tensor_that_planners_do_not_see_is_refused_by_name():
