@@ -112,10 +112,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(run,
             with pytest.raises(ConfigError, match=message):
                 run(repository, *command, "net", folder)
     monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(ConfigError, match="nothing may be written to"):
+    with pytest.raises(ConfigError, match="is not writable; name another folder"):
         run(repository, "restore", "net", tmp_path / "a" / "b")
     monkeypatch.setattr("os.path.ismount", lambda _path: True)
-    with pytest.raises(ConfigError, match="is mounted"):
+    with pytest.raises(ConfigError, match="is a mount point"):
         run(repository, "restore", "net", tmp_path / "mounted")
 
 

@@ -1,4 +1,4 @@
-"""Model versions from and to the files of others: safetensors, Hugging Face folders, torch.save, DCP, ONNX."""
+"""Import and export models in other file formats: safetensors, Hugging Face folders, torch.save, DCP, ONNX."""
 
 from datasvc.models.interop.exporting import FORMATS, ModelExport, export_model
 from datasvc.models.interop.importing import ImportReport, import_model

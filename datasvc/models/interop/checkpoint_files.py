@@ -1,33 +1,34 @@
-"""A restored checkpoint as files that need no datasvc: safetensors and JSON."""
+"""Writes a restored checkpoint as safetensors and JSON files, which can be read without datasvc."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from datasvc.models.interop.safetensors_files import ENTRY_FILE, STATE_FILE, TENSORS_FILE, write_checkpoint
-from datasvc.models.interop.whole_folder import filling
+from datasvc.models.interop.whole_folder import create_folder
 from datasvc.models.restoring.checkpoint import Checkpoint
 from datasvc.models.restoring.load_into_module import spec_of
 from datasvc.models.tensors.state_tree import flatten
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
-    """Write a restored checkpoint as `tensors.safetensors`, `state.json` and `entry.json`: all of them, or nothing.
+    """Write a restored checkpoint atomically as `tensors.safetensors`, `state.json` and `entry.json`.
 
     Args:
-        checkpoint: from `restore`.
-        folder: made when missing; must be empty.
+        checkpoint: result of `restore`.
+        folder: folder to write to; must be empty or not exist.
 
     Returns:
-        The files, the entry last.
+        The paths of the files; the entry is the last one.
 
     Raises:
-        ConfigError: the folder is a file or not empty, or may not be written; or safetensors lacks a tensor's dtype.
-        UnavailableError: the disk is full, or fails.
+        ConfigError: the folder is a file, is not empty or not writable, or safetensors does not support the dtype of
+            a tensor.
+        UnavailableError: the disk is full or fails.
     """
     skeleton, tensors = flatten(checkpoint.state)
     specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
-    with filling(folder) as temporary:
+    with create_folder(folder) as temporary:
         write_checkpoint(
             temporary,
             specs,

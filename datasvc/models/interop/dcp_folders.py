@@ -1,4 +1,4 @@
-"""Folders of torch's distributed checkpoint (DCP): read without its pickle ever running, written by torch itself."""
+"""Reads folders of torch's distributed checkpoint (DCP) without executing their pickles; writes them with torch."""
 
 from __future__ import annotations
 
@@ -27,35 +27,39 @@ METADATA_FILE: Final = ".metadata"
 _MAX_DIMENSIONS: Final = 64
 _MAX_STEPS: Final = 100
 
-Place = tuple[str, Shape | None]
-"""Name and first element of a block of a tensor; None for a value that is no tensor."""
+BlockKey = tuple[str, Shape | None]
+"""Name of a tensor and first index of one of its blocks; (name, None) for a value that is not a tensor."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where something lies: `length` bytes from `offset` of a file in the folder."""
+    """Byte range of a file in the folder: `length` bytes from `offset`."""
 
     path: Path
     offset: int
     length: int
 
     def load(self, what: str) -> Any:
-        """Return what torch.save wrote there. Raises ConfigError, CorruptDataError, OSError."""
+        """Load the output of torch.save in this range; `what` names it in messages.
+
+        Raises:
+            ConfigError, CorruptDataError, OSError: see `load_plain`; or the file ends before the range.
+        """
         if self.offset + self.length > self.path.stat().st_size:
-            raise CorruptDataError(f"{self.path} was cut off: {what} should end at byte {self.offset + self.length}")
+            raise CorruptDataError(f"{self.path} is truncated: {what} should end at byte {self.offset + self.length}")
         with self.path.open("rb") as file:
             file.seek(self.offset)
             return load_plain(file.read(self.length), f"{what} in {self.path}")
 
 
 def read_dcp_folder(folder: Path) -> ForeignState:
-    """Return the state in a folder that `torch.distributed.checkpoint` wrote, at any number of ranks.
+    """Return the state in a folder that `torch.distributed.checkpoint` wrote with any number of ranks.
 
     Raises:
-        ConfigError: metadata or a value name a class that only running code could make; or bytes were transformed by
-            an extension.
-        CorruptDataError: damaged, or files and metadata do not agree.
-        OSError: something cannot be read.
+        ConfigError: the metadata or a value refers to a class that is not allowed, or an extension of DCP has
+            transformed the bytes.
+        CorruptDataError: a file is damaged, or the files and the metadata contradict each other.
+        OSError: a file cannot be read.
     """
     location = str(folder / METADATA_FILE)
     metadata = stored.read_metadata(folder / METADATA_FILE)
@@ -67,17 +71,17 @@ def read_dcp_folder(folder: Path) -> ForeignState:
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise CorruptDataError(f"{location} does not say what it should: {type(error).__name__}: {error}") from error
+        raise CorruptDataError(f"{location} is not valid DCP metadata: {type(error).__name__}: {error}") from error
     is_bare = tree == items and all(isinstance(item, ForeignTensor) for item in items.values())
     return ForeignState("dcp", tensors, None if is_bare else skeleton)
 
 
 def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a state tree into an empty folder, by torch's own writer.
+    """Write a state tree into an empty folder with torch's own writer.
 
     Raises:
-        ConfigError: DCP cannot hold this tree, such as one with both "a.b" and "b" in "a".
-        OSError: it cannot be written.
+        ConfigError: DCP does not support this tree, for example one with both a key "a.b" and a key "b" in "a".
+        OSError: the folder cannot be written.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -85,7 +89,8 @@ def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
 
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves, as meant
+        # A single process saves here, on purpose.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             save(dict(state), storage_writer=writer, no_dist=True)
         except CheckpointException as error:
@@ -95,38 +100,38 @@ def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Return why a save failed: torch wraps it in an exception of its own, which is no Exception."""
+    """Return the cause of a failed save; torch wraps it in an exception that is not an `Exception`."""
     causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
     for cause in causes:
-        why: BaseException | None = cause
-        while why is not None:
-            if isinstance(why, OSError) or not isinstance(why, Exception):
-                return why
-            why = why.__context__
-        if "inline_container" in str(cause):  # torch's archive, which does not say why a write failed
+        reason: BaseException | None = cause
+        while reason is not None:
+            if isinstance(reason, OSError) or not isinstance(reason, Exception):
+                return reason
+            reason = reason.__context__
+        if "inline_container" in str(cause):  # torch's archive writer, which does not report why a write failed
             return OSError(errno.EIO, f"torch could not write, the disk may be full: {cause}")
-    said = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes) or str(error)
-    return ConfigError(f"this state cannot be written as DCP: {said}")
+    details = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes) or str(error)
+    return ConfigError(f"this state cannot be written as DCP: {details}")
 
 
-def _items(described: Mapping[Any, Any], extents: Mapping[Place, Extent], location: str) -> dict[str, Any]:
-    """Return every tensor, to be read later, and every other value, by flat name."""
-    found: dict[str, Any] = {}
-    for name, about in described.items():
+def _items(described: Mapping[Any, Any], extents: Mapping[BlockKey, Extent], location: str) -> dict[str, Any]:
+    """Return all tensors, which are read later, and all other values, by flat name."""
+    items: dict[str, Any] = {}
+    for name, description in described.items():
         check_tensor_name(name, location)
-        if isinstance(about, stored.TensorMetadata):
-            found[name] = _tensor(name, about, extents, location)
-        elif isinstance(about, stored.ValueMetadata):
-            found[name] = extents[name, None].load(f"value {name!r}")
+        if isinstance(description, stored.TensorMetadata):
+            items[name] = _tensor(name, description, extents, location)
+        elif isinstance(description, stored.ValueMetadata):
+            items[name] = extents[name, None].load(f"value {name!r}")
         else:
             raise CorruptDataError(f"{location}: {name!r} is neither a tensor nor a value")
-    return found
+    return items
 
 
 def _flatten(tree: Any, size_bytes: int, location: str) -> tuple[Any, list[ForeignTensor]]:
-    """Return the skeleton of a tree of foreign tensors, and these by the names that they have in it.
+    """Return the skeleton of a tree of foreign tensors, and the tensors with their names in it.
 
-    `size_bytes` is that of everything in the folder.
+    `size_bytes` is the size of all values in the folder.
     """
     import torch
 
@@ -134,14 +139,15 @@ def _flatten(tree: Any, size_bytes: int, location: str) -> tuple[Any, list[Forei
     kept: list[torch.Tensor] = []
 
     def stand_in(value: Any) -> Any:
-        # Only the nodes that `build_tree` made hold foreign tensors; what was read may be a tree without end.
+        # Only the nodes from `build_tree` hold foreign tensors. A value that was read may contain itself, so it is
+        # not searched.
         if isinstance(value, ForeignTensor):
             kept.append(torch.empty(0))
             foreign[id(kept[-1])] = value
             return kept[-1]
         if isinstance(value, _List):
-            return [stand_in(each) for each in value]
-        return {key: stand_in(each) for key, each in value.items()} if isinstance(value, _Node) else value
+            return [stand_in(child) for child in value]
+        return {key: stand_in(child) for key, child in value.items()} if isinstance(value, _Node) else value
 
     skeleton, leaves = flatten(stand_in(tree), max_nodes=MAX_NODES)
     check_tensors({name: leaf for name, leaf in leaves.items() if id(leaf) not in foreign}, size_bytes, location)
@@ -151,50 +157,60 @@ def _flatten(tree: Any, size_bytes: int, location: str) -> tuple[Any, list[Forei
     ]
 
 
-def _extents(folder: Path, storage_data: Mapping[Any, Any]) -> dict[Place, Extent]:
-    """Return where every block of a tensor and every value lies, by name and first element."""
-    found: dict[Place, Extent] = {}
+def _extents(folder: Path, storage_data: Mapping[Any, Any]) -> dict[BlockKey, Extent]:
+    """Return the byte range of every block and of every value."""
+    extents: dict[BlockKey, Extent] = {}
     for index, info in storage_data.items():
         if not isinstance(index, stored.StoredMetadataIndex) or not isinstance(info, stored.StorageInfo):
-            raise CorruptDataError(f"{folder / METADATA_FILE}: its storage data name something else than files")
+            raise CorruptDataError(f"{folder / METADATA_FILE}: its storage data are not byte ranges of files")
         name = index.fields["fqn"]
         if info.fields.get("transform_descriptors"):
             raise ConfigError(f"{folder}: {name!r} was transformed by an extension of DCP; save it without one")
         offset = index.fields.get("offset")
         path = _plain_file(folder, info.fields["relative_path"])
         start, length = info.fields["offset"], info.fields["length"]
-        if not all(type(each) is int and each >= 0 for each in (start, length)):
-            raise CorruptDataError(f"{folder / METADATA_FILE}: {name!r} lies nowhere")
-        found[name, None if offset is None else _sizes(offset)] = Extent(path, start, length)
-    _check_apart(found.values())
-    return found
+        if not all(type(number) is int and number >= 0 for number in (start, length)):
+            raise CorruptDataError(
+                f"{folder / METADATA_FILE}: {name!r} has the offset {start!r} and length {length!r}; expected "
+                "integers of 0 or more"
+            )
+        extents[name, None if offset is None else _sizes(offset)] = Extent(path, start, length)
+    _check_no_overlap(extents.values())
+    return extents
 
 
-def _check_apart(extents: Iterable[Extent]) -> None:
-    """Raise CorruptDataError where two lie over each other: one that many names share would be read for each."""
-    ordered = sorted(extents, key=lambda each: (each.path, each.offset, each.length))
-    for one, next_one in itertools.pairwise(ordered):
-        if one.path == next_one.path and one.offset + one.length > next_one.offset:
-            raise CorruptDataError(f"{one.path}: two values lie over each other at byte {next_one.offset}")
+def _check_no_overlap(extents: Iterable[Extent]) -> None:
+    """Check that no two ranges overlap: a range that many names share would be loaded once for each of them.
+
+    Raises:
+        CorruptDataError: two ranges overlap.
+    """
+    ordered = sorted(extents, key=lambda extent: (extent.path, extent.offset, extent.length))
+    for extent, following in itertools.pairwise(ordered):
+        if extent.path == following.path and extent.offset + extent.length > following.offset:
+            raise CorruptDataError(f"{extent.path}: two values overlap at byte {following.offset}")
 
 
 def _plain_file(folder: Path, name: object) -> Path:
     if not isinstance(name, str) or not is_plain_name(name):
         raise CorruptDataError(
-            f"{folder / METADATA_FILE} names {str(name)[:80]!r}; expected the name of a file beside it"
+            f"{folder / METADATA_FILE} refers to {str(name)[:80]!r}; expected the name of a file in the same folder"
         )
     return folder / name
 
 
-def _tensor(name: str, about: stored.Standin, extents: Mapping[Place, Extent], location: str) -> ForeignTensor:
-    dtype = about.fields["properties"].values[0]
+def _tensor(
+    name: str, description: stored.Standin, extents: Mapping[BlockKey, Extent], location: str
+) -> ForeignTensor:
+    dtype = description.fields["properties"].values[0]
     if not isinstance(dtype, stored.Dtype):
         raise CorruptDataError(f"{location}: tensor {name!r} has no dtype")
-    shape = _sizes(about.fields["size"])
-    boxes = [(_sizes(chunk.fields["offsets"]), _sizes(chunk.fields["sizes"])) for chunk in about.fields["chunks"]]
+    shape = _sizes(description.fields["size"])
+    chunks = description.fields["chunks"]
+    boxes = [(_sizes(chunk.fields["offsets"]), _sizes(chunk.fields["sizes"])) for chunk in chunks]
     boxes = [box for box in boxes if 0 not in box[1]]
     if not is_tiling(shape, boxes):
-        raise CorruptDataError(f"{location}: the blocks of tensor {name!r} leave out elements or hold some twice")
+        raise CorruptDataError(f"{location}: the blocks of tensor {name!r} do not cover each element exactly once")
     placed = [(start, TensorSpec(str(dtype), size), extents[name, start]) for start, size in boxes]
     return ForeignTensor(name, str(dtype), shape, _reader(name, placed))
 
@@ -209,7 +225,7 @@ def _reader(
             block = extent.load(f"a block of tensor {name!r}")
             if not isinstance(block, torch.Tensor) or spec_of(block) != spec or block.nbytes > extent.length:
                 raise CorruptDataError(
-                    f"{extent.path}: a block of tensor {name!r} is not the {spec} that it should be"
+                    f"{extent.path}: a block of tensor {name!r} is not {spec}, as the metadata describe it"
                 )
             yield start, block
 
@@ -217,46 +233,50 @@ def _reader(
 
 
 def _sizes(size: object) -> Shape:
-    """Return a torch.Size as it was pickled. Raises ValueError."""
+    """Return the values of a pickled torch.Size.
+
+    Raises:
+        ValueError: it is not a valid shape.
+    """
     values = size.arguments[0] if isinstance(size, stored.Size) and size.arguments else size
     if isinstance(size, stored.Size) and not size.arguments:
         values = ()
     if not isinstance(values, (tuple, list)) or len(values) > _MAX_DIMENSIONS:
-        raise ValueError("a shape is damaged")
-    if not all(type(each) is int and 0 <= each < 1 << 60 for each in values):
-        raise ValueError("a shape is damaged")
+        raise ValueError(f"a shape is not a list of at most {_MAX_DIMENSIONS} sizes")
+    if not all(type(number) is int and 0 <= number < 1 << 60 for number in values):
+        raise ValueError("a size is not an integer from 0 to 2**60")
     return tuple(values)
 
 
 class _Node(dict[Any, Any]):
-    """A dict or list of the state, as long as it is not known which."""
+    """An inner node of the tree: a dict, or a list whose type is not decided yet."""
 
 
 def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str) -> Any:
-    """Return the tree that flat names came from; the names themselves where the metadata does not say."""
+    """Build the state tree from flat names and their paths; a name without a path becomes a key of the root."""
     root = _Node()
     for name, value in items.items():
         path = paths.get(name, (name,))
         if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_STEPS:
-            raise CorruptDataError(f"{location}: {name!r} has no place in the state")
-        place: Any = root
+            raise CorruptDataError(f"{location}: {name!r} has no valid path in the state")
+        node: Any = root
         for step in path[:-1]:
-            place = place.setdefault(step, _Node())
-        if not isinstance(place, _Node) or path[-1] in place:
-            raise CorruptDataError(f"{location}: two values have one place in the state, {name!r} is one of them")
-        place[path[-1]] = value
-    return _settle(root)
+            node = node.setdefault(step, _Node())
+        if not isinstance(node, _Node) or path[-1] in node:
+            raise CorruptDataError(f"{location}: two values have the same path in the state, {name!r} is one of them")
+        node[path[-1]] = value
+    return _lists_of_nodes(root)
 
 
 class _List(list[Any]):
-    """A list of the state, as the metadata say."""
+    """A list that `build_tree` created, in contrast to a list that was read from a file."""
 
 
-def _settle(value: Any) -> Any:
-    """Turn nodes whose keys are 0, 1, 2, ... into lists."""
+def _lists_of_nodes(value: Any) -> Any:
+    """Convert nodes whose keys are 0, 1, 2, ... to lists."""
     if not isinstance(value, _Node):
         return value
-    settled = _Node((key, _settle(each)) for key, each in value.items())
-    if all(type(key) is int for key in settled) and settled.keys() == set(range(len(settled))):
-        return _List(settled[index] for index in range(len(settled))) if settled else {}
-    return settled
+    node = _Node((key, _lists_of_nodes(child)) for key, child in value.items())
+    if all(type(key) is int for key in node) and node.keys() == set(range(len(node))):
+        return _List(node[index] for index in range(len(node))) if node else {}
+    return node

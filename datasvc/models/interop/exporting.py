@@ -1,4 +1,4 @@
-"""Model versions out again, as files that need no datasvc; a folder is there with all its files, or not at all."""
+"""Exports model versions to file formats that can be read without datasvc. The folder is created atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.interop import safetensors_files as safetensors
 from datasvc.models.interop.dcp_folders import write_dcp_folder
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, write_torch_file
-from datasvc.models.interop.whole_folder import check_target, filling
+from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.chunk_reader import ChunkSource
@@ -36,14 +36,14 @@ _MODEL: Final = "model"
 
 @dataclass(frozen=True)
 class ModelExport:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        version: that was exported.
-        format: as which.
-        files: in the folder, by name.
-        num_tensors: in them.
-        bytes: of these tensors.
+        version: version that was exported.
+        format: format of the files, one of `FORMATS`.
+        files: paths of the files, sorted by name.
+        num_tensors: number of tensors.
+        bytes: size of these tensors.
     """
 
     version: Resolved
@@ -55,7 +55,15 @@ class ModelExport:
 
 @dataclass(frozen=True)
 class _ExportPart:
-    """The tensors of an export: `records` by the names that they get; `read` gives whole objects of the version."""
+    """Tensors to export.
+
+    Attributes:
+        source: source of the chunks.
+        read: function that reads a whole object of the version.
+        records: records by the new names of the tensors.
+        dtype: dtype for floating-point tensors; None keeps theirs.
+        report: called with the number of bytes of each chunk that was read.
+    """
 
     source: ChunkSource
     read: Callable[[Digest], bytes]
@@ -68,12 +76,12 @@ class _ExportPart:
         return {name: TensorSpec(self._dtype_of(record), record.shape) for name, record in self.records.items()}
 
     def load(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return tensors, every byte verified, in the dtype that they are exported in."""
+        """Return tensors in the dtype of the export; every byte is verified."""
         import torch
 
         loaded = load_tensors(self.source, [self.records[name] for name in names], report=self.report)
-        wanted = {name: getattr(torch, self._dtype_of(self.records[name])) for name in names}
-        return {name: cast(name, tensor, wanted[name]) for name, tensor in loaded.items()}
+        dtypes = {name: getattr(torch, self._dtype_of(self.records[name])) for name in names}
+        return {name: cast(name, tensor, dtypes[name]) for name, tensor in loaded.items()}
 
     def _dtype_of(self, record: TensorRecord) -> str:
         return self.dtype if self.dtype and record.dtype in FLOATS else record.dtype
@@ -83,7 +91,7 @@ def export_model(
     repository: Repository,
     ref: str,
     folder: str | Path,
-    format: str = "safetensors",  # noqa: A002 - what everybody calls it
+    format: str = "safetensors",  # noqa: A002 - the usual name of this argument
     *,
     only: Collection[str] = (),
     exclude: Collection[str] = (),
@@ -95,52 +103,54 @@ def export_model(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> ModelExport:
-    """Write a version, every byte verified, as files of another format.
+    """Write a version as files of another format; every byte is verified.
 
-    - "safetensors": `tensors.safetensors` with all tensors, `state.json` with all other values, `entry.json`.
-      Imported again it gives the same state.
-    - "huggingface": the tensors below `model`, without this prefix, as `model.safetensors` or shards with an index;
-      and the `config.json` that came with an import.
-    - "torch": `checkpoint.pt`, which `torch.load(weights_only=True)` reads.
+    - "safetensors": `tensors.safetensors` with all tensors, `state.json` with all other values, and `entry.json`.
+      An import of this folder gives the same state.
+    - "huggingface": the tensors below `model`, without this prefix, as `model.safetensors` or as shards with an
+      index, and the `config.json` of an earlier import.
+    - "torch": `checkpoint.pt`, for `torch.load(weights_only=True)`.
     - "dcp": a folder of torch.distributed.checkpoint.
 
-    Where only a part is asked for, or other names, the state is a dict of tensors by name. safetensors are written
-    in memory that does not grow with the model; the others hold all of it.
+    With `only`, `exclude` or `rename`, the exported state is a dict of tensors by name. For safetensors and Hugging
+    Face, memory does not grow with the model; the other formats hold the whole model in memory.
 
     Args:
-        repository: where the version is.
+        repository: repository of the version.
         ref: NAME, NAME@VERSION or NAME@TAG.
-        folder: new or empty, local.
+        folder: local folder; must be empty or not exist.
         format: one of `FORMATS`.
-        only: which tensors; see `name_filter.select_names`.
-        exclude: which not.
-        rename: what they shall be called; see `name_filter.map_names`.
-        dtype: "float32", "bfloat16", ...: what floating-point tensors become.
-        max_shard_bytes: of "huggingface": no file holds more bytes of tensors, except for one larger tensor.
-        source: of the tensors' bytes, default the repository.
-        trusted_keys: as of `stored_version.read_version`.
-        begin: called once with the bytes to come.
-        report: called with the bytes of each chunk that is there, from any thread.
+        only: tensors to export; see `name_filter.select_names`.
+        exclude: tensors to leave out.
+        rename: new names; see `name_filter.map_names`.
+        dtype: dtype to convert floating-point tensors to, such as "bfloat16"; None keeps theirs.
+        max_shard_bytes: largest size of the tensors in one file of "huggingface"; a larger tensor gets its own file.
+        source: source of the chunks, by default the repository.
+        trusted_keys: see `stored_version.read_version`.
+        begin: called once with the number of bytes to read.
+        report: called with the number of bytes of each chunk that was read, from any thread.
 
     Raises:
-        ConfigError: the folder is not empty or may not be written; the format cannot hold a tensor; or what
-            `selection` and `Repository.resolve` raise. Nothing was written.
-        NotFoundError, CorruptDataError: see `load_tensors`; nothing is left.
-        UnavailableError: a store did not answer, or the disk is full; nothing is left.
+        ConfigError: an argument is not valid, the folder is not empty or not writable, or the format does not support
+            a tensor. Nothing was written.
+        NotFoundError, CorruptDataError: see `load_tensors`. Nothing was written.
+        UnavailableError: a store does not answer, or the disk is full. Nothing was written.
     """
     if format not in FORMATS:
-        raise ConfigError(f"no format {format!r}; there are: {', '.join(FORMATS)}")
+        raise ConfigError(f"{format!r} is not a supported format; expected one of: {', '.join(FORMATS)}")
     if dtype is not None and dtype not in FLOATS:
-        raise ConfigError(f"{dtype!r} is no floating-point dtype to export in; there are: {', '.join(FLOATS)}")
+        raise ConfigError(f"{dtype!r} is not a floating-point dtype; expected one of: {', '.join(FLOATS)}")
     if max_shard_bytes < 1:
-        raise ConfigError(f"a file of {max_shard_bytes} bytes can hold nothing")
+        raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
     check_target(Path(folder))
     stored = read_version(repository, ref, trusted_keys=trusted_keys)
     records = stored.records
     if format == "huggingface":
         only, rename = weights_only(records, only, exclude, rename)
     mapped = map_names(select_names([record.name for record in records], only, exclude), rename)
-    chosen = {mapped[each.name]: replace(each, name=mapped[each.name]) for each in records if each.name in mapped}
+    chosen = {
+        mapped[record.name]: replace(record, name=mapped[record.name]) for record in records if record.name in mapped
+    }
     part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, report)
     skeleton = None
     if not (only or exclude or rename):
@@ -148,7 +158,7 @@ def export_model(
     if begin is not None:
         begin(sum(record.nbytes for record in chosen.values()))
     target = Path(folder)
-    with filling(target) as temporary:
+    with create_folder(target) as temporary:
         _WRITERS[format](temporary, part, skeleton, stored.entry, max_shard_bytes)
         files = tuple(target / file.name for file in sorted(temporary.iterdir()))
     return ModelExport(stored.version, format, files, len(chosen), sum(spec.nbytes for spec in part.specs.values()))
@@ -157,7 +167,7 @@ def export_model(
 def weights_only(
     records: Sequence[TensorRecord], only: Collection[str], exclude: Collection[str], rename: Mapping[str, str] | None
 ) -> tuple[Collection[str], Mapping[str, str] | None]:
-    """Return the selection of the model's own tensors, by their own names, where none is given."""
+    """Return `only` and `rename`; by default they select the tensors below `model` and remove this prefix."""
     names = [record.name for record in records]
     if not only and any(is_below(name, _MODEL) for name in names):
         only = [_MODEL]
@@ -168,7 +178,7 @@ def weights_only(
 
 
 def plan_files(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[str, list[str]]:
-    """Return which tensors go into which file of a folder in Hugging Face's layout."""
+    """Return the names of the tensors in each file of a folder in Hugging Face's layout."""
     groups = list(safetensors.group_names(specs, specs, max_shard_bytes)) or [[]]
     if len(groups) == 1:
         return {f"model{safetensors.SUFFIX}": groups[0]}
@@ -186,7 +196,7 @@ def _write_huggingface(folder: Path, part: _ExportPart, _skeleton: Any, entry: M
     specs = part.specs
     files = plan_files(specs, shard)
     for name, names in files.items():
-        safetensors.write_safetensors(folder / name, {each: specs[each] for each in names}, part.load)
+        safetensors.write_safetensors(folder / name, {tensor: specs[tensor] for tensor in names}, part.load)
     if len(files) > 1:
         safetensors.write_index(folder, files, sum(spec.nbytes for spec in specs.values()))
     config = _config(part, entry)
@@ -195,7 +205,7 @@ def _write_huggingface(folder: Path, part: _ExportPart, _skeleton: Any, entry: M
 
 
 def _config(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
-    """Return the `config.json` that came with an import, as it was but for the dtype that is asked for."""
+    """Return the `config.json` of an earlier import, with the dtype of this export; None if there was none."""
     imported = entry.get("imported")
     files = imported.get("files") if isinstance(imported, Mapping) else None
     digest = files.get(safetensors.CONFIG_FILE) if isinstance(files, Mapping) else None
@@ -211,9 +221,9 @@ def _config(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
         config = entry.get("config", {}).get("huggingface")
     if not isinstance(config, dict):
         return None if digest is None else raw
-    # Its name was torch_dtype before transformers 5.
-    told = {name: part.dtype for name in ("torch_dtype", "dtype") if name in config and part.dtype is not None}
-    return (json.dumps({**config, **told}, indent=2, sort_keys=True) + "\n").encode()
+    # The key is `torch_dtype` before transformers 5, and `dtype` since.
+    dtypes = {name: part.dtype for name in ("torch_dtype", "dtype") if name in config and part.dtype is not None}
+    return (json.dumps({**config, **dtypes}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _write_torch(folder: Path, part: _ExportPart, skeleton: Any, _entry: Mapping[str, Any], _shard: int) -> None:

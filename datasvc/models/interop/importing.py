@@ -1,4 +1,7 @@
-"""Models of other formats in: read block by block, stored as a version; memory does not grow with the model."""
+"""Imports models of other formats as versions. The format is recognised by content, not by file names.
+
+Tensors are read and stored block by block, so memory does not grow with the model. Nothing in the source is executed.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from datasvc.errors import ConfigError, UnavailableError
-from datasvc.models.interop.detect import read_foreign
-from datasvc.models.interop.skeleton import check_skeleton
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
+from datasvc.models.interop.dcp_folders import METADATA_FILE, read_dcp_folder
+from datasvc.models.interop.safetensors_files import SUFFIX, read_safetensors, read_safetensors_folder
 from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton
+from datasvc.models.interop.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
 from datasvc.models.tensors.name_filter import map_names, select_names
+from datasvc.models.tensors.state_tree import encode_state, unflatten
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredTensors, TensorBlock, store_chunks
 from datasvc.models.versions.code_revision import CodeRevision
@@ -23,19 +28,20 @@ from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 
 BATCH_BYTES: Final = 64 << 20
+_HEAD_BYTES: Final = 16
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import did.
+    """Result of an import.
 
     Attributes:
         version: the new version.
-        format: what it was read as.
-        num_tensors: in it.
-        bytes: of its tensors in memory.
-        new_bytes: that were not in the repository before.
-        ignored: tensors of the source that its index does not name.
+        format: format of the source: "safetensors", "huggingface", "torch" or "dcp".
+        num_tensors: number of tensors.
+        bytes: size of the tensors in memory.
+        new_bytes: number of bytes that were not in the repository before.
+        ignored: names of tensors in the source that its index does not contain.
     """
 
     version: Resolved
@@ -62,36 +68,36 @@ def import_model(
     begin: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> ImportReport:
-    """Store a safetensors file, Hugging Face or DCP folder, or file of torch.save as a model's next version.
+    """Store a safetensors file, Hugging Face or DCP folder, or torch.save file as the next version of a model.
 
-    Nothing in the source is ever run. A bare set of tensors, as a state dict is, becomes `{prefix: tensors}`; a whole
-    checkpoint keeps its tree, unless a part of it or other names are asked for: then it becomes a dict of tensors by
-    name.
+    A plain dict of tensors becomes `{prefix: tensors}`. A whole checkpoint keeps its tree; with `only`, `exclude` or
+    `rename` it becomes a dict of tensors by name.
 
     Args:
-        repository: where to.
-        source: the file or folder; it must not change meanwhile.
-        name: of the model, made when new.
-        only: which tensors, by their names in the source; see `name_filter.select_names`.
-        exclude: which not.
-        rename: maps the source's names; see `name_filter.map_names`.
-        prefix: where a bare set of tensors goes in the state; "" for the state itself.
-        codec: as of `write.store_tensors`; differences are made to `parent`.
-        step: optimizer steps behind it, where that is known.
-        parent: the version that it continues.
-        message: for people.
-        begin: called once with the bytes to come.
-        report: called with the bytes of each chunk that is stored, from any thread.
+        repository: repository to import into.
+        source: file or folder; it must not change during the import.
+        name: name of the model; created if it does not exist.
+        only: tensors to import, by their names in the source; see `name_filter.select_names`.
+        exclude: tensors to leave out.
+        rename: new names by names in the source; see `name_filter.map_names`.
+        prefix: key in the state under which a plain dict of tensors is stored; "" stores it as the state itself.
+        codec: codec of the chunks, see `write.store_tensors`; differences refer to `parent`.
+        step: number of optimizer steps behind the model, if known.
+        parent: version that the new one continues.
+        message: message of the commit.
+        begin: called once with the number of bytes to store.
+        report: called with the number of bytes of each chunk that was stored, from any thread.
 
     Raises:
-        NotFoundError: nothing is at `source`, or there is no such parent.
-        ConfigError: see `detect.read_foreign`, `selection`.
-        CorruptDataError: the source is damaged; nothing is visible.
+        NotFoundError: `source` or `parent` does not exist.
+        ConfigError: the source has no supported format or holds values that cannot be stored, see `read_foreign`; or
+            the selection of tensors is not valid, see `name_filter`.
+        CorruptDataError: the source is damaged; no version is created.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`; or the source cannot be read.
     """
     check_name(name, "model")
     path = Path(source)
-    # Nothing is read for an import whose parent is not there, whatever its codec.
+    # Resolve the parent before the source is read, so that a wrong reference fails at once.
     if parent is not None:
         parent = str(repository.resolve("models", parent))
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
@@ -106,18 +112,62 @@ def import_model(
         raise UnavailableError(f"cannot read {path}: {error}") from error
     kept = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
     files = {"files": kept} if kept else {}
-    # What trained it is not the code that happens to lie here.
-    elsewhere = CodeRevision(None, dirty=False)
+    # The code in the working folder is not the code that trained the model, so no revision is recorded.
+    unknown_code = CodeRevision(None, dirty=False)
     version = commit(
         repository,
         name,
         StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite),
-        VersionMetadata(step, config=foreign.config, parent=parent, message=message, code=elsewhere),
+        VersionMetadata(step, config=foreign.config, parent=parent, message=message, code=unknown_code),
         extra={"imported": {"format": foreign.format, "path": str(path), **files}},
         extra_objects=kept.values(),
     )
     size = sum(record.nbytes for record in stored.records)
     return ImportReport(version, foreign.format, len(tensors), size, stored.new_bytes, foreign.ignored)
+
+
+def read_foreign(source: Path) -> ForeignState:
+    """Return the state in a file or folder of any supported format.
+
+    Raises:
+        NotFoundError: `source` does not exist.
+        ConfigError: the format is not supported, or the state has values that only code from the file could create.
+        CorruptDataError: the source is damaged.
+        UnavailableError: it cannot be read.
+    """
+    try:
+        return _read_folder(source) if source.is_dir() else _read_file(source)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{error.filename or source} does not exist") from error
+    except OSError as error:
+        raise UnavailableError(f"cannot read {source}: {error}") from error
+
+
+def _read_folder(folder: Path) -> ForeignState:
+    if (folder / METADATA_FILE).is_file():
+        return read_dcp_folder(folder)
+    names = sorted(file.name for file in folder.iterdir())
+    if any(name.endswith(SUFFIX) for name in names) or f"model{SUFFIX}.index.json" in names:
+        return read_safetensors_folder(folder)
+    if CHECKPOINT_FILE in names:
+        return read_torch_file(folder / CHECKPOINT_FILE)
+    raise ConfigError(
+        f"{folder} is not a model: expected {SUFFIX} files, a DCP folder with {METADATA_FILE}, or {CHECKPOINT_FILE}; "
+        f"it has: {', '.join(names[:10]) or 'nothing'}. To import a torch.save file, give the path of the file"
+    )
+
+
+def _read_file(path: Path) -> ForeignState:
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith((ZIP, LEGACY)):
+        return read_torch_file(path)
+    # The JSON header of a safetensors file follows its length of 8 bytes.
+    if head[8:9] == b"{" or path.suffix == SUFFIX:
+        return read_safetensors(path)
+    raise ConfigError(
+        f"{path} is neither a safetensors file nor a torch.save file: it begins with {head[:8].hex(' ') or 'nothing'}"
+    )
 
 
 def arrange(
@@ -127,28 +177,72 @@ def arrange(
     rename: Mapping[str, str] | None,
     prefix: str,
 ) -> tuple[list[ForeignTensor], Any]:
-    """Return the tensors that are wanted, by the names that they get, and the state's skeleton around them."""
+    """Return the selected tensors with their new names, and the skeleton of the state that contains them."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
     if foreign.skeleton is not None and not (only or exclude or rename):
         return list(foreign.tensors), foreign.skeleton
-    inside = prefix if foreign.skeleton is None else ""
-    full = {new: f"{inside}.{new}" if inside else new for new in mapped.values()}
-    leaves = flat_skeleton(full)
-    tensors = [replace(by_name[old], name=full[new]) for old, new in mapped.items()]
-    return tensors, dict_skeleton({inside: leaves}) if inside else leaves
+    parent_key = prefix if foreign.skeleton is None else ""
+    full_names = {new: f"{parent_key}.{new}" if parent_key else new for new in mapped.values()}
+    leaves = flat_skeleton(full_names)
+    tensors = [replace(by_name[old], name=full_names[new]) for old, new in mapped.items()]
+    return tensors, dict_skeleton({parent_key: leaves}) if parent_key else leaves
 
 
 def check_arranged(tensors: Sequence[ForeignTensor], skeleton: Any, location: str) -> None:
-    """Raise before anything is stored where a tensor or the state cannot be. Raises ConfigError, CorruptDataError."""
+    """Check that all tensors and the state can be stored, before anything is stored.
+
+    Raises:
+        ConfigError: a tensor has a dtype that is not supported, or the state cannot be stored.
+        CorruptDataError: a name or the state is not valid.
+    """
     for tensor in tensors:
         check_tensor_name(tensor.name, location)
         if tensor.dtype not in ITEM_BYTES:
             raise ConfigError(
-                f"{location}: tensor {tensor.name!r} is {tensor.dtype}, which cannot be stored; leave it out by "
+                f"{location}: tensor {tensor.name!r} is {tensor.dtype}, which cannot be stored; leave it out with "
                 "--exclude, or cast it"
             )
-    check_skeleton(skeleton, [tensor.name for tensor in tensors], location)
+    _check_skeleton(skeleton, [tensor.name for tensor in tensors], location)
+
+
+class _TensorPlaceholder:
+    """Takes the place of a tensor in the state tree."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
+    """Check that a state can be stored and restored, and has every tensor exactly once.
+
+    Raises:
+        CorruptDataError: it is not a skeleton of `state_tree.flatten`, or a tensor is missing or repeated in it.
+        ConfigError: it cannot be stored: a number has no JSON form, or the state is too large.
+    """
+    placeholders = {name: _TensorPlaceholder(name) for name in names}
+    try:
+        tree = unflatten(skeleton, placeholders)  # type: ignore[arg-type] # `unflatten` only places them in the tree
+    except (ArithmeticError, CorruptDataError, RecursionError) as error:
+        raise CorruptDataError(f"{location}: {error}") from error
+    num_placed = Counter(leaf.name for leaf in _leaves(tree))
+    for name in placeholders:
+        if num_placed[name] != 1:
+            raise CorruptDataError(
+                f"{location}: its state has tensor {name!r} {num_placed[name]} times; expected exactly once"
+            )
+    try:
+        encode_state(skeleton)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{location}: its state cannot be stored: {error}") from error
+
+
+def _leaves(value: Any) -> Iterator[_TensorPlaceholder]:
+    if isinstance(value, _TensorPlaceholder):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(child)
 
 
 def store_blocks(
@@ -159,21 +253,25 @@ def store_blocks(
     codec: Codec = "delta",
     report: Callable[[int], None] | None = None,
 ) -> StoredTensors:
-    """Store foreign tensors, holding at most twice 64 MiB of them, or a block. Raises as `import_model`."""
+    """Store foreign tensors in batches; memory holds at most two batches of 64 MiB, or one larger block.
+
+    Raises:
+        Same errors as `import_model`.
+    """
     chunks: dict[str, list[Chunk]] = {tensor.name: [] for tensor in tensors}
-    new_bytes, nonfinite = 0, Counter[str]()
+    new_bytes, num_nonfinite = 0, Counter[str]()
     for batch in _batches(tensors):
-        done = store_chunks(repository.objects, batch, base=base, codec=codec, report=report)
-        for name, chunk in done.chunks:
+        stored = store_chunks(repository.objects, batch, base=base, codec=codec, report=report)
+        for name, chunk in stored.chunks:
             chunks[name].append(chunk)
-        new_bytes += done.new_bytes
-        nonfinite.update(done.num_nonfinite)
-    records = tuple(join_chunks(each.name, each.dtype, each.shape, chunks[each.name]) for each in tensors)
-    return StoredTensors(records, new_bytes, dict(nonfinite))
+        new_bytes += stored.new_bytes
+        num_nonfinite.update(stored.num_nonfinite)
+    records = tuple(join_chunks(tensor.name, tensor.dtype, tensor.shape, chunks[tensor.name]) for tensor in tensors)
+    return StoredTensors(records, new_bytes, dict(num_nonfinite))
 
 
 def num_bytes(tensor: ForeignTensor) -> int:
-    """Return the bytes of a tensor in memory."""
+    """Return the size of a tensor in memory."""
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 

@@ -1,4 +1,4 @@
-"""A model version as an ONNX program: its weights in a module that the caller names, traced by torch's exporter."""
+"""Exports a model version to ONNX: loads its weights into a module, which torch's exporter then traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
 from datasvc.extras import how_to_install
-from datasvc.models.interop.whole_folder import check_target, filling
+from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.restoring.fit import LoadReport
 from datasvc.models.restoring.load_into_module import load_version_into
 from datasvc.models.tensors.chunk_reader import ChunkSource
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 ONNX_FILE: Final = "model.onnx"
 _INPUT = re.compile(r"(\d+(?:x\d+)*)(?::([a-z0-9_]+))?")
-_NEEDED: Final = ("onnx", "onnxscript")
+_PACKAGES: Final = ("onnx", "onnxscript")
 
 
 @dataclass(frozen=True)
 class OnnxExport:
-    """What an export wrote.
+    """Result of an ONNX export.
 
     Attributes:
-        version: that was exported.
-        files: in the folder: the program, and its weights where they are too large for it.
-        loaded: how the version's tensors fit the module.
+        version: version that was exported.
+        files: paths of the files: the program, and its weights if they are too large to be part of it.
+        loaded: report on how the tensors of the version fit the module.
     """
 
     version: Resolved
@@ -60,25 +60,26 @@ def export_onnx(
     """Write a version as `model.onnx`.
 
     Args:
-        repository: where the version is.
+        repository: repository of the version.
         ref: NAME, NAME@VERSION or NAME@TAG.
-        folder: new or empty, local.
-        model: of the architecture; its tensors are overwritten, and it is in evaluation mode afterwards.
-        inputs: an example of each.
-        prefix: as of `load_into_module.load_version_into`.
-        rename: likewise.
-        dynamic_batch: the first dimension of every input may be of any size; then examples need 2 or more there.
-        source: of the tensors' bytes, default the repository.
-        trusted_keys: as of `stored_version.read_version`.
+        folder: local folder; must be empty or not exist.
+        model: module of the right architecture. Its tensors are overwritten, and it is set to evaluation mode.
+        inputs: an example of each input.
+        prefix: see `load_into_module.load_version_into`.
+        rename: see `load_into_module.load_version_into`.
+        dynamic_batch: whether the first dimension of every input may have any size; the examples then need a size of
+            2 or more there.
+        source: source of the chunks, by default the repository.
+        trusted_keys: see `stored_version.read_version`.
 
     Raises:
-        ConfigError: onnx is not installed; nothing can be written to the folder; the version does not fit the module;
-            or torch cannot express it in ONNX.
+        ConfigError: onnx is not installed, the folder is not writable, the version does not fit the module, or torch
+            cannot convert it to ONNX.
         NotFoundError, CorruptDataError, UnavailableError: see `load_into_module.load_version_into`.
     """
     import torch
 
-    missing = [package for package in _NEEDED if find_spec(package) is None]
+    missing = [package for package in _PACKAGES if find_spec(package) is None]
     if missing:
         raise ConfigError(f"an export to ONNX needs {' and '.join(missing)}: {how_to_install('onnx')}")
     check_target(Path(folder))
@@ -88,9 +89,9 @@ def export_onnx(
     )
     model.eval()
     batch = torch.export.Dim.DYNAMIC if dynamic_batch else None
-    shapes = tuple({0: batch} if batch and each.dim() else None for each in inputs)
+    shapes = tuple({0: batch} if batch and example.dim() else None for example in inputs)
     target = Path(folder)
-    with filling(target) as temporary:
+    with create_folder(target) as temporary:
         try:
             torch.onnx.export(
                 model,
@@ -101,9 +102,9 @@ def export_onnx(
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
-            first = str(error).strip().splitlines()
+            lines = str(error).strip().splitlines()
             raise ConfigError(
-                f"torch cannot export {type(model).__name__} to ONNX: {first[0] if first else error!r}"
+                f"torch cannot export {type(model).__name__} to ONNX: {lines[0] if lines else error!r}"
             ) from error
         for file in temporary.iterdir():
             with file.open("rb") as written:
@@ -113,34 +114,40 @@ def export_onnx(
 
 
 def make_model(text: str) -> torch.nn.Module:
-    """Return the module that `PACKAGE.MODULE:CALLABLE` makes: the caller's own code, which is run.
+    """Import and call `PACKAGE.MODULE:CALLABLE`, and return the module that it creates. This runs the user's code.
 
     Raises:
-        ConfigError: there is no such thing, or it makes no module.
+        ConfigError: the callable cannot be imported or called, or returns something other than a module.
     """
     import torch
 
     module_name, colon, attribute = text.partition(":")
     if not colon or not attribute:
         raise ConfigError(
-            f"{text!r} names no model; expected PACKAGE.MODULE:CALLABLE, such as torchvision.models:resnet50"
+            f"{text!r} is not a valid model; expected PACKAGE.MODULE:CALLABLE, such as torchvision.models:resnet50"
         )
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as for `python -m`: the user's module lies there
+        sys.path.insert(0, os.getcwd())  # like `python -m`: the user's module may be in the working folder
     try:
-        made = getattr(importlib.import_module(module_name), attribute)()
+        model = getattr(importlib.import_module(module_name), attribute)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"cannot make the model {text!r}: {error}") from error
-    if not isinstance(made, torch.nn.Module):
-        raise ConfigError(f"{text!r} makes a {type(made).__name__}, not a torch.nn.Module")
-    return made
+        raise ConfigError(f"cannot create the model {text!r}: {error}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"{text!r} returned a {type(model).__name__}; expected a torch.nn.Module")
+    return model
 
 
 def make_input(text: str) -> torch.Tensor:
-    """Return an example input of `1x3x224x224` or `1x128:int64`, zeros. Raises ConfigError."""
+    """Return an example input of zeros, described as `1x3x224x224` or `1x128:int64`.
+
+    Raises:
+        ConfigError: the text does not have this form, or the dtype is not supported.
+    """
     import torch
 
     match = _INPUT.fullmatch(text)
     if not match or (match[2] or "float32") not in ITEM_BYTES:
-        raise ConfigError(f"{text!r} is no input; expected sizes and a dtype, such as 2x3x224x224 or 2x128:int64")
+        raise ConfigError(
+            f"{text!r} is not a valid input; expected sizes and a dtype, such as 2x3x224x224 or 2x128:int64"
+        )
     return torch.zeros([int(size) for size in match[1].split("x")], dtype=getattr(torch, match[2] or "float32"))

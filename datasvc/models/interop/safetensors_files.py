@@ -1,6 +1,6 @@
-"""safetensors files: one, or a folder in Hugging Face's layout, where an index names the file of every tensor.
+"""Reads and writes safetensors: a single file, or a folder in Hugging Face's layout with an index of its files.
 
-Read block by block and written tensor by tensor: neither holds a file in memory.
+Files are read block by block and written in groups of tensors, so a file is never held in memory as a whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG_FILE: Final = "config.json"
 TENSORS_FILE, STATE_FILE, ENTRY_FILE = "tensors.safetensors", "state.json", "entry.json"
 _MAX_JSON_BYTES: Final = 32 << 20
 _MAX_CONFIG_BYTES: Final = 16 << 20
-# An entry is read by whoever lists versions.
+# Every listing of versions reads the entries, so an entry must stay small.
 _MAX_ENTRY_CONFIG_BYTES: Final = 1 << 20
 GROUP_BYTES: Final = 256 << 20
 _METADATA: Final = {"format": "pt"}
@@ -41,30 +41,30 @@ def read_safetensors(path: Path) -> ForeignState:
 
     Raises:
         CorruptDataError, ConfigError: see `read_header`.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     return ForeignState("safetensors", _tensors(path, _read_placed(path)))
 
 
 def read_safetensors_folder(folder: Path) -> ForeignState:
-    """Return the model in a folder: Hugging Face's layout, or what `models export` wrote.
+    """Return the model in a folder: in Hugging Face's layout, or written by `models export`.
 
     Raises:
-        CorruptDataError, ConfigError: see `read_header`; or index and files do not agree, or which file is meant is
-            not clear.
-        OSError: something cannot be read.
+        CorruptDataError: a header is not valid, see `read_header`, or the index and the files contradict each other.
+        ConfigError: a dtype is not supported, or the folder has several files and no index.
+        OSError: a file cannot be read.
     """
     if (folder / INDEX_FILE).exists():
         return _read_indexed(folder)
     files = sorted(file for file in folder.iterdir() if file.suffix == SUFFIX and file.is_file())
     if len(files) != 1:
         raise ConfigError(
-            f"{folder} has {len(files)} safetensors files and no {INDEX_FILE}; name the one file that is meant"
+            f"{folder} has {len(files)} safetensors files and no {INDEX_FILE}; give the path of the file to import"
         )
     tensors = _tensors(files[0], _read_placed(files[0]))
     state = folder / STATE_FILE
     if files[0].name == TENSORS_FILE:
-        names = {each.name: each.name for each in tensors}
+        names = {tensor.name: tensor.name for tensor in tensors}
         return ForeignState("safetensors", tensors, _read_json(state) if state.exists() else flat_skeleton(names))
     return _with_config(ForeignState("huggingface", tensors), folder)
 
@@ -76,19 +76,19 @@ def write_safetensors(
     *,
     group_bytes: int = GROUP_BYTES,
 ) -> None:
-    """Write tensors to a file that is there, whole, once this returns.
+    """Write tensors to a file, atomically.
 
     Args:
-        path: of the file.
-        specs: the tensors.
-        load: returns some of them; called with names of tensors that have at most `group_bytes` together, or one.
-        group_bytes: how much to hold in memory.
+        path: path of the file.
+        specs: dtypes and shapes of the tensors, by name.
+        load: function that loads tensors by name; called with groups of at most `group_bytes`, or one larger tensor.
+        group_bytes: maximum size of the tensors to hold in memory.
 
     Raises:
-        ConfigError: safetensors has no dtype for a tensor.
-        OSError: it cannot be written.
+        ConfigError: safetensors does not support the dtype of a tensor.
+        OSError: the file cannot be written.
     """
-    # Wide elements first, so that every tensor is aligned to its element's size.
+    # Wide elements first, so that every tensor is aligned to the size of its elements.
     names = sorted(specs, key=lambda name: (-ITEM_BYTES[specs[name].dtype], name))
     header = encode_header(((name, specs[name].dtype, specs[name].shape) for name in names), _METADATA)
     with durable.replacing(path) as file:
@@ -106,9 +106,17 @@ def write_checkpoint(
     skeleton: Any | None,
     entry: Mapping[str, Any],
 ) -> None:
-    """Write tensors, the state around them and the entry of a version, as `read_safetensors_folder` reads them.
+    """Write the tensors, the state and the entry of a version, in the form that `read_safetensors_folder` reads.
 
-    `specs` and `load` are those of `write_safetensors`; without a skeleton there is no state. Raises likewise.
+    Args:
+        folder: existing folder.
+        specs: see `write_safetensors`.
+        load: see `write_safetensors`.
+        skeleton: skeleton of the state; None writes no `state.json`.
+        entry: content of the entry.
+
+    Raises:
+        Same errors as `write_safetensors`.
     """
     write_safetensors(folder / TENSORS_FILE, specs, load)
     if skeleton is not None:
@@ -117,24 +125,33 @@ def write_checkpoint(
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON for people and programs. Raises OSError."""
+    """Write an indented JSON file. Raise OSError if it cannot be written."""
     durable.write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], total_bytes: int) -> Path:
-    """Write the index of a folder in Hugging Face's layout: `files` gives the tensors of each. Raises OSError."""
+    """Write the index of a folder in Hugging Face's layout.
+
+    Args:
+        folder: existing folder.
+        files: names of the tensors in each file, by file name.
+        total_bytes: size of all tensors.
+
+    Raises:
+        OSError: the index cannot be written.
+    """
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     durable.write_file(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
     return folder / INDEX_FILE
 
 
-def group_names(names: Iterable[str], specs: Mapping[str, TensorSpec], most_bytes: int) -> Iterator[list[str]]:
-    """Yield runs of names whose tensors have at most `most_bytes` together; a larger one comes alone."""
+def group_names(names: Iterable[str], specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[list[str]]:
+    """Divide names into consecutive groups of tensors of at most `max_bytes`; a larger tensor is a group alone."""
     group: list[str] = []
     group_bytes = 0
     for name in names:
-        if group and group_bytes + specs[name].nbytes > most_bytes:
+        if group and group_bytes + specs[name].nbytes > max_bytes:
             yield group
             group, group_bytes = [], 0
         group.append(name)
@@ -145,30 +162,36 @@ def group_names(names: Iterable[str], specs: Mapping[str, TensorSpec], most_byte
 
 def _read_indexed(folder: Path) -> ForeignState:
     index = _read_json(folder / INDEX_FILE)
-    wanted = index.get("weight_map")
-    if not isinstance(wanted, dict):
-        raise CorruptDataError(f"{folder / INDEX_FILE} has no weight_map")
-    files = {name: _plain_file(folder, file) for name, file in wanted.items()}
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CorruptDataError(f"{folder / INDEX_FILE} has no weight_map; expected an object with a file per tensor")
+    files = {name: _plain_file(folder, file) for name, file in weight_map.items()}
     tensors: list[ForeignTensor] = []
     ignored: list[str] = []
     for path in sorted(set(files.values())):
-        there = _tensors(path, _read_placed(path))
-        tensors += [each for each in there if files.get(each.name) == path]
-        ignored += [each.name for each in there if files.get(each.name) != path]
-    lacking = files.keys() - {each.name for each in tensors}
-    if lacking:
-        name = min(lacking)
+        stored = _tensors(path, _read_placed(path))
+        tensors += [tensor for tensor in stored if files.get(tensor.name) == path]
+        ignored += [tensor.name for tensor in stored if files.get(tensor.name) != path]
+    missing = files.keys() - {tensor.name for tensor in tensors}
+    if missing:
+        name = min(missing)
         raise CorruptDataError(
-            f"{files[name]} lacks tensor {name!r}, which {INDEX_FILE} says it has; {len(lacking)} are missing in all"
+            f"{files[name]} does not have tensor {name!r}, although {INDEX_FILE} lists it there; {len(missing)} "
+            "tensors are missing in all"
         )
     return _with_config(ForeignState("huggingface", tensors, ignored=tuple(ignored)), folder)
 
 
 def _plain_file(folder: Path, name: object) -> Path:
-    """Return a file of the folder that its index names. Raises CorruptDataError where it names another place."""
+    """Return the path of a file in the index.
+
+    Raises:
+        CorruptDataError: it is not the name of a safetensors file in the same folder.
+    """
     if not isinstance(name, str) or not name.endswith(SUFFIX) or not durable.is_plain_name(name):
         raise CorruptDataError(
-            f"{folder / INDEX_FILE} names {str(name)[:80]!r}; expected the name of a {SUFFIX} file beside it"
+            f"{folder / INDEX_FILE} refers to {str(name)[:80]!r}; expected the name of a {SUFFIX} file in the same "
+            "folder"
         )
     return folder / name
 
@@ -180,32 +203,34 @@ def _read_placed(path: Path) -> list[Placed]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _MAX_JSON_BYTES:
-        raise CorruptDataError(f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are believed")
+        raise CorruptDataError(f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are supported")
     return parse_object(path.read_bytes(), str(path))
 
 
 def _with_config(state: ForeignState, folder: Path) -> ForeignState:
-    """Return a state with the `config.json` beside it: its bytes as they are, and what it says where an entry can."""
+    """Return the state with the folder's `config.json`: its unchanged bytes, and if possible its parsed content."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return state
     if path.stat().st_size > _MAX_CONFIG_BYTES:
         raise ConfigError(
-            f"{path} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} are kept with a model: move it away"
+            f"{path} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} can be stored with a model: move "
+            "it out of the folder"
         )
     raw = path.read_bytes()
     config: Mapping[str, Any] = {}
     if len(raw) <= _MAX_ENTRY_CONFIG_BYTES:
-        # Infinities, which Python writes and JSON lacks, among much else: the bytes are what counts.
+        # Some files cannot be part of an entry, such as those with infinities, which are not valid JSON. An export
+        # uses the bytes, so the parsed content may be absent.
         with suppress(CorruptDataError, ConfigError):
-            said = parse_object(raw, str(path))
-            encode_entry(said)
-            config = {"huggingface": said}
+            parsed = parse_object(raw, str(path))
+            encode_entry(parsed)
+            config = {"huggingface": parsed}
     return replace(state, config=config, files={CONFIG_FILE: raw})
 
 
 def _tensors(path: Path, placed: Iterable[Placed]) -> list[ForeignTensor]:
-    return [ForeignTensor(each.name, each.dtype, each.shape, _reader(path, each)) for each in placed]
+    return [ForeignTensor(tensor.name, tensor.dtype, tensor.shape, _reader(path, tensor)) for tensor in placed]
 
 
 def _reader(path: Path, placed: Placed) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
@@ -213,7 +238,8 @@ def _reader(path: Path, placed: Placed) -> Callable[[], Iterator[tuple[Shape, to
         import torch
 
         dtype = getattr(torch, placed.dtype)
-        # Read, not mapped: a file that gets shorter meanwhile is an error then, and not the end of the process.
+        # Read instead of mapping: if the file is truncated meanwhile, this raises an error, while access to a mapped
+        # file would kill the process with SIGBUS.
         with path.open("rb", buffering=0) as file:
             file.seek(placed.offset)
             for start, shape in plan_chunks(placed.shape, ITEM_BYTES[placed.dtype]):
@@ -231,7 +257,7 @@ def _read_block(file: Any, dtype: torch.dtype, shape: Shape, placed: Placed, pat
     while filled < view.nbytes:
         length = file.readinto(view[filled:])
         if not length:
-            raise CorruptDataError(f"{path} was cut off in tensor {placed.name!r}; it changed while it was read")
+            raise CorruptDataError(f"{path} was truncated in tensor {placed.name!r} while it was read")
         filled += length
     return block
 
@@ -242,7 +268,7 @@ def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, a view."""
+    """Return a view of the bytes of a contiguous tensor on the CPU."""
     import torch
 
     view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data

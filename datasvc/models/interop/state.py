@@ -1,4 +1,4 @@
-"""What a reader of foreign files gives: tensors that are read block by block, and the tree that they hang in."""
+"""A state in a foreign format: tensors that are read block by block, and the skeleton of their state tree."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ForeignTensor:
     """A tensor in a file of another format.
 
     Attributes:
-        name: as the file says it.
-        dtype: torch's name of it.
-        shape: sizes.
-        blocks: reads it: yields first element and values of blocks that tile it, a few MiB each where the format
-            allows. Raises CorruptDataError, OSError.
+        name: name in the file.
+        dtype: torch's name of the dtype.
+        shape: shape of the tensor.
+        blocks: function that reads the tensor: yields pairs (first index, values) of blocks that tile it, a few MiB
+            each if the format allows. Raises CorruptDataError, OSError.
     """
 
     name: str
@@ -39,12 +39,12 @@ class ForeignState:
 
     Attributes:
         format: "safetensors", "huggingface", "torch" or "dcp".
-        tensors: by name, as the format lists them.
-        skeleton: the state tree as returned by `state_tree.flatten`, with the same tensor names; None for a
-            plain state dict.
-        config: JSON values that came along.
-        files: that came along, their bytes as they are, by name.
-        ignored: names of tensors that are there and do not belong to it.
+        tensors: tensors, in the order of the format.
+        skeleton: skeleton of the state tree, see `state_tree.flatten`, with the same tensor names; None for a plain
+            state dict.
+        config: configuration that was stored with the model, as JSON values.
+        files: other files that were stored with the model: unchanged bytes by file name.
+        ignored: names of tensors in the files that do not belong to the model.
     """
 
     format: str
@@ -56,22 +56,30 @@ class ForeignState:
 
 
 def check_tensor_name(name: object, location: str) -> str:
-    """Return `name` where a tensor may have it. Raises CorruptDataError."""
+    """Return `name` if it is a valid name of a tensor.
+
+    Raises:
+        CorruptDataError: it is not a text, is empty or too long, or cannot be encoded in UTF-8.
+    """
     try:
         if isinstance(name, str) and 0 < len(name.encode()) <= _MAX_NAME_BYTES:
             return name
     except UnicodeEncodeError:
         pass
-    raise CorruptDataError(f"{location}: {str(name)[:60]!r} cannot name a tensor")
+    raise CorruptDataError(
+        f"{location}: {str(name)[:60]!r} is not a valid name of a tensor; expected a text of "
+        f"1 to {_MAX_NAME_BYTES} bytes"
+    )
 
 
 def flat_skeleton(names: Mapping[str, str]) -> Any:
-    """Return the skeleton of a dict whose keys hold the tensors of these names."""
+    """Return the skeleton of a dict of tensors, given the name of the tensor for each key."""
     return dict_skeleton({key: {"$tensor": name} for key, name in names.items()})
 
 
 def dict_skeleton(parts: Mapping[str, Any]) -> Any:
-    """Return the skeleton of a dict from those of its values. Keys that look like marks are written as such."""
+    """Return the skeleton of a dict from the skeletons of its values."""
+    # A key with "$" would be read as the mark of an encoded value, so the dict is written as a list of pairs.
     if any(key.startswith("$") for key in parts):
         return {"$dict": [[key, part] for key, part in parts.items()]}
     return dict(parts)

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, read without ever running what is in them: tensors and plain values, nothing else."""
+"""Reads and writes `torch.save` files. Reading accepts only tensors and plain values, and executes no code."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ if TYPE_CHECKING:
 
 CHECKPOINT_FILE: Final = "checkpoint.pt"
 ZIP: Final = b"PK\x03\x04"
-# torch's magic number, pickled in protocol 2: how files began before torch 1.6.
+# torch's magic number as a pickle of protocol 2: the first bytes of a file from before torch 1.6.
 LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-# What torch says of a class that it will not make, in any of its ways.
+# The forms of torch's error messages for a class that it refuses to create.
 _REFUSED = re.compile(r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked")
 _SCRIPT: Final = "{} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
 _HASH_BYTES: Final = 1 << 20
-# Tied tensors have several names; nobody ties that many.
+# Tied tensors share one storage under several names. All tensors together may have this multiple of the file's bytes.
 _MAX_SHARED: Final = 16
+# A tensor, or all together, may take this many bytes even if the file has fewer.
 _MAX_REPEATED_BYTES: Final = 1 << 20
 MAX_NODES: Final = 1 << 20
-"""Values of a state that is not known to be honest: lists may hold one list very often."""
+"""Maximum number of values in an untrusted state: a small file can contain the same list very often."""
 
 
 def read_torch_file(path: Path) -> ForeignState:
-    """Return the state in a file of `torch.save`.
+    """Return the state in a `torch.save` file.
 
-    Tensors are mapped, so that a file larger than the memory can be read; those of the format before torch 1.6 are
-    loaded at once.
+    Tensors are memory-mapped, so a file larger than memory can be read. The format before torch 1.6 is loaded into
+    memory as a whole.
 
     Raises:
-        ConfigError: it holds something else than tensors and plain values; names the class. Or a TorchScript program.
-        CorruptDataError: no such file, damaged, or it claims more than it has.
-        OSError: it cannot be read.
+        ConfigError: the file holds something other than tensors and plain values (the message names the class), or
+            is a TorchScript program.
+        CorruptDataError: the file is not a `torch.save` file, is damaged, or its tensors are larger than the file.
+        OSError: the file cannot be read.
     """
     value = load_plain(path, str(path))
     import torch
@@ -55,22 +57,23 @@ def read_torch_file(path: Path) -> ForeignState:
     skeleton, tensors = flatten(value, max_nodes=MAX_NODES)
     check_tensors(tensors, path.stat().st_size, str(path))
     foreign = [of_tensor(check_tensor_name(name, str(path)), tensor) for name, tensor in tensors.items()]
-    is_bare = isinstance(value, Mapping) and all(isinstance(each, torch.Tensor) for each in value.values())
+    is_bare = isinstance(value, Mapping) and all(isinstance(item, torch.Tensor) for item in value.values())
     return ForeignState("torch", foreign, None if is_bare else skeleton)
 
 
 def load_plain(source: Path | bytes, location: str) -> Any:
-    """Return what torch.save wrote, if it can be had without running any code and is not damaged.
+    """Load a `torch.save` file without executing any code in it.
 
     Args:
-        source: a file, the tensors of which are left in it where the format allows: it must not change while they are
-            used. Or the bytes of one, of torch 1.6 or later.
-        location: for messages.
+        source: path of a file, whose tensors are memory-mapped if the format allows; the file must not change while
+            they are used. Or the bytes of a file from torch 1.6 or later.
+        location: name of the file, for messages.
 
     Raises:
-        ConfigError: it holds what only code could make again, or what cannot be stored; names it.
-        CorruptDataError: damaged, or it claims more than it has.
-        OSError: it cannot be read.
+        ConfigError: the file holds values that only code could create, or that cannot be stored; the message names
+            them.
+        CorruptDataError: the file is damaged, or its tensors are larger than the file.
+        OSError: the file cannot be read.
     """
     import torch
 
@@ -85,21 +88,21 @@ def load_plain(source: Path | bytes, location: str) -> Any:
             check_legacy_pickles(opened.read(MAX_PICKLE_BYTES), size_bytes, location)
         else:
             raise CorruptDataError(
-                f"{location} is no file of torch.save, or damaged: it begins with {head[:8].hex()}"
+                f"{location} is not a torch.save file, or is damaged: it begins with {head[:8].hex()}"
             )
     file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip and isinstance(source, Path))
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 - damaged bytes may make torch raise anything
-        raise _translated(error, location) from None
+    except Exception as error:  # noqa: BLE001 - torch may raise any exception for damaged bytes
+        raise _map_error(error, location) from None
 
 
 def _check_archive(file: IO[bytes], size_bytes: int, location: str) -> None:
-    """Look at the archive around a state: checksums, that nothing unpacks to more than it takes, and its pickle.
+    """Check the zip archive of a state: its layout, its checksums, and its pickle.
 
-    torch itself does not look at the checksums of a file that it maps.
+    torch does not check the checksums of a file that it maps.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -108,11 +111,14 @@ def _check_archive(file: IO[bytes], size_bytes: int, location: str) -> None:
             if any(name.endswith("/constants.pkl") for name in names):
                 raise ConfigError(_SCRIPT.format(location))
             if len(set(names)) != len(names) or sum(name.endswith("/data.pkl") for name in names) != 1:
-                raise CorruptDataError(f"{location} is no archive of torch.save: it has not one data.pkl")
+                raise CorruptDataError(
+                    f"{location} is not an archive of torch.save: expected distinct names and exactly one data.pkl"
+                )
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise CorruptDataError(f"{location} is a compressed archive, which torch.save never writes")
             if sum(entry.file_size for entry in entries) > size_bytes:
-                raise CorruptDataError(f"{location} claims to hold more bytes than it has")
+                raise CorruptDataError(f"{location} is damaged: its entries are larger than the file")
+            # `zipfile` compares the checksum of an entry when it has read all of it.
             for entry in entries:
                 with archive.open(entry) as content:
                     while content.read(_HASH_BYTES):
@@ -128,30 +134,30 @@ def _check_archive(file: IO[bytes], size_bytes: int, location: str) -> None:
 
 
 def write_torch_file(path: Path, state: Any) -> None:
-    """Write a state tree as torch.save does; the file is there, whole, once this returns. Raises OSError."""
+    """Write a state tree with torch.save, atomically. Raise OSError if it cannot be written."""
     with durable.replacing(path) as file:
         save_to(file, state)
 
 
 def save_to(file: BinaryIO, state: Any) -> None:
-    """Write a state tree as torch.save does, into an open file. Raises OSError."""
+    """Write a state tree with torch.save to an open file. Raise OSError if it cannot be written."""
     import torch
 
     sink = _TorchFile(file)
     try:
         torch.save(state, cast("IO[bytes]", sink))
     except RuntimeError:
-        # torch reports what its archive lacks after a failed write, not why the write failed.
+        # After a failed write, torch reports an incomplete archive and not the reason of the failure.
         if sink.failure is not None:
             raise sink.failure from None
         raise
 
 
 class _TorchFile(io.RawIOBase):
-    """A file that torch writes to through Python, so that why it cannot be written is known.
+    """File object for torch.save that records why a write failed.
 
     Attributes:
-        failure: the first error.
+        failure: the first error; None if there was none.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -169,44 +175,45 @@ class _TorchFile(io.RawIOBase):
         return True
 
 
-def _translated(error: Exception, location: str) -> Exception:
+def _map_error(error: Exception, location: str) -> Exception:
+    """Return the error of this module for an error of `torch.load`."""
     text = str(error)
-    found = _REFUSED.search(text)
-    name = next(filter(None, found.groups()), None) if found else None
+    match = _REFUSED.search(text)
+    name = next(filter(None, match.groups()), None) if match else None
     if name is not None:
         return refusal(name.strip("`.,"), location)
     if "TorchScript" in text:
         return ConfigError(_SCRIPT.format(location))
-    first = text.strip().splitlines()[-1][:200] if text.strip() else type(error).__name__
-    return CorruptDataError(f"{location} is no file of torch.save, or damaged: {first}")
+    last_line = text.strip().splitlines()[-1][:200] if text.strip() else type(error).__name__
+    return CorruptDataError(f"{location} is not a torch.save file, or is damaged: {last_line}")
 
 
 def of_tensor(name: str, tensor: torch.Tensor) -> ForeignTensor:
-    """Return a tensor in memory, or mapped, as one that is read block by block."""
+    """Wrap a tensor in memory or in a mapped file as a `ForeignTensor`."""
     spec = spec_of(tensor)
     return ForeignTensor(name, spec.dtype, spec.shape, _reader(tensor))
 
 
 def _reader(tensor: torch.Tensor) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
     def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
-        whole = tensor.detach()
-        for box in plan_chunks(tuple(whole.shape), whole.itemsize):
-            yield box[0], whole[slices(box)]
+        values = tensor.detach()
+        for box in plan_chunks(tuple(values.shape), values.itemsize):
+            yield box[0], values[slices(box)]
 
     return blocks
 
 
-def check_tensors(tensors: Mapping[str, torch.Tensor], most_bytes: int, location: str) -> None:
-    """Raise where tensors have more elements than their file has bytes for: a few bytes could claim all memory.
+def check_tensors(tensors: Mapping[str, torch.Tensor], file_bytes: int, location: str) -> None:
+    """Check that tensors are not larger than their file: with strides, a few bytes can describe any amount of memory.
 
     Args:
-        tensors: by name.
-        most_bytes: of the file.
-        location: of it, for messages.
+        tensors: tensors by name.
+        file_bytes: size of the file.
+        location: name of the file, for messages.
 
     Raises:
-        ConfigError: a tensor is not dense, or repeats few values, or they all do.
-        CorruptDataError: they take more than the file has.
+        ConfigError: a tensor is not dense, or repeats its values, or the tensors share too much memory.
+        CorruptDataError: the storages are larger than the file.
     """
     import torch
 
@@ -215,19 +222,22 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], most_bytes: int, location
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "quantised" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
             raise ConfigError(
-                f"{location}: tensor {name!r} is {kind}; only dense tensors can be stored, save it as one"
+                f"{location}: tensor {name!r} is {kind}; only dense tensors can be stored: save it as a dense tensor"
             )
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
         if tensor.numel() * tensor.itemsize > max(storage.nbytes(), _MAX_REPEATED_BYTES):
             raise ConfigError(
-                f"{location}: tensor {name!r} repeats few values over {list(tensor.shape)}; save it as .contiguous()"
+                f"{location}: tensor {name!r} repeats few values over the shape {list(tensor.shape)}; save its "
+                ".contiguous() form"
             )
-    if sum(storages.values()) > most_bytes:
-        raise CorruptDataError(f"{location}: its tensors take {sum(storages.values())} bytes, more than the file has")
+    if sum(storages.values()) > file_bytes:
+        raise CorruptDataError(
+            f"{location}: its tensors take {sum(storages.values())} bytes, more than the file, which has {file_bytes}"
+        )
     total_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-    if total_bytes > _MAX_SHARED * max(most_bytes, _MAX_REPEATED_BYTES):
+    if total_bytes > _MAX_SHARED * max(file_bytes, _MAX_REPEATED_BYTES):
         raise ConfigError(
-            f"{location}: its tensors share so much memory that {most_bytes} bytes would become {total_bytes}; save "
-            "each once"
+            f"{location}: its tensors share so much memory that {file_bytes} bytes would become {total_bytes}; save "
+            "each tensor only once"
         )

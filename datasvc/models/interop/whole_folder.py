@@ -1,4 +1,4 @@
-"""A folder that is there with all its files, or not at all."""
+"""Creates a folder atomically: it exists with all its files, or not at all."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from datasvc.repository.store.retries import map_exceptions
 
 
 @contextmanager
-def filling(folder: Path) -> Iterator[Path]:
-    """Open a temporary folder beside `folder` that becomes it once the block ends well.
+def create_folder(folder: Path) -> Iterator[Path]:
+    """Create a temporary folder beside `folder`, and rename it to `folder` if the block succeeds.
 
-    Files in it are synced by whoever writes them; a killed writer leaves a folder `.tmp-...` and nothing else.
+    The block must sync the files that it writes. A process that is killed leaves only a folder `.tmp-...`.
+
+    Yields:
+        The temporary folder.
 
     Raises:
-        ConfigError: `folder` is a file or has something in it, or may not be written.
-        UnavailableError: the disk is full, or fails.
+        ConfigError: `folder` is a file, is not empty, or is not writable.
+        UnavailableError: the disk is full or fails.
     """
     target = check_target(folder)
     with map_exceptions("write", str(folder)):
@@ -32,7 +35,7 @@ def filling(folder: Path) -> Iterator[Path]:
         try:
             yield temporary
             durable.fsync_folder(temporary)
-            # Replaces an empty folder, and fails where somebody filled it meanwhile.
+            # The rename replaces an empty folder; it fails if another process has put files into it meanwhile.
             os.rename(temporary, target)
             durable.fsync_folder(target.parent)
         except BaseException:
@@ -41,10 +44,13 @@ def filling(folder: Path) -> Iterator[Path]:
 
 
 def check_target(folder: Path) -> Path:
-    """Return the folder that `filling` would make, links followed: for a look at it before anything is downloaded.
+    """Check that `create_folder` can create a folder, before anything is downloaded for it.
+
+    Returns:
+        The folder, with symbolic links resolved.
 
     Raises:
-        ConfigError: it is a file, has something in it, cannot be replaced, or its folder may not be written to.
+        ConfigError: it is a file, is not empty, cannot be replaced, or its parent folder is not writable.
         UnavailableError: the disk fails.
     """
     with map_exceptions("write", str(folder)):
@@ -53,14 +59,14 @@ def check_target(folder: Path) -> Path:
             raise ConfigError(f"cannot write {folder}: it is a file; name a new folder")
         if target.exists() and any(target.iterdir()):
             raise ConfigError(f"{folder} is not empty; name a new folder, nothing is overwritten")
-        # A new folder takes its place once all is written, which neither of these lets happen.
+        # The final rename replaces the folder; a mount point or the working folder cannot be replaced.
         if os.path.ismount(target):
-            raise ConfigError(f"{folder} is where a file system is mounted; name a new folder in it")
+            raise ConfigError(f"{folder} is a mount point; name a new folder in it")
         if target == Path.cwd():
             raise ConfigError(f"{folder} is the working folder; name a new folder in it")
-        above = next(each for each in target.parents if each.exists())
-        if not above.is_dir():
-            raise ConfigError(f"cannot write {folder}: {above} is a file; name a new folder")
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise ConfigError(f"cannot write {folder}: nothing may be written to {above}; name another folder")
+        parent = next(folder_above for folder_above in target.parents if folder_above.exists())
+        if not parent.is_dir():
+            raise ConfigError(f"cannot write {folder}: {parent} is a file; name a new folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"cannot write {folder}: {parent} is not writable; name another folder")
     return target

@@ -1,1 +1,1 @@
-"""Reads pickles of others without executing anything in them."""
+"""Read pickles of other programs without executing any code in them."""

@@ -1,7 +1,6 @@
-"""The metadata of a torch DCP folder, which is a pickle, read so that nothing in it can run.
+"""Reads the metadata of a torch DCP folder, which is a pickle, without executing any code in it.
 
-Every class that torch writes there is replaced by a stand-in that only holds what it is given; any other name is
-refused.
+Every class that torch writes there is replaced by a stand-in that only stores its values. Any other name is refused.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
 class Standin:
-    """An object of a class of DCP, as its values only.
+    """Stand-in for an object of a DCP class: its values without any behaviour.
 
     Attributes:
-        arguments: that it was made with.
+        arguments: arguments that it was created with.
         fields: its attributes.
-        values: its state where that is a tuple.
+        values: its state, if that is a tuple.
     """
 
     arguments: tuple[Any, ...]
@@ -33,13 +32,13 @@ class Standin:
     values: tuple[Any, ...]
 
     def __new__(cls, *arguments: Any) -> Self:
-        """Unpickling makes some objects without calling `__init__`."""
-        made = super().__new__(cls)
-        made.arguments, made.fields, made.values = arguments, {}, ()
-        return made
+        """Set the attributes here, because unpickling creates some objects without calling `__init__`."""
+        standin = super().__new__(cls)
+        standin.arguments, standin.fields, standin.values = arguments, {}, ()
+        return standin
 
     def set_state(self, state: object) -> None:
-        """Take what the object consists of, by reference: a copy for every few bytes of a file would be too much."""
+        """Set the state of the object, by reference: with copies, a few bytes of a file could use much memory."""
         if isinstance(state, dict):
             self.fields = state
         elif isinstance(state, tuple):
@@ -47,49 +46,49 @@ class Standin:
 
 
 class Metadata(Standin):
-    """torch's Metadata: state_dict_metadata, planner_data, storage_data."""
+    """Stand-in for torch's Metadata, with the fields state_dict_metadata, planner_data and storage_data."""
 
 
 class TensorMetadata(Standin):
-    """torch's TensorStorageMetadata: properties, size, chunks."""
+    """Stand-in for torch's TensorStorageMetadata, with the fields properties, size and chunks."""
 
 
 class ValueMetadata(Standin):
-    """torch's BytesStorageMetadata: a value that is no tensor."""
+    """Stand-in for torch's BytesStorageMetadata: a value that is not a tensor."""
 
 
 class ChunkMetadata(Standin):
-    """torch's ChunkStorageMetadata: offsets, sizes."""
+    """Stand-in for torch's ChunkStorageMetadata, with the fields offsets and sizes."""
 
 
 class Properties(Standin):
-    """torch's TensorProperties; the dtype is the first of `values`."""
+    """Stand-in for torch's TensorProperties; the dtype is the first of `values`."""
 
 
 class StoredMetadataIndex(Standin):
-    """torch's MetadataIndex: fqn, offset. Hashable by identity, as it is a key there."""
+    """Stand-in for torch's MetadataIndex, with the fields fqn and offset. A dict key, so it is hashed by identity."""
 
 
 class StorageInfo(Standin):
-    """torch's _StorageInfo: relative_path, offset, length, transform_descriptors."""
+    """Stand-in for torch's _StorageInfo, with relative_path, offset, length and transform_descriptors."""
 
 
 class Size(Standin):
-    """torch.Size; made with one sequence."""
+    """Stand-in for torch.Size, which is created from one sequence."""
 
 
 class Ignored(Standin):
-    """What nobody needs here: layouts, memory formats, paths, ids."""
+    """Stand-in for values that are not used here: layouts, memory formats, paths, ids."""
 
 
 class Dtype(str):
-    """torch's name of a dtype."""
+    """Stand-in for a torch.dtype: its name."""
 
     __slots__ = ()
 
 
 def _ordered() -> dict[Any, Any]:
-    """Return an empty dict: pickling sets what is in one afterwards, so what it is made of need not be copied."""
+    """Return an empty dict for an OrderedDict: a pickle adds the items afterwards, without a copy."""
     return {}
 
 
@@ -112,7 +111,7 @@ _CLASSES: Final[Mapping[tuple[str, str], Any]] = {
 }
 
 
-class _Refusing(PlainUnpickler):
+class _MetadataUnpickler(PlainUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in ITEM_BYTES:
             return Dtype(name)
@@ -120,33 +119,33 @@ class _Refusing(PlainUnpickler):
             return _CLASSES[module, name]
         except (KeyError, TypeError):
             raise ConfigError(
-                f"{self.location} names {module}.{name}, which no metadata of DCP needs. Making it could run code, "
-                "so the folder is refused"
+                f"{self.location} refers to {module}.{name}, which is not part of DCP metadata. To create it could "
+                "execute code, so the folder is refused"
             ) from None
 
     def is_key(self, key: object) -> bool:
         return isinstance(key, Standin) or super().is_key(key)
 
-    def build(self, made: Any, state: Any) -> None:
-        if not isinstance(made, Standin):
-            raise TypeError(f"a {type(made).__name__} cannot have a state")
-        made.set_state(state)
+    def build(self, target: Any, state: Any) -> None:
+        if not isinstance(target, Standin):
+            raise TypeError(f"a {type(target).__name__} cannot have a state")
+        target.set_state(state)
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the metadata in a pickle.
+    """Read the metadata of a DCP folder from its pickle.
 
     Raises:
-        ConfigError: it names a class or function that DCP's metadata has no need of; it was not called.
-        CorruptDataError: damaged, or no such metadata, or much larger than any.
-        OSError: it cannot be read.
+        ConfigError: the pickle refers to a class or function that is not part of DCP metadata; it was not called.
+        CorruptDataError: the file is damaged, too large, or not DCP metadata.
+        OSError: the file cannot be read.
     """
     location = str(path)
     with path.open("rb") as file:
         raw = file.read(MAX_PICKLE_BYTES + 1)
     if len(raw) > MAX_PICKLE_BYTES:
-        raise CorruptDataError(f"{location} has more than {MAX_PICKLE_BYTES} bytes, which is all that is believed")
-    found = _Refusing(io.BytesIO(raw), len(raw), location).read()
-    if not isinstance(found, Metadata):
-        raise CorruptDataError(f"{location} is no metadata of DCP: it holds a {type(found).__name__}")
-    return found
+        raise CorruptDataError(f"{location} has more than {MAX_PICKLE_BYTES} bytes, the limit for DCP metadata")
+    value = _MetadataUnpickler(io.BytesIO(raw), len(raw), location).read()
+    if not isinstance(value, Metadata):
+        raise CorruptDataError(f"{location} is not DCP metadata: it holds a {type(value).__name__}")
+    return value

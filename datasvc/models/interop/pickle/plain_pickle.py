@@ -1,8 +1,9 @@
-"""Pickles of others, gone through step by step with stand-ins for what they name, so that nothing in them can run.
+"""Restricted unpickler: replaces each class that a pickle refers to by a stand-in, so no code in it can run.
 
-A few bytes may not cost much: every object that is made counts, and what copies an object that is there already may
-copy no more than the pickle has bytes, which an honest one needs to write it first. Python's own unpickler in Python
-is used, not the one in C: that one allocates what a file claims to need.
+It also bounds memory. It limits the number of objects, and it limits the elements that are copied from existing
+objects to the number of bytes of the pickle. A regular pickle stays within this limit, because it first writes what
+it copies. The base is Python's unpickler written in Python: the one written in C allocates the sizes that a file
+claims.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any, ClassVar, Final
 
 from datasvc.errors import ConfigError, CorruptDataError
 
-# As much as the header of a safetensors file may have: some 200,000 tensors.
+# The same limit as for the header of a safetensors file: enough for about 200,000 tensors.
 MAX_PICKLE_BYTES: Final = 32 << 20
 MAX_OBJECTS: Final = 4 << 20
-_MAX_KEY: Final = 1 << 60
+_MAX_INT_KEY: Final = 1 << 60
 
 _Step = Callable[[Any], None]
-# What pickling dataclasses, dicts, tuples, lists, texts and numbers takes. Others may allocate what they like.
+# The opcodes for dataclasses, dicts, tuples, lists, texts and numbers. The others are refused: they may allocate any
+# amount of memory.
 _FREE: Final = (
     pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET,
     pickle.LONG_BINGET, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_TUPLE, pickle.APPEND,
@@ -35,7 +37,7 @@ _COUNTED: Final = (
 
 
 def _python_step(opcode: bytes) -> _Step:
-    step: _Step = pickle._Unpickler.dispatch[opcode[0]]  # noqa: SLF001 - see above
+    step: _Step = pickle._Unpickler.dispatch[opcode[0]]  # noqa: SLF001 - the public one is written in C
     return step
 
 
@@ -47,13 +49,13 @@ def _counted(step: _Step) -> _Step:
     return counted
 
 
-class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python
-    """Base of the unpicklers of each format, which say by `find_class` what stands in for a name.
+class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001 - the public one is written in C
+    """Base class of the unpicklers of each format. A subclass returns the stand-in for a name from `find_class`.
 
     Args:
-        file: of the pickle; may go on behind it.
-        size_bytes: of the pickle, at most.
-        location: for messages.
+        file: file that starts with the pickle; other content may follow.
+        size_bytes: maximum size of the pickle.
+        location: name of the file, for messages.
     """
 
     dispatch: ClassVar[dict[int, _Step]] = {
@@ -61,7 +63,7 @@ class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python
         **{opcode[0]: _counted(_python_step(opcode)) for opcode in _COUNTED},
     }
 
-    # Of the base class, which its types leave out.
+    # Attributes of the base class that its type stubs do not declare.
     stack: list[Any]
     metastack: list[list[Any]]
 
@@ -72,16 +74,25 @@ class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python
         self._copies_left = size_bytes
 
     def read(self) -> Any:
-        """Return what the pickle holds, as stand-ins. Raises ConfigError from `find_class`, CorruptDataError."""
+        """Read the pickle, with stand-ins for its objects.
+
+        Raises:
+            ConfigError: the pickle refers to a class that is not allowed, or has too many objects.
+            CorruptDataError: the pickle is damaged.
+        """
         try:
             return self.load()
         except (ConfigError, CorruptDataError):
             raise
-        except Exception as error:  # noqa: BLE001 - hostile bytes may raise anything; all of it means the same
+        except Exception as error:  # noqa: BLE001 - damaged or malicious bytes may raise any exception
             raise CorruptDataError(f"{self.location} is damaged: {type(error).__name__}: {error}") from None
 
     def count_object(self) -> None:
-        """Take note of an object. Raises ConfigError where there are too many."""
+        """Count an object.
+
+        Raises:
+            ConfigError: the pickle has too many objects.
+        """
         self._objects_left -= 1
         if self._objects_left < 0:
             raise ConfigError(
@@ -89,23 +100,39 @@ class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python
             )
 
     def count_copies(self, num: int) -> None:
-        """Take note of `num` elements that are copied. Raises CorruptDataError where few bytes copy too many."""
+        """Count `num` elements that are copied.
+
+        Raises:
+            CorruptDataError: the pickle copies more elements than it has bytes.
+        """
         self._copies_left -= num
         if self._copies_left < 0:
-            raise CorruptDataError(f"{self.location} copies more than it holds; no honest file does")
+            raise CorruptDataError(
+                f"{self.location} copies more elements than it has bytes, unlike any regular file; get another copy"
+            )
 
-    def build(self, made: Any, state: Any) -> None:  # noqa: ARG002 - for those that override it
-        """Give an object its state, by reference. Raises TypeError where it can have none."""
-        raise TypeError(f"a {type(made).__name__} cannot have a state")
+    def build(self, target: Any, state: Any) -> None:  # noqa: ARG002 - for subclasses
+        """Set the state of an object, by reference.
+
+        Raises:
+            TypeError: the object cannot have a state.
+        """
+        raise TypeError(f"a {type(target).__name__} cannot have a state")
 
     def is_key(self, key: object) -> bool:
-        """Return whether hashing `key` is cheap: a tuple may hold itself very often, and numbers collide."""
-        return key is None or type(key) in {str, bool, float} or (type(key) is int and abs(key) < _MAX_KEY)
+        """Return whether `key` is allowed as a key of a dict: only types that are cheap to hash.
+
+        A tuple could contain the same tuple many times, and large integers can be chosen to collide.
+        """
+        return key is None or type(key) in {str, bool, float} or (type(key) is int and abs(key) < _MAX_INT_KEY)
 
     def _check_keys(self, keys: Sequence[object]) -> None:
         for key in keys:
             if not self.is_key(key):
-                raise ConfigError(f"{self.location} has a key that is neither text nor a plain number: {type(key)}")
+                raise ConfigError(
+                    f"{self.location} has a dict key of type {type(key).__name__}; expected a text, or a number "
+                    "below 2**60"
+                )
 
     def _set_item(self) -> None:
         self._check_keys(self.stack[-2:-1])

@@ -1,7 +1,7 @@
-"""The pickle in a file of torch.save, gone through before torch reads it: that it holds tensors and plain values.
+"""Checks the pickle of a torch.save file before torch reads it: only tensors and plain values are allowed.
 
-torch, told to load weights only, runs no code, but makes a bytearray of any size and a tensor of whatever memory it
-claims. Everything that passes here takes about as much memory as the file has bytes.
+With `weights_only=True` torch executes no code, but it creates a bytearray of any size and a tensor over any amount
+of claimed memory. What passes these checks needs about as much memory as the file has bytes.
 """
 
 from __future__ import annotations
@@ -16,63 +16,74 @@ from datasvc.models.interop.pickle.plain_pickle import MAX_PICKLE_BYTES, PlainUn
 _OLD_MODULES: Final = {"__builtin__": "builtins"}
 _UNSTORABLE: Final = frozenset({"builtins.set", "builtins.frozenset", "builtins.bytearray"})
 _NOT_DENSE: Final = "torch._utils._rebuild_"
-# Before torch 1.6: magic number, version and system stand before the state, the keys of the storages behind it.
+# The format before torch 1.6 has five pickles: magic number, version, system, state, keys of the storages.
 _LEGACY_PICKLES: Final = 5
 _LEGACY_STATE: Final = 3
 
 
 class _TensorStorage:
-    """The memory of a tensor."""
+    """Stand-in for the storage of a tensor, with `num` elements."""
 
     def __init__(self, num: int) -> None:
         self.num = num
 
 
 class _Ordered(dict[Any, Any]):
-    """A dict that may have attributes, as state dicts have."""
+    """Stand-in for an OrderedDict, which may have attributes, such as those of a state dict."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
 class _Plain:
-    """A value of a few bytes, or a class that only stands for itself."""
+    """Stand-in for a value of a few bytes, or for a class that is only named."""
 
 
 _PLAIN: Final = _Plain()
 
 
 def check_pickle(raw: bytes, file_bytes: int, location: str) -> None:
-    """Look at the pickle of a file of torch.save.
+    """Check the pickle of a torch.save file.
 
     Args:
-        raw: the pickle.
-        file_bytes: of the whole file: no tensor can have more.
-        location: for messages.
+        raw: bytes of the pickle.
+        file_bytes: size of the whole file, which limits the size of the tensors.
+        location: name of the file, for messages.
 
     Raises:
-        ConfigError: it holds what is neither a tensor nor a plain value; names it. Or far too many of them.
-        CorruptDataError: damaged, or it claims more than the file has.
+        ConfigError: the pickle holds something other than tensors and plain values (the message names it), or too
+            many values.
+        CorruptDataError: the pickle is damaged, or its tensors are larger than the file.
     """
     if len(raw) > MAX_PICKLE_BYTES:
         raise ConfigError(
-            f"{location} has {len(raw)} bytes of other values than tensors; at most {MAX_PICKLE_BYTES} are read: "
-            "keep long lists as tensors or arrays"
+            f"{location} has {len(raw)} bytes of values that are not tensors; at most {MAX_PICKLE_BYTES} are "
+            "allowed: save long lists as tensors or arrays"
         )
     _TorchUnpickler(io.BytesIO(raw), len(raw), file_bytes, location).read()
 
 
 def check_legacy_pickles(raw: bytes, file_bytes: int, location: str) -> None:
-    """Look at the pickles of a file from before torch 1.6; `raw` is how it begins. Raises as `check_pickle`."""
+    """Check the pickles of a file from before torch 1.6.
+
+    Args:
+        raw: first bytes of the file, at most `MAX_PICKLE_BYTES`.
+        file_bytes: size of the whole file.
+        location: name of the file, for messages.
+
+    Raises:
+        Same errors as `check_pickle`.
+    """
     file = io.BytesIO(raw)
     for number in range(_LEGACY_PICKLES):
         unpickler = _TorchUnpickler(file, len(raw), file_bytes, location)
         try:
             unpickler.read()
         except CorruptDataError:
+            # The pickle is not damaged if it only continues after the bytes in `raw`.
             if number <= _LEGACY_STATE and len(raw) < file_bytes and file.tell() >= len(raw):
                 raise ConfigError(
-                    f"{location} has more than {MAX_PICKLE_BYTES} bytes of other values than tensors; keep long "
+                    f"{location} has more than {MAX_PICKLE_BYTES} bytes of values that are not tensors; save long "
                     "lists as tensors or arrays"
                 ) from None
             raise
@@ -114,66 +125,67 @@ class _TorchUnpickler(PlainUnpickler):
             )
         if full.startswith(_NOT_DENSE):
             raise ConfigError(
-                f"{self.location} holds a tensor that is not dense ({full}); only dense tensors can be stored, save "
-                "it as one"
+                f"{self.location} holds a tensor that is not dense ({full}); only dense tensors can be stored: save "
+                "it as a dense tensor"
             )
         raise refusal(full, self.location)
 
     def persistent_load(self, pid: Any) -> Any:
         kind, _type, key, _device, num = pid[:5]
         if kind != "storage" or type(key) is not str or type(num) is not int or num < 0:
-            raise TypeError("a storage is damaged")
+            raise TypeError("the description of a storage is not valid")
         self._claimed[key] = max(num, self._claimed.get(key, 0))
         if num > self._file_bytes:
             raise CorruptDataError(f"{self.location}: its tensors take more bytes than the file has")
         return _TensorStorage(num)
 
     def read(self) -> Any:
-        found = super().read()
-        # A storage has one byte an element at least; how many in truth is looked at once torch has mapped it.
+        value = super().read()
+        # An element has at least one byte. `check_tensors` checks the exact sizes after torch has mapped the file.
         if sum(self._claimed.values()) > self._file_bytes:
             raise CorruptDataError(f"{self.location}: its tensors take more bytes than the file has")
-        return found
+        return value
 
-    def build(self, made: Any, state: Any) -> None:
-        if not isinstance(made, _Ordered) or not isinstance(state, dict):
-            raise TypeError(f"a {type(made).__name__} cannot have a state")
+    def build(self, target: Any, state: Any) -> None:
+        if not isinstance(target, _Ordered) or not isinstance(state, dict):
+            raise TypeError(f"a {type(target).__name__} cannot have a state")
         self.count_copies(len(state))
 
-    def _copy_dict(self, given: Any) -> dict[Any, Any]:
-        if type(given) is not dict:
-            raise TypeError("a Counter is made of a dict")
-        self.count_copies(len(given))
-        return given
+    def _copy_dict(self, content: Any) -> dict[Any, Any]:
+        if type(content) is not dict:
+            raise TypeError("a Counter must be created from a dict")
+        self.count_copies(len(content))
+        return content
 
     def _encode(self, text: Any, encoding: Any) -> _Plain:
         if type(text) is not str or encoding != "latin1":
-            raise TypeError("bytes are damaged")
+            raise TypeError("encoded bytes are not valid")
         self.count_copies(len(text))
         return _PLAIN
 
     def _size(self, sizes: Any = ()) -> _Plain:
         if type(sizes) not in {tuple, list}:
-            raise TypeError("a shape is damaged")
+            raise TypeError("a shape is not valid")
         self.count_copies(len(sizes))
         return _PLAIN
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_more: Any) -> _Plain:
         if not isinstance(storage, _TensorStorage) or type(size) is not tuple or type(stride) is not tuple:
-            raise TypeError("a tensor is damaged")
+            raise TypeError("the description of a tensor is not valid")
         self.count_copies(len(size))
-        if not all(type(each) is int and each >= 0 for each in (offset, *size, *stride)) or len(size) != len(stride):
-            raise TypeError("a tensor is damaged")
+        numbers = (offset, *size, *stride)
+        if not all(type(number) is int and number >= 0 for number in numbers) or len(size) != len(stride):
+            raise TypeError("the description of a tensor is not valid")
         if 0 not in size and offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) >= storage.num:
-            raise CorruptDataError(f"{self.location}: a tensor reaches out of its memory")
+            raise CorruptDataError(f"{self.location}: a tensor exceeds its storage")
         return _PLAIN
 
 
 def refusal(name: str, location: str) -> ConfigError:
-    """Return what is said of a class or function in a file, which is never called."""
+    """Return the error for a class or function in a file that is not allowed."""
     return ConfigError(
-        f"{location} holds {name.removeprefix('builtins.')}, and making one would run code from the file: that is "
-        "never done. Save plain values, such as model.state_dict(), and import that"
+        f"{location} holds {name.removeprefix('builtins.')}, and to create one would execute code from the file, so "
+        "it is refused. Save plain values, such as model.state_dict(), and import that"
     )
 
 
@@ -200,5 +212,5 @@ def _rebuild_from_type(rebuild: Any, _type: Any, arguments: Any, _state: Any) ->
         or not arguments
         or not isinstance(arguments[0], _TensorStorage)
     ):
-        raise TypeError("a tensor is damaged")
+        raise TypeError("the description of a tensor is not valid")
     return rebuild(*arguments)
