@@ -1,4 +1,4 @@
-"""Loads the items of a rank's plan from a stored version; reads only the chunks that overlap them."""
+"""Load the items of a rank's plan from a stored version; read only the chunks that overlap them."""
 
 from __future__ import annotations
 
@@ -227,6 +227,6 @@ def _load_value(
     key = item.storage_index.fqn
     value = unflatten(_skeleton_of(stored, item), tensors)
     if key in stored.sharding.opaque:
-        planner.load_bytes(item, decode_opaque(value, key, planner, is_wanted=planner_bytes))
+        planner.load_bytes(item, decode_opaque(value, key, planner, is_trusted=planner_bytes))
     else:
         planner.load_bytes(item, wrap_value(value))

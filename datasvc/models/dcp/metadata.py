@@ -114,6 +114,7 @@ def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: A
     """
     try:
         described = json.loads(raw)
+        # Compare the format first: a later one may have other fields.
         is_later = int(described["format"]) > SHARDING_FORMAT
         sharding = None if is_later else _sharding(described, records, skeleton)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -133,6 +134,7 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
         ConfigError: two values have the same key, or the state is not a dict.
         CorruptDataError: the state is damaged, or names tensors that are not in the table.
     """
+    # Meta tensors have a shape and a dtype, but no memory.
     placeholders = {
         name: torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
         for name, record in records.items()

@@ -161,6 +161,7 @@ class DcpReader(StorageReader):
         with picklable_errors():
             stored = self._stored
             agreed = plan.storage_data or stored.version.version
+            # This rank has resolved another version than the coordinator: read that of the coordinator.
             if agreed != stored.version.version:
                 ref = f"{stored.version.name}@{agreed}"
                 stored = read_sharded(stored.repository, stored.copies, ref, trusted_keys=self._trusted_keys)

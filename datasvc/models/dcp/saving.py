@@ -1,4 +1,4 @@
-"""Stores the part of a rank in a sharded save, and joins the parts of all ranks at the coordinator."""
+"""Store the part of a rank in a sharded save, and join the parts of all ranks at the coordinator."""
 
 from __future__ import annotations
 

@@ -57,14 +57,14 @@ def encode_value(planner: SavePlanner, item: WriteItem) -> EncodedValue:
     return EncodedValue(find(skeleton, (key,)), tensors, is_opaque=False)
 
 
-def decode_opaque(value: Any, key: str, planner: LoadPlanner, *, is_wanted: bool) -> io.BytesIO:
+def decode_opaque(value: Any, key: str, planner: LoadPlanner, *, is_trusted: bool) -> io.BytesIO:
     """Return the bytes that a planner stored in its own format.
 
     Args:
         value: stored value.
         key: key of the value.
         planner: planner that will read the bytes.
-        is_wanted: whether the caller trusts the version with such bytes. Their content cannot be checked instead: a
+        is_trusted: whether the caller trusts the version with such bytes. Their content cannot be checked instead: a
             pickle may be text, or wrapped in another format.
 
     Raises:
@@ -76,7 +76,7 @@ def decode_opaque(value: Any, key: str, planner: LoadPlanner, *, is_wanted: bool
             f"{key!r} holds bytes that a custom planner wrote, and {type(planner).__name__} would unpickle them; "
             "load with that custom planner and DcpReader(planner_bytes=True), or leave the key out"
         )
-    if not is_wanted:
+    if not is_trusted:
         raise ConfigError(
             f"{key!r} holds bytes that a custom planner wrote, and {type(planner).__name__} may execute code from "
             "them; if you trust their author, load with DcpReader(planner_bytes=True), otherwise leave the key out"
@@ -159,9 +159,11 @@ def _keeps_values(kind: type[DefaultSavePlanner]) -> bool:
 
 def _is_pickle(raw: bytes) -> bool:
     """Return whether bytes have the form of the output of `torch.save` or `pickle`."""
+    # A pickle of protocol 2 or later begins with this byte.
     if raw.startswith(b"\x80"):
         return True
     try:
+        # torch.save writes a zip archive with a pickle named data.pkl.
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
     except zipfile.BadZipFile:

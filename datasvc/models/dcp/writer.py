@@ -195,6 +195,7 @@ class DcpWriter(StorageWriter):
         with picklable_errors():
             share = store_share(self._repository, plan, planner, self._base, self.codec)
         sizes = sizes_by_name(share)
+        # The size of a tensor is reported once, with its first item.
         results = [WriteResult(item.index, sizes.pop(item.index.fqn, 0), share) for item in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -209,6 +210,7 @@ class DcpWriter(StorageWriter):
         """
         assert self._repository is not None, "torch sets a writer up before it finishes"
         with picklable_errors():
+            # All results of a rank refer to the same share; a rank without items has no result.
             shares = [part[0].storage_data for part in results if part]
             opaque = frozenset().union(*(share.opaque for share in shares))
             sharding = self._repository.objects.put(encode_sharding(metadata, opaque, self.save_id))

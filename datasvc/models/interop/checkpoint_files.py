@@ -1,4 +1,4 @@
-"""Writes a restored checkpoint as safetensors and JSON files, which can be read without datasvc."""
+"""Write a restored checkpoint as safetensors and JSON files, which can be read without datasvc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads folders of torch's distributed checkpoint (DCP) without executing their pickles; writes them with torch."""
+"""Read folders of torch's distributed checkpoint (DCP) without executing their pickles; write them with torch."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def read_dcp_folder(folder: Path) -> ForeignState:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CorruptDataError(f"{location} is not valid DCP metadata: {type(error).__name__}: {error}") from error
+    # A flat dict of tensors is a plain state dict, which needs no skeleton.
     is_bare = tree == items and all(isinstance(item, ForeignTensor) for item in items.values())
     return ForeignState("dcp", tensors, None if is_bare else skeleton)
 
@@ -142,6 +143,7 @@ def _flatten(tree: Any, size_bytes: int, location: str) -> tuple[Any, list[Forei
         # Only the nodes from `build_tree` hold foreign tensors. A value that was read may contain itself, so it is
         # not searched.
         if isinstance(value, ForeignTensor):
+            # `flatten` needs a tensor here. `kept` holds a reference, so that its id stays unique.
             kept.append(torch.empty(0))
             foreign[id(kept[-1])] = value
             return kept[-1]
@@ -208,6 +210,7 @@ def _tensor(
     shape = _sizes(description.fields["size"])
     chunks = description.fields["chunks"]
     boxes = [(_sizes(chunk.fields["offsets"]), _sizes(chunk.fields["sizes"])) for chunk in chunks]
+    # An empty block covers no element and may not be stored.
     boxes = [box for box in boxes if 0 not in box[1]]
     if not is_tiling(shape, boxes):
         raise CorruptDataError(f"{location}: the blocks of tensor {name!r} do not cover each element exactly once")

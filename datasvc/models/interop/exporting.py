@@ -1,4 +1,4 @@
-"""Exports model versions to file formats that can be read without datasvc. The folder is created atomically."""
+"""Export model versions to file formats that can be read without datasvc. The folder is created atomically."""
 
 from __future__ import annotations
 
@@ -153,6 +153,7 @@ def export_model(
     }
     part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, report)
     skeleton = None
+    # The stored state tree fits only an unchanged set of tensors.
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     if begin is not None:

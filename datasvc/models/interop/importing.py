@@ -1,4 +1,4 @@
-"""Imports models of other formats as versions. The format is recognised by content, not by file names.
+"""Import models of other formats as versions. The format is recognised by content, not by file names.
 
 Tensors are read and stored block by block, so memory does not grow with the model. Nothing in the source is executed.
 """
@@ -180,6 +180,7 @@ def arrange(
     """Return the selected tensors with their new names, and the skeleton of the state that contains them."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
+    # The tree of the source fits only an unchanged set of tensors.
     if foreign.skeleton is not None and not (only or exclude or rename):
         return list(foreign.tensors), foreign.skeleton
     parent_key = prefix if foreign.skeleton is None else ""
@@ -207,7 +208,7 @@ def check_arranged(tensors: Sequence[ForeignTensor], skeleton: Any, location: st
 
 
 class _TensorPlaceholder:
-    """Takes the place of a tensor in the state tree."""
+    """Placeholder for a tensor in the state tree."""
 
     def __init__(self, name: str) -> None:
         self.name = name

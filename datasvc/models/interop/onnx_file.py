@@ -1,4 +1,4 @@
-"""Exports a model version to ONNX: loads its weights into a module, which torch's exporter then traces."""
+"""Export a model version to ONNX: load its weights into a module, which torch's exporter then traces."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def export_onnx(
     )
     model.eval()
     batch = torch.export.Dim.DYNAMIC if dynamic_batch else None
+    # A scalar input has no batch dimension.
     shapes = tuple({0: batch} if batch and example.dim() else None for example in inputs)
     target = Path(folder)
     with create_folder(target) as temporary:
@@ -106,6 +107,7 @@ def export_onnx(
             raise ConfigError(
                 f"torch cannot export {type(model).__name__} to ONNX: {lines[0] if lines else error!r}"
             ) from error
+        # torch does not sync the files that it writes.
         for file in temporary.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors: a single file, or a folder in Hugging Face's layout with an index of its files.
+"""Read and write safetensors: a single file, or a folder in Hugging Face's layout with an index of its files.
 
 Files are read block by block and written in groups of tensors, so a file is never held in memory as a whole.
 """
@@ -63,6 +63,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
         )
     tensors = _tensors(files[0], _read_placed(files[0]))
     state = folder / STATE_FILE
+    # This name means that `models export` wrote the folder, with the state in a file of its own.
     if files[0].name == TENSORS_FILE:
         names = {tensor.name: tensor.name for tensor in tensors}
         return ForeignState("safetensors", tensors, _read_json(state) if state.exists() else flat_skeleton(names))

@@ -1,4 +1,4 @@
-"""Reads and writes the header of a safetensors file; every size in it is checked against the size of the file.
+"""Read and write the header of a safetensors file; every size in it is checked against the size of the file.
 
 Layout: length of the header (8 bytes, little-endian); the header, a JSON object; the bytes of the tensors, without
 gaps. See https://github.com/huggingface/safetensors, "Format".
@@ -151,6 +151,7 @@ def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[s
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + length]}
         offset += length
     raw = json.dumps(header, separators=(",", ":")).encode()
+    # The format allows spaces at the end of the header; they align the tensors to 8 bytes.
     raw += b" " * (-len(raw) % _ALIGNMENT)
     return len(raw).to_bytes(_LENGTH_BYTES, "little") + raw
 

@@ -1,4 +1,4 @@
-"""Reads and writes `torch.save` files. Reading accepts only tensors and plain values, and executes no code."""
+"""Read and write `torch.save` files. Reading accepts only tensors and plain values, and executes no code."""
 
 from __future__ import annotations
 
@@ -225,6 +225,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], file_bytes: int, location
                 f"{location}: tensor {name!r} is {kind}; only dense tensors can be stored: save it as a dense tensor"
             )
         storage = tensor.untyped_storage()
+        # By address, so that a storage of tied tensors counts once.
         storages[storage.data_ptr()] = storage.nbytes()
         if tensor.numel() * tensor.itemsize > max(storage.nbytes(), _MAX_REPEATED_BYTES):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Creates a folder atomically: it exists with all its files, or not at all."""
+"""Create a folder atomically: it exists with all its files, or not at all."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def create_folder(folder: Path) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
+            # Publish after fsync: a power cut must not leave a visible folder without its files.
             durable.fsync_folder(temporary)
             # The rename replaces an empty folder; it fails if another process has put files into it meanwhile.
             os.rename(temporary, target)

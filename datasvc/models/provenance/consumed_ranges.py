@@ -1,4 +1,4 @@
-"""Computes the ranges of positions that the training of a version consumed. Pure functions: no file is read here.
+"""Compute the ranges of positions that the training of a version consumed. Pure functions: no file is read here.
 
 A version adds a few segments to those of the versions that it continues. A segment records the batch grid of the run
 that read it. From this grid follow the positions that were dropped at the end of an epoch, and the optimizer step
@@ -133,6 +133,7 @@ def _parse_mixture(state: Any) -> ReadOrder:
             f"the state of a mixture is not valid: it has the weights {weights} for {len(tables)} splits, and epochs "
             f"of {mix.epoch_samples} samples"
         )
+    # Each split with a weight needs at least one sample in every block.
     if any(0 < weight * mix.block < sum(weights) for weight in weights):
         raise ConfigError(
             f"the state of a mixture is not valid: with the weights {weights}, a block of {mix.block} samples has no "
@@ -154,6 +155,7 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
         ConfigError: a state is not that of a loader.
     """
     order, stop = parse_use(use)
+    # Spans record each part of the run; without them, the state gives only the final position.
     if use.spans:
         return _clip(order, use.spans, before.spans if before is not None else (), step)
     reached = (0, 0) if before is None else parse_use(before)[1]
@@ -199,12 +201,14 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         raise ConfigError(
             f"the range from (epoch, position) {span.start} to {span.stop} has more than {_MAX_EPOCHS} epochs"
         )
+    # Report a step only if it follows from the batches with certainty.
     step = span.step if _is_counted(segment, num_samples) else None
     for epoch in range(span.start[0], span.stop[0] + 1):
         first = span.start[1] if epoch == span.start[0] else 0
         ends_here = epoch == span.stop[0]
         stop = span.stop[1] if ends_here else _last_served(first, num_samples, span)
         start = max(first, segment.since[1]) if epoch == segment.since[0] else first
+        # Epochs before `since` belong to an ancestor; they only advance the step.
         if epoch >= segment.since[0] and start < stop:
             yield EpochPart(epoch, start, stop, first, step, span.global_batch, ends_here or _has_known_tail(span))
         if step is not None and not ends_here:

@@ -1,4 +1,4 @@
-"""Finds the versions that consumed given samples, with epoch and step, from recorded read orders and positions.
+"""Find the versions that consumed given samples, with epoch and step, from recorded read orders and positions.
 
 Training does not record samples. The read order determines the position of each sample in an epoch, and the entry of
 a version records the positions that were consumed up to its weights; the versions that it continues add theirs. What
@@ -142,6 +142,7 @@ class _ConsumerSearch:
         relevant = [order for order, names in names_of.items() if self._may_hold(order, names)]
         self._tables = read_tables(self._objects, {digest for order in relevant for digest in order.tables})
         lookups = {order: self._plan_lookups(order, names_of[order]) for order in relevant}
+        # Search the shards only for orders whose positions can be computed.
         usable = [order for order in relevant if any(lookups[order]) and self._has_all_tables(order)]
         places = self._find_places({lookup for order in usable for split in lookups[order] for lookup in split})
         tables = {digest: table for digest, table in self._tables.items() if table is not None}
@@ -244,6 +245,7 @@ class _ConsumerSearch:
     def _versions(self, seen: Mapping[str, Bits], own: Mapping[str, Bits]) -> list[VersionUses]:
         complete: dict[str, bool] = {}
         for name, version in self._ancestry.versions.items():
+            # A gap of an ancestor makes its descendants incomplete as well.
             complete[name] = not self._gaps[name] and all(complete[parent] for parent in version.parents)
         return [
             VersionUses(name, _count(seen[name]), _count(own[name]), complete[name]) for name in self._ancestry.asked
@@ -253,6 +255,7 @@ class _ConsumerSearch:
 def _bits(numbers: Integers, size: int) -> Bits:
     flags = np.zeros(size, np.bool_)
     flags[numbers] = True
+    # Packed, because there is one set per version.
     return np.packbits(flags, bitorder="little")
 
 

@@ -1,4 +1,4 @@
-"""Finds the rows of given keys in many shard tables; reads each sample index once, even if tables share its shard."""
+"""Find the rows of given keys in many shard tables; read each sample index once, even if tables share its shard."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ def find_places(
 
 
 def _stored_keys(objects: Objects, shard: ObjectInfo, index: Digest | None) -> pa.Array:
+    # Prefer the sample index: it has the keys without the samples.
     if index is not None:
         keys = SampleIndex.decode(objects.read(index), objects.location(index)).table.column(KEY)
     else:
@@ -119,6 +120,7 @@ def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits 
         if shard not in hits:
             continue
         hit = hits[shard]
+        # Without the deletions, a key that was found may be that of a deleted sample.
         if hit is None or (deletions is None and deleted[number] and len(hit.keys)):
             num_lost += 1
             continue

@@ -1,4 +1,4 @@
-"""Computes the positions of an epoch at which given samples are served, for a single split or a mixture."""
+"""Compute the positions of an epoch at which given samples are served, for a single split or a mixture."""
 
 from __future__ import annotations
 

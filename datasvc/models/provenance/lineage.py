@@ -1,4 +1,4 @@
-"""Reads the lineage of a model version: the versions it continues, code, environment, and data down to the shards."""
+"""Read the lineage of a model version: the versions it continues, code, environment, and data down to the shards."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def read_lineage(repository: Repository, ref: str) -> Lineage:
     ancestry = read_ancestry(repository, [name])
     planned = plan_segments(ancestry)
     lineage = Lineage(name)
+    # `versions` has parents first; the lineage has the newest version first.
     for version in reversed(ancestry.versions.values()):
         lineage.models[version.name] = _describe(version, planned[version.name])
     for model in lineage.models.values():

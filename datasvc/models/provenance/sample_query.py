@@ -109,6 +109,7 @@ def query_deleted(
     parent = repository.entry(version).content.get("parent")
     if parent is None and version.version == 1:
         raise NotFoundError(f"{version} is the first version of {version.name}, so it deleted no samples")
+    # An entry without `parent` continues the version before it.
     parent = parent or f"{version.name}@{version.version - 1}"
     splits = diff(repository, parent, str(version)).splits
     entries = repository.entries("datasets", version.name)
@@ -117,6 +118,7 @@ def query_deleted(
     queries = []
     for name, changes in splits.items():
         if split in {None, name} and len(changes.deleted):
+            # All earlier versions, not only the parent: each may have had the samples in other shards.
             before = {
                 by_split[name] for number, by_split in tables.items() if number < version.version and name in by_split
             }

@@ -53,8 +53,10 @@ def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
     planned: dict[str, PlannedVersion] = {}
     for name, version in ancestry.versions.items():
         before = _merged([nearest[parent] for parent in version.parents])
+        # The history stands in for the ancestors that are only in another repository.
         before |= _by_run_order(_history_uses(version))
         planned[name] = _plan(ancestry, version, before)
+        # The version is the nearest ancestor of its children, so its uses replace those before it.
         nearest[name] = before | _by_run_order(trainings(version.uses))
     return planned
 

@@ -1,4 +1,4 @@
-"""Reads the ancestry of model versions from the logs: a graph of versions and their parents.
+"""Read the ancestry of model versions from the logs: a graph of versions and their parents.
 
 Removed versions are part of the graph: a version that continues a removed one has consumed its samples too.
 """

@@ -1,4 +1,4 @@
-"""Compares two model versions: data, code, configuration, metrics, environment, and every tensor.
+"""Compare two model versions: data, code, configuration, metrics, environment, and every tensor.
 
 Tensors that are equal according to the tensor tables are not read. The others are read chunk by chunk, so memory is
 bounded by the chunk size and not by the model size.
@@ -204,7 +204,9 @@ def measure_change(
     for chunk, before, after in _aligned(source, a, b):
         for old, new in _blocks(before, after):
             change = new - old
+            # One infinite or NaN element would make the norm useless, so such elements are counted separately.
             finite = change.isfinite()
+            # NaN is not equal to itself; NaN in both tensors is not a change.
             num_changed += int(((new != old) & ~(new.isnan() & old.isnan())).sum())
             num_nonfinite += change.numel() - int(finite.sum())
             change_squared += float(change[finite].square().sum())
@@ -223,10 +225,12 @@ def _aligned(
     decoders = Decoders()
     for chunk in b.chunks:
         same = ours.get(chunk.box)
+        # `a` is divided differently: read the same slice from the chunks of `a` that overlap it.
         if same is None:
             before = load_window(source, a, chunk.start, chunk.shape)
         else:
             before = load_chunk(source, a.dtype, same, name=a.name, decoders=decoders)
+        # Chunks with equal digests are equal, so the second one is not read.
         is_equal = same is not None and same.digest == chunk.digest
         yield (
             chunk,

@@ -1,4 +1,4 @@
-"""Draws the history of a model as a text graph: forks, fine-tunes of other models, versions with two parents.
+"""Draw the history of a model as a text graph: forks, fine-tunes of other models, versions with two parents.
 
 * cnn@6      newest first; a version stands above its parents
 |-.          cnn@6 has two parents: the second one gets a column of its own
@@ -126,6 +126,7 @@ def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: st
 
     ready = [(rank(place), place) for place, count in num_children.items() if not count]
     heapq.heapify(ready)
+    # Candidates at which a cycle is cut; the first in drawing order is at the end.
     waiting = sorted(num_children, key=rank, reverse=True)
     ordered: dict[_VersionKey, None] = {}
     while len(ordered) < len(parents):
@@ -193,8 +194,10 @@ class _Drawing:
         stop = self._column(parent)
         self._lanes[stop] = parent
         low, high = sorted((start, stop))
+        # The horizontal line crosses the vertical lines of the columns between.
         marks = {column: "+" if self._lanes[column] else "-" for column in range(low + 1, high)}
         marks |= {start: "'" if ends else "|", stop: "|" if is_open else "."}
+        # If both columns continue, only an arrow shows the column that the line leads to.
         toward = "" if ends or not is_open else ">" if stop > start else "<"
         return self._row(marks, low, high, toward)
 

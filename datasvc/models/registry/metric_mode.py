@@ -1,4 +1,4 @@
-"""Derives from the name of a metric whether a high or a low value is better; an unclear name is an error.
+"""Derive from the name of a metric whether a high or a low value is better; an unclear name is an error.
 
 The last word of the name must have a known direction, such as `loss`. Neutral words may stand around it: `val/loss`,
 `error_rate`. Any other word after it makes another quantity (`loss_scale`), and so may a negation or a number before

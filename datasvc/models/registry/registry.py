@@ -1,4 +1,4 @@
-"""Model registry: lists models and describes their versions."""
+"""Model registry: list models and describe their versions."""
 
 from __future__ import annotations
 
@@ -152,6 +152,7 @@ def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
     tags: dict[int, list[str]] = {}
     for tag, version in repository.tags("models", name).items():
         tags.setdefault(version, []).append(tag)
+    # A tagged version is not removed: the removal of a version that was tagged meanwhile is reverted.
     return _MutableState(tags, repository.removals("models", name).removed() - tags.keys())
 
 
@@ -168,6 +169,7 @@ def _version(name: str, entry: Entry, live: _MutableState) -> ModelVersion:
 def _map_names(
     repository: Repository, read: Callable[[str], list[ModelVersion]], names: Sequence[str]
 ) -> list[list[ModelVersion]]:
+    # Threads hide the latency of a network; a local disk has none.
     if repository.storage.is_local or len(names) < 2:
         return list(map(read, names))
     with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-models") as pool:

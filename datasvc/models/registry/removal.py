@@ -1,4 +1,4 @@
-"""Removes versions of models: a commit marks them as removed, and a later `gc` deletes their bytes.
+"""Remove versions of models: a commit marks them as removed, and a later `gc` deletes their bytes.
 
 The number of a removed version is never used again. Its entry stays, so that lineage remains complete.
 """
@@ -56,6 +56,7 @@ def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, 
         version = repository.resolve("models", ref)
         numbers.setdefault(version.name, set()).add(version.version)
     tags = {name: _tags_on(repository, name, versions) for name, versions in numbers.items()}
+    # Check the tags of all models before the first commit, so that a refusal changes nothing.
     if not force:
         _refuse_tagged(tags)
     done: list[str] = []
@@ -132,6 +133,7 @@ def _remove_tagged(
     try:
         for tag, number in tags.items():
             try:
+                # With `expect`, the deletion fails if another process has moved the tag.
                 repository.untag("models", name, tag, expect=number)
             except (ConflictError, NotFoundError) as error:
                 raise ConflictError(f"{name}@{tag} was moved meanwhile; no version of {name} was removed") from error

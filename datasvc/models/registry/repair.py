@@ -1,4 +1,4 @@
-"""Replaces bad objects by good copies from other repositories; the bad bytes are moved to a quarantine."""
+"""Replace bad objects by good copies from other repositories; the bad bytes are moved to a quarantine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from datasvc.repository.store.retries import map_exceptions
 
 _OBJECTS_AT_ONCE: Final = 4
 _PART_BYTES: Final = 8 << 20
+# The other kinds match their digest or have none, so a copy is no better.
 _REPAIRABLE: Final = ("missing", "changed", "unreadable")
 
 
@@ -113,6 +114,7 @@ def verify_and_repair(
     done = verify(repository, by_name.values(), deep=deep, trusted=trusted, begin=begin, report=report)
     problems, remaining, repairs = list(done.problems), list(done.problems), dict[Digest, Repair]()
     while copies:
+        # Try each object once: the same copies would fail again.
         tried = repair(
             repository, [problem for problem in remaining if problem.digest not in repairs], copies, report
         )
@@ -190,6 +192,7 @@ def _keep(repository: Repository, digest: Digest) -> str | None:
         root = storage.local_path("")
         assert root is not None
         return str(keep_aside(root, local))
+    # A remote store has no links, so the bytes are copied.
     kept = f"{QUARANTINE}/{digest}.{secrets.token_hex(4)}"
     _copy_remote(repository, path, size_bytes, kept)
     return storage.location(kept)

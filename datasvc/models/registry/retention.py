@@ -102,6 +102,7 @@ def plan_retention(versions: Sequence[ModelVersion], policy: RetentionPolicy) ->
 def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[tuple[int, str]]:
     scores = {version.version: _numbers(version.entry.get("metrics")) for version in living}
     metrics = sorted({name for score in scores.values() for name in score})
+    # Without a metric, it is unknown which value is better: keep both ends.
     if policy.metric is None:
         for name in metrics:
             yield _ranked(scores, name, "max")[0], f"highest {name}"

@@ -1,4 +1,4 @@
-"""Reads and checks the metadata of model versions: entries, tensor tables, states, shardings and code.
+"""Read and check the metadata of model versions: entries, tensor tables, states, shardings and code.
 
 The bytes of the tensors are not read here, see `verify`. Memory is bounded by the number of objects: a digest and a
 size is kept per object, not a record per tensor. `Survey.tables` reads the tables again where the records are needed.
@@ -117,10 +117,12 @@ class Survey:
             self._read("code", refs.code, version)
         state, records = self._read("state", refs.state, version), self._read_table(refs.tensors, version)
         sharding = None if refs.sharding is None else self._read("sharding", refs.sharding, version)
+        # A problem is noted already, and the following checks need both.
         if state is None or records is None:
             return
         try:
             skeleton = decode_state(state, str(version))
+            # A trial run without tensors: it finds names in the state that are not in the table.
             unflatten(skeleton, cast("Any", dict.fromkeys(record.name for record in records)))
         except CorruptDataError as error:
             self._note("state", "contradictory", refs.state, version, f"{version}: {error}")
@@ -160,6 +162,7 @@ class Survey:
         except CorruptDataError as error:
             self._note("tensor table", "contradictory", table, version, str(error))
             return None
+        # Equal versions share a table, whose objects count once.
         if table not in self._tables:
             links = (link for record in records for chunk in record.chunks for link in chunk.chain)
             self.objects.update((link.object, link.object_bytes) for link in links)
@@ -180,6 +183,7 @@ class Survey:
         return content
 
     def _note(self, role: Role, kind: Kind, subject: str, version: Resolved, detail: str) -> None:
+        # One problem per object: further versions that use the object are added to it.
         self._problems.setdefault((role, kind, subject), (detail, {}))[1][str(version)] = ()
 
 

@@ -1,4 +1,4 @@
-"""Verifies model versions: reads their objects, and finds the tensors of each version that cannot be restored."""
+"""Verify model versions: read their objects, and find the tensors of each version that cannot be restored."""
 
 from __future__ import annotations
 
@@ -75,10 +75,12 @@ def verify(
         begin(sum(survey.objects.values()) + (survey.tensor_bytes if deep else 0))
     bad = _find_bad_objects(repository.objects, survey, report)
     of_tensors: list[ModelProblem] = []
+    # Without a bad object no tensor is affected, and the tables need not be read again.
     if bad:
         of_tensors += _describe(repository.objects, survey, bad)
     if deep:
         of_tensors += _find_wrong_tensors(repository.objects, survey, bad, report)
+    # Filter last: a version can be removed at any time during the check.
     problems = _of_living(repository, [*survey.problems, *of_tensors])
     sizes = survey.objects | survey.documents
     return ModelVerifyReport(tuple(scanned), len(sizes), sum(sizes.values()), tuple(problems))
@@ -134,6 +136,7 @@ def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcErro
     """
     hit: dict[Digest, dict[str, tuple[str, ...]]] = {digest: {} for digest in bad}
     referenced: set[Digest] = set()
+    # `bool` selects the chunks that have a bad object.
     for versions, places in _unloadable(objects, survey, bool, bad):
         for record, chunk, is_bad in places:
             suspects = bad.keys() & {link.object for link in chunk.chain}
@@ -152,6 +155,7 @@ def _find_wrong_tensors(
     objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError], report: Callable[[int], None] | None
 ) -> Iterator[ModelProblem]:
     """Yield a problem for each tensor that does not match its digest although all its objects are intact."""
+    # `not_` selects the chunks whose objects are all good; `_describe` has reported the others.
     for versions, places in _unloadable(objects, survey, not_, bad, report):
         for record, chunk, is_bad in places:
             if is_bad:
@@ -189,6 +193,7 @@ def _unloadable(
         finally:
             if report is not None:
                 report(record.chunk_bytes(chunk))
+        # Not loaded now: use the verdict of an earlier load, or count the chunk as good.
         return verdicts.get(chunk, False)
 
     for versions, records in survey.tables():

@@ -1,4 +1,4 @@
-"""Evaluates an expression over columns: returns the rows that meet it."""
+"""Evaluate an expression over columns: return the rows that meet it."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def _evaluate_is(expression: Is, values: FieldColumn | None, num_rows: int) -> M
 
 def _rows(values: FieldColumn, field: str, comparison: str, value: Literal) -> Any:
     if isinstance(value, str):
+        # A column without values fits numbers and texts.
         if not values.has_texts and len(values.rows):
             raise ConfigError(
                 f"{field} holds numbers; compare it with a number, without quotes, and not with {value!r}"

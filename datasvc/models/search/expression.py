@@ -172,6 +172,7 @@ class _Parser:
             return Not(condition) if negated else condition
         if negated:
             raise self._error("expected 'like' or 'in'")
+        # A field alone is a condition, such as code.dirty.
         return Is(field, "true")
 
     def _like_or_in(self, field: str) -> Expression | None:
@@ -198,6 +199,7 @@ class _Parser:
             return float(token.text)
         if token.kind == "word" and token.text in {"true", "false"}:
             self._tokens.pop(0)
+            # Columns store booleans as numbers.
             return float(token.text == "true")
         if token.kind == "word" and token.text in {"null", "nan"}:
             raise self._error(f"write 'is {token.text}'")
@@ -225,6 +227,7 @@ class _Parser:
                 raise self._error("this is not valid in a condition", offset)
             kind = str(match.lastgroup)
             text = match[kind]
+            # A keyword has the form of a field; a field in double quotes is never a keyword.
             is_word = kind == "field" and text.lower() in _WORDS
             yield (
                 _Token("word", text.lower(), match.start(kind)) if is_word else _Token(kind, text, match.start(kind))

@@ -1,4 +1,4 @@
-"""Finds the versions of all models that meet a condition, in the index of versions."""
+"""Find the versions of all models that meet a condition, in the index of versions."""
 
 from __future__ import annotations
 

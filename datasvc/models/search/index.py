@@ -118,6 +118,7 @@ def read_index(repository: Repository, *, report: Callable[[int, int], None] | N
     stored = _load(repository)
     names = [name for name in repository.storage.list("models") if is_name(name)]
     behind = None
+    # An indexed model without a log means that the logs were replaced.
     if stored is not None and set(stored.heads) <= set(names):
         behind = _numbers_behind(repository, names, stored.heads)
     if stored is None or behind is None:
@@ -195,6 +196,7 @@ def _publish(repository: Repository, index: VersionIndex) -> None:
     if len(content) > _MAX_BYTES:
         return  # `_load` would reject it
     try:
+        # Not synced: an index that a power cut damages is rebuilt.
         repository.storage.put_bytes(INDEX_PATH, content, synced=False)
     except UnavailableError:
         # A read-only or full store costs only time: this search has its result, and the next one reads the same

@@ -1,4 +1,4 @@
-"""Copies model versions, optionally with their ancestors and data, to another repository.
+"""Copy model versions, optionally with their ancestors and data, to another repository.
 
 Each version becomes visible there atomically. A version keeps the identity of the commit that created it, so copying
 it twice, by any route, creates one version only. An interrupted transfer can therefore be repeated; it copies only
@@ -117,6 +117,7 @@ def transfer(
         for version in versions
         if not existing[version]
     }
+    # Check this before the first byte is copied; `commit` checks it again.
     for version in objects:
         logs.check_related(version)
     if begin is not None:
@@ -127,11 +128,13 @@ def transfer(
         for version in versions:
             committed, is_new = existing[version], False
             if committed is None:
+                # Versions share objects: copy each only once.
                 new = [info for info in objects[version] if info not in seen]
                 copied += copy_missing(
                     source.objects, target.objects, new, report, reachable=logs.reachable, keep=keep
                 )
                 seen.update(new)
+                # An object may have been deleted at the target since it was copied.
                 check_present(target.objects, (info.digest for info in objects[version]), str(version))
                 # Commit point of this version: only now are all objects that its entry references at the target.
                 committed, is_new = logs.commit(version)

@@ -1,4 +1,4 @@
-"""Copies missing objects from one repository to another, in parallel, and verifies their digests.
+"""Copy missing objects from one repository to another, in parallel, and verify their digests.
 
 Objects never change, so an interrupted copy can simply be repeated: objects that the target has are skipped.
 """
@@ -79,6 +79,7 @@ def copy_missing(
                 moved = (moved[0] + (size_bytes is not None), moved[1] + (size_bytes or 0))
                 keep()
         except BaseException:
+            # After an error, start no further copies.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return Copied(*moved)

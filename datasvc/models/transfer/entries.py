@@ -1,4 +1,4 @@
-"""Finds versions in the logs of the target repository, and rewrites their entries for it."""
+"""Find versions in the logs of the target repository, and rewrite their entries for it."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ class TargetLogs:
         def build(head: int) -> Mapping[str, Any]:
             number = log.find(identity(content), head)
             if number is not None:
+                # Only an exception can stop `append` from here.
                 raise _AlreadyThere(number)
             # Check again for this head: another process may have created a data set of this name meanwhile.
             self.check_related(version)
@@ -128,6 +129,7 @@ class TargetLogs:
         """Return the content of the version's entry at the target."""
         content = self.content(version)
         moved = {field: value for field, value in content.items() if field not in _LOG_FIELDS}
+        # A version that is copied again keeps its first origin.
         moved["origin"] = content["origin"] if is_copied(content) else self._origin(version, content)
         if version.kind == "datasets" and VAL_FRACTION not in content:
             # In old entries the fraction follows from the ancestors, which are removed or may not be at the target.

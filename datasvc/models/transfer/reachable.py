@@ -1,4 +1,4 @@
-"""Lists the objects that are reachable from a version: those that a repository needs to restore it."""
+"""List the objects that are reachable from a version: those that a repository needs to restore it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sorts model versions topologically, parents before children."""
+"""Sort model versions topologically, parents before children."""
 
 from __future__ import annotations
 

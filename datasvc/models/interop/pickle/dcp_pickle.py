@@ -1,4 +1,4 @@
-"""Reads the metadata of a torch DCP folder, which is a pickle, without executing any code in it.
+"""Read the metadata of a torch DCP folder, which is a pickle, without executing any code in it.
 
 Every class that torch writes there is replaced by a stand-in that only stores its values. Any other name is refused.
 """

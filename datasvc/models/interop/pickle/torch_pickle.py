@@ -1,4 +1,4 @@
-"""Checks the pickle of a torch.save file before torch reads it: only tensors and plain values are allowed.
+"""Check the pickle of a torch.save file before torch reads it: only tensors and plain values are allowed.
 
 With `weights_only=True` torch executes no code, but it creates a bytearray of any size and a tensor over any amount
 of claimed memory. What passes these checks needs about as much memory as the file has bytes.
@@ -111,6 +111,7 @@ class _TorchUnpickler(PlainUnpickler):
             "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
         }
 
+    # Without the opcode NEWOBJ: tensors and plain values do not use it.
     dispatch: ClassVar = {opcode: step for opcode, step in PlainUnpickler.dispatch.items() if opcode != b"\x81"[0]}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -134,6 +135,7 @@ class _TorchUnpickler(PlainUnpickler):
         kind, _type, key, _device, num = pid[:5]
         if kind != "storage" or type(key) is not str or type(num) is not int or num < 0:
             raise TypeError("the description of a storage is not valid")
+        # Several tensors may share a storage, which counts once.
         self._claimed[key] = max(num, self._claimed.get(key, 0))
         if num > self._file_bytes:
             raise CorruptDataError(f"{self.location}: its tensors take more bytes than the file has")
