@@ -93,7 +93,7 @@ class DcpWriter(StorageWriter):
         self.url = os.fspath(path)
         self.name = check_name(name, "model")
         self.codec: Codec = codec
-        self.about = VersionMetadata(
+        self.version_metadata = VersionMetadata(
             step, data, config, metrics, parent, message=message, code=code, environment=environment
         )
         self.save_id = str(uuid.uuid4())
@@ -154,7 +154,7 @@ class DcpWriter(StorageWriter):
             self._is_coordinator = is_coordinator
             # Ranks may resolve different base versions. That is harmless, because each chunk lists its full chain.
             needs_base = self.codec == "delta"
-            self._base = base_records(self._repository, self.name, self.about.parent) if needs_base else ()
+            self._base = base_records(self._repository, self.name, self.version_metadata.parent) if needs_base else ()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave a marker in the repository, and return the plan with it.
@@ -218,7 +218,7 @@ class DcpWriter(StorageWriter):
                 self._repository,
                 self.name,
                 join_shares(metadata, shares),
-                self.about,
+                self.version_metadata,
                 extra={"sharding": sharding.digest},
             )
             # Torch sends the metadata to every rank, so each rank learns the committed version from it.

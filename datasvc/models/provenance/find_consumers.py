@@ -203,8 +203,8 @@ class _ConsumerSearch:
         for (number, in_all), tables in tables_of.items():
             query = self._queries[number]
             shards = None if in_all or query.deletion is None else query.deletion.shards
-            for digest, found in find_places(self._objects, tables, query.keys, shards=shards).items():
-                places[_Lookup(number, digest, in_all)] = replace(found, keys=found.keys + first_keys[number])
+            for digest, of_query in find_places(self._objects, tables, query.keys, shards=shards).items():
+                places[_Lookup(number, digest, in_all)] = replace(of_query, keys=of_query.keys + first_keys[number])
         return places
 
     def _has_all_tables(self, order: ReadOrder) -> bool:

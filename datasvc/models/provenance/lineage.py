@@ -95,8 +95,8 @@ class Lineage:
         """
         return {
             "version": self.version,
-            "models": [vars(each) for each in self.models.values()],
-            "datasets": [vars(each) for each in self.datasets.values()],
+            "models": [vars(origin) for origin in self.models.values()],
+            "datasets": [vars(origin) for origin in self.datasets.values()],
             "shards": self.shards,
             "gaps": self.gaps,
         }

@@ -47,7 +47,7 @@ class Version:
     def history(self) -> Sequence[Mapping[str, Any]]:
         """Recorded consumption of ancestors outside this repository; invalid records are in `gaps` instead."""
         history = self.entry.get(HISTORY, ())
-        return [each for each in history if isinstance(each, Mapping)] if isinstance(history, list) else ()
+        return [item for item in history if isinstance(item, Mapping)] if isinstance(history, list) else ()
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _AncestryReader:
         entry = self._entries.content(model, int(number))
         parents, gaps = self._parents(entry)
         history = entry.get(HISTORY, [])
-        if not isinstance(history, list) or not all(isinstance(each, Mapping) for each in history):
+        if not isinstance(history, list) or not all(isinstance(item, Mapping) for item in history):
             gaps.append("its record of what ancestors in another repository consumed is not valid")
         try:
             uses = tuple(map(DataUse.from_dict, entry.get("data", ())))

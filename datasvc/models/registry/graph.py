@@ -56,7 +56,7 @@ def read_history(repository: Repository, name: str, *, last: int | None = None) 
     num_read, lines = last, None
     while lines is None:
         versions = model_ancestry(repository, name, last=num_read)
-        oldest = min(each.version for each in versions if each.name == name)
+        oldest = min(version.version for version in versions if version.name == name)
         older = [number for number in repository.versions("models", name).numbers() if number < oldest]
         lines = draw_newest(versions, name, last=last, older=older)
         num_read *= _READ_GROWTH
@@ -70,8 +70,8 @@ def draw_history(versions: Sequence[ModelVersion], name: str) -> list[HistoryLin
         versions: distinct versions in any order. Parents that are not in `versions` are not drawn.
         name: model whose versions come first where the order is free.
     """
-    by_key = {(each.name, each.version): each for each in versions}
-    parents = {place: _drawn_parents(each, by_key) for place, each in by_key.items()}
+    by_key = {(version.name, version.version): version for version in versions}
+    parents = {key: _drawn_parents(version, by_key) for key, version in by_key.items()}
     return _draw(order_history(parents, name), parents, by_key)
 
 
@@ -93,16 +93,16 @@ def draw_newest(
     Returns:
         The first lines of the drawing of all versions; None if more versions must be read to determine them.
     """
-    by_key = {(each.name, each.version): each for each in versions}
+    by_key = {(version.name, version.version): version for version in versions}
     existing = by_key.keys() | {(name, number) for number in older}
-    parents = {place: _drawn_parents(by_key[place], existing) if place in by_key else () for place in existing}
+    parents = {key: _drawn_parents(by_key[key], existing) if key in by_key else () for key in existing}
     first = order_history(parents, name)[:last]
     if older:
         # A parent with a higher number than its child comes only from an entry that was written by hand.
         has_newer_parent = any(
             parent[0] == child[0] and parent[1] >= child[1] for child in parents for parent in parents[child]
         )
-        if has_newer_parent or any(place[0] != name or place not in by_key for place in first):
+        if has_newer_parent or any(key[0] != name or key not in by_key for key in first):
             return None
     return _draw(first, parents, by_key)
 
@@ -121,10 +121,10 @@ def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: st
         for parent in parents_of_one:
             num_children[parent] += 1
 
-    def rank(place: _VersionKey) -> tuple[bool, str, int]:
-        return place[0] != name, place[0], -place[1]
+    def rank(key: _VersionKey) -> tuple[bool, str, int]:
+        return key[0] != name, key[0], -key[1]
 
-    ready = [(rank(place), place) for place, count in num_children.items() if not count]
+    ready = [(rank(key), key) for key, count in num_children.items() if not count]
     heapq.heapify(ready)
     # Candidates at which a cycle is cut; the first in drawing order is at the end.
     waiting = sorted(num_children, key=rank, reverse=True)
@@ -134,9 +134,9 @@ def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: st
             while waiting[-1] in ordered:
                 waiting.pop()
             ready.append((rank(waiting[-1]), waiting[-1]))
-        _, place = heapq.heappop(ready)
-        ordered[place] = None
-        for parent in parents[place]:
+        _, key = heapq.heappop(ready)
+        ordered[key] = None
+        for parent in parents[key]:
             num_children[parent] -= 1
             if not num_children[parent] and parent not in ordered:
                 heapq.heappush(ready, (rank(parent), parent))
@@ -144,22 +144,22 @@ def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: st
 
 
 def _draw(
-    places: Iterable[_VersionKey],
+    keys: Iterable[_VersionKey],
     parents: Mapping[_VersionKey, Sequence[_VersionKey]],
     by_key: Mapping[_VersionKey, ModelVersion],
 ) -> list[HistoryLine]:
     drawing = _Drawing()
     lines: list[HistoryLine] = []
-    for place in places:
-        first, *others = drawing.draw(place, parents[place])
-        lines.append(HistoryLine(first, by_key[place]))
+    for key in keys:
+        first, *others = drawing.draw(key, parents[key])
+        lines.append(HistoryLine(first, by_key[key]))
         lines.extend(map(HistoryLine, others))
     return lines
 
 
 def _drawn_parents(version: ModelVersion, existing: Collection[_VersionKey]) -> tuple[_VersionKey, ...]:
     candidates = map(parse_version, version.parents)
-    return tuple(dict.fromkeys(place for place in candidates if place in existing and place is not None))
+    return tuple(dict.fromkeys(key for key in candidates if key in existing and key is not None))
 
 
 class _Drawing:
@@ -169,12 +169,12 @@ class _Drawing:
         self._lanes: list[_VersionKey | None] = []
         self._drawn: set[_VersionKey] = set()
 
-    def draw(self, place: _VersionKey, parents: Sequence[_VersionKey]) -> list[str]:
+    def draw(self, key: _VersionKey, parents: Sequence[_VersionKey]) -> list[str]:
         """Return the line of a version, followed by the lines that connect it to its parents."""
-        self._drawn.add(place)
+        self._drawn.add(key)
         ahead = [parent for parent in parents if parent not in self._drawn]  # cuts cycles
-        column = self._column(place)
-        self._lanes[column] = place
+        column = self._column(key)
+        self._lanes[column] = key
         lines = [self._row({column: "*" if ahead else "o"})]
         self._lanes[column] = ahead[0] if ahead else None
         lines.extend(self._connect(column, parent) for parent in ahead[1:])
@@ -201,10 +201,10 @@ class _Drawing:
         toward = "" if ends or not is_open else ">" if stop > start else "<"
         return self._row(marks, low, high, toward)
 
-    def _column(self, place: _VersionKey) -> int:
+    def _column(self, key: _VersionKey) -> int:
         """Return the column that leads to a version, or the first free column if there is none."""
-        if place in self._lanes:
-            return self._lanes.index(place)
+        if key in self._lanes:
+            return self._lanes.index(key)
         if None not in self._lanes:
             self._lanes.append(None)
         return self._lanes.index(None)

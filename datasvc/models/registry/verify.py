@@ -198,6 +198,6 @@ def _unloadable(
 
     for versions, records in survey.tables():
         places = [(record, chunk) for record in records for chunk in record.chunks]
-        found = run_in_threads(is_bad, places, _CHUNKS_AT_ONCE)
-        verdicts.update((chunk, verdict) for (_, chunk), verdict in zip(places, found, strict=True))
-        yield versions, [(record, chunk, verdict) for (record, chunk), verdict in zip(places, found, strict=True)]
+        results = run_in_threads(is_bad, places, _CHUNKS_AT_ONCE)
+        verdicts.update((chunk, verdict) for (_, chunk), verdict in zip(places, results, strict=True))
+        yield versions, [(record, chunk, verdict) for (record, chunk), verdict in zip(places, results, strict=True)]
