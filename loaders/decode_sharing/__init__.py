@@ -1,7 +1,7 @@
-"""Jobs of one node that ask for the same batches share one process that decodes them."""
+"""Decode groups: jobs of one node that read the same batches share one process that decodes them."""
 
-from datasvc.loaders.decode_sharing.consumer import ShareCounts
-from datasvc.loaders.decode_sharing.settings import DecodeGroup, parse_share
+from datasvc.loaders.decode_sharing.consumer import SharingCounts
+from datasvc.loaders.decode_sharing.settings import DecodeGroup, parse_decode_group
 from datasvc.loaders.decode_sharing.sharing import Sharing
 
-__all__ = ["DecodeGroup", "ShareCounts", "Sharing", "parse_share"]
+__all__ = ["DecodeGroup", "Sharing", "SharingCounts", "parse_decode_group"]

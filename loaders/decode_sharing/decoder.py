@@ -1,4 +1,4 @@
-"""A loader's `Decoder` that takes batches from a share, and decodes by itself what that does not give."""
+"""`BatchDecoder` that receives batches from the decode group, and decodes the others in this process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ B = TypeVar("B")
 
 
 class SharedDecoder(Generic[B]):
-    """A `Decoder` of steps whose samples nobody read here.
+    """A `BatchDecoder` for planned steps, whose samples this process does not read.
 
     Args:
-        batches: of the share; stays connected when this is closed.
-        make_alone: makes a loader of the same batches, which shares nothing.
-        iterate: returns the rest of its epoch.
-        stopwatch: of the loader: what another process decodes is waited for.
+        batches: batches of the decode group; the connection stays open after `close`.
+        make_alone: function that creates a loader of the same batches without a decode group.
+        iterate: function that returns an iterator over the rest of that loader's epoch.
+        stopwatch: profiler of the loader; time spent on the other process counts as a wait for decoding.
     """
 
     def __init__(
@@ -41,27 +41,27 @@ class SharedDecoder(Generic[B]):
         self._fed: deque[tuple[Cursor, bool]] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
-        """See `Decoder`. Raises ConfigError, LagError: see `SharedBatches.ask`."""
+        """See `BatchDecoder`. Raises ConfigError, LagError: see `SharedBatches.request`."""
         cursor = batch.before
         with self._stopwatch.waiting(Stage.DECODE):
-            is_promised = self._batches.ask(cursor)
-        self._fed.append((cursor, is_promised))
+            is_pending = self._batches.request(cursor)
+        self._fed.append((cursor, is_pending))
 
     def take(self) -> B:
-        """See `Decoder`."""
-        cursor, is_promised = self._fed[0]
+        """See `BatchDecoder`."""
+        cursor, is_pending = self._fed[0]
         with self._stopwatch.waiting(Stage.DECODE):
-            batch: B | None = self._batches.take(cursor) if is_promised else None
+            batch: B | None = self._batches.take(cursor) if is_pending else None
         if batch is None:
             batch = self._alone.read(cursor)
             self._batches.counts.alone += 1
-        elif not any(True for _, promised in self._fed if not promised):
-            self._alone.close()  # back among the others: its threads and memory are not needed
+        elif not any(True for _, pending in self._fed if not pending):
+            self._alone.close()  # this job has caught up: free the threads and memory of the separate loader
         self._fed.popleft()
         return batch
 
     def close(self) -> None:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         self._fed.clear()
-        self._batches.forget()
+        self._batches.cancel()
         self._alone.close()

@@ -1,4 +1,4 @@
-"""What a decoding process is told, and how it is started."""
+"""Description of a decoding process's work, and the start of that process."""
 
 from __future__ import annotations
 
@@ -21,65 +21,65 @@ from datasvc.orphans import command_of, environment
 
 @dataclass(frozen=True)
 class ServerJob:
-    """What a server needs to know.
+    """The work of a decode server.
 
     Attributes:
-        recipe: of the loader, pickled: what is missing in the other process is told there like any other error.
-        path: the steps of a run.
-        share: how it is shared.
-        fingerprint: what consumers must agree on, JSON values by name.
+        spec: pickled `LoaderSpec`; the server unpickles it later, so that it can report a missing module as an error.
+        step_index: the steps of a run.
+        group: settings of the decode group.
+        fingerprint: settings that must be equal in all consumers, JSON values by name.
     """
 
-    recipe: bytes
-    path: StepIndex
-    share: DecodeGroup
+    spec: bytes
+    step_index: StepIndex
+    group: DecodeGroup
     fingerprint: Mapping[str, Any]
 
     @classmethod
     def plan(
-        cls, share: DecodeGroup, *, recipe: LoaderSpec, path: StepIndex, fingerprint: Mapping[str, Any]
+        cls, group: DecodeGroup, *, spec: LoaderSpec, step_index: StepIndex, fingerprint: Mapping[str, Any]
     ) -> ServerJob:
-        """Return the job of a share.
+        """Return the work of a decode group's server.
 
         Raises:
-            ConfigError: the recipe cannot be sent to another process.
+            ConfigError: the loader's settings cannot be pickled.
         """
         try:
-            pickled = pickle.dumps(recipe)
+            pickled = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"share={share.name!r} cannot send the loader's settings to another process: {error}; use functions "
-                "and classes that are defined in a module"
+                f"decode_group={group.name!r} cannot send the loader's settings to another process: {error}; use "
+                "functions and classes that are defined in a module, no lambdas"
             ) from error
-        # As the other side reads it: a tuple is a list there.
-        agreed = json.loads(json.dumps({**fingerprint, **share.common}, default=repr))
-        return cls(pickled, path, share, agreed)
+        # A JSON round trip, so that it compares equal to a received fingerprint: JSON turns tuples into lists.
+        common = json.loads(json.dumps({**fingerprint, **group.common}, default=repr))
+        return cls(pickled, step_index, group, common)
 
     def describe_mismatch(self, other: Mapping[str, Any]) -> str:
-        """Say in which settings another job's fingerprint differs from this one's."""
-        own = self.fingerprint
-        differing = [name for name in sorted({*own, *other}) if own.get(name) != other.get(name)]
-        said = "; ".join(f"{name} is {own.get(name)!r} here and {other.get(name)!r} there" for name in differing)
+        """Return an error message that names the settings in which another job's fingerprint differs."""
+        mine = self.fingerprint
+        differing = [name for name in sorted({*mine, *other}) if mine.get(name) != other.get(name)]
+        values = "; ".join(f"{name} is {mine.get(name)!r} here and {other.get(name)!r} there" for name in differing)
         return (
-            f"the share {self.share.name!r} decodes other batches than this job asks for: {said}; "
-            "choose another name, or the same settings"
+            f"the jobs of the decode group {self.group.name!r} decode other batches than this job: {values}; give "
+            "this job another group name or the same settings"
         )
 
 
 def start_server(job: ServerJob, listener: socket.socket) -> int:
-    """Start the decoding process on a socket. It outlives this one, and is no part of its terminal session.
+    """Start the decoding process on a listening socket, detached from this process and its terminal.
 
     Returns:
-        Its process id.
+        Process id of the decoding process.
 
     Raises:
-        OSError: no process could be made.
+        OSError: the process cannot be created.
     """
     process = subprocess.Popen(  # noqa: S603 - one of our own modules
         command_of("datasvc.loaders.decode_sharing.server", str(listener.fileno())),
         env=environment(),
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # whoever reads what this process writes must not wait for that one
+        stdout=subprocess.DEVNULL,  # an inherited pipe would stay open for its reader as long as the server runs
         stderr=subprocess.DEVNULL,
         pass_fds=[listener.fileno()],
         start_new_session=True,
@@ -87,6 +87,6 @@ def start_server(job: ServerJob, listener: socket.socket) -> int:
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as pipe:
         pickle.dump(job, pipe)
-    # Somebody has to take note of its end while this process lives.
-    threading.Thread(target=process.wait, daemon=True, name="datasvc-share").start()
+    # Reap the process when it exits; otherwise it stays a zombie as long as this process runs.
+    threading.Thread(target=process.wait, daemon=True, name="datasvc-decode").start()
     return process.pid

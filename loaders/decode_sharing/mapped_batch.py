@@ -1,8 +1,8 @@
-"""Memory of the decoding process, seen from a job: mapped, lent to whoever uses the batch, and mapped no more.
+"""Batches in the decoding process's memory, mapped into a job without a copy.
 
-Mapped privately: what the user changes in a batch, he alone sees, as if it were his own. Mapping costs as much as
-copying, so a mapping is used again for the next batch in the same memory, unless something was written through it:
-pages that were would hide what lies there next.
+The mapping is private (copy on write): a change that the user makes in a batch is visible in this job only. A new
+mapping costs as much as a copy, so a mapping is reused for the next batch in the same memory. It is not reused after
+a write: pages that were written have become private and would hide the next batch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import numpy as np
 from datasvc.loaders.decode_sharing.memory import Span
 from datasvc.loaders.decode_sharing.packing import unpack
 
-# The kernel's Documentation/admin-guide/mm/pagemap.rst: a page that is there, and is the file's.
+# Bits of /proc/self/pagemap, from the kernel's Documentation/admin-guide/mm/pagemap.rst.
 _IS_PRESENT: Final = np.uint64(1 << 63)
 _IS_SWAPPED: Final = np.uint64(1 << 62)
 _IS_OF_FILE: Final = np.uint64(1 << 61)
 
 
 class _Loan(NamedTuple):
-    """A batch that the user has, or had.
+    """A reference to a batch of the decoding process, held by this job.
 
     Attributes:
-        number: by which the lender knows it.
-        memory: number of the memory that it lies in.
-        mapped: that memory.
-        address: where it is mapped.
+        number: number of the batch in the decoding process.
+        memory: number of the buffer that holds the batch.
+        mapped: mapping of that buffer.
+        address: address of the mapping.
     """
 
     number: int
@@ -42,11 +42,11 @@ class _Loan(NamedTuple):
     address: int
 
 
-class BorrowedMemory:
-    """What one lender lent to this process.
+class MappedBatches:
+    """The batches that this job holds of one decoding process.
 
     Args:
-        num_kept: mappings that are kept for use again, at most.
+        num_kept: maximum number of unused mappings that are kept for reuse.
     """
 
     def __init__(self, num_kept: int) -> None:
@@ -55,41 +55,41 @@ class BorrowedMemory:
         self._returned: deque[_Loan] = deque()
 
     def read(self, number: int, memory: int, descriptor: int, spans: Sequence[Span]) -> Any:
-        """Return a batch: views of the memory, lent until the last of them is gone.
+        """Return a batch whose arrays are views of the memory; the reference ends with the last view.
 
         Args:
-            number: of the loan.
-            memory: number of the memory.
-            descriptor: of the memory; not needed any more afterwards.
-            spans: where the batch's parts lie.
+            number: number of the batch in the decoding process.
+            memory: number of the buffer that holds it.
+            descriptor: file descriptor of the buffer; the caller may close it afterwards.
+            spans: offset and length in bytes of each part of the batch.
 
         Raises:
-            OSError: it cannot be mapped.
+            OSError: the buffer cannot be mapped.
         """
         mapped = self._kept.pop(memory, None) or mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        # An object of this loan alone, which every view of the batch keeps alive.
+        # Every view of the batch keeps this object alive, and nothing else does: its end is the end of the batch.
         owner = (ctypes.c_char * len(mapped)).from_buffer(mapped)
         loan = _Loan(number, memory, mapped, ctypes.addressof(owner))
-        # Any thread may drop the last view, at any moment: it only leaves a note.
+        # Any thread may drop the last view at any moment, so the finalizer only appends to a deque, which is atomic.
         weakref.finalize(owner, self._returned.append, loan).atexit = False
-        whole = memoryview(owner).cast("B")
-        return unpack([whole[offset : offset + length] for offset, length in spans])
+        content = memoryview(owner).cast("B")
+        return unpack([content[offset : offset + length] for offset, length in spans])
 
     def collect(self) -> list[int]:
-        """Return the numbers of the loans that ended since the last call."""
+        """Return the numbers of the batches that were dropped since the last call."""
         numbers = []
         while self._returned:
             loan = self._returned.popleft()
             numbers.append(loan.number)
-            if not _has_own_pages(loan):
+            if not _has_private_pages(loan):
                 self._kept[loan.memory] = loan.mapped
         while len(self._kept) > self._num_kept:
             del self._kept[next(iter(self._kept))]
         return numbers
 
 
-def _has_own_pages(loan: _Loan) -> bool:
-    """Whether pages of a mapping are not the file's any more, because they were written; True if that is unknown."""
+def _has_private_pages(loan: _Loan) -> bool:
+    """Return whether a page of the mapping was written and copied; True if the kernel does not report it."""
     num_pages = -(-len(loan.mapped) // mmap.PAGESIZE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -99,5 +99,5 @@ def _has_own_pages(loan: _Loan) -> bool:
     if len(content) < 8 * num_pages:
         return True
     pages = np.frombuffer(content, np.uint64)
-    own = ((pages & (_IS_PRESENT | _IS_SWAPPED)) != 0) & ((pages & _IS_OF_FILE) == 0)
-    return bool(own.any())
+    is_private = ((pages & (_IS_PRESENT | _IS_SWAPPED)) != 0) & ((pages & _IS_OF_FILE) == 0)
+    return bool(is_private.any())

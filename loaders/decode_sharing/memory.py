@@ -1,4 +1,7 @@
-"""Memory that one process writes and others read. It has no name, and goes when nobody has it open or mapped."""
+"""Anonymous shared memory (`memfd`) that one process writes and others read.
+
+It has no name in a file system. The kernel frees it when no process has it open or mapped.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,28 @@ Span = tuple[int, int]
 
 
 class SharedBuffer:
-    """Room for a batch, seen from the writer.
+    """A shared buffer for one batch, as seen by the writer.
 
-    Of a fixed size, and never writable for who gets the descriptor: no reader can be hit by another.
+    File seals fix its size and forbid new writable mappings, so no reader can change what another reader maps.
 
     Args:
-        size_bytes: of the room.
+        size_bytes: size of the buffer.
 
     Attributes:
-        number: unlike that of all other memory of this process.
-        descriptor: to send to readers.
+        number: unique number of the buffer in this process.
+        descriptor: file descriptor to send to readers.
 
     Raises:
-        OSError: there is no more memory.
+        OSError: the system has no memory or file descriptor left.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self.number = next(_numbers)
-        self.descriptor = os.memfd_create("datasvc-share", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = os.memfd_create("datasvc-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, size_bytes)
             self._mapped = mmap.mmap(self.descriptor, size_bytes)
+            # Sealed after mapping: the seal forbids new writable mappings and leaves this one.
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError:
             os.close(self.descriptor)
@@ -52,21 +56,21 @@ class SharedBuffer:
         self.size_bytes = size_bytes
 
     def write(self, parts: Sequence[Part]) -> list[Span]:
-        """Write runs of bytes one after the other; returns where they lie."""
+        """Write byte arrays one after the other, aligned; return the offset and length of each."""
         spans = lay_out(parts)
-        room = np.frombuffer(self._mapped, np.uint8)
+        content = np.frombuffer(self._mapped, np.uint8)
         for part, (offset, length) in zip(parts, spans, strict=True):
-            np.copyto(room[offset : offset + length], part)
+            np.copyto(content[offset : offset + length], part)
         return spans
 
     def close(self) -> None:
-        """Let go of it; readers keep what they have mapped."""
+        """Unmap and close the buffer; mappings of readers stay valid."""
         self._mapped.close()
         os.close(self.descriptor)
 
 
 def lay_out(parts: Sequence[Part]) -> list[Span]:
-    """Return where runs of bytes lie one after the other, each aligned for any type."""
+    """Return the offset and length of byte arrays stored one after the other, each aligned for any dtype."""
     spans, offset = [], 0
     for part in parts:
         spans.append((offset, part.size))
@@ -75,7 +79,11 @@ def lay_out(parts: Sequence[Part]) -> list[Span]:
 
 
 def write_batch(batch: object, spare: SharedBuffer | None) -> tuple[SharedBuffer, list[Span]]:
-    """Write a batch into spare memory where it fits, else into new; returns which, and where its parts lie."""
+    """Write a batch into `spare` if it fits, otherwise into a new buffer.
+
+    Returns:
+        The buffer, and the offset and length in bytes of each part of the batch.
+    """
     parts = pack(batch)
     offset, length = lay_out(parts)[-1]
     memory = spare if spare is not None and spare.size_bytes >= offset + length else SharedBuffer(offset + length)

@@ -1,15 +1,15 @@
-"""What the two sides of a share say to each other: a JSON object a message, and a descriptor where memory goes along.
+"""Messages between a consumer and the decode server: one JSON object each, `type` and the fields below.
 
-A consumer says                     and hears
+A consumer sends                    and receives
     join      fingerprint               joined | mismatch fingerprint
-                                        or ending reason: its place is free for a server of other settings
-    ask       cursor                    promised behind | refused behind, reason
-                                        ready cursor, number, memory, spans, with the memory's descriptor
-                                        or lost cursor, reason
-    forget                              forgotten, and nothing more of what it had asked for
+                                        | closing reason: the name is free for a server of other settings
+    request   cursor                    pending behind | refused behind, reason
+                                        after pending: batch cursor, number, memory, spans and a file descriptor
+                                        | dropped cursor, reason
+    cancel                              cancelled; no more batches of earlier requests
     release   numbers                   nothing
-    status                              status: what the server counted; a sign of life
-                                        ended reason: the server met an error of its own
+    status                              status with the server's counters; also shows that the server is alive
+                                        at any time: failed reason, after an error of the server itself
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from typing import Any, Final
 
 Message = dict[str, Any]
 
-_LARGEST_BYTES: Final = 64 << 10
+_MAX_BYTES: Final = 64 << 10
 _INT = array.array("i").itemsize
 
 
 def send(connection: socket.socket, message: Message, descriptor: int | None = None) -> None:
-    """Send a message whole.
+    """Send one message, with a file descriptor if one is given.
 
     Raises:
-        OSError: the other side is gone, or does not read.
+        OSError: the other side has closed the connection or does not read.
     """
-    beside = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-    connection.sendmsg([json.dumps(message).encode()], beside, socket.MSG_NOSIGNAL)
+    ancillary = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+    connection.sendmsg([json.dumps(message).encode()], ancillary, socket.MSG_NOSIGNAL)
 
 
 def receive(connection: socket.socket) -> tuple[Message, int | None] | None:
-    """Return the next message, and the descriptor that came with it, which the caller closes; None at the end.
+    """Return the next message and its file descriptor, if any, which the caller closes; None at the end.
 
     Raises:
-        OSError: the other side is gone, or was silent for longer than the connection's time-out; this process can
-            open no more files; the message is too long.
+        OSError: the other side has closed the connection, or sent nothing for the connection's time-out; this process
+            has too many open files; the message is longer than 64 KiB.
     """
-    content, beside, flags, _ = connection.recvmsg(_LARGEST_BYTES, socket.CMSG_SPACE(_INT), socket.MSG_CMSG_CLOEXEC)
+    content, ancillary, flags, _ = connection.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_INT), socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
-    for level, kind, data in beside:
+    for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % _INT])
-    is_cut = bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
-    for extra in descriptors if is_cut else descriptors[1:]:
-        os.close(extra)
-    if is_cut:
-        # The kernel drops a descriptor that it finds no room for, and delivers the rest.
+    is_truncated = bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
+    for unused in descriptors if is_truncated else descriptors[1:]:
+        os.close(unused)
+    if is_truncated:
+        # At the limit of open files the kernel drops the descriptor and delivers the message without it.
         number = errno.EMFILE if flags & socket.MSG_CTRUNC else errno.EMSGSIZE
         raise OSError(number, os.strerror(number))
     if not content:

@@ -1,6 +1,6 @@
-"""A batch as a few runs of bytes: its arrays and tensors as they lie in memory, and a short header that names them.
+"""Serialization of a batch as byte arrays: one per array or tensor, and a header that describes them.
 
-Written and read by processes of one user that run the same program, and never stored: the header is a pickle.
+The header is a pickle: both processes belong to one user and run the same program, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Part = npt.NDArray[np.uint8]
 
 
 def pack(batch: object) -> list[Part]:
-    """Return the batch as runs of bytes, the header last. Views where its memory is contiguous, else copies."""
+    """Return the batch as byte arrays, the header last: views of contiguous memory, copies otherwise."""
     arrays: list[Part] = []
 
-    # No method of the pickler: a cycle with itself would keep the batch, and its memory, until garbage is collected.
+    # A function, not a method of the pickler: the reference cycle would keep the batch until garbage collection.
     def set_aside(buffer: pickle.PickleBuffer) -> None:
         arrays.append(np.frombuffer(buffer.raw(), np.uint8))
 
@@ -31,7 +31,7 @@ def pack(batch: object) -> list[Part]:
 
 
 def unpack(parts: Sequence[memoryview]) -> Any:
-    """Return the batch that `pack` gave; its arrays and tensors are views of the parts and keep them alive."""
+    """Return the batch that `pack` serialized; its arrays and tensors are views of `parts` and keep them alive."""
     return pickle.loads(parts[-1], buffers=parts[:-1])  # noqa: S301 - of a process of this user, see `rendezvous`
 
 
@@ -44,10 +44,10 @@ class _Pickler(pickle.Pickler):
 
 
 def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Reduce a tensor to the bytes that it lies on, whatever the order of its axes and its type."""
+    """Reduce a tensor to the bytes of its storage, for any dtype and any order of its axes."""
     tensor = tensor.detach().cpu()
     flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    if flat.numel() != tensor.numel():  # part of something larger
+    if flat.numel() != tensor.numel():  # the tensor is a view of a larger storage, which must not be sent
         tensor = tensor.contiguous().clone()
         flat = tensor.reshape(-1)
     values = np.asarray(flat.view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8))

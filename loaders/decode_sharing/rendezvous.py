@@ -1,8 +1,8 @@
-"""How jobs of a node find the process that decodes for them: a socket whose name lives in the kernel alone.
+"""Connection of the jobs of a node to their decoding process: a Unix socket in Linux's abstract name space.
 
-Names in Linux's abstract name space are in no file system: whoever binds one has it, and it is free again once the
-last process that listens there is gone, however that ended. So there is nothing to clean up, and no two servers. Who
-may connect is decided by the user id that the kernel tells.
+Abstract names are in no file system. Only one process can bind a name, and the kernel frees it when the last process
+that listens on it ends, even after a crash. So there are never two servers of one name, and no stale file. The user
+id that the kernel reports decides who may connect.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _CREDENTIALS = struct.Struct("3i")  # unix(7): pid, uid, gid
 
 
 def address_of(name: str, ranks: DataRanks) -> str:
-    """Return where this user's share is found: each data rank of a job has its own."""
-    return f"\0datasvc-share/{os.getuid()}/{ranks.rank}-of-{ranks.world_size}/{name}"
+    """Return the socket address of this user's decode group `name`; each data rank has an address of its own."""
+    return f"\0datasvc-decode/{os.getuid()}/{ranks.rank}-of-{ranks.world_size}/{name}"
 
 
 def connect_or_listen(address: str, timeout_s: float) -> tuple[socket.socket, socket.socket | None]:
-    """Connect to the server at `address`, or take its place where there is none.
+    """Connect to the server at `address`; if there is none, bind the address and connect to that.
 
     Args:
-        address: as `address_of` gives it.
-        timeout_s: of everything that is done with the connection.
+        address: result of `address_of`.
+        timeout_s: time-out of each operation on the connection.
 
     Returns:
-        A connection, and None; or, for who has to start the server, the socket to listen on as well. The connection
-        waits there already, so a server that finds none has nobody to serve.
+        The connection, and None if a server exists. Otherwise the listening socket, with which the caller starts the
+        server. The connection is already in its queue, so a server that finds an empty queue can end.
 
     Raises:
-        ConfigError: this system has no such names, or another user has taken this one.
-        OSError: neither was possible.
+        ConfigError: this system has no abstract Unix sockets, or another user holds the name.
+        OSError: neither connecting nor binding succeeded.
     """
     for _ in range(_TRIES):
         connection = _new_socket()
@@ -61,16 +61,18 @@ def connect_or_listen(address: str, timeout_s: float) -> tuple[socket.socket, so
             connection.settimeout(timeout_s)
             connection.connect(address)
             return connection, listener
-        # Somebody else binds it this moment, and listens the next.
+        # Another process has bound the address and is about to listen on it.
         os.sched_yield()
-    raise OSError(errno.EADDRINUSE, "bound, but nobody listens there", address)
+    raise OSError(errno.EADDRINUSE, "a process has bound the address and does not listen on it", address)
 
 
 def _new_socket() -> socket.socket:
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
-        raise ConfigError(f"share= needs the local sockets of Linux: {error}") from error
+        raise ConfigError(
+            f"decode_group needs Unix sockets of Linux: {error}; leave it out on this system"
+        ) from error
 
 
 def _listen(address: str) -> socket.socket | None:
@@ -87,16 +89,16 @@ def _listen(address: str) -> socket.socket | None:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end, as the kernel knows it."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(found)
+    """Return the user id of the process at the other end, as reported by the kernel."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)
 
 
 def is_gone(connection: socket.socket) -> bool:
-    """Whether the other end is closed, whatever of it is still to be read."""
+    """Return whether the other end is closed, even if data is still to be read."""
     poll = select.poll()
-    poll.register(connection, 0)  # POLLHUP is told unasked
+    poll.register(connection, 0)  # poll reports POLLHUP without being asked for it
     return bool(poll.poll(0))
 
 
@@ -104,4 +106,4 @@ def _check_user(connection: socket.socket, address: str) -> None:
     if user_of(connection) != os.getuid():
         with suppress(OSError):
             connection.close()
-        raise ConfigError(f"the share {address[1:]!r} is held by another user of this node; choose another name")
+        raise ConfigError(f"another user of this node holds the decode group {address[1:]!r}; choose another name")

@@ -1,10 +1,8 @@
-"""The process that decodes for the jobs of a share: `python -m datasvc.loaders.decode_sharing.server`.
+"""The decoding process of a decode group: `python -m datasvc.loaders.decode_sharing.server`.
 
-The first of these jobs starts it.
-
-It decodes each batch once, lends it to whoever asks, and ends when the last consumer has gone, which the kernel tells
-by a closed socket. It never waits for a consumer, and no consumer can write what another reads. What it cannot do, it
-refuses: then the consumer decodes by itself.
+The first job of the group starts it. It decodes each batch once, lends it to the consumers that request it, and exits
+when the last consumer's socket is closed. It never waits for a consumer, and no consumer can write memory that
+another reads. After a refused request the consumer decodes the batch itself.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from datasvc.loaders.core.split_reader import Cursor
-from datasvc.loaders.decode_sharing.decoding import Decoding, Outcome
+from datasvc.loaders.decode_sharing.decode_thread import DecodeThread, Outcome
 from datasvc.loaders.decode_sharing.job import ServerJob
 from datasvc.loaders.decode_sharing.messages import Message, receive, send
 from datasvc.loaders.decode_sharing.rendezvous import is_gone, user_of
@@ -29,51 +27,51 @@ from datasvc.loaders.decode_sharing.window import Window
 
 
 class Consumer:
-    """A job, as the server sees it.
+    """A connected job.
 
     Attributes:
-        connection: to it.
-        has_joined: it asked for the same batches; None: it has not said yet.
-        promised: steps that it waits for, and where they start.
+        connection: socket of the job.
+        has_joined: whether the job has the server's settings; None before its `join` message.
+        pending: requested steps that are not decoded yet, and the cursor of each.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.has_joined: bool | None = None
-        self.promised: dict[int, Cursor] = {}
+        self.pending: dict[int, Cursor] = {}
 
 
 class DecodeServer:
-    """Answers consumers until the last has gone.
+    """Answers consumers until the last one has left.
 
     Args:
-        job: what to do.
-        listener: where they come in.
+        job: description of the batches.
+        listener: socket that accepts consumers.
     """
 
     def __init__(self, job: ServerJob, listener: socket.socket) -> None:
         self._job = job
         self._listener = listener
         listener.setblocking(False)
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._collect)
-        self._window = Window(job.share.num_slots, job.share.patience)
-        self._slots = Slots(job.share.num_slots)
+        self._selector.register(self._wake_event, selectors.EVENT_READ, self._collect)
+        self._window = Window(job.group.num_slots, job.group.patience)
+        self._slots = Slots(job.group.num_slots)
         self._ready: dict[int, BatchSlot] = {}
-        self._decoding = Decoding(job.recipe, lambda: os.eventfd_write(self._woken, 1))
-        self._under_way: tuple[int, Cursor] | None = None
-        self._first = Cursor(0, 0)  # where step 0 of the window starts
-        self._next = Cursor(0, 0)  # where the window's next step starts
-        self._broken = ""
+        self._decoding = DecodeThread(job.spec, lambda: os.eventfd_write(self._wake_event, 1))
+        self._in_progress: tuple[int, Cursor] | None = None
+        self._first = Cursor(0, 0)  # start of the window's step 0
+        self._next = Cursor(0, 0)  # start of the window's next step
+        self._fatal_error = ""
         self._has_served = False
         self._is_ending = False
         self._consumers: set[Consumer] = set()
         self._counts: Counter[str] = Counter(decoded=0, lent=0, refused=0)
 
     def run(self) -> None:
-        """Serve until nobody is left, in the queue at the door either, or only who wants another server."""
+        """Serve until no consumer is connected or in the accept queue, or all that remain need other settings."""
         self._accept()
         while self._consumers and not self._is_ending:
             for key, _ in self._selector.select():
@@ -83,10 +81,10 @@ class DecodeServer:
             if not self._consumers and not self._is_ending:
                 self._accept()
 
-    def end(self, reason: str) -> None:
-        """Tell everybody why this process ends before its time."""
+    def announce_end(self, reason: str) -> None:
+        """Send all consumers the reason why this process exits early."""
         for consumer in list(self._consumers):
-            self._say(consumer, {"say": "ended", "reason": reason})
+            self._send(consumer, {"type": "failed", "reason": reason})
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
@@ -99,176 +97,180 @@ class DecodeServer:
                 consumer = Consumer(connection)
                 self._consumers.add(consumer)
                 self._selector.register(
-                    connection, selectors.EVENT_READ, lambda consumer=consumer: self._hear(consumer)
+                    connection, selectors.EVENT_READ, lambda consumer=consumer: self._receive(consumer)
                 )
 
-    def _hear(self, consumer: Consumer) -> None:
+    def _receive(self, consumer: Consumer) -> None:
         try:
-            heard = receive(consumer.connection)
+            received = receive(consumer.connection)
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            heard = None
-        if heard is None:
-            self._part_with(consumer)
+            received = None
+        if received is None:
+            self._disconnect(consumer)
             return
-        message, descriptor = heard
+        message, descriptor = received
         if descriptor is not None:
             os.close(descriptor)
         try:
             self._answer(consumer, message)
         except (KeyError, TypeError, AttributeError):
-            self._part_with(consumer)  # it speaks another language
+            self._disconnect(consumer)  # a malformed message
 
     def _answer(self, consumer: Consumer, message: Message) -> None:
-        match message.get("do"):
+        match message.get("type"):
             case "join":
-                self._let_in(consumer, message["fingerprint"])
-            case "ask" if consumer.has_joined:
-                self._ask(consumer, Cursor(*message["cursor"]))
-            case "forget":
-                self._window.forget(consumer)
-                consumer.promised.clear()
-                self._say(consumer, {"say": "forgotten"})
+                self._join(consumer, message["fingerprint"])
+            case "request" if consumer.has_joined:
+                self._request(consumer, Cursor(*message["cursor"]))
+            case "cancel":
+                self._window.cancel(consumer)
+                consumer.pending.clear()
+                self._send(consumer, {"type": "cancelled"})
             case "release":
                 for number in message["numbers"]:
                     self._slots.release(number, consumer)
             case "status":
                 counts: Message = dict(self._counts)
-                self._say(
-                    consumer, {"say": "status", "pid": os.getpid(), **counts, "num_in_memory": len(self._slots)}
+                self._send(
+                    consumer, {"type": "status", "pid": os.getpid(), **counts, "num_in_memory": len(self._slots)}
                 )
             case _:
-                self._part_with(consumer)
+                self._disconnect(consumer)
 
-    def _let_in(self, consumer: Consumer, fingerprint: object) -> None:
+    def _join(self, consumer: Consumer, fingerprint: object) -> None:
         consumer.has_joined = fingerprint == self._job.fingerprint
         self._has_served = self._has_served or consumer.has_joined
-        if not consumer.has_joined and not any(self._counts_on(other) for other in self._consumers):
-            self._end_for_others()
+        if not consumer.has_joined and not any(self._needs_server(other) for other in self._consumers):
+            self._close_for_successor()
             return
-        said = "joined" if consumer.has_joined else "mismatch"
-        self._say(consumer, {"say": said, "fingerprint": self._job.fingerprint})
+        answer = "joined" if consumer.has_joined else "mismatch"
+        self._send(consumer, {"type": answer, "fingerprint": self._job.fingerprint})
 
-    def _counts_on(self, consumer: Consumer) -> bool:
-        """Whether a consumer is here for these batches, or may be the one that started this process."""
+    def _needs_server(self, consumer: Consumer) -> bool:
+        """Return whether a consumer reads these batches, or may be the one that started this process."""
         is_expected = consumer.has_joined is None and not self._has_served
         return (bool(consumer.has_joined) or is_expected) and not is_gone(consumer.connection)
 
-    def _end_for_others(self) -> None:
-        """Free the name for a server of other settings, then say so: who hears it takes its place at once."""
+    def _close_for_successor(self) -> None:
+        """Free the name for a server of other settings, then send `closing`: its receiver binds the name at once."""
         self._is_ending = True
         self._selector.unregister(self._listener)
         self._listener.close()
         for consumer in list(self._consumers):
-            self._say(consumer, {"say": "ending", "reason": "it decoded other batches, for nobody any more"})
+            self._send(consumer, {"type": "closing", "reason": "it decoded other batches and no job used them"})
 
-    def _ask(self, consumer: Consumer, cursor: Cursor) -> None:
-        if self._broken:
-            self._say(consumer, {"say": "refused", "behind": 0, "reason": self._broken})
+    def _request(self, consumer: Consumer, cursor: Cursor) -> None:
+        if self._fatal_error:
+            self._send(consumer, {"type": "refused", "behind": 0, "reason": self._fatal_error})
             return
-        step = self._job.path.steps_between(self._first, cursor)
-        answer = self._window.ask(consumer, step)
-        if answer.verdict == "refused":
+        step = self._job.step_index.steps_between(self._first, cursor)
+        answer = self._window.request(consumer, step)
+        if answer.status == "refused":
             self._counts["refused"] += 1
-            self._lose([consumer], "it was overtaken")
-            reason = f"{answer.behind} batches behind the fastest" if answer.behind else "the others are elsewhere"
-            self._say(consumer, {"say": "refused", "behind": answer.behind, "reason": reason})
+            self._drop_pending([consumer], "the job was overtaken")
+            reason = (
+                f"{answer.behind} batches behind the fastest"
+                if answer.behind
+                else "the other jobs read other steps of the run"
+            )
+            self._send(consumer, {"type": "refused", "behind": answer.behind, "reason": reason})
             return
-        if answer.verdict == "moved":
-            self._lose(list(self._consumers), "decoding went on elsewhere")
+        if answer.status == "restarted":
+            self._drop_pending(list(self._consumers), "decoding moved to another step of the run")
             self._first, step = cursor, 0
             self._drop(list(self._ready))
         assert step is not None
         if self._window.next_step() == step:
             self._next = cursor
         self._drop([kept for kept in self._ready if kept not in self._window])
-        self._say(consumer, {"say": "promised", "behind": answer.behind})
-        if answer.verdict == "ready":
+        self._send(consumer, {"type": "pending", "behind": answer.behind})
+        if answer.status == "ready":
             self._lend(consumer, self._ready[step])
         else:
-            consumer.promised[step] = cursor
+            consumer.pending[step] = cursor
 
     def _decode_next(self) -> None:
         step = self._window.next_step()
-        if step is not None and self._under_way is None and not self._broken:
-            self._under_way = step, self._next
+        if step is not None and self._in_progress is None and not self._fatal_error:
+            self._in_progress = step, self._next
             self._decoding.start(self._next, self._slots.take_spare())
 
     def _collect(self) -> None:
         with suppress(BlockingIOError):
-            os.eventfd_read(self._woken)
+            os.eventfd_read(self._wake_event)
         while self._decoding.outcomes:
             outcome = self._decoding.outcomes.popleft()
-            assert self._under_way is not None
-            (step, cursor), self._under_way = self._under_way, None
+            assert self._in_progress is not None
+            (step, cursor), self._in_progress = self._in_progress, None
             if outcome.error:
                 self._fail(outcome)
                 continue
             assert outcome.memory is not None
             self._counts["decoded"] += 1
             if (step, cursor) != (self._window.next_step(), self._next):
-                self._slots.give_back(outcome.memory)  # the window went elsewhere meanwhile
+                self._slots.recycle(outcome.memory)  # the window moved while this batch was decoded
                 continue
             self._ready[step] = slot = self._slots.add(cursor, outcome.memory, outcome.spans)
-            waiting = self._window.decoded()
-            self._next = self._job.path.after(cursor)
+            waiting = self._window.mark_decoded()
+            self._next = self._job.step_index.after(cursor)
             self._drop([kept for kept in self._ready if kept not in self._window])
             for consumer in waiting:
-                if isinstance(consumer, Consumer) and consumer.promised.pop(step, None) is not None:
+                if isinstance(consumer, Consumer) and consumer.pending.pop(step, None) is not None:
                     self._lend(consumer, slot)
 
     def _fail(self, outcome: Outcome) -> None:
-        """Let everybody decode by himself: the same error reaches who meets the same sample."""
-        self._slots.give_back(outcome.memory)
-        self._window.give_up()
+        """Drop all requests after an error; each consumer decodes itself, and raises the error of its own sample."""
+        self._slots.recycle(outcome.memory)
+        self._window.restart()
         self._drop(list(self._ready))
-        self._lose(list(self._consumers), outcome.error)
+        self._drop_pending(list(self._consumers), outcome.error)
         if outcome.is_final:
-            self._broken = outcome.error
+            self._fatal_error = outcome.error
 
     def _lend(self, consumer: Consumer, slot: BatchSlot) -> None:
         if consumer not in self._consumers:
-            return  # just gone: it would never give it back
+            return  # it has just disconnected and would never release the batch
         self._counts["lent"] += 1
         slot.holders[consumer] += 1
-        place: Message = {
+        location: Message = {
             "cursor": [slot.cursor.epoch, slot.cursor.position],
             "number": slot.number,
             "memory": slot.memory.number,
         }
-        self._say(consumer, {"say": "ready", **place, "spans": list(slot.spans)}, slot.memory.descriptor)
+        self._send(consumer, {"type": "batch", **location, "spans": list(slot.spans)}, slot.memory.descriptor)
 
-    def _lose(self, consumers: list[Consumer], reason: str) -> None:
+    def _drop_pending(self, consumers: list[Consumer], reason: str) -> None:
         for consumer in consumers:
-            promised, consumer.promised = consumer.promised, {}
-            for cursor in promised.values():
-                self._say(consumer, {"say": "lost", "cursor": [cursor.epoch, cursor.position], "reason": reason})
+            dropped, consumer.pending = consumer.pending, {}
+            for cursor in dropped.values():
+                self._send(consumer, {"type": "dropped", "cursor": [cursor.epoch, cursor.position], "reason": reason})
 
     def _drop(self, steps: list[int]) -> None:
         for step in steps:
             self._slots.drop(self._ready.pop(step))
 
-    def _say(self, consumer: Consumer, message: Message, descriptor: int | None = None) -> None:
+    def _send(self, consumer: Consumer, message: Message, descriptor: int | None = None) -> None:
         if consumer not in self._consumers:
             return
         try:
             send(consumer.connection, message, descriptor)
         except OSError:
-            self._part_with(consumer)  # gone, or it asks and never listens
+            self._disconnect(consumer)  # it is gone, or its socket is full because it does not read
 
-    def _part_with(self, consumer: Consumer) -> None:
+    def _disconnect(self, consumer: Consumer) -> None:
         if consumer in self._consumers:
             self._consumers.discard(consumer)
             self._selector.unregister(consumer.connection)
             consumer.connection.close()
-            self._window.leave(consumer)
-            self._slots.leave(consumer)
+            self._window.remove(consumer)
+            self._slots.release_all(consumer)
 
 
 def main() -> None:
-    """Serve on the listening socket whose descriptor is the first argument; the job comes on standard input."""
-    # The terminal's Ctrl-C is meant for jobs, and whoever started this may be gone long before it.
+    """Serve on the listening socket whose descriptor is the first argument; read the `ServerJob` from stdin."""
+    # Ctrl-C in the terminal stops the jobs; this process serves jobs of other terminals too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
@@ -277,11 +279,11 @@ def main() -> None:
         job: Any = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
         server = DecodeServer(job, listener)
         server.run()
-    except BaseException as error:  # noqa: BLE001 - the end of this process
+    except BaseException as error:  # noqa: BLE001 - the process exits; its consumers get the reason
         if server is not None:
-            server.end(repr(error))
+            server.announce_end(repr(error))
     finally:
-        os._exit(0)  # without waiting for a batch that nobody wants any more; memory and names go with the process
+        os._exit(0)  # do not wait for the decoding thread; the kernel frees memory and socket name
 
 
 if __name__ == "__main__":

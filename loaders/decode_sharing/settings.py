@@ -1,4 +1,4 @@
-"""How jobs share decoded batches: what `share=` takes."""
+"""Settings of a decode group: the value of a loader's `decode_group` argument."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.decode_sharing.window import AHEAD
 
 MAX_NAME_BYTES: Final = 50
-SHARE_FORMAT: Final = 1
-"""Of what the processes of a share say and lend to each other."""
+PROTOCOL_FORMAT: Final = 1
+"""Version of the messages and the shared memory between the processes of a decode group."""
 
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Which jobs of this node decode together, and how far apart they may run.
+    """A group of jobs on this node that share decoded batches, and how far apart its jobs may run.
 
     Attributes:
-        name: of the share; jobs of one user that give the same name use one decoding process.
-        lag: batches that a job may be behind the fastest and still find what that took. So many, and a few more, are
-            kept in memory, once for all jobs.
-        patience: batches that the others wait, at most, for jobs that are further behind: late starters, or one that
-            saved a checkpoint. One is regained with every eight that are decoded. 0: they never wait.
-        when_behind: "alone": a job that lost touch decodes by itself, the same batches, until it meets the others
-            again; "raise": it gets a `LagError`.
-        silent_s: seconds after which a decoding process that shows no sign of life is given up.
+        name: name of the group; jobs of one user with the same name use one decoding process.
+        lag: number of batches that a job may be behind the fastest job and still get shared batches. `lag + 3`
+            batches are kept in memory, once for all jobs.
+        patience: number of batches that the other jobs wait in total for jobs that are further behind, such as a job
+            that starts late or writes a checkpoint. One batch of patience returns with every eight batches decoded.
+            0: the others never wait.
+        when_behind: "alone": a job that is too far behind decodes the same batches in its own process until it
+            catches up; "raise": it gets a `LagError`.
+        silent_s: seconds without an answer after which the decoding process is treated as lost.
 
     Raises:
         ConfigError: a value is out of range.
@@ -39,7 +40,9 @@ class DecodeGroup:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name.encode()) <= MAX_NAME_BYTES:
-            raise ConfigError(f"a share's name has 1 to {MAX_NAME_BYTES} bytes; got {self.name!r}")
+            raise ConfigError(
+                f"the name of a decode group is {self.name!r}; expected 1 to {MAX_NAME_BYTES} bytes in UTF-8"
+            )
         if self.lag < 1:
             raise ConfigError(f"lag is {self.lag}; expected at least 1 batch")
         if self.patience < 0:
@@ -47,19 +50,19 @@ class DecodeGroup:
         if self.when_behind not in ("alone", "raise"):
             raise ConfigError(f"when_behind is {self.when_behind!r}; expected 'alone' or 'raise'")
         if not self.silent_s > 0:
-            raise ConfigError(f"silent_s is {self.silent_s}; expected a time above 0")
+            raise ConfigError(f"silent_s is {self.silent_s}; expected a number of seconds above 0")
 
     @property
     def num_slots(self) -> int:
-        """Batches that are kept in memory."""
+        """Number of batches that are kept in memory."""
         return self.lag + AHEAD + 1
 
     @property
     def common(self) -> dict[str, Any]:
-        """What all jobs of a share must agree on."""
-        return {"share_format": SHARE_FORMAT, "lag": self.lag, "patience": self.patience}
+        """The settings that all jobs of a group must have in common, JSON values by name."""
+        return {"protocol_format": PROTOCOL_FORMAT, "lag": self.lag, "patience": self.patience}
 
 
-def parse_share(share: DecodeGroup | str) -> DecodeGroup:
-    """Return what `share=` means: a name alone takes all defaults. Raises ConfigError."""
-    return DecodeGroup(share) if isinstance(share, str) else share
+def parse_decode_group(group: DecodeGroup | str) -> DecodeGroup:
+    """Return the group; a name alone stands for a group with default settings. Raises ConfigError."""
+    return DecodeGroup(group) if isinstance(group, str) else group

@@ -1,4 +1,4 @@
-"""What a loader does otherwise whose batches come from a share: it plans steps, reads no shard, and asks."""
+"""A loader's membership in a decode group: the loader plans steps, reads no shards and requests decoded batches."""
 
 from __future__ import annotations
 
@@ -13,56 +13,57 @@ from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture
-from datasvc.loaders.decode_sharing.consumer import ShareCounts, SharedBatches
+from datasvc.loaders.decode_sharing.consumer import SharedBatches, SharingCounts
 from datasvc.loaders.decode_sharing.decoder import SharedDecoder
 from datasvc.loaders.decode_sharing.loader_spec import CachePlace, LoaderSpec
-from datasvc.loaders.decode_sharing.planned import PlannedBatches
+from datasvc.loaders.decode_sharing.planned_batches import PlannedBatches
 from datasvc.loaders.decode_sharing.settings import DecodeGroup
 from datasvc.loaders.decode_sharing.step_index import StepIndex
 
 B = TypeVar("B")
 
-# Of a loader's arguments: what is passed on otherwise, belongs to this process alone, or is in its order and state.
-_OWN = frozenset({"self", "__class__", "split", "cache", "share", "ledger", "mesh", "mesh_axis"})
-_IN_ORDER = frozenset({"seed", "shuffle", "lanes", "block", "sticky", "tail", "data_rank", "data_world_size"})
+# Arguments that the server's loader does not get: they belong to this process or are passed separately.
+_NOT_SENT = frozenset({"self", "__class__", "split", "cache", "decode_group", "ledger", "mesh", "mesh_axis"})
+# The fingerprint has these as part of the loader's state.
+_IN_STATE = frozenset({"seed", "shuffle", "lanes", "block", "sticky", "tail", "data_rank", "data_world_size"})
 _WITHOUT_EFFECT_ON_BATCHES = frozenset({"num_threads", "prefetch"})
 
 
 class Sharing(Generic[B]):
-    """A loader's part in a share.
+    """A loader's membership in a decode group.
 
     Args:
-        loader: whose part; it reads `planned` instead of samples.
-        share: which.
-        arguments: of the loader's class, by name; those that are of no use elsewhere are left out.
-        cache: of the loader.
+        loader: the loader; it reads `planned` instead of samples.
+        group: the decode group.
+        arguments: arguments of the loader's constructor by name; those for this process alone are left out.
+        cache: cache of the loader.
 
     Attributes:
-        planned: the steps of its run.
-        counts: how it went so far.
+        planned: the steps of the loader's run.
+        counts: counters of shared batches, batches decoded alone, and losses.
 
     Raises:
-        ConfigError: the arguments cannot be sent to another process; the loader prefetches more than the share's lag.
+        ConfigError: `prefetch` is larger than the group's lag.
     """
 
     def __init__(
-        self, loader: Loader[B], share: DecodeGroup, arguments: Mapping[str, Any], cache: Cache | None
+        self, loader: Loader[B], group: DecodeGroup, arguments: Mapping[str, Any], cache: Cache | None
     ) -> None:
         prefetch = arguments.get("prefetch", 0)
-        if prefetch > share.lag:
+        if prefetch > group.lag:
             raise ConfigError(
-                f"prefetch is {prefetch}, more than the lag of {share.lag} of the share {share.name!r}: jobs of "
-                "equal pace that prefetch less would fall behind; give it a larger lag, or a smaller prefetch"
+                f"prefetch is {prefetch}, more than the lag of {group.lag} of the decode group {group.name!r}, so "
+                "equally fast jobs with a smaller prefetch would fall behind; give a larger lag or a smaller prefetch"
             )
-        self.counts = ShareCounts()
-        self._share, self._ranks, self._cache = share, loader.ranks, cache
+        self.counts = SharingCounts()
+        self._group, self._ranks, self._cache = group, loader.ranks, cache
         self._loader, self._samples = type(loader), loader.split
         self._stopwatch = loader.stopwatch
-        self._path = StepIndex(len(loader.split), loader.batch_size * loader.ranks.world_size, loader.tail)
+        self._step_index = StepIndex(len(loader.split), loader.batch_size * loader.ranks.world_size, loader.tail)
         lanes = 1 if isinstance(loader.split, Mixture) else loader.order.lanes
-        self.planned = PlannedBatches(self._path, loader.ranks, lanes)
+        self.planned = PlannedBatches(self._step_index, loader.ranks, lanes)
         ranks = {"data_rank": loader.ranks.rank, "data_world_size": loader.ranks.world_size}
-        self._settings = {name: value for name, value in arguments.items() if name not in _OWN} | ranks
+        self._settings = {name: value for name, value in arguments.items() if name not in _NOT_SENT} | ranks
         self._fingerprint = self._describe(loader)
         self._batches: SharedBatches | None = None
         self._iterate: Callable[[Loader[B]], Iterator[Any]] = iter
@@ -71,18 +72,18 @@ class Sharing(Generic[B]):
         """Return a decoder for `planned`.
 
         Args:
-            iterate: returns the rest of a loader's epoch: `iter`, or another way of it that pickles.
-            kind: of batches that gives; those of another kind are not shared with these.
+            iterate: picklable function that returns an iterator over the rest of a loader's epoch, such as `iter`.
+            kind: kind of the batches that `iterate` yields; jobs share batches of the same kind only.
         """
         if self._batches is None or self._batches.kind != kind:
             self.close()
             self._iterate = iterate
-            recipe = LoaderSpec(self._loader, self._samples, CachePlace.of(self._cache), self._settings, iterate)
+            spec = LoaderSpec(self._loader, self._samples, CachePlace.of(self._cache), self._settings, iterate)
             self._batches = SharedBatches(
-                self._share,
+                self._group,
                 ranks=self._ranks,
-                recipe=recipe,
-                path=self._path,
+                spec=spec,
+                step_index=self._step_index,
                 fingerprint=self._fingerprint,
                 kind=kind,
                 counts=self.counts,
@@ -90,11 +91,11 @@ class Sharing(Generic[B]):
         return SharedDecoder(self._batches, self._make_alone, iterate, stopwatch=self._stopwatch)
 
     def status(self) -> dict[str, Any]:
-        """Return what the decoding process says of itself and counted: {} while this loader has none."""
+        """Return the process id and counters of the decoding process; {} while this loader is not connected."""
         return {} if self._batches is None else self._batches.status()
 
     def close(self) -> None:
-        """Leave the share; a new decoder joins again."""
+        """Leave the decode group; a new decoder joins it again."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
@@ -103,28 +104,28 @@ class Sharing(Generic[B]):
         return self._loader(self._samples, cache=self._cache, **self._settings)
 
     def _describe(self, loader: Loader[B]) -> dict[str, Any]:
-        """Return what decides on the content of batches, and nothing that does not."""
+        """Return all settings that affect the content of batches, and no others, as JSON values."""
         state = {name: value for name, value in loader.state_dict().items() if name not in {"epoch", "position"}}
         settings = {
-            name: _name(value)
+            name: _to_json(value)
             for name, value in self._settings.items()
-            if name not in _IN_ORDER | _WITHOUT_EFFECT_ON_BATCHES
+            if name not in _IN_STATE | _WITHOUT_EFFECT_ON_BATCHES
         }
         return {"loader": self._loader.__qualname__, "tail": loader.tail, **state, **settings}
 
 
-def _name(value: object) -> Any:
-    """Return a setting as JSON values, equal in all processes for what is equal."""
+def _to_json(value: object) -> Any:
+    """Return a setting as JSON values, equal in all processes for equal settings."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, list | tuple):
-        return [_name(each) for each in value]
+        return [_to_json(element) for element in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _name(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, FunctionType | type):
         return f"{value.__module__}.{value.__qualname__}"
     try:
         content = pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
-        content = b""  # refused, with a reason, where it is sent
+        content = b""  # `ServerJob.plan` raises the error, with a reason
     return f"{type(value).__qualname__} {hashlib.blake2b(content, digest_size=8).hexdigest()}"

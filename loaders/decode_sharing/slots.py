@@ -1,4 +1,4 @@
-"""Which memory holds which batch, and who has it in use: what somebody holds is never written."""
+"""Reference-counted batch slots in shared memory; memory that a consumer holds is never overwritten."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from datasvc.loaders.decode_sharing.memory import SharedBuffer, Span
 
 @dataclass
 class BatchSlot:
-    """A decoded batch.
+    """A decoded batch in shared memory.
 
     Attributes:
-        number: unlike that of every other batch of this server.
-        cursor: start of its step.
-        memory: where it lies.
-        spans: where its parts lie there.
-        holders: how often each consumer was given it.
-        is_kept: others may still ask for it.
+        number: unique number of the batch in this server.
+        cursor: start of the batch's step.
+        memory: the memory that holds the batch.
+        spans: offset and length in bytes of each part of the batch in `memory`.
+        holders: number of references that each consumer holds.
+        is_kept: whether the batch is still in the window, so that consumers may request it.
     """
 
     number: int
@@ -32,10 +32,12 @@ class BatchSlot:
 
 
 class Slots:
-    """The batches in memory, those that are kept and those that somebody holds, and spare memory.
+    """All batches in memory, and spare memory for the next ones.
+
+    A batch stays in memory while it is in the window or a consumer holds a reference to it.
 
     Args:
-        num_spare: pieces of memory that wait to be used again, at most.
+        num_spare: maximum number of spare buffers.
     """
 
     def __init__(self, num_spare: int) -> None:
@@ -48,11 +50,11 @@ class Slots:
         return len(self._slots) + len(self._spare)
 
     def take_spare(self) -> SharedBuffer | None:
-        """Return memory that nobody uses; None where there is none."""
+        """Return an unused buffer, None if there is none."""
         return self._spare.pop() if self._spare else None
 
-    def give_back(self, memory: SharedBuffer | None) -> None:
-        """Keep memory for the next batch, or let go of it where there is enough."""
+    def recycle(self, memory: SharedBuffer | None) -> None:
+        """Keep a buffer for a later batch, or close it if there are enough spare ones."""
         if memory is None:
             return
         if len(self._spare) < self._num_spare:
@@ -61,30 +63,30 @@ class Slots:
             memory.close()
 
     def add(self, cursor: Cursor, memory: SharedBuffer, spans: Sequence[Span]) -> BatchSlot:
-        """Return a new slot with a batch."""
+        """Return a new slot for the batch in `memory`."""
         self._num_made += 1
         slot = self._slots[self._num_made] = BatchSlot(self._num_made, cursor, memory, spans)
         return slot
 
     def drop(self, slot: BatchSlot) -> None:
-        """Say that nobody will ask for it any more; whoever holds it goes on holding it."""
+        """Remove a batch from the window; its memory stays while consumers hold references."""
         slot.is_kept = False
-        self._reuse(slot)
+        self._recycle_if_unused(slot)
 
     def release(self, number: int, consumer: Hashable) -> None:
-        """Give up one hold of a consumer. Does nothing where it has none."""
+        """Remove one reference of a consumer; do nothing if it has none."""
         slot = self._slots.get(number)
         if slot is not None and slot.holders[consumer] > 0:
             slot.holders[consumer] -= 1
-            self._reuse(slot)
+            self._recycle_if_unused(slot)
 
-    def leave(self, consumer: Hashable) -> None:
-        """Give up all holds of a consumer."""
+    def release_all(self, consumer: Hashable) -> None:
+        """Remove all references of a consumer."""
         for slot in list(self._slots.values()):
             del slot.holders[consumer]
-            self._reuse(slot)
+            self._recycle_if_unused(slot)
 
-    def _reuse(self, slot: BatchSlot) -> None:
+    def _recycle_if_unused(self, slot: BatchSlot) -> None:
         if not slot.is_kept and not slot.holders.total():
             del self._slots[slot.number]
-            self.give_back(slot.memory)
+            self.recycle(slot.memory)

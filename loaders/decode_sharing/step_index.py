@@ -1,4 +1,4 @@
-"""How many steps lie between two places of a run: a pure function of the order's sizes."""
+"""Number of steps between two cursors of a run: a pure function of the order's sizes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from datasvc.order import Tail, count_steps
 
 @dataclass(frozen=True)
 class StepIndex:
-    """The steps of a run, one after the other over the epochs.
+    """The steps of a run, counted across epochs.
 
     Attributes:
-        num_samples: of an epoch.
+        num_samples: samples of an epoch.
         global_batch: samples of a step over all ranks.
-        tail: what becomes of the samples that fill no global batch.
+        tail: treatment of the last samples that fill no global batch.
     """
 
     num_samples: int
@@ -23,18 +23,20 @@ class StepIndex:
     tail: Tail
 
     def steps_between(self, first: Cursor, second: Cursor) -> int | None:
-        """Return how many steps a run at `first` takes to `second`, below 0 where it is behind; None: never there.
+        """Return the number of steps from `first` to `second`, both starts of steps; negative if `second` is earlier.
 
-        Both are starts of steps. A run that resumed at an odd position meets the others when the epoch ends.
+        None if no run through one of them reaches the other. A run that resumed at a position that is no multiple of
+        the global batch has the same steps as the others from the next epoch on.
         """
         if (second.epoch, second.position) < (first.epoch, first.position):
             back = self.steps_between(second, first)
             return None if back is None else -back
         if first.epoch == second.epoch:
-            steps, rest = divmod(second.position - first.position, self.global_batch)
-            return None if rest else steps
-        steps, rest = divmod(second.position, self.global_batch)
-        if rest:
+            steps, remainder = divmod(second.position - first.position, self.global_batch)
+            return None if remainder else steps
+        # A later epoch starts at position 0, whatever position the first run resumed at.
+        steps, remainder = divmod(second.position, self.global_batch)
+        if remainder:
             return None
         whole_epochs = (second.epoch - first.epoch - 1) * self._steps_from(0)
         return self._steps_from(first.position) + whole_epochs + steps

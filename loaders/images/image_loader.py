@@ -30,7 +30,7 @@ from datasvc.loaders.decode.choice.rank_processors import count_rank_processors
 from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.pixels import Layout, Output, PixelFormat
-from datasvc.loaders.decode_sharing import DecodeGroup, Sharing, parse_share
+from datasvc.loaders.decode_sharing import DecodeGroup, Sharing, parse_decode_group
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_decoder import ImageDecoder, OnBad
 from datasvc.loaders.images.image_plan import ImagePlan
@@ -99,8 +99,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             that the launcher started on this node. Where it binds each to its own processors, give their number.
         prefetch: batches under way while the caller trains; 0: each is decoded in the call for it.
         ledger: folder that records what was handed over, see `Loader`.
-        share: jobs of this node that give the same name, or `DecodeGroup`, and otherwise the same arguments, let one
-            process decode each batch once for all of them.
+        decode_group: name, or `DecodeGroup`, of jobs on this node with otherwise equal arguments: one process decodes
+            each batch once for all of them.
 
     Raises:
         ConfigError: an argument is out of range; no images; a batch larger than the epoch with "drop"; what is to
@@ -144,7 +144,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         num_threads: int | None = None,
         prefetch: int = 2,
         ledger: Path | str | None = None,
-        share: DecodeGroup | str | None = None,
+        decode_group: DecodeGroup | str | None = None,
     ) -> None:
         arguments = dict(locals())
         check_sizes(size=size, num_threads=num_threads)
@@ -192,10 +192,10 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             _LOG.warning("images are decoded by Pillow, about half as fast: %s", find_missing()["cpu"])
         self.num_bad = 0
         self.sharing: Sharing[ImageBatch[torch.Tensor]] | None = None
-        if share is not None:
+        if decode_group is not None:
             if self._config.device_id is not None:
                 raise ConfigError(f"device is {device!r}; jobs share what the CPU decodes: give device='cpu'")
-            self.sharing = Sharing(self, parse_share(share), arguments, cache)
+            self.sharing = Sharing(self, parse_decode_group(decode_group), arguments, cache)
             self._source = self.sharing.planned
 
     def __iter__(self) -> Iterator[ImageBatch[torch.Tensor]]:

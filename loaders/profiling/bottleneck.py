@@ -133,7 +133,7 @@ def _advice(stage: Stage, totals: Totals, means: Resources) -> str:
 
 def _decode_advice(totals: Totals, means: Resources) -> str:
     if means.is_shared:
-        return "one process decodes for all jobs of the share: more num_threads for the job that starts it"
+        return "one process decodes for all jobs of the decode group: more num_threads for the job that starts it"
     if not _is_bound(totals) and totals.num_bound_steps:
         return f"some batches take longer than others: prefetch={2 * means.prefetch or 2} evens that out"
     if means.decoder is None:

@@ -43,7 +43,8 @@ PAGE_BYTES = 4096
 def run_jobs(folder: Path, settings: argparse.Namespace, num_jobs: int, *, is_shared: bool) -> float:
     """Return the images per second of all jobs together."""
     options = {"batch_size": settings.batch, "size": settings.size, "output": settings.output}
-    options |= {"num_threads": settings.threads, "share": f"bench-{secrets.token_hex(4)}" if is_shared else None}
+    group = f"bench-{secrets.token_hex(4)}" if is_shared else None
+    options |= {"num_threads": settings.threads, "decode_group": group}
     command = [sys.executable, __file__, "--job", json.dumps(options), "--folder", str(folder)]
     command += ["--steps", str(settings.steps)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

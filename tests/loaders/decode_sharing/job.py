@@ -1,6 +1,6 @@
 """A training job as tests see it: a process that takes a batch when it is told to, and says what it got.
 
-    python job.py REPOSITORY '{"share": {"name": ...}, "split": "train", ...}'
+    python job.py REPOSITORY '{"decode_group": {"name": ...}, "split": "train", ...}'
 
 Commands come as lines of JSON, and each is answered by one.
 """
@@ -35,9 +35,9 @@ def main(**more):
     """Take commands until they end; `more` are arguments of the loader that are not JSON."""
     warnings.simplefilter("ignore")
     options = json.loads(sys.argv[2])
-    share = DecodeGroup(**options.pop("share"))
+    group = DecodeGroup(**options.pop("decode_group"))
     split = open_dataset(Repository.open(sys.argv[1]), "digits@1")[options.pop("split", "val")]
-    loader = ImageLoader(split, share=share, **{**OPTIONS, **options, **more})
+    loader = ImageLoader(split, decode_group=group, **{**OPTIONS, **options, **more})
     batches = endless(loader)
     for line in sys.stdin:
         command, *arguments = json.loads(line)

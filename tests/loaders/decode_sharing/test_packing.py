@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from datasvc.loaders.decode_sharing.mapped_batch import BorrowedMemory
+from datasvc.loaders.decode_sharing.mapped_batch import MappedBatches
 from datasvc.loaders.decode_sharing.memory import SharedBuffer, write_batch
 from datasvc.loaders.decode_sharing.packing import pack, unpack
 
 
 def through_memory(batch, spare=None, borrowed=None):
     memory, spans = write_batch(batch, spare)
-    return memory, (borrowed or BorrowedMemory(4)).read(1, memory.number, memory.descriptor, spans)
+    return memory, (borrowed or MappedBatches(4)).read(1, memory.number, memory.descriptor, spans)
 
 
 def of_any_type():
@@ -71,7 +71,7 @@ def test_the_header_does_not_grow_with_the_arrays_and_nothing_is_copied_when_rea
 
 @pytest.mark.parametrize("is_written", [False, True])
 def test_the_next_batch_in_the_same_memory_is_seen_whatever_was_written_into_the_last(is_written):
-    borrowed, memory = BorrowedMemory(4), None
+    borrowed, memory = MappedBatches(4), None
     for number in range(5):
         memory, batch = through_memory(np.arange(number, number + 5000), memory, borrowed)
         assert batch.tolist() == list(range(number, number + 5000))
@@ -84,7 +84,7 @@ def test_the_next_batch_in_the_same_memory_is_seen_whatever_was_written_into_the
 
 
 def test_two_loans_of_the_same_memory_do_not_see_what_is_written_into_the_other():
-    borrowed = BorrowedMemory(4)
+    borrowed = MappedBatches(4)
     memory, first = through_memory(np.arange(5000), None, borrowed)
     first[...] = 0
     memory, second = through_memory(np.arange(5000), memory, borrowed)
@@ -94,7 +94,7 @@ def test_two_loans_of_the_same_memory_do_not_see_what_is_written_into_the_other(
 
 
 def test_a_loan_lasts_until_the_last_view_is_gone_and_outlives_its_lender():
-    borrowed = BorrowedMemory(4)
+    borrowed = MappedBatches(4)
     memory, batch = through_memory({"a": np.arange(10), "t": torch.arange(4)}, None, borrowed)
     memory.close()
     part = batch["t"][1:].numpy()[1:]
@@ -107,7 +107,7 @@ def test_a_loan_lasts_until_the_last_view_is_gone_and_outlives_its_lender():
 
 
 def test_no_more_mappings_are_kept_than_asked_for():
-    borrowed = BorrowedMemory(2)
+    borrowed = MappedBatches(2)
     for _ in range(5):
         memory, batch = through_memory(np.arange(10), None, borrowed)
         del batch

@@ -30,7 +30,7 @@ from datasvc.loaders.decode_sharing.messages import receive, send
 from datasvc.loaders.decode_sharing.rendezvous import address_of, connect_or_listen
 from datasvc.loaders.decode_sharing.server import Consumer
 from datasvc.loaders.decode_sharing.server import DecodeServer as ServerInside
-from datasvc.loaders.decode_sharing.step_index import StepIndex as RunPath
+from datasvc.loaders.decode_sharing.step_index import StepIndex
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.shards import ingest, open_dataset
 from tests.loaders.decode_sharing.job import OPTIONS, describe, endless
@@ -41,7 +41,7 @@ JOB = Path(__file__).with_name("job.py")
 
 @pytest.fixture
 def name():
-    """A share of this test alone; whatever it started is gone at its end, and nobody listens."""
+    """A decode group of this test alone; whatever it started is gone at its end, and nobody listens."""
     name = f"test-{secrets.token_hex(8)}"
     yield name
     assert not is_listening(name)
@@ -52,8 +52,8 @@ def is_listening(name):
     return address[1:] in Path("/proc/net/unix").read_text()
 
 
-def make(split, share, **options):
-    return ImageLoader(split, share=share, **{**OPTIONS, **options})
+def make(split, group, **options):
+    return ImageLoader(split, decode_group=group, **{**OPTIONS, **options})
 
 
 def take(loader, count):
@@ -71,8 +71,8 @@ def alone(digits):
 class Job:
     """A process of `job.py`, or of another script that takes the same commands."""
 
-    def __init__(self, split, share, script=JOB, cwd=None, **options):
-        settings = {"share": share if isinstance(share, dict) else {"name": share}, **options}
+    def __init__(self, split, group, script=JOB, cwd=None, **options):
+        settings = {"decode_group": group if isinstance(group, dict) else {"name": group}, **options}
         self.process = subprocess.Popen(
             [sys.executable, script, split.repository.url, json.dumps(settings)],
             stdin=subprocess.PIPE,
@@ -107,7 +107,7 @@ class Job:
 
 
 class Server:
-    """The decoding process of a share, seen from outside; leaving the block waits until it is gone."""
+    """The decoding process of a decode group, seen from outside; leaving the block waits until it is gone."""
 
     def __init__(self, pid):
         self.pid = pid
@@ -201,12 +201,12 @@ def test_a_killed_server_costs_no_batch_and_is_started_again(digits, alone, name
     again.wait()
 
 
-def test_a_server_killed_between_a_promise_and_its_batch_is_missed_by_nobody(digits, alone, name):
+def test_a_server_killed_between_a_pending_reply_and_its_batch_is_missed_by_nobody(digits, alone, name):
     with make(digits["val"], DecodeGroup(name, lag=30)) as loader:
         assert take(loader, 1) == alone[:1]
         batches = loader.sharing._batches
         far = Cursor(0, 8 * 30)
-        assert batches.ask(far)
+        assert batches.request(far)
         with Server(loader.sharing.status()["pid"]) as server:
             os.kill(server.pid, signal.SIGKILL)
         with warnings.catch_warnings():
@@ -237,8 +237,8 @@ def test_a_killed_job_even_the_one_that_started_the_server_disturbs_nobody(digit
 
 
 def test_a_stopped_job_blocks_nobody_is_told_and_gets_its_own_batches(digits, alone, name):
-    share = {"name": name, "lag": 2, "patience": 0}
-    with Job(digits["val"], share) as slow, make(digits["val"], DecodeGroup(**share)) as fast:
+    group = {"name": name, "lag": 2, "patience": 0}
+    with Job(digits["val"], group) as slow, make(digits["val"], DecodeGroup(**group)) as fast:
         # One, so that the first batch is still kept when the other asks for it, however late that is.
         found = slow.do("take", 1)
         slow.process.send_signal(signal.SIGSTOP)
@@ -278,17 +278,17 @@ def test_the_wait_for_the_process_that_decodes_is_a_wait_and_no_work_of_the_job(
         report = loader.report()
         assert report.totals.waiting_s.keys() == {Stage.DECODE}
         assert 0 < report.totals.waiting_s[Stage.DECODE] <= report.totals.blocked_s[Stage.DECODE]
-        assert "one process decodes for all jobs of the share" in str(report.verdict)
+        assert "one process decodes for all jobs of the decode group" in str(report.verdict)
         server = Server(loader.sharing.status()["pid"])
     server.wait()
 
 
 def test_who_starts_late_is_waited_for_and_shares_from_then_on(digits, alone, name):
-    share = DecodeGroup(name, lag=2, patience=50)
-    with make(digits["val"], share) as first:
+    group = DecodeGroup(name, lag=2, patience=50)
+    with make(digits["val"], group) as first:
         early = endless(first)
         found = [describe(next(early)) for _ in range(20)]
-        with make(digits["val"], share) as second:
+        with make(digits["val"], group) as second:
             late = [describe(batch) for batch, _ in zip(endless(second), range(20), strict=False)]
             for _ in range(10):
                 found.append(describe(next(early)))
@@ -318,8 +318,8 @@ def test_who_is_too_far_behind_is_warned_or_gets_an_error_as_asked(digits, alone
 
 @pytest.mark.slow
 def test_a_job_that_is_left_alone_elsewhere_takes_the_server_with_it(digits, alone, name):
-    share = DecodeGroup(name, lag=2, patience=0)
-    with make(digits["val"], share) as first, make(digits["val"], share) as second:
+    group = DecodeGroup(name, lag=2, patience=0)
+    with make(digits["val"], group) as first, make(digits["val"], group) as second:
         take(first, 20)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -494,8 +494,8 @@ def test_a_forked_child_keeps_no_server_alive_and_breaks_nothing(digits, alone, 
 
 @pytest.mark.slow
 def test_a_server_whose_starter_is_gone_before_it_is_up_ends_by_itself(digits, name):
-    recipe = LoaderSpec(ImageLoader, digits["val"], None, OPTIONS)
-    job = ServerJob.plan(DecodeGroup(name), recipe=recipe, path=RunPath(360, 8, "drop"), fingerprint={})
+    spec = LoaderSpec(ImageLoader, digits["val"], None, OPTIONS)
+    job = ServerJob.plan(DecodeGroup(name), spec=spec, step_index=StepIndex(360, 8, "drop"), fingerprint={})
     connection, listener = connect_or_listen(address_of(name, DataRanks()), 30)
     with connection, listener:
         server = Server(start_server(job, listener))
@@ -568,10 +568,10 @@ def test_who_can_open_no_more_files_decodes_alone(digits, alone, name, has_arriv
         assert take(loader, 1) == alone[:1]
         batches = loader.sharing._batches
         far = Cursor(0, 8 * 20)
-        assert batches.ask(far)
+        assert batches.request(far)
         if has_arrived:
             while far not in batches._arrived:
-                batches._hear()
+                batches._receive()
         server = Server(loader.sharing.status()["pid"])
         with pytest.warns(RuntimeWarning, match="Too many open files"), no_more_files():
             assert batches.take(far) is None
@@ -592,14 +592,14 @@ def test_an_answer_that_was_interrupted_is_not_taken_for_that_to_the_next_questi
         take(first, 1)
         take(second, 1)
         batches = second.sharing._batches
-        for question in (lambda: batches.ask(Cursor(0, 8)), batches.status):
+        for question in (lambda: batches.request(Cursor(0, 8)), batches.status):
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(consumer, "receive", interrupted)
                 question()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                assert not batches.ask(Cursor(0, 3))  # no step that the first comes to
-            assert batches.ask(Cursor(0, 8))
+                assert not batches.request(Cursor(0, 3))  # no step that the first comes to
+            assert batches.request(Cursor(0, 8))
         assert second.sharing.counts.lost == 0
         server = Server(first.sharing.status()["pid"])
     server.wait()
@@ -610,7 +610,7 @@ def test_a_name_is_free_for_other_settings_as_soon_as_nobody_uses_it(digits, nam
     with make(digits["val"], name) as first:
         take(first, 1)
         server = Server(first.sharing.status()["pid"])
-        first.sharing._batches.forget()  # so that closing waits for no answer
+        first.sharing._batches.cancel()  # so that closing waits for no answer
         os.kill(server.pid, signal.SIGSTOP)  # it has not seen yet that the first is gone when the second comes
     fates = [fate]
 
@@ -632,19 +632,19 @@ def test_a_name_is_free_for_other_settings_as_soon_as_nobody_uses_it(digits, nam
 def test_messages_that_make_no_sense_end_whoever_sent_them_alone(digits, alone, name):
     with make(digits["val"], name) as loader:
         assert take(loader, 5) == alone[:5]
-        join = {"do": "join", "fingerprint": loader.sharing._batches._job.fingerprint}
+        join = {"type": "join", "fingerprint": loader.sharing._batches._job.fingerprint}
         for message in (
             [],
-            {"do": "join"},
-            {"do": "release"},
-            {"do": "release", "numbers": 3},
-            {"do": "ask", "cursor": 3},
-            {"do": "ask", "cursor": ["a", "b"]},
+            {"type": "join"},
+            {"type": "release"},
+            {"type": "release", "numbers": 3},
+            {"type": "request", "cursor": 3},
+            {"type": "request", "cursor": ["a", "b"]},
         ):
             connection, _ = connect_or_listen(address_of(name, DataRanks()), 30)
             with connection:
                 send(connection, join)
-                assert receive(connection)[0]["say"] == "joined"
+                assert receive(connection)[0]["type"] == "joined"
                 send(connection, message)
                 assert receive(connection) is None
         assert take(loader, 5) == alone[5:10]
@@ -654,8 +654,8 @@ def test_messages_that_make_no_sense_end_whoever_sent_them_alone(digits, alone, 
 
 
 def test_a_loan_to_a_consumer_that_has_just_gone_is_none(digits, name):
-    recipe = LoaderSpec(ImageLoader, digits["val"], None, OPTIONS)
-    job = ServerJob.plan(DecodeGroup(name), recipe=recipe, path=RunPath(360, 8, "drop"), fingerprint={})
+    spec = LoaderSpec(ImageLoader, digits["val"], None, OPTIONS)
+    job = ServerJob.plan(DecodeGroup(name), spec=spec, step_index=StepIndex(360, 8, "drop"), fingerprint={})
     connection, listener = connect_or_listen(address_of(name, DataRanks()), 30)
     with connection, listener:
         server = ServerInside(job, listener)
@@ -693,6 +693,6 @@ def test_settings_out_of_range_are_refused(settings, message):
         DecodeGroup(**settings)
 
 
-def test_a_share_needs_the_cpu(digits):
+def test_a_decode_group_needs_the_cpu(digits):
     with pytest.raises(ConfigError, match="give device='cpu'"):
         make(digits["val"], "x", device="cuda:0")

@@ -1,4 +1,4 @@
-"""Who gets what from a share, and when: without processes, sockets or clocks."""
+"""Who gets what from a decode group, and when: without processes, sockets or clocks."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,38 +12,38 @@ def decode_all(window):
     """Decode for as long as somebody needs more; returns who got which step."""
     served = []
     while (step := window.next_step()) is not None:
-        served += [(consumer, step) for consumer in window.decoded()]
+        served += [(consumer, step) for consumer in window.mark_decoded()]
     return served
 
 
 def walk(window, consumer, steps):
-    """Ask for steps one by one; returns the verdicts."""
-    verdicts = []
+    """Ask for steps one by one; returns the statuses."""
+    statuses = []
     for step in steps:
-        verdicts.append(window.ask(consumer, step).verdict)
+        statuses.append(window.request(consumer, step).status)
         decode_all(window)
-    return verdicts
+    return statuses
 
 
 def test_the_first_to_ask_moves_the_window_and_the_rest_finds_what_it_decoded():
     window = Window(4, 0)
     assert window.next_step() is None
-    assert window.ask("a", None).verdict == "moved"
+    assert window.request("a", None).status == "restarted"
     assert window.next_step() == 0
-    assert window.ask("b", 0).verdict == "promised"
-    assert window.decoded() == ["a", "b"]
+    assert window.request("b", 0).status == "pending"
+    assert window.mark_decoded() == ["a", "b"]
     assert decode_all(window) == []
     assert [step for step in range(10) if step in window] == list(range(1 + AHEAD))
     assert walk(window, "a", [1, 2, 3]) == ["ready"] * 3
-    assert window.ask("b", 3).verdict == "ready"
+    assert window.request("b", 3).status == "ready"
 
 
 def test_who_falls_out_of_the_window_is_told_how_far_and_the_fastest_goes_on():
     window = Window(4, 0)
     walk(window, "slow", [0])
     walk(window, "fast", range(20))
-    answer = window.ask("slow", 1)
-    assert (answer.verdict, answer.behind) == ("refused", 18)
+    answer = window.request("slow", 1)
+    assert (answer.status, answer.behind) == ("refused", 18)
     assert window.followers == {"fast"}
     assert walk(window, "fast", range(20, 40)) == ["ready"] * 20
     assert walk(window, "slow", [39]) == ["ready"]
@@ -52,42 +52,42 @@ def test_who_falls_out_of_the_window_is_told_how_far_and_the_fastest_goes_on():
 def test_the_others_wait_for_who_is_behind_as_far_as_patience_goes():
     window = Window(4, 10)
     walk(window, "fast", range(9))
-    assert window.ask("late", 0).verdict == "promised"
-    assert window.ask("fast", 9).verdict == "promised"
+    assert window.request("late", 0).status == "pending"
+    assert window.request("fast", 9).status == "pending"
     served = decode_all(window)
     assert served == [("late", 0), ("fast", 9)]
-    assert window.ask("later", 0).verdict == "refused"  # 2 are left
+    assert window.request("later", 0).status == "refused"  # 2 are left
 
 
 def test_patience_comes_back_with_what_is_decoded():
     window = Window(4, 5)
     walk(window, "fast", range(20))
-    assert walk(window, "late", [14]) == ["promised"]
+    assert walk(window, "late", [14]) == ["pending"]
     assert walk(window, "later", [14]) == ["refused"]
     walk(window, "fast", range(20, 20 + 5 * 8))
-    assert walk(window, "later", [54]) == ["promised"]
+    assert walk(window, "later", [54]) == ["pending"]
 
 
 def test_a_follower_that_stopped_asking_does_not_keep_others_away_for_ever():
     window = Window(4, 0)
     walk(window, "paused", range(20))
-    verdicts = [window.ask("alive", 0).verdict for _ in range(6)]
-    assert verdicts == ["refused"] * 4 + ["moved", "promised"]
+    statuses = [window.request("alive", 0).status for _ in range(6)]
+    assert statuses == ["refused"] * 4 + ["restarted", "pending"]
 
 
 def test_who_waits_is_not_passed_over():
     window = Window(4, 0)
     walk(window, "patient", range(20))
-    window.ask("patient", 30 - 4)
-    assert [window.ask("alive", 0).verdict for _ in range(10)] == ["refused"] * 10
+    window.request("patient", 30 - 4)
+    assert [window.request("alive", 0).status for _ in range(10)] == ["refused"] * 10
 
 
 def test_when_the_last_follower_leaves_the_next_to_ask_decides():
     window = Window(4, 0)
     walk(window, "a", range(20))
-    window.leave("a")
+    window.remove("a")
     assert window.next_step() is None
-    assert window.ask("b", 3).verdict == "moved"
+    assert window.request("b", 3).status == "restarted"
     assert decode_all(window) == [("b", 0)]
 
 
@@ -96,21 +96,21 @@ actions = st.lists(
         st.tuples(st.just("go on"), st.integers(0, 3)),
         st.tuples(st.just("jump"), st.integers(0, 3), st.integers(0, 60)),
         st.tuples(st.just("decode"), st.integers(1, 4)),
-        st.tuples(st.just("leave"), st.integers(0, 3)),
-        st.tuples(st.just("forget"), st.integers(0, 3)),
+        st.tuples(st.just("remove"), st.integers(0, 3)),
+        st.tuples(st.just("cancel"), st.integers(0, 3)),
     ),
     max_size=60,
 )
 
 
 @given(actions, st.integers(AHEAD + 2, 8), st.integers(0, 20))
-def test_every_promise_is_kept_or_taken_back_and_nothing_is_ready_that_was_not_just_decoded(
+def test_every_pending_step_comes_or_is_cancelled_and_nothing_is_ready_that_was_not_just_decoded(
     actions, num_slots, patience
 ):
     window = Window(num_slots, patience)
     first = 0  # steps are counted from where the window moved to last
     at = dict.fromkeys(range(4), 0)
-    promised, decoded = set(), []
+    pending, decoded = set(), []
 
     def decode():
         step = window.next_step()
@@ -119,8 +119,8 @@ def test_every_promise_is_kept_or_taken_back_and_nothing_is_ready_that_was_not_j
         if decoded and step != decoded[-1] + 1:
             decoded.clear()  # it went back
         decoded.append(step)
-        for consumer in window.decoded():
-            promised.remove((consumer, step))
+        for consumer in window.mark_decoded():
+            pending.remove((consumer, step))
         return True
 
     for action, *arguments in actions:
@@ -128,31 +128,31 @@ def test_every_promise_is_kept_or_taken_back_and_nothing_is_ready_that_was_not_j
         if action == "decode":
             for _ in range(consumer):
                 decode()
-        elif action in {"leave", "forget"}:
+        elif action in {"remove", "cancel"}:
             getattr(window, action)(consumer)
-            promised -= {each for each in promised if each[0] == consumer}
+            pending -= {each for each in pending if each[0] == consumer}
         else:
             if action == "jump":
-                window.forget(consumer)
-                promised -= {each for each in promised if each[0] == consumer}
+                window.cancel(consumer)
+                pending -= {each for each in pending if each[0] == consumer}
                 at[consumer] = arguments[1]
             step = at[consumer] - first
-            answer = window.ask(consumer, step)
+            answer = window.request(consumer, step)
             at[consumer] += 1
-            if answer.verdict == "moved":
+            if answer.status == "restarted":
                 first, step = first + step, 0
-                promised.clear()
+                pending.clear()
                 decoded.clear()
-            if answer.verdict == "refused":
-                promised -= {each for each in promised if each[0] == consumer}
+            if answer.status == "refused":
+                pending -= {each for each in pending if each[0] == consumer}
                 assert consumer not in window.followers
-            elif answer.verdict == "ready":
+            elif answer.status == "ready":
                 assert step in decoded[-num_slots:]
             else:
-                promised.add((consumer, step))
+                pending.add((consumer, step))
     while decode():
         pass
-    assert not promised
+    assert not pending
 
 
 @given(st.lists(st.integers(0, 3), max_size=80), st.integers(AHEAD + 2, 8))
@@ -160,14 +160,14 @@ def test_the_fastest_is_never_refused_nor_held_up_where_nobody_is_waited_for(tur
     window, at = Window(num_slots, 0), dict.fromkeys(range(4), 0)
     for consumer in turns:
         is_fastest = at[consumer] == max(at.values())
-        answer = window.ask(consumer, at[consumer])
+        answer = window.request(consumer, at[consumer])
         if is_fastest:
-            assert answer.verdict != "refused"
+            assert answer.status != "refused"
         decode_all(window)
-        if answer.verdict != "refused":
+        if answer.status != "refused":
             assert at[consumer] in window
         at[consumer] += 1
-        if answer.verdict == "moved" and at[consumer] > 1:
+        if answer.status == "restarted" and at[consumer] > 1:
             return  # everybody else was idle: steps are counted anew
 
 

@@ -1,4 +1,4 @@
-"""The steps of a run without their samples: what a loader goes through whose batches are decoded elsewhere."""
+"""The steps of a run without their samples, for a loader whose batches another process decodes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from datasvc.order import plan_step, slice_step
 
 
 class PlannedBatches:
-    """One rank's endless stream of steps, epoch after epoch, from any cursor. Opens no shard.
+    """A `BatchSource` of one rank's steps, epoch after epoch, that opens no shards.
 
     Args:
-        path: the steps of a run.
-        ranks: which part of each is this process's.
-        lanes: of the order.
+        step_index: the steps of a run.
+        ranks: data rank of this process.
+        lanes: number of lanes of the access order.
     """
 
-    def __init__(self, path: StepIndex, ranks: DataRanks, lanes: int) -> None:
-        self._path = path
+    def __init__(self, step_index: StepIndex, ranks: DataRanks, lanes: int) -> None:
+        self._step_index = step_index
         self._ranks = ranks
         self._lanes = lanes
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
-        """Yield batches from `cursor` on, for ever: positions and mask, and nothing that lies in a shard."""
-        path, ranks = self._path, self._ranks
+        """Yield batches from `cursor` on without end, with positions and mask and no data from shards."""
+        step_index, ranks = self._step_index, self._ranks
         nothing = np.empty(0, np.int64)
         while True:
-            step = plan_step(cursor.position, path.num_samples, path.global_batch, path.tail)
+            step = plan_step(cursor.position, step_index.num_samples, step_index.global_batch, step_index.tail)
             if step is None:
                 cursor = Cursor(cursor.epoch + 1, 0)
                 continue
@@ -42,7 +42,7 @@ class PlannedBatches:
             cursor = batch.after
 
     def retire(self, batch: SampleBatch) -> None:
-        """Nothing to do: nothing is open."""
+        """Do nothing: no shard is open."""
 
     def close(self) -> None:
-        """Nothing to do: nothing is open."""
+        """Do nothing: no shard is open."""

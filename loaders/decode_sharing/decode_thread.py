@@ -1,4 +1,4 @@
-"""The thread of a server that decodes: one batch at a time, wherever it is told, into memory that is shared."""
+"""The decoding thread of a server: decodes one batch at a time, at any cursor, into shared memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from datasvc.loaders.decode_sharing.memory import SharedBuffer, Span, write_batc
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a batch.
+    """The result of decoding one batch.
 
     Attributes:
-        memory: what may be used now: with the batch, or spare where it failed.
-        spans: where the batch lies in it.
-        error: why there is none; empty where there is.
-        is_final: there will never be one: the loader cannot be made.
+        memory: memory that holds the batch; after a failure, the spare memory for reuse, if there was any.
+        spans: offset and length in bytes of each part of the batch in `memory`.
+        error: reason of a failure; empty after a success.
+        is_final: whether every later batch fails too, because the loader cannot be created.
     """
 
     memory: SharedBuffer | None
@@ -33,48 +33,48 @@ class Outcome:
     is_final: bool = False
 
 
-class Decoding:
-    """Decodes in a thread of its own, so that questions are answered meanwhile.
+class DecodeThread:
+    """Decodes in a separate thread, so that the server can answer messages at the same time.
 
     Args:
-        recipe: of the loader, pickled: what is missing here is told like any other error.
-        tell: called from the thread when `outcomes` has one more.
+        spec: pickled `LoaderSpec`; a module that is missing in this process is reported like any other error.
+        notify: callback of the thread, called after each new entry of `outcomes`.
 
     Attributes:
-        outcomes: in the order in which batches were asked for.
+        outcomes: results in the order of the calls to `start`.
     """
 
-    def __init__(self, recipe: bytes, tell: Callable[[], None]) -> None:
+    def __init__(self, spec: bytes, notify: Callable[[], None]) -> None:
         self.outcomes: deque[Outcome] = deque()
 
-        self._recipe = recipe
+        self._spec = spec
         self._loader: Positioned[Any] | None = None
-        self._tell = tell
-        self._wanted: queue.SimpleQueue[tuple[Cursor, SharedBuffer | None]] = queue.SimpleQueue()
+        self._notify = notify
+        self._requests: queue.SimpleQueue[tuple[Cursor, SharedBuffer | None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="datasvc-decode").start()
 
     def start(self, cursor: Cursor, spare: SharedBuffer | None) -> None:
-        """Decode the step at `cursor` into spare memory, or new where it is too small or there is none."""
-        self._wanted.put((cursor, spare))
+        """Start decoding the step at `cursor`, into `spare` if the batch fits, otherwise into new memory."""
+        self._requests.put((cursor, spare))
 
     def _run(self) -> None:
         while True:
-            cursor, spare = self._wanted.get()
+            cursor, spare = self._requests.get()
             self.outcomes.append(self._decode(cursor, spare))
-            self._tell()
+            self._notify()
 
     def _decode(self, cursor: Cursor, spare: SharedBuffer | None) -> Outcome:
         try:
             if self._loader is None:
-                found: LoaderSpec = pickle.loads(self._recipe)  # noqa: S301 - from our own parent process
-                loader = Positioned(found.make, found.iterate)
+                spec: LoaderSpec = pickle.loads(self._spec)  # noqa: S301 - from our own parent process
+                loader = Positioned(spec.make, spec.iterate)
                 loader.open()
                 self._loader = loader
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+        except Exception as error:  # noqa: BLE001 - reported to all consumers
             return Outcome(spare, error=_describe(error), is_final=True)
         try:
             memory, spans = write_batch(self._loader.read(cursor), spare)
-        except Exception as error:  # noqa: BLE001 - likewise; they decode it themselves, and meet the same
+        except Exception as error:  # noqa: BLE001 - the consumers decode the batch themselves and get the same error
             return Outcome(spare, error=_describe(error))
         if spare is not None and memory is not spare:
             spare.close()
