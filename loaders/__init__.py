@@ -1,4 +1,4 @@
-"""What plugs into a training job: batches of decoded samples in a reproducible, resumable order."""
+"""Data loaders for training jobs: batches of decoded samples in a reproducible, resumable order."""
 
 from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
 from datasvc.loaders.core.mixture import Mixture

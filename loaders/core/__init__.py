@@ -1,1 +1,1 @@
-"""What every loader shares: order, data ranks, sample views, mixtures, state, ledger."""
+"""Common parts of all loaders: access order, data ranks, sample views, mixtures, state, ledger."""

@@ -1,7 +1,7 @@
-"""Order + rank + shards -> batches of zero-copy sample views.
+"""Batches of zero-copy sample views, from an access order, a rank and shards.
 
-Shards are opened when a batch needs them first and released once every batch that needs them was handed over, so
-what a loader holds of a cache is what its order promised.
+A shard is opened for the first batch that needs it, and released after the last such batch is handed over. So a
+loader never holds more shards of a cache than its order's window.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
-from datasvc.loaders.core.mixture import Mixture, label_maps, name_of, own_orders, splits_of, weighted_splits
+from datasvc.loaders.core.mixture import Mixture, label_maps, name_of, split_orders, splits_of, weighted_splits
 from datasvc.loaders.core.sample_locations import LocatedStep, SampleLocations, locate_epoch
 from datasvc.loaders.core.split_reader import Cursor, ShardPart, SplitReader
 from datasvc.mix_order import MixOrder
@@ -25,24 +25,24 @@ from datasvc.shards.format.schema import LABEL
 
 __all__ = ["Cursor", "SampleBatch", "SampleBatches", "ShardPart"]
 
-_CURSORS_KEPT: Final = 64
+_MAX_CACHED_CURSORS: Final = 64
 
 
 class SampleBatch(NamedTuple):
     """One rank's part of a global batch, not yet decoded.
 
     Attributes:
-        epoch: of the batch.
+        epoch: epoch of the batch.
         step: positions of the global batch.
-        positions: `int64[n]`, of this rank's samples.
-        mask: `bool[n]`, False for samples that only pad.
-        shards: `int64[n]`, number of each sample's shard in the shard table of its split.
-        rows: `int64[n]`, its row there, deleted samples counted too.
-        blobs: views of the encoded images, `uint8[size]` each; they keep their mapping alive. Empty where no blob
-            column was asked for.
-        columns: other columns of fixed width, `dtype[n]` by name.
-        parts: the same samples shard by shard, for decoders that read columns of other kinds.
-        sources: `int64[n]`, number of each sample's split in the mixture; zeros without one.
+        positions: `int64[n]`, positions of this rank's samples.
+        mask: `bool[n]`, False for padding samples.
+        shards: `int64[n]`, index of each sample's shard in the shard table of its split.
+        rows: `int64[n]`, row of each sample in its shard, counting deleted samples.
+        blobs: views of the encoded images, `uint8[size]` each, which keep their mapping alive. Empty if no blob
+            column was requested.
+        columns: further columns of fixed width by name, `dtype[n]`.
+        parts: the same samples grouped by shard, for decoders that read columns of other types.
+        sources: `int64[n]`, index of each sample's split in the mixture; zeros for a single split.
     """
 
     epoch: int
@@ -58,7 +58,7 @@ class SampleBatch(NamedTuple):
 
     @property
     def pads(self) -> bool:
-        """Whether the step fills a batch with samples that only pad; this rank's part may have none."""
+        """Whether the global batch contains padding samples; this rank's part may have none."""
         return self.step.stop > self.step.num_samples
 
     @property
@@ -69,12 +69,12 @@ class SampleBatch(NamedTuple):
 
     @property
     def before(self) -> Cursor:
-        """Where the run stands until this batch is served."""
+        """Cursor of the run before this batch is served."""
         return Cursor(self.epoch, self.step.start)
 
     @property
     def after(self) -> Cursor:
-        """Where the run stands once this batch is served."""
+        """Cursor of the run after this batch is served."""
         return Cursor(self.epoch, self.step.next_position)
 
 
@@ -83,18 +83,18 @@ class SampleBatches:
 
     Args:
         samples: a split, or a mixture of several.
-        store: where shards are read from; for a mixture one for each of its splits.
-        config: the order's parameters.
+        store: shard store to read from; for a mixture, one store per split.
+        config: parameters of the access order.
         batch_size: samples of this rank per step.
         rank: data-parallel rank.
         world_size: number of data-parallel ranks.
-        tail: what becomes of the samples that fill no global batch.
-        blob: column with the encoded images; None: no blobs are read.
-        columns: other columns, of fixed width, to deliver beside.
+        tail: treatment of the last samples that fill no global batch.
+        blob: column with the encoded images; None: read no blobs.
+        columns: further columns of fixed width to read.
 
     Raises:
-        ConfigError: a split has no such column, or of another type than the first; or, when a batch is read, a sample
-            of it is null there.
+        ConfigError: a split lacks one of the columns, or has it with another type than the first split. While a batch
+            is read: a column is null for one of its samples.
     """
 
     def __init__(
@@ -114,12 +114,14 @@ class SampleBatches:
         weighted = weighted_splits(samples)
         labels = label_maps(samples) if LABEL in columns else [None] * len(splits_of(samples))
         self._readers = {
-            number: SplitReader(split, stores[number], own, blob=blob, columns=columns, labels=labels[number])
-            for number, (split, own) in enumerate(zip(splits_of(samples), own_orders(samples, config), strict=True))
+            number: SplitReader(split, stores[number], order, blob=blob, columns=columns, labels=labels[number])
+            for number, (split, order) in enumerate(
+                zip(splits_of(samples), split_orders(samples, config), strict=True)
+            )
             if split in weighted
         }
-        self._locator: _SplitLocator | _Mixed = (
-            _Mixed(samples.order(config.seed), self._readers)
+        self._locator: _SplitLocator | _MixtureLocator = (
+            _MixtureLocator(samples.order(config.seed), self._readers)
             if isinstance(samples, Mixture)
             else _SplitLocator(self._readers[0], config.lanes)
         )
@@ -130,9 +132,9 @@ class SampleBatches:
         self._needs_values = blob is not None or bool(columns)
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
-        """Yield batches from `cursor` on, for ever. At least one step must fit into an epoch."""
-        for number, own in self._locator.cursors(cursor).items():
-            self._readers[number].advance(own)
+        """Yield batches from `cursor` on without end. An epoch must have at least one step."""
+        for number, split_cursor in self._locator.cursors(cursor).items():
+            self._readers[number].advance(split_cursor)
         while True:
             for located in locate_epoch(
                 self._locator,
@@ -147,29 +149,29 @@ class SampleBatches:
             cursor = Cursor(cursor.epoch + 1, 0)
 
     def retire(self, batch: SampleBatch) -> None:
-        """Say that `batch` and all before it were handed over; shards that nothing needs any more are released."""
-        for number, own in self._locator.cursors(batch.after).items():
-            self._readers[number].retire(own, batch.before)
+        """Record that `batch` and all earlier ones are handed over; release the shards that no later batch needs."""
+        for number, split_cursor in self._locator.cursors(batch.after).items():
+            self._readers[number].retire(split_cursor, batch.before)
 
     def close(self) -> None:
-        """Release every shard; a new `stream` opens them again."""
+        """Release all shards; a new `stream` opens them again."""
         for reader in self._readers.values():
             reader.close()
 
     def describe(self, batch: SampleBatch, index: int) -> str:
-        """Name one sample for a message: split, shard and key."""
+        """Return the name of one sample for messages: split, shard and key."""
         reader = self._readers[int(batch.sources[index])]
         return reader.describe(int(batch.shards[index]), int(batch.rows[index]), batch.holders[index])
 
     def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
-        step, positions, mask, found, by_split = located
+        step, positions, mask, locations, by_split = located
         self._use_shards(Cursor(epoch, step.start), Cursor(epoch, step.next_position), located)
         blobs: list[Any] = [] if self._blob is None else [None] * len(positions)
         columns = {name: np.empty(len(positions), kind) for name, kind in self._types.items()}
         parts: list[ShardPart] = []
         for number, by_shard in by_split.items():
             reader = self._readers[number]
-            opened = reader.open(by_shard, found.rows)
+            opened = reader.open(by_shard, locations.rows)
             parts += opened
             if not self._needs_values:
                 continue
@@ -181,25 +183,26 @@ class SampleBatches:
                 for name, values in columns.items():
                     values[part.indices] = reader.values(part, name)
         return SampleBatch(
-            epoch, step, positions, mask, found.shards, found.rows, blobs, columns, parts, found.sources
+            epoch, step, positions, mask, locations.shards, locations.rows, blobs, columns, parts, locations.sources
         )
 
     def _use_shards(self, start: Cursor, stop: Cursor, located: LocatedStep) -> None:
-        """Let every reader use the shards that the batch needs."""
+        """Register a use of each shard that the batch needs with its reader."""
         before, after = self._locator.cursors(start), self._locator.cursors(stop)
         pads = located.step.stop > located.step.num_samples
-        found = located.located
+        locations = located.locations
         for number, reader in self._readers.items():
-            own_before, own_after = before[number], after[number]
-            reader.use(own_before, own_after)
-            if pads or own_after.epoch > own_before.epoch + 1:
-                inside = (found.epochs > own_before.epoch) & (found.epochs < own_after.epoch)
-                kept = (found.sources == number) & (inside | ~located.mask)
-                reader.keep(np.unique(found.shards[kept]).tolist(), start)
+            first, last = before[number], after[number]
+            reader.use(first, last)
+            # The orders' windows do not cover padding, nor epochs of a small split that begin and end in this batch.
+            if pads or last.epoch > first.epoch + 1:
+                is_inside = (locations.epochs > first.epoch) & (locations.epochs < last.epoch)
+                is_kept = (locations.sources == number) & (is_inside | ~located.mask)
+                reader.keep(np.unique(locations.shards[is_kept]).tolist(), start)
 
 
 class _SplitLocator:
-    """A `SampleLocator`: the positions of a split are those of its own order."""
+    """A `SampleLocator` of one split, whose positions are those of its access order."""
 
     def __init__(self, reader: SplitReader, lanes: int) -> None:
         self._reader = reader
@@ -214,27 +217,27 @@ class _SplitLocator:
         return SampleLocations(np.zeros_like(positions), np.full_like(positions, epoch), shards, rows)
 
 
-class _Mixed:
-    """A `SampleLocator`: positions are dealt to splits, each with an order and epochs of its own."""
+class _MixtureLocator:
+    """A `SampleLocator` of a mixture: assigns positions to splits, each with an order and epochs of its own."""
 
-    # Those of each split's order: in a mixture a run of positions lies on them in no fixed way.
+    # The splits' orders may have lanes; consecutive positions of the mixture have no fixed relation to them.
     lanes = 1
 
     def __init__(self, order: MixOrder, readers: Mapping[int, SplitReader]) -> None:
         self._order = order
         self._readers = readers
         self.num_samples = order.num_samples
-        self._known: dict[Cursor, Mapping[int, Cursor]] = {}
+        self._cached_cursors: dict[Cursor, Mapping[int, Cursor]] = {}
 
     def cursors(self, cursor: Cursor) -> Mapping[int, Cursor]:
-        """Return where the own order of each split stands."""
-        # Asked for three times: as the end of a batch, as the start of the next, and when the first is retired.
-        if cursor not in self._known:
-            if len(self._known) >= _CURSORS_KEPT:
-                self._known.clear()
-            own = self._order.cursors(cursor.epoch, cursor.position)
-            self._known[cursor] = {number: Cursor(*own[number]) for number in self._readers}
-        return self._known[cursor]
+        """Return the cursor of each split's order at a cursor of the mixture."""
+        # Needed three times: at the end of a batch, at the start of the next one, and when the first one is retired.
+        if cursor not in self._cached_cursors:
+            if len(self._cached_cursors) >= _MAX_CACHED_CURSORS:
+                self._cached_cursors.clear()
+            cursors = self._order.cursors(cursor.epoch, cursor.position)
+            self._cached_cursors[cursor] = {number: Cursor(*cursors[number]) for number in self._readers}
+        return self._cached_cursors[cursor]
 
     def locate(self, epoch: int, positions: Integers) -> SampleLocations:
         places = self._order.locate(epoch, positions)
@@ -242,21 +245,21 @@ class _Mixed:
         by_order = np.lexsort((places.epochs, places.sources))
         sources, epochs = places.sources[by_order], places.epochs[by_order]
         cuts = np.flatnonzero((np.diff(sources) != 0) | (np.diff(epochs) != 0)) + 1
-        for chosen in np.split(by_order, cuts) if len(positions) else []:
-            source, own_epoch = int(places.sources[chosen[0]]), int(places.epochs[chosen[0]])
-            shards[chosen], rows[chosen] = self._readers[source].locate(own_epoch, places.positions[chosen])
+        for group in np.split(by_order, cuts) if len(positions) else []:
+            source, split_epoch = int(places.sources[group[0]]), int(places.epochs[group[0]])
+            shards[group], rows[group] = self._readers[source].locate(split_epoch, places.positions[group])
         return SampleLocations(places.sources, places.epochs, shards, rows)
 
 
 def _common_types(readers: Sequence[SplitReader], columns: Sequence[str]) -> dict[str, npt.DTypeLike]:
-    """Return the type of each column's values. Raises ConfigError: two splits have it of different types."""
+    """Return the dtype of each column. Raises ConfigError: two splits have a column with different dtypes."""
     first = readers[0]
     for reader in readers[1:]:
         for name in columns:
-            kinds = [np.dtype(each.dtype(name)).name for each in (reader, first)]
-            if kinds[0] != kinds[1]:
+            dtype, first_dtype = np.dtype(reader.dtype(name)).name, np.dtype(first.dtype(name)).name
+            if dtype != first_dtype:
                 raise ConfigError(
-                    f"column {name!r} of {name_of(reader.split)} is {kinds[0]}, that of {name_of(first.split)} "
-                    f"{kinds[1]}; a mixture needs one type"
+                    f"column {name!r} is {dtype} in {name_of(reader.split)} and {first_dtype} in "
+                    f"{name_of(first.split)}; a mixture needs one type: ingest both with the same one"
                 )
     return {name: first.dtype(name) for name in columns}

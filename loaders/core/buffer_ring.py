@@ -1,4 +1,4 @@
-"""Memory of batches, used again once nobody holds it: fresh memory costs several times what filling it does."""
+"""Reuse of batch memory after its last reference is gone; new memory costs several times as much as filling it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy.typing as npt
 
 
 class BufferRing:
-    """Buffers of one shape.
+    """Reusable buffers of one shape.
 
-    Whoever holds a buffer, a view of it, or a tensor made of either, keeps it. Addresses do not count.
+    A buffer is in use while a reference to it, to a view of it, or to a tensor of its memory exists. A raw address is
+    no reference.
 
     Args:
-        shape: of a buffer.
-        dtype: of its values.
-        keep: buffers that stay for use again; those beyond, held at the same time, are left to their holders.
+        shape: shape of a buffer.
+        dtype: dtype of a buffer.
+        keep: maximum number of buffers that are reused; further buffers are freed after their last reference.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, *, keep: int) -> None:
@@ -26,23 +27,23 @@ class BufferRing:
         self._buffers: list[npt.NDArray[Any]] = []
 
     def take(self) -> npt.NDArray[Any]:
-        """Return a buffer that nobody holds, with arbitrary values; take views of it for what is handed over."""
+        """Return an unused buffer with arbitrary values. Hand over views of it, which keep it in use."""
         free = _find(self._buffers, _REFERENCES_OF_A_FREE_BUFFER)
         if free is not None:
             return free
-        fresh = np.empty(self._shape, self._dtype)
+        buffer = np.empty(self._shape, self._dtype)
         if len(self._buffers) < self._keep:
-            self._buffers.append(fresh)
-        return fresh
+            self._buffers.append(buffer)
+        return buffer
 
 
 def _find(buffers: Sequence[npt.NDArray[Any]], num_references: int) -> npt.NDArray[Any] | None:
-    """Return the first buffer with so many references, the interpreter's own in this loop counted too."""
+    """Return the first buffer with `num_references` references, including those of the interpreter in this loop."""
     for buffer in buffers:
         if sys.getrefcount(buffer) == num_references:
             return buffer
     return None
 
 
-# That of the list, and those that the loop makes: how many these are differs between interpreters, so it is tried.
+# One reference of the list, and those of the loop, whose number depends on the interpreter: so it is measured.
 _REFERENCES_OF_A_FREE_BUFFER = next(count for count in range(1, 9) if _find([np.empty(0)], count) is not None)

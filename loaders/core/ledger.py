@@ -1,13 +1,13 @@
-"""What a rank handed over, written down batch by batch: one file below a folder for every place it began from.
+"""Record of the samples that a rank handed over, one file per start or restart of the loader.
 
-A file is begun with the first batch after a loader was made or `load_state_dict` was called, and its header says
-from where. Each batch is in the file before the loader's position moves past it, so whatever a state calls served is
-in the ledger, though the process is killed or only one rank saves the state. Nothing is buffered, and nothing is
-added to the loader's state.
+A new file begins with the first batch after the loader's creation or after `load_state_dict`; its header has the
+cursor. Invariant: a batch is in the file before the loader's cursor moves past it. So the ledger has every sample
+that a state counts as served, even if the process is killed or only one rank saves its state. Nothing is buffered,
+and the loader's state does not depend on the ledger.
 
-A batch is one `pwrite` of 64 bytes over the last: what a rank serves in steady state is one comb of positions, whose
-window grows. `datasvc.ledger.file` has the format, and `datasvc.ledger.history` how files of many ranks and restarts
-become one history.
+A batch is one `pwrite` of 64 bytes over the last record: in steady state a rank serves one strided range of
+positions, which grows. `datasvc.ledger.file` defines the format; `datasvc.ledger.history` merges the files of ranks
+and restarts.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from datasvc.order import Tail
 
 @dataclass(frozen=True)
 class _WritePosition:
-    """How far a file is written.
+    """Write position in a file.
 
     Attributes:
-        num_records: in it.
-        slot: of the record that may still grow; -1 for none.
+        num_records: number of records in the file.
+        slot: index of the record that may still grow; -1 if there is none.
         growing: that record.
     """
 
@@ -60,17 +60,17 @@ class Ledger:
     """One rank's part of a ledger.
 
     Args:
-        folder: of the ledger; made when something is written. All ranks of a job and all its restarts share it.
-        order: what the loader's state says beside epoch and position.
-        source: what is read, "digits@1/train".
-        num_samples: of an epoch.
-        ranks: which part of each global batch is this process's.
+        folder: folder of the ledger, created at the first write. All ranks of a job and all its restarts use one.
+        order: the loader's state without epoch and position.
+        source: name of the data, such as "digits@1/train".
+        num_samples: samples of an epoch.
+        ranks: data rank of this process.
         batch_size: samples of this rank per step.
-        tail: what becomes of the samples that fill no global batch.
+        tail: treatment of the last samples that fill no global batch.
 
     Raises:
-        ConfigError: the folder is the ledger of other data, or of another order.
-        UnavailableError: it cannot be read.
+        ConfigError: the folder is the ledger of other data or of another order.
+        UnavailableError: the folder cannot be read.
     """
 
     def __init__(
@@ -85,8 +85,10 @@ class Ledger:
         tail: Tail,
     ) -> None:
         self.folder = Path(folder)
-        self._about: dict[str, Any] = {
-            "order": json.loads(json.dumps(order)),  # as it will be read back
+        self._header_fields: dict[str, Any] = {
+            "order": json.loads(
+                json.dumps(order)
+            ),  # a JSON round trip, so that it equals the order in a stored header
             "source": source,
             "num_samples": num_samples,
             "batch_size": batch_size,
@@ -97,75 +99,76 @@ class Ledger:
         self._path: Path | None = None
         self._file: int | None = None
         self._header_bytes = 0
-        self._place = _WritePosition()
-        self._last: tuple[Cursor, _WritePosition] | None = None
+        self._position = _WritePosition()
+        self._last: tuple[Cursor, _WritePosition] | None = None  # cursor of the last batch, position before it
         self._check_folder()
 
     def begin(self, epoch: int, position: int) -> None:
-        """Say from where the next batches come: they go into a new file."""
+        """Begin a new file for the batches from this cursor on."""
         self.close()
         self._begin, self._path = (epoch, position), None
-        self._place, self._last = _WritePosition(), None
+        self._position, self._last = _WritePosition(), None
 
     def write(self, batch: SampleBatch, bad: Collection[int] = ()) -> None:
-        """Write down a batch, before the loader's position moves past it; the same batch again changes nothing.
+        """Record a batch, before the loader's cursor moves past it. To record the same batch again changes nothing.
 
         Args:
-            batch: that is handed over.
-            bad: which of its samples did not decode and are masked, as indices in it.
+            batch: the batch to hand over.
+            bad: indices in the batch of the samples that did not decode and are masked.
 
         Raises:
-            UnavailableError: the file cannot be written; says why.
+            UnavailableError: the file cannot be written; the message has the reason.
         """
         step = batch.step
         if self._last is not None and self._last[0] == batch.before:
-            self._place = self._last[1]  # an interrupt fell between the ledger and the cursor: the same batch again
+            # An interrupt came after the write and before the cursor moved: overwrite the record of the same batch.
+            self._position = self._last[1]
         else:
-            self._last = (batch.before, self._place)
+            self._last = (batch.before, self._position)
         self._open()
         is_full = bool(batch.mask.all())
         if bad or not is_full:
-            # What is said of a batch beside comes first: it counts only together with its batch.
-            self._append(_beside(batch, bad))
+            # Records of padding and masked samples come first: they count only together with their batch.
+            self._append(_masked_records(batch, bad))
         samples = batch.positions if is_full else batch.positions[batch.mask]
         for comb in describe_positions(step.start, step.next_position, samples):
             self._grow(LedgerRecord(RecordKind.SERVED, batch.epoch, comb, comb.size))
 
     def end_epoch(self, epoch: int, position: int) -> None:
-        """Write down that an epoch ends at a position; what is left of it fills no batch. Raises as `write`."""
-        num_left = self._about["num_samples"] - position
-        if num_left:
+        """Record that an epoch ends at `position` and its remaining samples are dropped. Raises as `write`."""
+        num_dropped = self._header_fields["num_samples"] - position
+        if num_dropped:
             self._open()
-            comb = solid(position, position + num_left)
-            self._append([LedgerRecord(RecordKind.DROPPED, epoch, comb, num_left)])
+            comb = solid(position, position + num_dropped)
+            self._append([LedgerRecord(RecordKind.DROPPED, epoch, comb, num_dropped)])
 
     def close(self) -> None:
-        """Let go of the file, and let it survive a power cut. A later batch goes on with the same file."""
+        """Sync the file to disk and close it. A later batch opens the same file again."""
         if self._file is not None:
             file, self._file = self._file, None
             try:
-                with suppress(OSError):  # all is written; what cannot be synced is as safe as before
+                with suppress(OSError):  # everything is written; without the sync only a power cut can lose it
                     os.fsync(file)
             finally:
                 os.close(file)
 
     def _grow(self, record: LedgerRecord) -> None:
-        growing = self._place.growing
+        growing = self._position.growing
         if growing is None or growing.epoch != record.epoch or not record.comb.continues(growing.comb):
-            slot = self._place.num_records
+            slot = self._position.num_records
             self._put(slot, record.encode())
-            self._place = _WritePosition(slot + 1, slot, record)
+            self._position = _WritePosition(slot + 1, slot, record)
             return
         comb = dataclasses.replace(growing.comb, stop=record.comb.stop)
         longer = LedgerRecord(record.kind, record.epoch, comb, growing.count + record.count)
-        self._put(self._place.slot, longer.encode())
-        self._place = _WritePosition(self._place.num_records, self._place.slot, longer)
+        self._put(self._position.slot, longer.encode())
+        self._position = _WritePosition(self._position.num_records, self._position.slot, longer)
 
     def _append(self, records: Sequence[LedgerRecord]) -> None:
         if records:
-            self._put(self._place.num_records, b"".join(record.encode() for record in records))
-            place = self._place
-            self._place = _WritePosition(place.num_records + len(records), place.slot, place.growing)
+            self._put(self._position.num_records, b"".join(record.encode() for record in records))
+            position = self._position
+            self._position = _WritePosition(position.num_records + len(records), position.slot, position.growing)
 
     def _put(self, slot: int, content: bytes) -> None:
         assert self._file is not None
@@ -174,7 +177,7 @@ class Ledger:
             if written != len(content):
                 raise OSError(f"{written} of {len(content)} bytes written")  # noqa: TRY301
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
 
     def _open(self) -> None:
         try:
@@ -183,12 +186,12 @@ class Ledger:
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
 
     def _header(self) -> Header:
         epoch, position = self._begin
         return Header(
-            **self._about,
+            **self._header_fields,
             data_rank=self._ranks.rank,
             data_world_size=self._ranks.world_size,
             epoch=epoch,
@@ -197,35 +200,37 @@ class Ledger:
         )
 
     def _check_folder(self) -> None:
-        """Refuse a ledger of something else at once; ranks that differ and begin together are found by the audit."""
+        """Raise ConfigError for a ledger of other data; the audit finds ranks that differ and start together."""
         if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(f"ledger is {self.folder}, which is a file; give a folder, which may be missing")
+            raise ConfigError(f"ledger is {self.folder}, which is a file; expected a folder, existing or new")
         files = list_files(self.folder) if self.folder.exists() else []
         if not files:
             return
         try:
-            found = read_header(files[-1][1])
+            header = read_header(files[-1][1])
         except CorruptDataError:
-            return  # the audit names it
-        if found.order != self._about["order"]:
+            return  # `datasvc audit` reports damaged files
+        if header.order != self._header_fields["order"]:
+            expected = self._header_fields
             raise ConfigError(
-                f"{self.folder} is the ledger of {found.source} with {found.order}; this loader reads "
-                f"{self._about['source']} with {self._about['order']}: give each its own folder"
+                f"{self.folder} is the ledger of {header.source} with {header.order}; this loader reads "
+                f"{expected['source']} with {expected['order']}: give each its own folder"
             )
 
-    def _failed(self, error: OSError) -> UnavailableError:
+    def _write_error(self, error: OSError) -> UnavailableError:
         return UnavailableError(
-            f"cannot write the ledger {self.folder}: {error}; make room or access, and go on from the last state"
+            f"cannot write the ledger {self.folder}: {error}; free disk space or grant access, then continue from "
+            "the last state"
         )
 
 
-def _beside(batch: SampleBatch, bad: Collection[int]) -> list[LedgerRecord]:
-    """Return the records of what only pads, and of samples that did not decode."""
-    chosen = np.zeros(len(batch.positions), np.bool_)
-    chosen[list(bad)] = True
-    kinds = ((RecordKind.PADDED, ~batch.mask), (RecordKind.MASKED, chosen & batch.mask))
+def _masked_records(batch: SampleBatch, bad: Collection[int]) -> list[LedgerRecord]:
+    """Return the records of padding samples, and of samples that did not decode."""
+    is_bad = np.zeros(len(batch.positions), np.bool_)
+    is_bad[list(bad)] = True
+    kinds = ((RecordKind.PADDED, ~batch.mask), (RecordKind.MASKED, is_bad & batch.mask))
     return [
         LedgerRecord(kind, batch.epoch, comb, comb.size)
-        for kind, which in kinds
-        for comb in split_runs(batch.positions[which])
+        for kind, is_chosen in kinds
+        for comb in split_runs(batch.positions[is_chosen])
     ]

@@ -1,7 +1,7 @@
-"""What every loader is: an order, a rank's part of it, batches under way, and where the run stands.
+"""Base class of all loaders: access order, data rank, batches in progress, and the cursor of the run.
 
-A loader counts what it handed over, never what it prefetched. A `BatchDecoder`, made by each kind of loader, turns
-samples into batches; it may be dropped at any moment, because the loader holds the position.
+Invariant: the cursor counts batches handed over, never prefetched ones. Each kind of loader has its own
+`BatchDecoder`, which converts samples to batches. It can be dropped at any moment, because the loader has the cursor.
 """
 
 from __future__ import annotations
@@ -36,54 +36,54 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class BatchDecoder(Protocol[B_co]):
-    """Turns sample batches into what a loader hands over, several at a time."""
+    """Converts sample batches to the loader's batches, several at a time, first in, first out."""
 
     def feed(self, batch: SampleBatch) -> None:
-        """Start on a batch; its views stay valid until `take` has returned it. It may be empty."""
+        """Start decoding a batch, which may be empty; its views stay valid until `take` has returned it."""
 
     def take(self) -> B_co:
-        """Return what became of the oldest batch that was fed, waiting for it.
+        """Wait for the oldest batch that was fed, and return it decoded.
 
         Raises:
-            BadSampleError: a sample does not decode; names it. The decoder is not used again.
+            BadSampleError: a sample does not decode; the message names it. The decoder is not used again.
         """
 
     def close(self) -> None:
-        """Stop, and let go of everything."""
+        """Stop, and release all resources."""
 
 
 class BatchSource(Protocol):
-    """Where a loader's batches come from before they are decoded: shards, or nowhere if that is done elsewhere."""
+    """Source of a loader's sample batches: shards, or planned steps if another process decodes."""
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
-        """Yield batches from `cursor` on, for ever."""
+        """Yield batches from `cursor` on without end."""
 
     def retire(self, batch: SampleBatch) -> None:
-        """Say that `batch` and all before it were handed over."""
+        """Record that `batch` and all earlier ones are handed over."""
 
     def close(self) -> None:
-        """Let go of everything; a new `stream` begins anew."""
+        """Release all resources; `stream` may be called again."""
 
 
 class Loader(ABC, Generic[B]):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
     Args:
-        split: of a data-set version; or a mixture of several.
-        blob: column that is decoded; None where the decoder reads the batch's parts itself.
-        columns: others, of fixed width, that the decoder needs.
+        split: a split of a data-set version, or a mixture of several splits.
+        blob: column to decode; None if the decoder reads the parts of a batch itself.
+        columns: further columns of fixed width that the decoder needs.
         batch_size: samples of this rank per step.
-        order: its parameters.
-        tail: what becomes of the samples that fill no global batch.
-        ranks: which part of each global batch is this process's.
-        cache: the node's; None reads a local repository in place, and a remote one into memory.
-        prefetch: batches under way while the caller trains; 0: each is decoded in the call for it.
-        ledger: folder that records what was handed over, for `datasvc audit`; the same for all ranks and restarts.
+        order: parameters of the access order.
+        tail: treatment of the last samples that fill no global batch.
+        ranks: data rank of this process.
+        cache: cache of the node; None: read a local repository in place, and a remote one into memory.
+        prefetch: batches in progress while the caller trains; 0: each batch is decoded in the call that returns it.
+        ledger: folder that records the batches handed over, for `datasvc audit`; one for all ranks and restarts.
 
     Raises:
-        ConfigError: an argument is out of range; no such column; a batch larger than the epoch with "drop"; the
-            ledger is one of other data or another order.
-        CacheFullError: the cache's budget is below the window that the order needs; says the number.
+        ConfigError: an argument is out of range; the split lacks a column; a batch is larger than the epoch with
+            `tail="drop"`; the ledger is one of other data or another order.
+        CacheFullError: the cache's budget is below the window that the order needs; the message has its size.
     """
 
     def __init__(
@@ -108,20 +108,20 @@ class Loader(ABC, Generic[B]):
         self.order = order
         self.tail: Tail = tail
         self.ranks = ranks
-        self.stopwatch = StepProfiler()
+        self.profiler = StepProfiler()
         self._prefetch = prefetch
         self._check_lengths()
-        # A batch that begins before is a whole one.
+        # A step that starts before this position is a full global batch.
         self._last_whole = len(split) - self._global_batch + 1
-        self._followed = (
+        self._cached_stores = (
             []
             if cache is None
             else follow_splits(split, order, cache, ranks, global_batch=self._global_batch, prefetch=prefetch)
         )
-        stores: Sequence[ShardStore] = self._followed or [each.origin for each in splits_of(split)]
+        stores: Sequence[ShardStore] = self._cached_stores or [part.origin for part in splits_of(split)]
         self._batches = SampleBatches(
             split,
-            [TimedShards(store, self.stopwatch) for store in stores],
+            [TimedShards(store, self.profiler) for store in stores],
             order,
             batch_size=batch_size,
             rank=ranks.rank,
@@ -134,105 +134,107 @@ class Loader(ABC, Generic[B]):
         self._cursor = Cursor(0, 0)
         self._decoder: BatchDecoder[B] | None = None
         self._stream: Iterator[SampleBatch] | None = None
-        self._under_way: deque[SampleBatch] = deque()
-        self._num_decoding = 0  # of these, those with samples
-        self._alone = SingleThreadGuard()
+        self._in_progress: deque[SampleBatch] = deque()
+        self._num_decoding = 0  # batches in progress that have samples
+        self._thread_guard = SingleThreadGuard()
         self._ledger = None if ledger is None else self._make_ledger(ledger)
 
     @abstractmethod
     def _make_decoder(self) -> BatchDecoder[B]:
-        """Return a new decoder, for at most `prefetch` batches with samples at a time, and one without prefetch."""
+        """Return a new decoder for up to `prefetch` batches with samples at a time, at least one."""
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
+        """Return the number of steps of an epoch."""
         return count_steps(0, len(self.split), self._global_batch, self.tail)
 
     @property
     def epoch(self) -> int:
-        """The epoch that a new `for` serves the rest of, counted from 0.
+        """The current epoch, counted from 0; a new `for` serves the rest of it.
 
-        Inside the loop's last batch that rest is empty: a `for` from there yields nothing and ends the epoch.
+        After the last batch of an epoch and before the end of its loop that rest is empty: a new `for` yields nothing
+        and ends the epoch.
         """
         return self._cursor.epoch
 
     @property
     def progress(self) -> float:
-        """Epochs served so far, with the share of the current one: for schedules that outlive a resize."""
+        """Epochs served so far, with a fraction for the current one; independent of batch size and world size."""
         return self._cursor.epoch + self._cursor.position / len(self.split)
 
     @property
     def steps_left(self) -> int:
-        """Steps from here to the end of the epoch."""
+        """Number of steps from the cursor to the end of the epoch."""
         return count_steps(self._cursor.position, len(self.split), self._global_batch, self.tail)
 
     def __iter__(self) -> Iterator[B]:
         """Yield the rest of the epoch.
 
         Raises:
-            BadSampleError: a sample does not decode; names it. The state still stands before its batch.
-            ConfigError: used in a forked process, or from two threads at once.
-            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: from the cache or the repository.
+            BadSampleError: a sample does not decode; the message names it. The cursor is still before its batch.
+            ConfigError: the loader is used in a forked process, or by two threads at once.
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
         epoch = self._cursor.epoch
         try:
-            # Counting steps takes longer than to see that one fills a batch.
+            # The first comparison is cheap and enough for full batches; `steps_left` is needed at the end only.
             while self._cursor.epoch == epoch and (self._cursor.position < self._last_whole or self.steps_left):
                 batch, self._cursor = self._next()
                 yield batch
         finally:
-            self.stopwatch.pause()
+            self.profiler.pause()
         if self._cursor.epoch == epoch:
             if self._ledger is not None:
-                with self._alone:
+                with self._thread_guard:
                     self._ledger.end_epoch(epoch, self._cursor.position)
             self._cursor = Cursor(epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands after the batches handed over so far, as JSON values."""
+        """Return the state of the run after the batches handed over so far, as JSON values."""
         return save_state(self.split, self.order, self._cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, saved at any world size, batch size, cache or device.
+        """Continue from a state that was saved with any world size, batch size, cache or device.
 
         Raises:
-            ConfigError: not a state, or one of a later format.
-            StateMismatchError: the state belongs to another version, mixture or order; says both.
+            ConfigError: `state` is no loader state, or has a later format.
+            StateMismatchError: the state belongs to another version, mixture or order; the message has both.
         """
-        wanted = restore_state(state, self.split, self.order)
-        with self._alone:
+        cursor = restore_state(state, self.split, self.order)
+        with self._thread_guard:
             self._discard()
-            self._cursor = wanted
+            self._cursor = cursor
             if self._ledger is not None:
-                self._ledger.begin(wanted.epoch, wanted.position)
+                self._ledger.begin(cursor.epoch, cursor.position)
 
     def report(self) -> Report:
-        """Return where the time of the steps went, and what limits the run: since `restart_report`, up to now."""
-        return make_report(self.stopwatch, self._means())
+        """Return the time per stage and the bottleneck of the steps since `restart_report`."""
+        return make_report(self.profiler, self._resources())
 
     def restart_report(self) -> None:
-        """Let `report` begin anew."""
-        self.stopwatch.restart()
+        """Discard the steps so far, so that `report` covers the following ones."""
+        self.profiler.restart()
 
     def write_trace(self, path: str | Path) -> None:
-        """Write the last steps, stage by stage and thread by thread, as a Chrome trace: for Perfetto.
+        """Write the stages of the last steps, thread by thread, as a Chrome trace for Perfetto.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         names = " + ".join(split.dataset for split in splits_of(self.split))
-        write_trace(path, self.stopwatch.spans(), process_name=f"{names}, rank {self.ranks.rank}")
+        write_trace(path, self.profiler.spans(), process_name=f"{names}, rank {self.ranks.rank}")
 
     def close(self) -> None:
-        """Release the shards and the decoder. The loader starts anew, from where it stands, when used again.
+        """Release the shards and the decoder. The loader may be used again and continues from its cursor.
 
-        Raises ConfigError: another thread uses it.
+        Raises:
+            ConfigError: another thread uses the loader.
         """
-        if self._alone.is_foreign:
-            return  # a child closes nothing of its parent's
-        with self._alone:
+        if self._thread_guard.is_foreign:
+            return  # a forked child must not close its parent's resources
+        with self._thread_guard:
             self._discard()
-            for followed in self._followed:
-                followed.close()
+            for store in self._cached_stores:
+                store.close()
             if self._ledger is not None:
                 self._ledger.close()
 
@@ -249,7 +251,7 @@ class Loader(ABC, Generic[B]):
         return self.batch_size * self.ranks.world_size
 
     def _bad_samples(self, finished: B) -> Collection[int]:  # noqa: ARG002 - for loaders whose samples may be bad
-        """Return which samples of a batch did not decode and were masked, as indices in it."""
+        """Return the indices in a batch of the samples that did not decode and were masked."""
         return ()
 
     def _make_ledger(self, folder: Path | str) -> Ledger:
@@ -264,53 +266,53 @@ class Loader(ABC, Generic[B]):
             tail=self.tail,
         )
 
-    def _means(self) -> Resources:
-        """Return what this loader has to work with, for the words of a verdict."""
-        return Resources(prefetch=self._prefetch, has_cache=bool(self._followed))
+    def _resources(self) -> Resources:
+        """Return the resources of this loader, for the advice of a report."""
+        return Resources(prefetch=self._prefetch, has_cache=bool(self._cached_stores))
 
     def _next(self) -> tuple[B, Cursor]:
-        """Return the next batch and where the run stands after it, and start decoding one more."""
-        with self._alone, self.stopwatch.step() as timer:
-            if self._under_way and self._under_way[0].before != self._cursor:
-                self._discard()  # an interrupt fell between the last batch and the cursor
+        """Return the next batch and the cursor after it, and start decoding one more."""
+        with self._thread_guard, self.profiler.step() as timer:
+            if self._in_progress and self._in_progress[0].before != self._cursor:
+                self._discard()  # an interrupt came after the last batch and before the cursor moved
             try:
                 self._fill(max(1, self._prefetch))
                 assert self._decoder is not None
-                with self.stopwatch.stage(Stage.DECODE):
+                with self.profiler.stage(Stage.DECODE):
                     finished = self._decoder.take()
-                batch = self._under_way.popleft()
+                batch = self._in_progress.popleft()
                 timer.num_samples = len(batch.positions)
                 self._num_decoding -= timer.num_samples > 0
                 self._fill(self._prefetch)
                 self._source.retire(batch)
-                if self._ledger is not None:  # before the cursor moves: no state is ahead of the ledger
-                    with self.stopwatch.stage(Stage.LEDGER):
+                if self._ledger is not None:  # before the cursor moves, so that no state is ahead of the ledger
+                    with self.profiler.stage(Stage.LEDGER):
                         self._ledger.write(batch, self._bad_samples(finished))
             except BaseException:
-                # Ctrl-C or a failing store, anywhere in between: start anew from the cursor, which has not moved.
+                # After Ctrl-C or an error the decoder's state is unknown: restart at the cursor, which has not moved.
                 self._discard()
                 raise
         return finished, batch.after
 
     def _fill(self, num_batches: int) -> None:
-        """Start decoding until so many batches are under way; empty ones cost nothing and do not count."""
+        """Start decoding until `num_batches` are in progress, not counting empty ones, which cost nothing."""
         if self._decoder is None:
-            with self.stopwatch.stage(Stage.START):
+            with self.profiler.stage(Stage.START):
                 self._decoder = self._make_decoder()
         if self._stream is None:
             self._stream = self._source.stream(self._cursor)
         while self._num_decoding < num_batches:
-            with self.stopwatch.stage(Stage.READ):
+            with self.profiler.stage(Stage.READ):
                 batch = next(self._stream)
-            with self.stopwatch.stage(Stage.DECODE):
+            with self.profiler.stage(Stage.DECODE):
                 self._decoder.feed(batch)
-            self._under_way.append(batch)
+            self._in_progress.append(batch)
             self._num_decoding += len(batch.positions) > 0
 
     def _discard(self) -> None:
-        """Drop what was prefetched: it belongs to a position that is no longer wanted."""
+        """Drop all prefetched batches."""
         decoder, self._decoder, self._stream = self._decoder, None, None
-        self._under_way.clear()
+        self._in_progress.clear()
         self._num_decoding = 0
         if decoder is not None:
             decoder.close()
@@ -319,7 +321,7 @@ class Loader(ABC, Generic[B]):
     def _check_lengths(self) -> None:
         world_size = self.ranks.world_size
         if len(self.split) < world_size:
-            raise ConfigError(f"{self.split!r} has fewer samples than there are ranks: {world_size}")
+            raise ConfigError(f"{self.split!r} has fewer samples than there are ranks: {world_size}; use fewer ranks")
         if not len(self):
             raise ConfigError(
                 f"{self.split!r} gives no full batch of {self.batch_size} x {world_size} ranks with "
@@ -328,18 +330,18 @@ class Loader(ABC, Generic[B]):
 
 
 def choose_shuffle(shuffle: Shuffle | str, *, training: bool) -> Shuffle:
-    """Return how samples are shuffled; "auto" is "global" in training, and table order otherwise."""
-    wanted: Any = ("global" if training else None) if shuffle == "auto" else shuffle
-    return cast("Shuffle", wanted)
+    """Return the shuffle mode; "auto" stands for "global" in training, and for None (table order) otherwise."""
+    chosen: Any = ("global" if training else None) if shuffle == "auto" else shuffle
+    return cast("Shuffle", chosen)
 
 
 def choose_tail(tail: Tail | None, *, training: bool) -> Tail:
-    """Return what becomes of the last samples; None is "drop" in training, "pad" otherwise. Raises ConfigError."""
+    """Return the tail mode; None stands for "drop" in training, and for "pad" otherwise. Raises ConfigError."""
     return parse_tail(tail or ("drop" if training else "pad"))
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Raise ConfigError where a number that is given is below 1, by its name."""
+    """Raise ConfigError, with the argument's name, if a number is below 1; None is allowed."""
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1")

@@ -1,4 +1,4 @@
-"""The numbers of loaders for Prometheus: `registry.register(LoaderCollector({"train": loader}))`."""
+"""Prometheus metrics of loaders: `registry.register(LoaderCollector({"train": loader}))`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ _COUNTERS: Final[tuple[tuple[str, str, Callable[[Totals], float]], ...]] = (
     ("consumer_seconds", "Between a batch and the next call", lambda totals: totals.consumer_s),
 )
 _GAUGES: Final[tuple[tuple[str, str, Callable[[Report], float]], ...]] = (
-    ("offered", "Samples per second handed over", lambda report: report.verdict.offered),
-    ("asked", "Samples per second that the consumer would take", lambda report: report.verdict.asked or 0.0),
-    ("starved_ratio", "Share of the time that the consumer waited", lambda report: report.verdict.starved_share),
+    ("offered", "Samples per second handed over", lambda report: report.bottleneck.offered),
+    ("asked", "Samples per second that the consumer would take", lambda report: report.bottleneck.asked or 0.0),
+    ("starved_ratio", "Share of the time that the consumer waited", lambda report: report.bottleneck.starved_share),
     ("wait_p95_seconds", "Wait that 95 % of the last steps kept below", lambda report: report.wait_p95_s),
 )
 
 
 class LoaderCollector(Collector):
-    """Counters of all of a loader's steps, gauges of those since the last `restart_report`.
-
-    Labels are the given names, and the stages.
+    """Metrics of loaders: counters over all steps, gauges over the steps since the last `restart_report`.
 
     Args:
-        loaders: by the name that the label `loader` gives them.
+        loaders: loaders by the value of their label `loader`. Metrics per stage have the label `stage` too.
     """
 
     def __init__(self, loaders: Mapping[str, Loader[Any]]) -> None:
@@ -40,7 +38,7 @@ class LoaderCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        totals = {name: loader.stopwatch.totals(whole=True) for name, loader in self._loaders.items()}
+        totals = {name: loader.profiler.totals(whole=True) for name, loader in self._loaders.items()}
         reports = {name: loader.report() for name, loader in self._loaders.items()}
         for metric, text, value in _COUNTERS:
             counter = CounterMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader"])

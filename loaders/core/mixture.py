@@ -1,4 +1,4 @@
-"""Several data sets as one, by weight. What a mixture is; which sample comes when is in `datasvc.mix_order`."""
+"""Weighted mixtures of data sets. `datasvc.mix_order` defines their access order."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _BLOCK: Final = 4096
 
 
 class Mixture:
-    """Splits of several data sets, served side by side by weight. A loader takes one where it takes a split.
+    """A weighted mixture of splits, which a loader accepts in place of a split.
 
-    A weight is a share of the samples served, whatever the sizes. Positions of the mixture, over all its epochs, are
-    one line: of the first n blocks of it each split serves its share of the n * block samples, off by less than one
-    sample. Each split is read in its own access order, to its end, then from the start in the order of its next
-    epoch: in every pass each of its samples is served once, however its passes lie to the mixture's epochs.
+    A weight is a fraction of the samples served, independent of the splits' sizes. Positions are counted across all
+    epochs of the mixture: in the first n blocks each split serves its fraction of the n * block samples, with an
+    error of less than one sample. Each split is read to its end in its own access order, and then again in the order
+    of its next epoch. So every pass over a split serves each of its samples once, wherever the mixture's epochs end.
 
-    An epoch of the mixture is `epoch_samples` samples. It ends no split's pass: the next epoch goes on where the line
-    stands. What a loader drops at the end of an epoch (tail="drop") is lost to the pass that it belongs to; with
-    `epoch_samples` a multiple of the global batch nothing is.
+    An epoch of the mixture has `epoch_samples` samples and ends no split's pass: the next epoch continues it. Samples
+    that a loader drops at the end of an epoch (`tail="drop"`) are missing in their split's pass. No sample is dropped
+    if `epoch_samples` is a multiple of the global batch.
 
     Args:
-        parts: splits and their weights: pairs, or a mapping. Ratios count: 7, 2, 1 are 0.7, 0.2, 0.1, taken as the
-            decimals they are written as. A weight of 0 leaves a split out.
-        epoch_samples: samples of an epoch; default the samples of all splits with a weight.
-        block: positions mixed together. With blocks of one global batch, and `epoch_samples` a multiple, every global
-            batch has its shares.
+        parts: splits and their weights, as pairs or a mapping. Only ratios matter: 7, 2, 1 equals 0.7, 0.2, 0.1. A
+            float is taken as the decimal number that it is written as. A weight of 0 leaves a split out.
+        epoch_samples: samples of an epoch; default: the number of samples in all splits with a weight above 0.
+        block: number of positions that are mixed together. If it is the global batch, and `epoch_samples` a multiple
+            of it, every global batch has the exact fractions.
 
     Raises:
-        ConfigError: no splits; one twice; a weight is no finite number from 0 on, or less than one sample in a block;
-            a split has a weight and no samples; `epoch_samples` or `block` is below 1.
+        ConfigError: there are no splits; a split occurs twice; a weight is negative or not finite, or gives less than
+            one sample per block; a split with a weight has no samples; `epoch_samples` or `block` is below 1.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class Mixture:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of each split, such as "digits/train", by its number: that of a batch's `sources`."""
+        """Names of the splits, such as "digits/train", in the order of a batch's `sources`."""
         return tuple(map(name_of, self.splits))
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the labels that loaders of this mixture give, index by index: those of all splits, each once.
+        """Class names of the mixture's labels: the names of all splits, each once, in the order of label values.
 
-        A split's own labels are indices into its own names; loaders translate them. Empty without names.
+        Loaders map each split's labels to these. Empty if the splits have no class names.
         """
         return tuple(dict.fromkeys(name for split in weighted_splits(self) for name in split.classes))
 
     def order(self, seed: int) -> MixOrder:
-        """Return which split serves each position, by a loader's seed."""
+        """Return the order that assigns positions to splits, for a loader's seed."""
         return MixOrder(
             [len(split) for split in self.splits],
             self.weights,
@@ -90,7 +90,7 @@ class Mixture:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return what this mixture is, as JSON values: equal where two serve the same at the same positions."""
+        """Return the mixture as JSON values; equal values mean equal samples at equal positions."""
         return {
             "splits": [{"name": name_of(split), "version": split.digest} for split in self.splits],
             "weights": list(self.weights),
@@ -100,50 +100,50 @@ class Mixture:
 
     def _check(self) -> None:
         if not any(self.weights):
-            raise ConfigError("a mixture needs a split with a weight above 0")
+            raise ConfigError("a mixture needs at least one split with a weight above 0")
         if self.block < 1:
             raise ConfigError(f"block is {self.block}; expected at least 1")
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for split, weight in zip(self.splits, self.weights, strict=True):
             name = name_of(split)
-            if split.digest in found:
+            if split.digest in names:
                 raise ConfigError(
-                    f"{name} has the same samples as {found[split.digest]}; give one of them the weight of both"
+                    f"{name} has the same samples as {names[split.digest]}; give one of them the weight of both"
                 )
-            found[split.digest] = name
+            names[split.digest] = name
             if weight and not len(split):
-                raise ConfigError(f"{name} has a weight and no samples")
+                raise ConfigError(f"{name} has a weight and no samples; leave it out, or give it the weight 0")
             if weight and weight * self.block < sum(self.weights):
-                needed = -(-sum(self.weights) // weight)
+                min_block = -(-sum(self.weights) // weight)
                 raise ConfigError(
-                    f"the weight of {name} is less than one sample in a block of {self.block}; give a block of at "
-                    f"least {needed}, or the weight 0"
+                    f"the weight of {name} gives less than one sample in a block of {self.block}; give a block of at "
+                    f"least {min_block}, or the weight 0"
                 )
 
 
 def splits_of(samples: Split | Mixture) -> tuple[Split, ...]:
-    """Return the splits that samples are served from, by number; those of weight 0 too."""
+    """Return all splits, including those of weight 0."""
     return samples.splits if isinstance(samples, Mixture) else (samples,)
 
 
 def weighted_splits(samples: Split | Mixture) -> tuple[Split, ...]:
-    """Return the splits that samples are served from, without those of weight 0."""
+    """Return the splits with a weight above 0."""
     if not isinstance(samples, Mixture):
         return (samples,)
     return tuple(split for split, weight in zip(samples.splits, samples.weights, strict=True) if weight)
 
 
-def own_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
-    """Return the access order of each split: the loader's, in a mixture each with a seed of its own."""
+def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
+    """Return the access order of each split: the loader's order; in a mixture, each with a seed of its own."""
     if not isinstance(samples, Mixture):
         return [config]
     return [own_order(config, split.digest) for split in samples.splits]
 
 
 def clock_steps(samples: Split | Mixture) -> list[int | None]:
-    """Return by how many bytes the whole mixture goes on from one sample of each split to its next; None: as a split.
+    """Return, for each split, the bytes that the mixture reads between two of its samples; None for a single split.
 
-    So the cache compares the splits of a mixture by when they are needed, not by what is read of each until then.
+    With these the cache compares shards of different splits by the time until their next use.
     """
     if not isinstance(samples, Mixture):
         return [None]
@@ -153,27 +153,30 @@ def clock_steps(samples: Split | Mixture) -> list[int | None]:
 
 
 def label_maps(samples: Split | Mixture) -> list[Integers | None]:
-    """Return, for each split, the label that each of its own labels becomes: `int64[classes]`; None: it stays.
+    """Return, for each split, the mixture's label of each of its labels, `int64[classes]`; None: labels are equal.
 
     Raises:
-        ConfigError: some splits have names for their labels and others have none, so that nobody knows what is equal.
+        ConfigError: some splits have class names and others have none, so their labels cannot be matched.
     """
     if not isinstance(samples, Mixture) or len({split.classes for split in weighted_splits(samples)}) == 1:
         return [None] * len(splits_of(samples))
-    nameless = [name_of(split) for split in weighted_splits(samples) if not split.classes]
-    if nameless:
-        raise ConfigError(f"labels of {', '.join(nameless)} have no names, others of the mixture have")
+    unnamed = [name_of(split) for split in weighted_splits(samples) if not split.classes]
+    if unnamed:
+        raise ConfigError(
+            f"labels of {', '.join(unnamed)} have no class names, those of other splits in the mixture do; ingest "
+            "all splits with class names, or all without"
+        )
     number_of = {name: number for number, name in enumerate(samples.classes)}
     return [np.array([number_of.get(name, -1) for name in split.classes], np.int64) for split in samples.splits]
 
 
 def most_of(samples: Split | Mixture, run: int) -> list[int]:
-    """Return bounds on the samples of each split among `run` consecutive positions."""
+    """Return an upper bound on the samples of each split among any `run` consecutive positions."""
     return samples.order(0).most_of(run) if isinstance(samples, Mixture) else [run]
 
 
 def name_of(split: Split) -> str:
-    """Return a split's name for messages, such as "digits@1/train"."""
+    """Return the name of a split for messages, such as "digits@1/train"."""
     return f"{split.dataset}/{split.name}"
 
 
@@ -184,12 +187,12 @@ def columns_of(samples: Split | Mixture) -> list[str]:
 
 
 def check_column(samples: Split | Mixture, column: str, what: str = "") -> None:
-    """Raise ConfigError, naming the split, where one has no such column.
+    """Raise ConfigError, with the split's name, if a split lacks a column.
 
     Args:
         samples: a split, or a mixture.
-        column: its name.
-        what: the column in words; default its name.
+        column: name of the column.
+        what: the column's content in words, for the message; default: its name.
     """
     for split in weighted_splits(samples):
         names = split.table.sample_schema.names
@@ -198,19 +201,19 @@ def check_column(samples: Split | Mixture, column: str, what: str = "") -> None:
 
 
 def largest(samples: Split | Mixture, statistic: str) -> int:
-    """Return the largest value of a column of the shard tables, see `ShardTable.largest`."""
+    """Return the largest value of a statistic in the shard tables, see `ShardTable.largest`."""
     return max(split.table.largest(statistic) for split in weighted_splits(samples))
 
 
 def _parse(weight: float | Fraction, split: Split) -> Fraction:
-    """Return a weight exactly: a float as the shortest decimal that means it."""
+    """Return a weight as a fraction; a float as the shortest decimal number that represents it."""
     try:
         number = weight if isinstance(weight, int | Fraction) else float(weight)
         if math.isfinite(number) and number >= 0:
             return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
     except (TypeError, ValueError, OverflowError):
         pass
-    raise ConfigError(f"the weight of {name_of(split)} is {weight!r}; expected a finite number from 0 on")
+    raise ConfigError(f"the weight of {name_of(split)} is {weight!r}; expected a finite number, at least 0")
 
 
 def _as_integers(weights: Sequence[Fraction]) -> tuple[int, ...]:

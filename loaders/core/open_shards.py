@@ -1,4 +1,4 @@
-"""The shards of a split that batches under way have open: opened when needed first, released when needed no more."""
+"""Open shards of a split, with reference counts: opened at the first need, released after the last use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from datasvc.shards import Shard, ShardRequest, ShardStore, Split
 
 
 class OpenShards:
-    """Shards with their uses; a shard that was opened is released to the store with the last use of it.
+    """Open shards and their reference counts; the last `drop` of a shard releases it to the store.
 
     Args:
-        split: whose shards.
-        store: where they are opened.
+        split: the split that the shards belong to.
+        store: store that opens the shards.
     """
 
     def __init__(self, split: Split, store: ShardStore) -> None:
@@ -29,42 +29,42 @@ class OpenShards:
         self._keepers: list[WholeEpochUses] = []
 
     def keep_all(self, keeper: WholeEpochUses) -> None:
-        """Tell `keeper` of every shard that is open, and of those that are opened until `keep_no_more`."""
+        """Report all open shards to `keeper`, and each shard that is opened before `stop_keeping`."""
         self._keepers.append(keeper)
         for shard in self._open:
             keeper.opened(shard)
 
-    def keep_no_more(self, keeper: WholeEpochUses) -> None:
-        """Take back `keep_all`, if it was called."""
+    def stop_keeping(self, keeper: WholeEpochUses) -> None:
+        """Undo `keep_all`; do nothing if it was not called."""
         if keeper in self._keepers:
             self._keepers.remove(keeper)
 
     def use(self, shard: int) -> None:
-        """Say that the shard is going to be needed until `drop`."""
+        """Add a reference to a shard, which need not be open yet."""
         self._uses[shard] += 1
 
     def drop(self, shard: int) -> None:
-        """Take back one `use`."""
+        """Remove a reference; release the shard after the last one."""
         self._uses[shard] -= 1
         if not self._uses[shard]:
             del self._uses[shard]
             self._release(shard)
 
     def get(self, shard: int) -> Shard:
-        """Return a shard whole, waiting for it."""
+        """Return the complete shard; wait until it is available."""
         if shard not in self._open:
             self._open[shard] = self._store.open_shard(self._table.shard(shard))
             for keeper in self._keepers:
                 keeper.opened(shard)
         return self._open[shard]
 
-    def get_all(self, wanted: Mapping[int, Integers]) -> dict[int, Shard]:
-        """Return the shards of the wanted rows, all of a shard or no more than these rows."""
-        if self._open.keys() >= wanted.keys():
-            return {shard: self._open[shard] for shard in wanted}
+    def get_all(self, rows_by_shard: Mapping[int, Integers]) -> dict[int, Shard]:
+        """Return a shard for each entry; a shard that is not resident may contain the requested rows only."""
+        if self._open.keys() >= rows_by_shard.keys():
+            return {shard: self._open[shard] for shard in rows_by_shard}
         closed = {
             shard: ShardRequest(self._table.shard(shard), self._table.index(shard), rows)
-            for shard, rows in wanted.items()
+            for shard, rows in rows_by_shard.items()
             if shard not in self._open
         }
         early = self._store.open_early(list(closed.values())) if closed else {}
@@ -72,11 +72,11 @@ class OpenShards:
             shard: early[closed[shard].info.digest]
             if shard in closed and closed[shard].info.digest in early
             else self.get(shard)
-            for shard in wanted
+            for shard in rows_by_shard
         }
 
     def close(self) -> None:
-        """Release every shard, and forget all uses."""
+        """Release all shards, and drop all references."""
         self._uses.clear()
         self._keepers.clear()
         for shard in list(self._open):
@@ -89,11 +89,13 @@ class OpenShards:
 
 
 class WholeEpochUses:
-    """What one epoch of a global shuffle uses of its shards: each that it opens, to its end. Of millions few are.
+    """References of one epoch of a global shuffle: every shard that it opens, until the epoch ends.
+
+    A global shuffle may need any shard at any time. Only opened shards are counted, not millions of possible ones.
 
     Args:
-        shards: where the uses are counted.
-        num_samples: of that epoch.
+        shards: open shards of the split.
+        num_samples: samples of the epoch.
     """
 
     def __init__(self, shards: OpenShards, num_samples: int) -> None:
@@ -103,7 +105,7 @@ class WholeEpochUses:
         shards.keep_all(self)
 
     def opened(self, shard: int) -> None:
-        """Use a shard that is open."""
+        """Add a reference to a shard that is open."""
         self._used.append(shard)
         self._shards.use(shard)
 
@@ -116,50 +118,50 @@ class WholeEpochUses:
             self.close()
 
     def close(self) -> None:
-        """Drop them all."""
-        self._shards.keep_no_more(self)
+        """Drop all references."""
+        self._shards.stop_keeping(self)
         while self._used:
             self._shards.drop(self._used.pop())
 
 
 class OrderedUses:
-    """What one epoch of a split's order uses of its shards.
+    """References of one epoch of a windowed or sequential order, which needs each shard in a range of positions.
 
     Args:
-        shards: where the uses are counted.
-        order: of that epoch.
-        start: its first position that is served.
+        shards: open shards of the split.
+        order: access order of the epoch.
+        start: first position of the epoch that is served.
     """
 
     def __init__(self, shards: OpenShards, order: AccessOrder, start: int) -> None:
         self._shards = shards
         self._windows = order.windows
         self._start = start
-        self._activated = 0
-        self._next = int(self._windows.first[0]) if len(self._windows.first) else NEVER  # first of the next piece
+        self._num_activated = 0  # windows whose first position was reached
+        self._next = int(self._windows.first[0]) if len(self._windows.first) else NEVER  # start of the next window
         self._ends: list[tuple[int, int]] = []  # heap of (stop, shard)
 
     def advance(self, stop: int) -> None:
-        """Use the pieces of shards that positions before `stop` may need."""
+        """Add references to the shards that positions before `stop` may need."""
         if stop <= self._next:
             return
         windows = self._windows
         until = int(np.searchsorted(windows.first, stop, side="left"))
-        new = slice(self._activated, until)
-        needed = windows.stop[new] > self._start  # of a run that began far in the epoch, few
-        ends, shards = windows.stop[new][needed].tolist(), windows.shards[new][needed].tolist()
+        new = slice(self._num_activated, until)
+        is_needed = windows.stop[new] > self._start  # a run that starts late in the epoch needs few of them
+        ends, shards = windows.stop[new][is_needed].tolist(), windows.shards[new][is_needed].tolist()
         for end, shard in zip(ends, shards, strict=True):
             heapq.heappush(self._ends, (end, shard))
             self._shards.use(shard)
-        self._activated = max(self._activated, until)
-        self._next = int(windows.first[self._activated]) if self._activated < len(windows.first) else NEVER
+        self._num_activated = max(self._num_activated, until)
+        self._next = int(windows.first[self._num_activated]) if self._num_activated < len(windows.first) else NEVER
 
     def retire(self, position: int) -> None:
-        """Drop the shards that no position from `position` on needs."""
+        """Drop the references to shards that no position from `position` on needs."""
         while self._ends and self._ends[0][0] <= position:
             self._shards.drop(heapq.heappop(self._ends)[1])
 
     def close(self) -> None:
-        """Drop them all."""
+        """Drop all references."""
         while self._ends:
             self._shards.drop(self._ends.pop()[1])

@@ -1,4 +1,4 @@
-"""Columns beside the images: numbers as arrays, everything else as lists of Python values."""
+"""Further columns of a batch: numbers and booleans as arrays, everything else as lists of Python values."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from datasvc.shards import Split
 
 
 def is_number(data_type: pa.DataType) -> bool:
-    """Return whether values of a type become an array or tensor."""
+    """Return whether a column of this type is delivered as an array or tensor."""
     return any(is_kind(data_type) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
 
 
 def sort_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return which of the columns become arrays, and which lists.
+    """Return the columns that are delivered as arrays, and those that are delivered as lists.
 
     Raises:
-        ConfigError: one is not there, or a column of numbers has another type in another split of a mixture.
+        ConfigError: a split lacks a column, or a column of numbers has different types in the splits of a mixture.
     """
     numbers = []
     for name in dict.fromkeys(columns):
@@ -30,18 +30,21 @@ def sort_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list
         types = {split.table.sample_schema.field(name).type for split in weighted_splits(samples)}
         if any(map(is_number, types)):
             if len(types) > 1:
-                raise ConfigError(f"column {name!r} of {samples!r} has several types: {sorted(map(str, types))}")
+                raise ConfigError(
+                    f"column {name!r} of {samples!r} has several types, {sorted(map(str, types))}; ingest the splits "
+                    "with one type, or leave the column out"
+                )
             numbers.append(name)
     return numbers, [name for name in columns if name not in numbers]
 
 
 def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any]]:
-    """Return columns of a batch as Python values; None for null, and where a shard lacks the column."""
-    found: dict[str, list[Any]] = {name: [None] * len(batch.positions) for name in columns}
+    """Return columns of a batch as lists of Python values; None for null, and if a shard lacks the column."""
+    lists: dict[str, list[Any]] = {name: [None] * len(batch.positions) for name in columns}
     for part in batch.parts:
-        for name, values in found.items():
+        for name, values in lists.items():
             if name in part.shard.schema.names:
                 stored = part.shard.column(name)
                 for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
                     values[index] = stored[row].as_py()
-    return found
+    return lists

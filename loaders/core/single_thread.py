@@ -1,4 +1,4 @@
-"""One thread of one process at a time."""
+"""Guard against use of a loader by several threads, or in a forked process."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from datasvc.errors import ConfigError
 
 
 class SingleThreadGuard:
-    """Refuses a second thread, and a forked child: threads of decoders and clients do not live there.
+    """A reentrant context manager for one thread of the process that created it.
 
-    A context manager, to be entered as often as one likes; entering raises ConfigError where somebody else is inside.
+    Entering it raises ConfigError while another thread is inside, and in a forked child: a fork does not copy the
+    threads of decoders and clients.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        # A thread that was interrupted between taking it and its use takes it once more.
+        # Reentrant: an interrupt after the lock is acquired and before its use leaves it acquired by this thread.
         self._in_use = threading.RLock()
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process is not the one that made it."""
+        """Whether the current process is not the one that created the guard."""
         return os.getpid() != self._process
 
     def __enter__(self) -> None:
         if self.is_foreign:
             raise ConfigError(
-                "this loader was made before the fork; make one in the child, or spawn instead of forking"
+                "this loader was created before the fork; create one in the child, or spawn instead of forking"
             )
         if not self._in_use.acquire(blocking=False):
             raise ConfigError("this loader is used by another thread; give each thread its own loader")

@@ -1,4 +1,4 @@
-"""One split's samples through a store, epoch after epoch of its own order: where they lie, and its open shards."""
+"""Reader of one split's samples in its access order, which opens and releases shards as the order needs them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from datasvc.shards.format.schema import LABEL
 
 
 class Cursor(NamedTuple):
-    """Where a run, or a split's own order, stands: everything of `epoch` before `position` was served."""
+    """Progress of a run, or of a split's own order: all positions of `epoch` before `position` are served."""
 
     epoch: int
     position: int
 
 
 class ShardPart(NamedTuple):
-    """The samples of a batch that lie in one shard.
+    """The samples of a batch that are in one shard.
 
     Attributes:
-        shard: open for as long as it is referenced.
-        indices: `int64[k]` ascending, of the samples in the batch.
-        rows: `int64[k]`, rows of the shard's file.
+        shard: the shard, which stays open while it is referenced.
+        indices: `int64[k]` ascending, indices of the samples in the batch.
+        rows: `int64[k]`, rows of the samples in the shard's file.
     """
 
     shard: Shard
@@ -39,18 +39,18 @@ class ShardPart(NamedTuple):
 
 
 class SplitReader:
-    """Reads samples of a split, and holds its shards for as long as its order needs them.
+    """Reads samples of a split, and keeps its shards open as long as its order needs them.
 
     Args:
-        split: the samples.
-        store: where shards are read from.
-        config: the order's parameters.
-        blob: column of blobs; None: there is none.
-        columns: other columns, of fixed width.
-        labels: what each label becomes, `int64[classes]`; None: it stays.
+        split: the split.
+        store: shard store to read from.
+        config: parameters of the access order.
+        blob: column of blobs, if any.
+        columns: further columns of fixed width.
+        labels: the mixture's label of each label, `int64[classes]`; None: labels are not mapped.
 
     Raises:
-        ConfigError: the split has no such column.
+        ConfigError: the split lacks one of the columns.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class SplitReader:
         self._shards = OpenShards(split, store)
         self._orders: dict[int, AccessOrder] = {}
         self._uses: dict[int, OrderedUses | WholeEpochUses] = {}
-        self._kept: deque[tuple[Cursor, int]] = deque()  # shards that no order's uses cover, by their batch
+        self._kept: deque[tuple[Cursor, int]] = deque()  # (batch, shard) for shards outside of the order's windows
 
     def locate(self, epoch: int, positions: Integers) -> tuple[Integers, Integers]:
-        """Return which samples positions of an epoch serve: shards and rows, deleted samples left out."""
+        """Return shard and row of each position of an epoch; rows do not count deleted samples."""
         return self._order(epoch).locate(positions)
 
     def advance(self, cursor: Cursor) -> None:
-        """Tell the store where the split's own order stands."""
+        """Report the cursor of the split's order to the store."""
         self._store.advance(cursor.epoch, cursor.position)
 
     def use(self, before: Cursor, after: Cursor) -> None:
-        """Use the shards of a batch, over all ranks, that takes the own order from one cursor to another.
+        """Add references to the shards of a global batch that moves the split's order from `before` to `after`.
 
-        Epochs that begin and end inside the batch are not covered, see `keep`.
+        Epochs that begin and end inside the batch are not covered; see `keep`.
         """
         if before == after:
             return
@@ -94,29 +94,29 @@ class SplitReader:
             self._use(after.epoch, 0, after.position)
 
     def keep(self, shards: Iterable[int], batch: Cursor) -> None:
-        """Use shards until the batch that starts at a cursor of the run is retired, whatever the order needs."""
+        """Add references to shards until the batch that starts at `batch` is retired, independent of the order."""
         for shard in shards:
             self._shards.use(shard)
             self._kept.append((batch, shard))
 
     def open(self, by_shard: Sequence[tuple[int, Integers]], rows: Integers) -> list[ShardPart]:
-        """Return the samples of a batch that lie in this split's shards.
+        """Return the samples of a batch that are in this split's shards.
 
         Args:
-            by_shard: each shard with the indexes of its samples in the batch.
-            rows: `int64[n]` of the batch as `locate` gave them; afterwards deleted samples are counted too.
+            by_shard: shards with the indices of their samples in the batch.
+            rows: `int64[n]`, rows of the batch from `locate`, changed in place to rows that count deleted samples.
         """
-        wanted: dict[int, Integers] = {}
+        stored_rows: dict[int, Integers] = {}
         for shard, indices in by_shard:
             located = rows[indices]
-            wanted[shard] = self.split.stored_rows(shard, located)
-            if wanted[shard] is not located:
-                rows[indices] = wanted[shard]
-        opened = self._shards.get_all(wanted)
-        return [ShardPart(opened[shard], indices, wanted[shard]) for shard, indices in by_shard]
+            stored_rows[shard] = self.split.stored_rows(shard, located)
+            if stored_rows[shard] is not located:  # the same array is returned for a shard without deletions
+                rows[indices] = stored_rows[shard]
+        opened = self._shards.get_all(stored_rows)
+        return [ShardPart(opened[shard], indices, stored_rows[shard]) for shard, indices in by_shard]
 
     def retire(self, cursor: Cursor, batch: Cursor) -> None:
-        """Say that all before `cursor` of the own order was handed over, with the batch that starts at `batch`."""
+        """Record that the batch starting at `batch` is handed over, which moves the split's order to `cursor`."""
         self.advance(cursor)
         if min(self._orders, default=cursor.epoch) < cursor.epoch:
             for epoch in [epoch for epoch in self._orders if epoch < cursor.epoch]:
@@ -129,26 +129,26 @@ class SplitReader:
             self._shards.drop(self._kept.popleft()[1])
 
     def values(self, part: ShardPart, column: str) -> npt.NDArray[Any]:
-        """Return a column of fixed width: `dtype[k]`, a copy. Raises ConfigError: it is null for one of them."""
+        """Return a copy of a column of fixed width, `dtype[k]`. Raises ConfigError: it is null for a sample."""
         if not part.shard.is_valid(column, part.rows):
             raise ConfigError(
                 f"column {column!r} of {self.split.dataset}/{self.split.name} is null for samples of shard "
-                f"{part.shard.name}: they were added without it; delete them, or ask for columns that every sample "
+                f"{part.shard.name}: they were added without it; delete them, or request columns that every sample "
                 "has"
             )
         values: npt.NDArray[Any] = part.shard.values(column)[part.rows]
-        return values if column != LABEL or self._labels is None else self._translated(values, self._labels, part)
+        return values if column != LABEL or self._labels is None else self._map_labels(values, self._labels, part)
 
-    def _translated(self, labels: npt.NDArray[Any], mapping: npt.NDArray[Any], part: ShardPart) -> npt.NDArray[Any]:
-        """Return labels as the mixture numbers its classes; negative ones name no class, and stay."""
+    def _map_labels(self, labels: npt.NDArray[Any], mapping: npt.NDArray[Any], part: ShardPart) -> npt.NDArray[Any]:
+        """Return the mixture's labels; negative labels stand for no class and are not changed."""
         if (labels >= len(mapping)).any():
             raise ConfigError(
-                f"{self.split.dataset}/{self.split.name} has a label of {labels.max()} in {part.shard.name}, and "
-                f"names {len(mapping)} classes only; ingest it with all class names"
+                f"{self.split.dataset}/{self.split.name} has the label {labels.max()} in shard {part.shard.name}, "
+                f"but only {len(mapping)} class names; ingest it with all class names"
             )
-        named = labels >= 0
-        translated: npt.NDArray[Any] = np.where(named, mapping[np.where(named, labels, 0)], labels)
-        return translated.astype(labels.dtype)
+        has_class = labels >= 0
+        mapped: npt.NDArray[Any] = np.where(has_class, mapping[np.where(has_class, labels, 0)], labels)
+        return mapped.astype(labels.dtype)
 
     def dtype(self, column: str) -> npt.DTypeLike:
         """Return the dtype of a column of fixed width."""
@@ -156,19 +156,19 @@ class SplitReader:
         return kind
 
     def describe(self, shard: int, row: int, opened: Shard) -> str:
-        """Name one sample for a message: split, shard and key.
+        """Return the name of one sample for messages: split, shard and key.
 
         Args:
-            shard: its number.
-            row: of its file.
-            opened: the shard, or as much of it as was read for the sample: no more is fetched.
+            shard: index of its shard.
+            row: its row in the shard's file.
+            opened: the shard, complete or with the sample's row at least; nothing is fetched.
         """
         key = opened.sample(row)["key"]
         digest = self.split.table.shard(shard).digest[:12]
         return f"{self.split.dataset}/{self.split.name}: {key!r} (row {row} of shard {digest}...)"
 
     def close(self) -> None:
-        """Release every shard; reading opens them again."""
+        """Release all shards; a later read opens them again."""
         self._orders.clear()
         self._uses.clear()
         self._kept.clear()

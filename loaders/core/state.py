@@ -1,4 +1,4 @@
-"""Where a loader stands, as JSON values: of a split that is `OrderState`, of a mixture what is here."""
+"""State of a loader as JSON values: `OrderState` for a split; this module defines the state for a mixture."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from datasvc.shards import Split
 
 MIXTURE_STATE_FORMAT: Final = 1
 DECODE: Final = "decode"
-"""What decodes, in the state of an image loader: no part of the order, and not in states from before it was kept."""
+"""Field of the decoding backend in the state of an image loader; older states do not have it."""
 _FORMAT: Final = "mixture_format"
 _CURSOR: Final = ("epoch", "position")
 
 
 def save_state(samples: Split | Mixture, order: OrderConfig, cursor: Cursor) -> dict[str, Any]:
-    """Return where a loader of these samples, in that order, stands."""
+    """Return the state of a loader that reads `samples` in `order` and is at `cursor`."""
     if isinstance(samples, Mixture):
-        own = {_FORMAT: MIXTURE_STATE_FORMAT, "epoch": cursor.epoch, "position": cursor.position}
-        return own | {"mixture": samples.describe()} | dataclasses.asdict(order)
+        progress = {_FORMAT: MIXTURE_STATE_FORMAT, "epoch": cursor.epoch, "position": cursor.position}
+        return progress | {"mixture": samples.describe()} | dataclasses.asdict(order)
     return OrderState(samples.digest, cursor.epoch, cursor.position, order).to_dict()
 
 
 def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: OrderConfig) -> Cursor:
-    """Return where a loader of these samples goes on.
+    """Return the cursor of a state.
 
     Raises:
-        ConfigError: not a state, or one of a later format.
-        StateMismatchError: it belongs to other samples, weights or another order; says both.
+        ConfigError: `state` is no loader state, or has a later format.
+        StateMismatchError: the state belongs to other samples, weights or another order; the message has both.
     """
     state = {name: value for name, value in state.items() if name != DECODE}
     if isinstance(samples, Mixture):
         return _restore_mixture(state, samples, order)
     if _FORMAT in state:
         raise StateMismatchError(
-            f"the state belongs to a mixture of {_say(state)}, this loader reads {samples!r} alone"
+            f"the state belongs to a mixture of {_describe(state)}, this loader reads {samples!r} alone; give the "
+            "loader that mixture"
         )
-    wanted = OrderState.from_dict(state)
-    wanted.check_matches(samples.digest, order, len(samples))
-    return Cursor(wanted.epoch, wanted.position)
+    order_state = OrderState.from_dict(state)
+    order_state.check_matches(samples.digest, order, len(samples))
+    return Cursor(order_state.epoch, order_state.position)
 
 
 def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderConfig) -> Cursor:
@@ -51,65 +52,72 @@ def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderCon
     if _FORMAT not in state:
         single = OrderState.from_dict(state)
         raise StateMismatchError(
-            f"the state belongs to one split, of shard table {single.version[:12]}..., this loader reads {samples!r}"
+            f"the state belongs to one split, of shard table {single.version[:12]}..., this loader reads "
+            f"{samples!r}; give the loader that split"
         )
     if state[_FORMAT] != MIXTURE_STATE_FORMAT:
         raise ConfigError(
-            f"this state of a mixture has format {state[_FORMAT]}; this datasvc reads format {MIXTURE_STATE_FORMAT}"
+            f"this state of a mixture has format {state[_FORMAT]}; this datasvc reads format "
+            f"{MIXTURE_STATE_FORMAT}: upgrade datasvc"
         )
-    is_whole = state.keys() == expected.keys() and all(_is_count(state[name]) for name in _CURSOR)
-    if not is_whole or _fields(state).keys() != _fields(expected).keys():
+    is_complete = state.keys() == expected.keys() and all(_is_count(state[name]) for name in _CURSOR)
+    if not is_complete or _fields(state).keys() != _fields(expected).keys():
         raise ConfigError(
-            f"this is no state of a mixture: expected the fields {sorted(_fields(expected))}, epoch and position "
-            f"integers from 0 on; found {dict(state)}"
+            f"this is no state of a mixture: expected the fields {sorted(_fields(expected))}, with integers of at "
+            f"least 0 for epoch and position; found {dict(state)}"
         )
     _check_same(state, expected)
     cursor = Cursor(state["epoch"], state["position"])
     if cursor.position > len(samples):
-        raise StateMismatchError(f"the state's position {cursor.position} lies outside 0..{len(samples)}")
+        raise StateMismatchError(f"the state's position {cursor.position} is outside 0..{len(samples)}")
     return cursor
 
 
 def _check_same(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     if _versions(state) != _versions(expected):
         raise StateMismatchError(
-            f"the state belongs to a mixture of {_say(state)}, this loader reads one of {_say(expected)}; mix the "
-            "versions that the state was saved with, in their order"
+            f"the state belongs to a mixture of {_describe(state)}, this loader reads one of {_describe(expected)}; "
+            "mix the versions that the state was saved with, in their order"
         )
-    saved, found = _fields(state), _fields(expected)
-    differing = [name for name in found if name not in (*_CURSOR, "mixture.splits") and saved[name] != found[name]]
+    saved, present = _fields(state), _fields(expected)
+    differing = [
+        name for name in present if name not in (*_CURSOR, "mixture.splits") and saved[name] != present[name]
+    ]
     if differing:
-        both = [", ".join(f"{name}={each[name]!r}" for name in differing) for each in (saved, found)]
+        in_state, here = (", ".join(f"{name}={fields[name]!r}" for name in differing) for fields in (saved, present))
         raise StateMismatchError(
-            f"the state of a mixture of {_say(state)} was saved with {both[0]}, this loader has {both[1]}; give the "
-            "mixture and the loader what the state was saved with"
+            f"the state of a mixture of {_describe(state)} was saved with {in_state}, this loader has {here}; give "
+            "the mixture and the loader the arguments that the state was saved with"
         )
 
 
 def _fields(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields in one dict, those of the mixture as "mixture.weights"."""
-    own = {name: value for name, value in state.items() if name != "mixture"}
+    """Return all fields in one dict; those of the mixture have names such as "mixture.weights"."""
+    other_fields = {name: value for name, value in state.items() if name != "mixture"}
     mixture = state["mixture"]
-    return own | (
+    return other_fields | (
         {f"mixture.{name}": value for name, value in mixture.items()} if isinstance(mixture, Mapping) else {}
     )
 
 
 def _versions(state: Mapping[str, Any]) -> list[str]:
-    # Not the names: a version may be opened by a tag.
+    # Without the names: they differ if the same version is opened by number and by tag.
     return [split["version"] for split in _splits(state)]
 
 
-def _say(state: Mapping[str, Any]) -> str:
+def _describe(state: Mapping[str, Any]) -> str:
     return ", ".join(f"{split['name']} (shard table {split['version'][:12]}...)" for split in _splits(state))
 
 
 def _splits(state: Mapping[str, Any]) -> list[Mapping[str, str]]:
-    """Return what a state says of its splits. Raises ConfigError: not that."""
+    """Return names and versions of a state's splits. Raises ConfigError: the state does not have them."""
     try:
         splits = [{name: str(split[name]) for name in ("name", "version")} for split in state["mixture"]["splits"]]
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"this is no state of a mixture: it says of it {state.get('mixture')!r}") from error
+        raise ConfigError(
+            f"this is no state of a mixture: expected its splits in the field 'mixture', found "
+            f"{state.get('mixture')!r}"
+        ) from error
     return list(splits)
 
 

@@ -82,39 +82,39 @@ class CpuBackend:
         config: what it is built from.
         backend: "cpu" or "pillow", see `ImageWorker`.
         framework: whose resizer is used.
-        stopwatch: times what the threads do.
+        profiler: times what the threads do.
 
     Raises:
         ConfigError: the decoder is not installed.
     """
 
     def __init__(
-        self, config: DecodeConfig, *, backend: Backend, framework: Framework, stopwatch: StepProfiler
+        self, config: DecodeConfig, *, backend: Backend, framework: Framework, profiler: StepProfiler
     ) -> None:
         if backend == "cpu":
             import_codec()
         if framework == "torch":
             import torch  # noqa: F401 - before the threads: imported by several at once it may be seen half made
         self._config, self._backend, self._framework = config, backend, framework
-        self._stopwatch = stopwatch
+        self._profiler = profiler
         shape = config.pixels.shape(config.batch_size)
         self._ring = BufferRing(shape, config.pixels.dtype, keep=config.prefetch + _WITH_THE_CALLER)
         self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="datasvc-decode")
         self._own = threading.local()
         self._stopped = threading.Event()
         _WORKING.add(self._stopped)
-        self._under_way: deque[CpuRun] = deque()
+        self._in_progress: deque[CpuRun] = deque()
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
         """See `ImageBackend`."""
-        self._under_way.append(self.start(images, windows, edit, read))
+        self._in_progress.append(self.start(images, windows, edit, read))
 
     def take(self) -> DecodedImages:
         """See `ImageBackend`."""
-        decoded = self.finish(self._under_way[0])
-        self._under_way.popleft()
+        decoded = self.finish(self._in_progress[0])
+        self._in_progress.popleft()
         return decoded
 
     def start(
@@ -165,11 +165,11 @@ class CpuBackend:
         """Stop, once each thread is done with the image that it is at."""
         self._stopped.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._under_way.clear()
+        self._in_progress.clear()
 
     def _decode(self, work: _DecodeJob, indices: range) -> dict[int, str]:
         """Decode some images of a batch; returns why some do not."""
-        with self._stopwatch.stage(Stage.DECODE):
+        with self._profiler.stage(Stage.DECODE):
             return self._decode_timed(work, indices)
 
     def _decode_timed(self, work: _DecodeJob, indices: range) -> dict[int, str]:

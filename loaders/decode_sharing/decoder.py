@@ -24,7 +24,7 @@ class SharedDecoder(Generic[B]):
         batches: batches of the decode group; the connection stays open after `close`.
         make_alone: function that creates a loader of the same batches without a decode group.
         iterate: function that returns an iterator over the rest of that loader's epoch.
-        stopwatch: profiler of the loader; time spent on the other process counts as a wait for decoding.
+        profiler: profiler of the loader; time spent on the other process counts as a wait for decoding.
     """
 
     def __init__(
@@ -33,24 +33,24 @@ class SharedDecoder(Generic[B]):
         make_alone: Callable[[], Loader[B]],
         iterate: Callable[[Loader[B]], Iterator[B]],
         *,
-        stopwatch: StepProfiler,
+        profiler: StepProfiler,
     ) -> None:
         self._batches = batches
-        self._stopwatch = stopwatch
+        self._profiler = profiler
         self._alone = Positioned(make_alone, iterate)
         self._fed: deque[tuple[Cursor, bool]] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
         """See `BatchDecoder`. Raises ConfigError, LagError: see `SharedBatches.request`."""
         cursor = batch.before
-        with self._stopwatch.waiting(Stage.DECODE):
+        with self._profiler.waiting(Stage.DECODE):
             is_pending = self._batches.request(cursor)
         self._fed.append((cursor, is_pending))
 
     def take(self) -> B:
         """See `BatchDecoder`."""
         cursor, is_pending = self._fed[0]
-        with self._stopwatch.waiting(Stage.DECODE):
+        with self._profiler.waiting(Stage.DECODE):
             batch: B | None = self._batches.take(cursor) if is_pending else None
         if batch is None:
             batch = self._alone.read(cursor)

@@ -58,7 +58,7 @@ class Sharing(Generic[B]):
         self.counts = SharingCounts()
         self._group, self._ranks, self._cache = group, loader.ranks, cache
         self._loader, self._samples = type(loader), loader.split
-        self._stopwatch = loader.stopwatch
+        self._profiler = loader.profiler
         self._step_index = StepIndex(len(loader.split), loader.batch_size * loader.ranks.world_size, loader.tail)
         lanes = 1 if isinstance(loader.split, Mixture) else loader.order.lanes
         self.planned = PlannedBatches(self._step_index, loader.ranks, lanes)
@@ -88,7 +88,7 @@ class Sharing(Generic[B]):
                 kind=kind,
                 counts=self.counts,
             )
-        return SharedDecoder(self._batches, self._make_alone, iterate, stopwatch=self._stopwatch)
+        return SharedDecoder(self._batches, self._make_alone, iterate, profiler=self._profiler)
 
     def status(self) -> dict[str, Any]:
         """Return the process id and counters of the decoding process; {} while this loader is not connected."""

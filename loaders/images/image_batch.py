@@ -1,4 +1,4 @@
-"""What `ImageLoader` hands over."""
+"""The batch type of `ImageLoader`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class ImageBatch(Generic[A]):
     """One rank's part of a global batch; unpacks to `images, labels`. `A` is a torch tensor or a NumPy array.
 
     Attributes:
-        images: `[n, 3, size, size]` or `[n, size, size, 3]` of the loader's output type, on its device; zeros where a
-            sample does not decode. Yours: memory is used again only once nothing refers to it any more.
-        labels: `int64[n]` on that device, as are all tensors; None where the data set has none.
-        mask: `bool[n]`, False for samples that only pad the last batch, or do not decode.
-        epoch: of the batch.
-        positions: `int64[n]`, of the samples in that epoch; a NumPy array.
-        columns: the others that were asked for, by name: `[n]` for numbers and booleans, else a list of Python
-            values, None for null.
-        bad: samples that do not decode: index in the batch -> its name and the reason.
-        sources: `int64[n]`, of a mixture: the number of each sample's split in `mixture.splits`, whose
-            name is `mixture.names[number]`; None where the loader reads a split alone.
+        images: `[n, 3, size, size]` or `[n, size, size, 3]` of the loader's output type and device; zeros for samples
+            that do not decode. The loader does not reuse the memory while a reference to it exists.
+        labels: `int64[n]` on the loader's device, like all tensors; None if the data set has no labels.
+        mask: `bool[n]`, False for padding of the last batch and for samples that do not decode.
+        epoch: epoch of the batch, counted from 0.
+        positions: `int64[n]`, positions of the samples in the epoch; always a NumPy array.
+        columns: further requested columns by name: `[n]` for numbers and booleans, otherwise a list of Python values
+            with None for null.
+        bad: samples that do not decode: index in the batch -> name of the sample and reason.
+        sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
+            for a single split.
     """
 
     images: A

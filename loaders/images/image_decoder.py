@@ -1,4 +1,4 @@
-"""From sample batches to image batches: crops are planned, a backend decodes them, what fails is masked or raised."""
+"""Conversion of sample batches to image batches: plan crops, decode with a backend, mask or raise failures."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ OnBad = Literal["raise", "mask"]
 
 
 class ImageDecoder:
-    """A `Decoder` of images.
+    """A `BatchDecoder` of images.
 
     Args:
-        backend: decodes them.
-        framework: of the batches.
-        plan: what is to become of each image.
-        describe: names a sample of a batch, by its index there.
-        numbers: columns to deliver beside, of `SampleBatch.columns`.
-        lists: others, that are read from the shards.
-        on_bad: "raise" or "mask" where samples do not decode.
-        is_mixture: batches say which split each sample is of.
-        device: where labels, mask and numbers go, "cuda:1"; None leaves them on the CPU.
-        stopwatch: of the loader.
+        backend: decoder of the images.
+        framework: array type of the batches.
+        plan: crop and edits of each image.
+        describe: function that names a sample, given its batch and its index there.
+        numbers: further columns of `SampleBatch.columns` to deliver as arrays.
+        lists: further columns to read from the shards and deliver as lists.
+        on_bad: "raise" an error for samples that do not decode, or "mask" them.
+        is_mixture: whether batches contain the source split of each sample.
+        device: device of labels, mask and numbers, such as "cuda:1"; None: the CPU.
+        profiler: profiler of the loader.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ImageDecoder:
         on_bad: OnBad = "raise",
         is_mixture: bool = False,
         device: str | None = None,
-        stopwatch: StepProfiler,
+        profiler: StepProfiler,
     ) -> None:
         self._backend = backend
         self._framework = framework
@@ -62,42 +62,42 @@ class ImageDecoder:
         self._numbers, self._lists = numbers, lists
         self._on_bad = on_bad
         self._is_mixture, self._device = is_mixture, device
-        self._stopwatch = stopwatch
-        self._under_way: deque[SampleBatch] = deque()
+        self._profiler = profiler
+        self._in_progress: deque[SampleBatch] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         read = partial(_read, batch.blobs, batch.holders)
         self._backend.feed(batch.blobs, self._plan.windows(batch), self._plan.edit(batch), read)
-        self._under_way.append(batch)
+        self._in_progress.append(batch)
 
     def take(self) -> ImageBatch[Any]:
-        """See `Decoder`."""
-        with self._stopwatch.waiting(Stage.DECODE):
+        """See `BatchDecoder`."""
+        with self._profiler.waiting(Stage.DECODE):
             decoded = self._backend.take()
-        batch = self._under_way.popleft()
+        batch = self._in_progress.popleft()
         bad = {
             index: f"{self._describe(batch, index)}: {reason}"
             for index, reason in sorted(decoded.bad.items())
-            if batch.mask[index]  # what only pads is nobody's loss
+            if batch.mask[index]  # a failure of a padding sample loses no data
         }
         if bad and self._on_bad == "raise":
             raise BadSampleError(
                 f"{len(bad)} of {len(batch.blobs)} samples of a batch do not decode: {'; '.join(bad.values())}; "
                 "delete them from the data set, ingest it with --decode-check --on-bad skip, or give on_bad='mask'"
             )
-        with self._stopwatch.stage(Stage.COLLATE):
+        with self._profiler.stage(Stage.COLLATE):
             return self._collate(batch, decoded, bad)
 
     def close(self) -> None:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         self._backend.close()
-        self._under_way.clear()
+        self._in_progress.clear()
 
     def _collate(self, batch: SampleBatch, decoded: DecodedImages, bad: Mapping[int, str]) -> ImageBatch[Any]:
         mask = batch.mask
         if bad:
-            mask = mask.copy()
+            mask = mask.copy()  # the ledger still needs the sample batch's mask, which tells padding from failures
             mask[list(bad)] = False
         labels = batch.columns[LABEL].astype(np.int64) if LABEL in batch.columns else None
         columns: dict[str, Any] = {name: self._deliver(batch.columns[name]) for name in self._numbers}
@@ -113,7 +113,7 @@ class ImageDecoder:
         )
 
     def _deliver(self, values: Any) -> Any:
-        """Return an array as the caller's framework has it: over the same memory, or on the device."""
+        """Return an array in the caller's framework: a tensor of the same memory, or a copy on the device."""
         if self._framework == "numpy" or not isinstance(values, np.ndarray):
             return values
         import torch
@@ -122,5 +122,5 @@ class ImageDecoder:
 
 
 def _read(blobs: Sequence[Bytes], holders: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
-    """A `Read` of the images of a batch."""
+    """Return the bytes of one image of a batch, read into `buffer` if its shard is a file; a `Read` of backends."""
     return holders[index].read(blobs[index], buffer)

@@ -1,4 +1,4 @@
-"""ImageLoader: decoded image batches in the access order, exact to the sample over any restart."""
+"""`ImageLoader`: batches of decoded images in the access order; a resumed run serves each sample exactly once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _LOG = logging.getLogger(__name__)
-# What backends are tried on: distinct batches, and no more bytes of them than another process gets quickly.
+# Backends are measured on a few distinct batches, limited in bytes because they are copied to another process.
 _TRIAL_BATCHES: Final = 4
 _TRIAL_BYTES: Final = 256 << 20
 
@@ -52,64 +52,67 @@ _TRIAL_BYTES: Final = 256 << 20
 class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     """Batches of a split's images, decoded; `for images, labels in loader` runs to the end of the epoch.
 
-    A new `for` goes on where the last one stopped: the rest of the epoch, or the next epoch. `state_dict()` says
-    what was handed over, never what was prefetched; loaded at any world size or batch size it continues with
-    exactly the samples not yet served. Every rank of a job makes one with the same arguments but `rank`.
+    A new `for` continues where the last one stopped: with the rest of the epoch, or with the next epoch.
+    `state_dict()` counts batches handed over, not prefetched ones. A state can be loaded at any world size and batch
+    size; the run then continues with exactly the samples not yet served. Every rank of a job creates a loader with
+    the same arguments except `data_rank`.
 
     Args:
-        split: of a data-set version, with images; or a mixture of several.
+        split: a split of a data-set version that has images, or a mixture of several splits.
         batch_size: samples of this rank per step.
-        training: random windows and flips in shuffled order; otherwise the centre, in table order.
-        cache: the node's; None reads a local repository in place, and a remote one into memory.
+        training: True: random windows and flips in shuffled order; False: centre crops in table order.
+        cache: cache of the node; None: read a local repository in place, and a remote one into memory.
         size: side of the output in pixels.
-        resize: evaluation: shorter side before the centre crop; default size * 256 / 224.
-        augment: training: how windows are drawn.
-        mean: of each channel, in 0..1.
-        std: likewise.
-        seed: of order and augmentation.
+        resize: shorter side before the centre crop in evaluation, pixels; default `size` * 256 / 224.
+        augment: distribution of windows and colours in training.
+        mean: mean of each channel for normalisation, in 0..1.
+        std: standard deviation of each channel for normalisation, in 0..1.
+        seed: seed of order and augmentation.
         shuffle: "global", "windowed" or None; default "global" in training, None otherwise.
         lanes: see `OrderConfig`.
         block: see `OrderConfig`.
         sticky: see `OrderConfig`.
-        data_rank: of this process, with `data_world_size`: which part of each global batch it gets. Tensor- and
-            pipeline-parallel peers give the same rank, and get the same batches.
-        data_world_size: number of data ranks.
-        mesh: a `torch.distributed` device mesh, instead of these two.
-        mesh_axis: name of its data axis, where it has more than one.
-        tail: "drop", "short" or "pad" (masked) where the last samples fill no global batch; default "drop" in
-            training, "pad" otherwise. With "short" and several ranks, a rank may get an empty last batch.
-        output: "float32", "float16" or "bfloat16", normalised; or "uint8", as decoded.
+        data_rank: data-parallel rank of this process, given together with `data_world_size`. Tensor- and
+            pipeline-parallel peers give the same rank and get the same batches.
+        data_world_size: number of data-parallel ranks.
+        mesh: `torch.distributed` device mesh, as an alternative to these two.
+        mesh_axis: name of the mesh's data-parallel axis; needed if the mesh has several axes.
+        tail: treatment of the last samples that fill no global batch: "drop", "short" or "pad" (masked); default
+            "drop" in training, "pad" otherwise. With "short" and several ranks, a rank may get an empty last batch.
+        output: "float32", "float16" or "bfloat16": normalised; "uint8": as decoded.
         layout: "NCHW" or "NHWC".
-        columns: others to deliver beside, `batch.columns[name]`: numbers and booleans as tensors, which no sample may
-            lack, everything else as a list of Python values, None for null.
-        transform: training and evaluation: called for each image from any thread with `uint8[size, size, 3]`, cropped
-            and mirrored, and a random generator of (seed, epoch, position); it returns such pixels.
-        on_bad: "raise" where a sample does not decode, or "mask": its image is zeros, its mask False, its name in
-            `batch.bad`.
-        device: where images, labels, mask and numbers shall lie: "cpu", "cuda:1", or "cuda", which is torch's current
-            device when the loader is made.
-        decode: "cpu" decodes just the window of each image, in threads; "pillow" is slower and needs nothing else
-            installed; "gpu-window" lets DALI decode the window on `device`, "gpu-whole" the image, of which it then
-            cuts the window; "gpu" is the faster of these two that works. "auto" is the CPU, or without that decoder
-            Pillow; for a GPU the fastest of all that work. What is to be chosen is tried in another process, on the
-            first batches, on data rank 0 for all ranks of a torch.distributed process group; it is logged, and part
-            of the state. The windows are the same, and so are the pixels, to a level or two of 255 between "cpu" and
-            "pillow", to some eight on a GPU.
-        num_threads: decoding threads in all; default the processors this process may use, divided among the ranks
-            that the launcher started on this node. Where it binds each to its own processors, give their number.
-        prefetch: batches under way while the caller trains; 0: each is decoded in the call for it.
-        ledger: folder that records what was handed over, see `Loader`.
+        columns: further columns for `batch.columns`: numbers and booleans as tensors, in which null is an error;
+            everything else as lists of Python values with None for null.
+        transform: function for training and evaluation, called for each image from any thread with the cropped and
+            flipped `uint8[size, size, 3]` and a random generator of (seed, epoch, position). It returns an array of
+            the same shape and dtype.
+        on_bad: treatment of samples that do not decode: "raise" an error, or "mask": zeros as image, False in the
+            mask, and the sample's name in `batch.bad`.
+        device: device of images, labels, mask and numbers: "cpu", "cuda:1", or "cuda" for torch's current device at
+            the creation of the loader.
+        decode: "cpu" decodes only the window of each image, in threads; "pillow" is slower and needs no further
+            package; "gpu-window" decodes the window on `device` with DALI; "gpu-whole" decodes the whole image there
+            and then cuts the window; "gpu" is the faster one of these two. "auto" is "cpu", or "pillow" if the
+            decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. A choice is made by
+            a trial in another process on the first batches, by data rank 0 for all ranks of a torch.distributed
+            process group. It is logged and stored in the state. Windows are equal for all backends; pixels differ by
+            up to two levels of 255 between "cpu" and "pillow", and by up to about eight on a GPU.
+        num_threads: number of decoding threads; default: the processors available to this process, divided by the
+            number of ranks that the launcher started on this node. Give the number of processors of a rank if the
+            launcher binds each rank to processors of its own.
+        prefetch: batches in progress while the caller trains; 0: each batch is decoded in the call that returns it.
+        ledger: folder that records the batches handed over, see `Loader`.
         decode_group: name, or `DecodeGroup`, of jobs on this node with otherwise equal arguments: one process decodes
             each batch once for all of them.
 
     Raises:
-        ConfigError: an argument is out of range; no images; a batch larger than the epoch with "drop"; what is to
-            decode is not installed.
-        CacheFullError: the cache's budget is below the window that the order needs; says the number.
+        ConfigError: an argument is out of range; the split has no images; a batch is larger than the epoch with
+            `tail="drop"`; the decoder is not installed.
+        CacheFullError: the cache's budget is below the window that the order needs; the message has its size.
 
     Attributes:
         num_bad: samples handed over so far that did not decode.
-        sharing: this loader's part in its share, with what it counted; None without one.
+        sharing: membership in the decode group, with its counters; None without a group.
     """
 
     def __init__(
@@ -152,12 +155,14 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         if on_bad not in get_args(OnBad):
             raise ConfigError(f"on_bad is {on_bad!r}; expected one of {', '.join(get_args(OnBad))}")
         check_column(split, IMAGE, "images")
-        stored = columns_of(split)
+        column_names = columns_of(split)
         self._numbers, self._lists = sort_columns(split, columns)
         super().__init__(
             split,
             blob=IMAGE,
-            columns=tuple(dict.fromkeys([WIDTH, HEIGHT, *([LABEL] if LABEL in stored else []), *self._numbers])),
+            columns=tuple(
+                dict.fromkeys([WIDTH, HEIGHT, *([LABEL] if LABEL in column_names else []), *self._numbers])
+            ),
             batch_size=batch_size,
             order=OrderConfig(
                 seed=seed, shuffle=choose_shuffle(shuffle, training=training), lanes=lanes, block=block, sticky=sticky
@@ -172,7 +177,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             batch_size=batch_size,
             pixels=PixelFormat(size, output, layout, mean, std),
             num_threads=count_rank_processors() if num_threads is None else num_threads,
-            prefetch=max(1, prefetch),  # in the call there is one
+            prefetch=max(1, prefetch),  # without prefetch, one batch is in progress during the call
             device_id=_device_id(device),
             max_width=largest(split, "max_width"),
             max_height=largest(split, "max_height"),
@@ -189,12 +194,17 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         )
         self._choice = DecodeChoice(decode, candidates, config=self._config, ranks=self.ranks)
         if decode == "auto" and candidates[0] == "pillow":
-            _LOG.warning("images are decoded by Pillow, about half as fast: %s", find_missing()["cpu"])
+            _LOG.warning(
+                "images are decoded by Pillow, about half as fast as decode='cpu': %s", find_missing()["cpu"]
+            )
         self.num_bad = 0
         self.sharing: Sharing[ImageBatch[torch.Tensor]] | None = None
         if decode_group is not None:
             if self._config.device_id is not None:
-                raise ConfigError(f"device is {device!r}; jobs share what the CPU decodes: give device='cpu'")
+                raise ConfigError(
+                    f"device is {device!r}; a decode group decodes on the CPU only: give device='cpu', or leave out "
+                    "decode_group"
+                )
             self.sharing = Sharing(self, parse_decode_group(decode_group), arguments, cache)
             self._source = self.sharing.planned
 
@@ -203,40 +213,47 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return self._serve("torch")
 
     def numpy(self) -> Iterator[ImageBatch[npt.NDArray[Any]]]:
-        """Yield the rest of the epoch as NumPy arrays; torch is not imported.
+        """Yield the rest of the epoch as NumPy arrays, without importing torch.
 
-        It is the same run as that of `for batch in loader`: the same batches, the same state. Pixels differ from
-        torch's by a level of 255 at most, as Pillow scales them here.
+        Batches and state are those of `for batch in loader`. Pixels differ by up to one level of 255, because Pillow
+        scales the images here instead of torch.
 
         Raises:
             ConfigError: `device` is a GPU, or `output` is "bfloat16", which NumPy does not have.
             BadSampleError, CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Loader`.
         """
         if self._config.device_id is not None or self._config.pixels.output == "bfloat16":
-            raise ConfigError("NumPy arrays lie in the memory of the CPU and have no bfloat16; give other arguments")
+            raise ConfigError(
+                "numpy() needs batches in CPU memory and a dtype of NumPy: create the loader with device='cpu' and "
+                "an output other than 'bfloat16'"
+            )
         return self._serve("numpy")
 
     def pin(self) -> Iterator[ImageBatch[torch.Tensor]]:
         """Yield the rest of the epoch in page-locked memory, for copies to a GPU with `non_blocking=True`.
 
-        It is the same run as that of `for batch in loader`. A batch is yours until you drop it; copies of it that are
-        still under way then end before its memory is used again. Where torch finds no GPU the memory is ordinary, and
-        a warning says so.
+        Batches and state are those of `for batch in loader`. The memory of a batch is reused only after its last
+        reference is gone and all copies from it are done. If torch finds no GPU, the memory is ordinary and a warning
+        is issued.
 
         Raises:
-            ConfigError: `device` is a GPU: batches are there already.
+            ConfigError: `device` is a GPU, so batches are on the GPU already.
             BadSampleError, CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Loader`.
         """
         if self._config.device_id is not None:
-            raise ConfigError(f"pin() is for batches on the CPU, and device is 'cuda:{self._config.device_id}'")
+            raise ConfigError(
+                f"pin() is for batches on the CPU, and device is 'cuda:{self._config.device_id}'; iterate over the "
+                "loader itself"
+            )
         warn_without_gpu()
         return self._serve("torch", is_pinned=True)
 
     def _serve(self, framework: Framework, *, is_pinned: bool = False) -> Iterator[ImageBatch[Any]]:
         batches = super().__iter__()
         while True:
+            # Several iterators may be in use in turn: prefetched batches of another kind are decoded again.
             if (self._framework, self._is_pinned) != (framework, is_pinned):
-                with self._alone:
+                with self._thread_guard:
                     self._discard()
                     self._framework, self._is_pinned = framework, is_pinned
             batch = next(batches, None)
@@ -246,7 +263,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             yield batch
 
     def close(self) -> None:
-        """See `Loader`; leaves the share."""
+        """See `Loader`; it also leaves the decode group."""
         super().close()
         if self.sharing is not None:
             self.sharing.close()
@@ -256,7 +273,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return PinnedDecoder(decoder) if self._is_pinned else decoder
 
     def _make_unpinned(self) -> BatchDecoder[ImageBatch[Any]]:
-        """Return a decoder that leaves everything but images of its own in ordinary memory."""
+        """Return a decoder whose batches are in ordinary memory; a CPU backend decodes images to pinned memory."""
         if self.sharing is not None:
             return self.sharing.make_decoder(
                 iter if self._framework == "torch" else methodcaller("numpy"), self._framework
@@ -264,12 +281,12 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return ImageDecoder(
             make_backend(
                 dataclasses.replace(self._config, is_pinned=self._is_pinned),
-                # Not its own state, which says what decodes: ranks differ in that before they have agreed.
+                # The state of `Loader`, without the backend: ranks may differ in that before they have agreed.
                 self._choice.settle(
                     self._draw_trial, question=super().state_dict() | {"batch_size": self.batch_size}
                 ),
                 framework=self._framework,
-                stopwatch=self.stopwatch,
+                profiler=self.profiler,
             ),
             framework=self._framework,
             plan=self._plan,
@@ -279,21 +296,21 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             on_bad=self._on_bad,
             is_mixture=isinstance(self.split, Mixture),
             device=None if self._config.device_id is None else f"cuda:{self._config.device_id}",
-            stopwatch=self.stopwatch,
+            profiler=self.profiler,
         )
 
     @property
     def decode(self) -> Backend:
-        """What decodes: "cpu", "gpu-window", "gpu-whole" or "pillow". On a GPU the first batch may settle it."""
+        """The backend: "cpu", "gpu-window", "gpu-whole" or "pillow"; with a GPU it may change at the first batch."""
         return self._choice.backend
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Loader`; it also says what decodes, once that is settled: pixels differ between backends."""
+        """See `Loader`; once chosen, the backend is part of the state, because pixels differ between backends."""
         decode = self._choice.state
         return super().state_dict() | ({} if decode is None else {DECODE: decode})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, decoded as in the run that saved it where `decode` allows that, else with a warning.
+        """Continue from a state, with its backend if `decode` allows that, otherwise with a warning.
 
         Raises:
             ConfigError, StateMismatchError: see `Loader`.
@@ -305,9 +322,9 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _bad_samples(self, finished: ImageBatch[Any]) -> Collection[int]:
         return finished.bad
 
-    def _means(self) -> Resources:
+    def _resources(self) -> Resources:
         return dataclasses.replace(
-            super()._means(),
+            super()._resources(),
             unit="images",
             decoder=self.decode,
             num_threads=self._config.num_threads,
@@ -316,7 +333,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         )
 
     def _draw_trial(self) -> list[TrialBatch]:
-        """Return the next batches for a trial; where the run stands does not change."""
+        """Return the next batches for a trial, without moving the run's cursor."""
         drawn: list[TrialBatch] = []
         size_bytes = 0
         try:
@@ -324,7 +341,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                 if batch.blobs:
                     drawn.append(TrialBatch([blob.tobytes() for blob in batch.blobs], self._plan.windows(batch)))
                     size_bytes += sum(map(len, drawn[-1].images))
-                self._batches.retire(batch)  # or a cache without room for so many would wait for ever
+                self._batches.retire(batch)  # otherwise a cache too small for all these batches would wait forever
                 if size_bytes > _TRIAL_BYTES:
                     break
         finally:

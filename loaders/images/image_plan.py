@@ -1,4 +1,4 @@
-"""What is to become of each image of a batch: planned from its size and position, before anything is decoded."""
+"""Plan of each image's crop and edits, computed from its size and position before it is decoded."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.decode.backend import Edit
 from datasvc.shards.format.schema import HEIGHT, WIDTH
 
-# Shorter side before the centre crop, as a share of the crop: 256 for 224.
-_RESIZE_SHARE = 256 / 224
+# Ratio of the shorter side before the centre crop to the size of the crop, as usual for ImageNet.
+_RESIZE_RATIO = 256 / 224
 
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """How images are cropped and changed.
+    """Settings of crops and edits.
 
     Attributes:
-        training: random windows, flips and colours; otherwise the centre.
+        training: True: random windows, flips and colours; False: centre crops.
         size: side of the output in pixels.
-        resize: evaluation: shorter side before the centre crop; None is `size` * 256 / 224.
-        seed: of order and augmentation.
-        augment: training: how windows and colours are drawn.
-        transform: the user's; None: none.
+        resize: shorter side before the centre crop in evaluation, pixels; None: `size` * 256 / 224.
+        seed: seed of order and augmentation.
+        augment: distribution of windows and colours in training.
+        transform: the user's transform, if any.
 
     Raises:
-        ConfigError: the crop would not fit.
+        ConfigError: `resize` is smaller than `size`.
     """
 
     training: bool
@@ -41,16 +41,18 @@ class ImagePlan:
 
     def __post_init__(self) -> None:
         if self.shorter_side < self.size:
-            raise ConfigError(f"resize is {self.resize}, below size {self.size}: the crop would not fit")
+            raise ConfigError(
+                f"resize is {self.resize}, below size {self.size}, so the crop does not fit; give a larger resize"
+            )
 
     @property
     def shorter_side(self) -> int:
-        """Evaluation: what an image's shorter side is scaled to before the crop, pixels."""
-        return round(self.size * _RESIZE_SHARE) if self.resize is None else self.resize
+        """Length of an image's shorter side before the centre crop in evaluation, pixels."""
+        return round(self.size * _RESIZE_RATIO) if self.resize is None else self.resize
 
     @property
     def changes_colours(self) -> bool:
-        """Whether colours are changed."""
+        """Whether the plan changes colours."""
         return self._colours is not None
 
     def windows(self, batch: SampleBatch) -> Windows:
@@ -63,7 +65,7 @@ class ImagePlan:
         return plan_centre_windows(widths, heights, size=self.size, resize=self.shorter_side)
 
     def edit(self, batch: SampleBatch) -> Edit | None:
-        """Return what else is done to each image of a batch; None: nothing."""
+        """Return the edits of a batch's images beside crop and flip; None if there are none."""
         return plan_edit(
             batch.positions, seed=self.seed, epoch=batch.epoch, colours=self._colours, transform=self.transform
         )

@@ -1,1 +1,1 @@
-"""Measures where the time of a loader's steps goes, and names the bottleneck."""
+"""Profiling of a loader's steps: time per stage, the bottleneck, and traces."""

@@ -1,13 +1,13 @@
-"""What limits a run, in words: judged from sums alone.
+"""Diagnosis of a run's bottleneck from its summed step times, with advice in words.
 
-A decoder's threads work beside the caller, so with `prefetch` batches under way a step takes the longer of two: what
-they need for a batch, or the caller's own time plus what the loader does in the caller's thread. Hence:
+Decoding threads run parallel to the caller. With `prefetch` batches in progress a step takes the longer of two times:
+the threads' time for a batch, or the caller's own time plus the loader's work in the caller's thread. Hence:
 
-- the caller waited for a small share of its time: it is the limit itself;
-- most calls had to wait for threads beside: their stage is the limit, however long the other stages took meanwhile;
-- otherwise the stage that blocked the calls longest is.
+- If the caller waited for a small fraction of its time, the caller itself is the bottleneck.
+- If most calls waited for other threads, the stage of these threads is the bottleneck, whatever other stages took.
+- Otherwise it is the stage that blocked the calls longest.
 
-Making the decoder is not counted: it is done once.
+The creation of the decoder is not counted, because it happens once.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Final
 from datasvc.loaders.profiling.step_times import Stage, Totals
 
 STARVED_SHARE: Final = 0.05
-"""Share of the time from which on a run that waits counts as starved."""
+"""Fraction of the time spent waiting from which a run counts as starved."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a loader has to work with.
+    """Resources and settings of a loader that the advice depends on.
 
     Attributes:
-        unit: what it serves, in the plural.
-        decoder: "cpu", "gpu-window", "gpu-whole" or "pillow"; None where nothing is decoded.
-        num_threads: that decode.
-        num_processors: this rank's share of those that the process may use.
-        prefetch: batches under way.
-        has_cache: whether shards come through a node's cache.
-        is_shared: whether another process decodes, for several jobs.
+        unit: unit of the rates, in the plural, such as "images".
+        decoder: "cpu", "gpu-window", "gpu-whole" or "pillow"; None if the loader decodes nothing.
+        num_threads: number of decoding threads.
+        num_processors: this rank's part of the processors available to the process.
+        prefetch: number of batches in progress.
+        has_cache: whether shards are read through a node's cache.
+        is_shared: whether the process of a decode group decodes.
     """
 
     unit: str = "samples"
@@ -48,16 +48,16 @@ class Resources:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What limits a run.
+    """The bottleneck of a run.
 
     Attributes:
-        stage: what it waits for; None: nothing, the consumer is the limit.
-        offered: samples per second that the loader handed over, waits counted.
-        asked: samples per second that the consumer would have taken without a wait; None where it took no time.
-        starved_share: of the time, waited.
-        headroom: by how much more the consumer could ask, as a share of what it does; None where nobody knows.
-        advice: what helps; "" where nothing is wrong.
-        unit: of the rates.
+        stage: the stage that the consumer waits for; None if the consumer itself is the bottleneck.
+        offered: samples per second that the loader handed over, including waits.
+        asked: samples per second that the consumer would have taken without waits; None if it took no time.
+        starved_share: fraction of the time that the consumer waited.
+        headroom: fraction by which the consumer could be faster before the loader limits it; None if unknown.
+        advice: measures that help; "" if nothing is wrong.
+        unit: unit of the rates, in the plural.
     """
 
     stage: Stage | None
@@ -81,28 +81,29 @@ class Bottleneck:
         )
 
 
-def diagnose(totals: Totals, means: Resources) -> Bottleneck:
-    """Return what limits a run.
+def diagnose(totals: Totals, resources: Resources) -> Bottleneck:
+    """Return the bottleneck of a run.
 
     Args:
-        totals: of its steps.
-        means: what the loader has.
+        totals: sums over its steps.
+        resources: resources of the loader.
     """
     wait_s = totals.wait_s - totals.blocked_s.get(Stage.START, 0.0)
-    whole_s = wait_s + totals.consumer_s
-    if not whole_s:
-        return Bottleneck(None, 0.0, None, 0.0, None, "", means.unit)
-    offered = totals.num_samples / whole_s
+    total_s = wait_s + totals.consumer_s
+    if not total_s:
+        return Bottleneck(None, 0.0, None, 0.0, None, "", resources.unit)
+    offered = totals.num_samples / total_s
     asked = totals.num_samples / totals.consumer_s if totals.consumer_s else None
-    share = wait_s / whole_s
-    if share < STARVED_SHARE:
-        return Bottleneck(None, offered, asked, share, _headroom(totals, wait_s), "", means.unit)
-    stage = _limit(totals)
-    return Bottleneck(stage, offered, asked, share, None, _advice(stage, totals, means), means.unit)
+    wait_share = wait_s / total_s
+    if wait_share < STARVED_SHARE:
+        return Bottleneck(None, offered, asked, wait_share, _headroom(totals, wait_s), "", resources.unit)
+    stage = _find_stage(totals)
+    return Bottleneck(stage, offered, asked, wait_share, None, _advice(stage, totals, resources), resources.unit)
 
 
-def _limit(totals: Totals) -> Stage:
-    """Return the stage that limits a run that waits."""
+def _find_stage(totals: Totals) -> Stage:
+    """Return the stage that limits a starved run."""
+    # Stages in the call overlap with the threads' work, so their time costs nothing while the threads are the limit.
     if _is_bound(totals):
         return max(totals.waiting_s, key=lambda stage: totals.waiting_s[stage])
     return max(
@@ -111,49 +112,50 @@ def _limit(totals: Totals) -> Stage:
 
 
 def _is_bound(totals: Totals) -> bool:
-    """Return whether most steps waited for threads that work beside the calls."""
+    """Return whether most steps waited for other threads."""
     return 2 * totals.num_bound_steps > totals.num_steps
 
 
 def _headroom(totals: Totals, wait_s: float) -> float | None:
-    """Return what is known where the work beside was timed: the slower of it and of the calls is the next limit."""
+    """Return how much faster the consumer could be; None if no work of other threads was timed."""
     busy_s = [beside_s / totals.num_beside[stage] for stage, beside_s in totals.beside_s.items()]
     if not busy_s:
         return None
+    # The next limit is the slower one of the threads' work and the calls' own work.
     return max(0.0, totals.consumer_s / max(wait_s, *busy_s) - 1)
 
 
-def _advice(stage: Stage, totals: Totals, means: Resources) -> str:
+def _advice(stage: Stage, totals: Totals, resources: Resources) -> str:
     if stage is Stage.DECODE:
-        return _decode_advice(totals, means)
-    if stage is Stage.ORIGIN and not means.has_cache:
+        return _decode_advice(totals, resources)
+    if stage is Stage.ORIGIN and not resources.has_cache:
         return "read through a node's cache: cache=Cache(FOLDER)"
     return _ADVICE[stage]
 
 
-def _decode_advice(totals: Totals, means: Resources) -> str:
-    if means.is_shared:
-        return "one process decodes for all jobs of the decode group: more num_threads for the job that starts it"
+def _decode_advice(totals: Totals, resources: Resources) -> str:
+    if resources.is_shared:
+        return "one process decodes for all jobs of the decode group: give more num_threads to the job that starts it"
     if not _is_bound(totals) and totals.num_bound_steps:
-        return f"some batches take longer than others: prefetch={2 * means.prefetch or 2} evens that out"
-    if means.decoder is None:
+        return f"some batches take longer than others: use prefetch={2 * resources.prefetch or 2} to even that out"
+    if resources.decoder is None:
         return "larger batches cost less per sample"
-    if means.decoder.startswith("gpu"):
+    if resources.decoder.startswith("gpu"):
         return "compare decode='cpu', or store smaller images"
-    other = "GPU decode" if means.decoder == "cpu" else "decode='cpu', with DALI"
-    free = means.num_processors - means.num_threads
+    other = "GPU decode" if resources.decoder == "cpu" else "decode='cpu', with DALI"
+    free = resources.num_processors - resources.num_threads
     if free <= 0:
-        return f"all {means.num_processors} processors decode already: {other}, or smaller images"
-    missing = _missing_threads(totals, means.num_threads)
+        return f"all {resources.num_processors} processors decode already: {other}, or smaller images"
+    missing = _missing_threads(totals, resources.num_threads)
     if missing > free:
-        return f"{_threads(free)}, though {means.num_processors} processors are too few: {other}"
+        return f"{_threads(free)}, though {resources.num_processors} processors are too few: {other}"
     return f"{_threads(missing)} or {other}"
 
 
 def _missing_threads(totals: Totals, num_threads: int) -> int:
-    """Return how many more threads keep up with the consumer, if each does as much as those there are."""
-    wanted = num_threads * totals.blocked_s[Stage.DECODE] / max(totals.consumer_s, _ROUNDING)
-    return max(1, math.ceil(wanted - _ROUNDING))
+    """Return the number of further threads that keep up with the consumer, if speed grows with the threads."""
+    num_missing = num_threads * totals.blocked_s[Stage.DECODE] / max(totals.consumer_s, _ROUNDING)
+    return max(1, math.ceil(num_missing - _ROUNDING))
 
 
 def _threads(number: int) -> str:

@@ -1,7 +1,6 @@
-"""Named ranges around the stages of a loader, for torch's profiler and for tools that read NVTX (Nsight Systems).
+"""Named ranges around the stages of a loader, for torch's profiler and for NVTX tools such as Nsight Systems.
 
-A range is opened only while somebody records. Otherwise a stage pays for a look at two flags, and torch is never
-imported for it.
+A range is opened only while a profiler records. Otherwise a stage costs two flag checks, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any, Final
 from datasvc.loaders.profiling.step_times import Stage
 
 BATCH: Final = "batch"
-"""A whole call for a batch."""
+"""Name of the range of a complete call for a batch."""
 WAIT: Final = "wait"
-"""A call's wait for a stage that other threads work on."""
+"""Name of the range of a call's wait for other threads."""
 
-# Whether a shard was resident is decided while it is opened, after its range began: one name for the three stages.
+# The stage of an opened shard is found out after its range began, so the three stages have one range name.
 _OPENING: Final = frozenset({Stage.ORIGIN, Stage.PEER, Stage.CACHE})
 _NAMES: Final[Mapping[str, str]] = {
     **{stage: f"datasvc.loader.{'shard' if stage in _OPENING else stage}" for stage in Stage},
@@ -27,8 +26,8 @@ _NAMES: Final[Mapping[str, str]] = {
 
 
 def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
-    """Return whether a tool that reads NVTX started this process, or `DATASVC_NVTX=1` asks for its ranges."""
-    # Every tool hooks into NVTX by an injection library; Nsight Systems names its session too.
+    """Return whether an NVTX tool started this process, or `DATASVC_NVTX=1` requests ranges."""
+    # NVTX tools set the path of an injection library; Nsight Systems also sets its session id.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
     asked = environ.get("DATASVC_NVTX", "").strip().lower() not in {"", "0", "false", "no", "off"}
     return asked or any(environ.get(name) for name in tools)
@@ -41,22 +40,22 @@ def open_range(kind: str) -> Callable[[], object] | None:
     """Open the range of a stage, `BATCH` or `WAIT` in this thread.
 
     Returns:
-        What closes it; None where nobody records.
+        A function that closes the range; None if no profiler records.
     """
     if _IS_UNDER_NVTX_TOOL:
         return _open_nvtx(kind)
-    # This flag is of the process. torch's public checks are of the calling thread, and miss the decoding threads.
+    # This flag is set for the whole process; torch's public checks are per thread and miss the decoding threads.
     profiler: Any = sys.modules.get("torch.autograd.profiler")
     if profiler is None or not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
         return None
-    recorded = profiler.record_function(_NAMES[kind])
-    recorded.__enter__()
-    return lambda: recorded.__exit__(None, None, None)
+    range_ = profiler.record_function(_NAMES[kind])
+    range_.__enter__()
+    return lambda: range_.__exit__(None, None, None)
 
 
 def _open_nvtx(kind: str) -> Callable[[], object] | None:
     torch: Any = sys.modules.get("torch")
-    if torch is None or torch.version.cuda is None:  # other builds have no NVTX
+    if torch is None or torch.version.cuda is None:  # builds without CUDA have no NVTX
         return None
     torch.cuda.nvtx.range_push(_NAMES[kind])
     close: Callable[[], object] = torch.cuda.nvtx.range_pop

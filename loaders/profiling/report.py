@@ -1,4 +1,4 @@
-"""Where the time went, as a table with a verdict, and as numbers."""
+"""Report on a loader's steps: time per stage, waits and the bottleneck, as a table and as JSON values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NUM_LONGEST: Final = 5
 
 @dataclass(frozen=True)
 class LongWait:
-    """A step that the consumer waited for longer than for others.
+    """One of the steps with the longest waits.
 
     Attributes:
-        step: its number, counted from 1 since the loader was made.
-        wait_s: how long.
-        stage: that took most of it.
+        step: number of the step, counted from 1 since the loader was created.
+        wait_s: duration of the wait.
+        stage: the stage that took most of the wait.
     """
 
     step: int
@@ -31,19 +31,19 @@ class LongWait:
 
 @dataclass(frozen=True)
 class Report:
-    """Where the time of a loader's steps went; `str(report)` is a table that ends with the verdict.
+    """Time per stage of a loader's steps; `str(report)` is a table that ends with the bottleneck.
 
     Attributes:
-        totals: of all steps.
-        verdict: what limits the run.
-        wait_p50_s: median wait of a step. Percentiles and the longest waits are of the last 4,096 steps.
-        wait_p95_s: 95 % of the steps waited no longer.
-        wait_max_s: the longest wait.
-        longest: at most five steps, the longest wait first.
+        totals: sums over all steps.
+        bottleneck: the stage that limits the run, or the consumer.
+        wait_p50_s: median wait of a step. Percentiles and longest waits cover the last 4,096 steps.
+        wait_p95_s: 95th percentile of the waits.
+        wait_max_s: longest wait.
+        longest: the steps with the longest waits, up to five, longest first.
     """
 
     totals: Totals
-    verdict: Bottleneck
+    bottleneck: Bottleneck
     wait_p50_s: float
     wait_p95_s: float
     wait_max_s: float
@@ -52,28 +52,28 @@ class Report:
     def __str__(self) -> str:
         totals = self.totals
         if not totals.num_steps:
-            return str(self.verdict)
+            return str(self.bottleneck)
         return "\n".join(
             [
-                f"{totals.num_steps:,} steps, {totals.num_samples:,} {self.verdict.unit}",
+                f"{totals.num_steps:,} steps, {totals.num_samples:,} {self.bottleneck.unit}",
                 f"{'stage':<10}{'seconds':>10}{'share':>9}{'ms/step':>10}{'beside, s':>11}",
                 *(_row(stage, totals) for stage in Stage if stage in totals.blocked_s or stage in totals.beside_s),
                 _line("consumer", totals.consumer_s, totals),
                 self._waits(),
-                str(self.verdict),
+                str(self.bottleneck),
             ]
         )
 
     def _waits(self) -> str:
-        longest = ", ".join(f"step {each.step} {_ms(each.wait_s)} ({each.stage})" for each in self.longest)
+        longest = ", ".join(f"step {wait.step} {_ms(wait.wait_s)} ({wait.stage})" for wait in self.longest)
         return (
             f"waits: {_ms(self.wait_p50_s)} at the median, {_ms(self.wait_p95_s)} at 95 %, "
             f"{_ms(self.wait_max_s)} at most; longest: {longest}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, and the verdict's words, as JSON values."""
-        totals, verdict = self.totals, self.verdict
+        """Return all numbers, and the bottleneck in words, as JSON values."""
+        totals, bottleneck = self.totals, self.bottleneck
         return {
             "num_steps": totals.num_steps,
             "num_samples": totals.num_samples,
@@ -85,25 +85,25 @@ class Report:
             "wait_p95_s": self.wait_p95_s,
             "wait_max_s": self.wait_max_s,
             "longest": [
-                {"step": each.step, "wait_s": each.wait_s, "stage": each.stage.value} for each in self.longest
+                {"step": wait.step, "wait_s": wait.wait_s, "stage": wait.stage.value} for wait in self.longest
             ],
-            "limit": "consumer" if verdict.stage is None else verdict.stage.value,
-            "unit": verdict.unit,
-            "offered": verdict.offered,
-            "asked": verdict.asked,
-            "starved_share": verdict.starved_share,
-            "headroom": verdict.headroom,
-            "verdict": str(verdict),
+            "limit": "consumer" if bottleneck.stage is None else bottleneck.stage.value,
+            "unit": bottleneck.unit,
+            "offered": bottleneck.offered,
+            "asked": bottleneck.asked,
+            "starved_share": bottleneck.starved_share,
+            "headroom": bottleneck.headroom,
+            "verdict": str(bottleneck),
         }
 
 
-def make_report(stopwatch: StepProfiler, means: Resources) -> Report:
-    """Return where the time went since the stopwatch was made, or restarted."""
-    totals, steps = stopwatch.totals(), stopwatch.steps()
+def make_report(profiler: StepProfiler, resources: Resources) -> Report:
+    """Return a report on the steps since the profiler was created or restarted."""
+    totals, steps = profiler.totals(), profiler.steps()
     waits_s = sorted(step.wait_ns / 1e9 for step in steps)
     return Report(
         totals,
-        diagnose(totals, means),
+        diagnose(totals, resources),
         wait_p50_s=_percentile(waits_s, 0.50),
         wait_p95_s=_percentile(waits_s, 0.95),
         wait_max_s=_percentile(waits_s, 1.0),
@@ -114,9 +114,9 @@ def make_report(stopwatch: StepProfiler, means: Resources) -> Report:
     )
 
 
-def _percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the value that is reached or undercut by a share of all: by nearest rank."""
-    return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else 0.0
+def _percentile(ascending: Sequence[float], fraction: float) -> float:
+    """Return a percentile of sorted values by the nearest-rank method; 0 without values."""
+    return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
 
 
 def _longest_stage(step: StepTimes) -> Stage:

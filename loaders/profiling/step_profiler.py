@@ -1,7 +1,7 @@
-"""Records where the time of a loader's steps goes, for about a microsecond a stage.
+"""Profiler of a loader's steps and stages, at a cost of about one microsecond per stage.
 
-Memory is bounded: sums, the last steps, and the last spans. Stages may run in any thread; the steps are those of one
-thread at a time.
+It keeps sums, the last steps and the last time spans, so its memory is bounded. Stages may run in any thread; steps
+run in one thread at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Final, Self
 from datasvc.loaders.profiling.profiler_ranges import BATCH, WAIT, open_range
 from datasvc.loaders.profiling.step_times import Stage, StepTimes, Sums, TimeSpan, Totals
 
-_STEPS_KEPT: Final = 4096
-_SPANS_KEPT: Final = 32768
+_MAX_STEPS: Final = 4096
+_MAX_SPANS: Final = 32768
 
-# Of `TimeSpan`: making one takes longer than all else that a stage costs.
+# Fields of a `TimeSpan`. A tuple, because creating a `TimeSpan` takes longer than the rest of a stage's timing.
 _SpanFields = tuple[str, int, str, int, int, int]
 
 
@@ -27,57 +27,59 @@ class StepProfiler:
     """Times the steps of one loader.
 
     Args:
-        clock: nanoseconds since some moment; may be replaced while nothing is timed.
+        clock: monotonic clock in nanoseconds; may be replaced while nothing is timed.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock = clock
         self.here = _Thread()
-        # Reentrant: the end of a forgotten iterator may pause at any allocation, in any thread.
+        # Reentrant: garbage collection may finish an abandoned iterator, which calls `pause`, at any allocation.
         self._lock = threading.RLock()
-        self._earlier, self._lap = Sums(), Sums()  # until `restart`, and since
-        self._steps: deque[tuple[StepStageTimer, int]] = deque(maxlen=_STEPS_KEPT)  # and when its consumer was done
-        self._spans: deque[_SpanFields] = deque(maxlen=_SPANS_KEPT)
+        self._earlier, self._since_restart = Sums(), Sums()
+        self._steps: deque[tuple[StepStageTimer, int]] = deque(
+            maxlen=_MAX_STEPS
+        )  # with the end of the consumer's time
+        self._spans: deque[_SpanFields] = deque(maxlen=_MAX_SPANS)
         self._active: Counter[Stage] = Counter()
-        self._handed: StepStageTimer | None = None
+        self._current: StepStageTimer | None = None  # the step whose batch the consumer has
         self.number = 0
 
     def step(self) -> StepStageTimer:
-        """Time a call for a batch: `with stopwatch.step() as step`, which is to be told `num_samples`.
+        """Time a call for a batch: `with profiler.step() as step`; set `step.num_samples` inside.
 
-        A call that ends with an error hands nothing over, and is forgotten.
+        A call that ends with an error hands over no batch and is not counted.
         """
         return StepStageTimer(self)
 
     def stage(self, stage: Stage) -> StageTimer:
-        """Time work: `with stopwatch.stage(Stage.READ)`; of the call in whose thread it lies, or beside the calls."""
+        """Time work of a stage: `with profiler.stage(Stage.READ)`, inside a call for a batch or in another thread."""
         return StageTimer(self, stage)
 
     def waiting(self, stage: Stage) -> StageTimer:
-        """Time a call's wait for a stage that other threads work on, whatever the call itself does."""
+        """Time a call's wait for a stage of other threads."""
         timer = StageTimer(self, stage)
         timer.is_wait = True
         return timer
 
     def pause(self) -> None:
-        """Say that the caller is done with its batch: what it does until the next call is no step's time."""
+        """End the consumer's time of the current batch; the time until the next call belongs to no step."""
         now_ns = self.clock()
         with self._lock:
             self._end_step(now_ns)
 
     def restart(self) -> None:
-        """Let `totals` and `steps` begin anew; spans, and the sums since the stopwatch was made, go on."""
+        """Reset `totals` and `steps`; spans, and the sums since the profiler's creation, are kept."""
         now_ns = self.clock()
         with self._lock:
             self._end_step(now_ns)
-            self._earlier, self._lap = self._earlier.plus(self._lap), Sums()
+            self._earlier, self._since_restart = self._earlier.plus(self._since_restart), Sums()
             self._steps.clear()
 
     def totals(self, *, whole: bool = False) -> Totals:
-        """Return the sums since `restart`, or since the stopwatch was made, up to now."""
+        """Return the sums up to now, since the last `restart`, or since the profiler's creation if `whole`."""
         now_ns = self.clock()
         with self._lock:
-            sums = (self._earlier if whole else Sums()).plus(self._lap)
+            sums = (self._earlier if whole else Sums()).plus(self._since_restart)
             pending = self._pending(now_ns)
         if pending is not None:
             sums.add(
@@ -90,41 +92,41 @@ class StepProfiler:
         return sums.totals()
 
     def steps(self) -> list[StepTimes]:
-        """Return the last steps since `restart`, at most 4,096, oldest first, up to now."""
+        """Return the last steps since `restart`, up to 4,096, oldest first, including the current one."""
         now_ns = self.clock()
         with self._lock:
             pending = self._pending(now_ns)
             steps = [timer.times(done_ns) for timer, done_ns in self._steps]
-            return [*steps, *([] if pending is None else [pending])][-_STEPS_KEPT:]
+            return [*steps, *([] if pending is None else [pending])][-_MAX_STEPS:]
 
     def spans(self) -> list[TimeSpan]:
-        """Return the last spans, at most 32,768, in the order in which they ended."""
+        """Return the last time spans, up to 32,768, in the order of their ends."""
         with self._lock:
             return [TimeSpan(*fields) for fields in self._spans.copy()]
 
     def keep_span(self, name: str, start_ns: int, duration_ns: int, step: int) -> None:
-        """Keep a span of this thread; for the timers."""
+        """Keep a time span of this thread; called by the timers."""
         here = self.here
-        # Appending is atomic, and drops the oldest.
+        # No lock: appending to a deque is atomic, and drops the oldest span.
         self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
 
     def enter_beside(self, timer: StageTimer) -> None:
-        """Begin with a stage beside the calls; for `StageTimer`."""
+        """Begin a stage outside of calls; called by `StageTimer`."""
         timer.counted = timer.stage
         with self._lock:
             self._active[timer.stage] += 1
             timer.num_threads = self._active[timer.stage]
 
-    def leave_beside(self, timer: StageTimer, own_ns: int) -> None:
-        """End a stage beside the calls, or one inside it; for `StageTimer`."""
+    def leave_beside(self, timer: StageTimer, exclusive_ns: int) -> None:
+        """End a stage outside of calls, or a stage nested in one; called by `StageTimer`."""
         with self._lock:
             if timer.counted is not None:
                 self._active[timer.counted] -= 1
-            self._lap.add_beside(timer.stage, own_ns, timer.num_threads)
+            self._since_restart.add_beside(timer.stage, exclusive_ns, timer.num_threads)
 
     def begin_step(self, timer: StepStageTimer) -> None:
-        """Begin with a call; for `StepStageTimer`."""
-        # A call is never inside another: what an interrupt left there goes.
+        """Begin a call; called by `StepStageTimer`."""
+        # Calls are never nested, so timers in the list are left over from an interrupt: discard them.
         self.here.timers = [timer]
         timer.number = self.number + 1
         timer.start_ns = self.clock()
@@ -132,123 +134,124 @@ class StepProfiler:
             self._end_step(timer.start_ns)
 
     def end_step(self, timer: StepStageTimer, *, failed: bool) -> None:
-        """End a call; for `StepStageTimer`."""
+        """End a call; called by `StepStageTimer`."""
         timer.end(self.clock())
         self.here.timers.clear()
         if failed:
             return
         with self._lock:
             self.number = timer.number
-            self._handed = timer
+            self._current = timer
         self.keep_span("wait", timer.start_ns, timer.wait_ns, timer.number)
 
     def _end_step(self, now_ns: int) -> None:
-        """Close the step whose batch the caller has. The lock is held."""
-        handed, self._handed = self._handed, None  # taken first: nobody adds it a second time meanwhile
-        if handed is None:
+        """End the consumer's time of the current step. The caller holds the lock."""
+        # Cleared first: the lock is reentrant, and a nested call must not add the step a second time.
+        step, self._current = self._current, None
+        if step is None:
             return
-        self._steps.append((handed, now_ns))
-        consumer_ns = handed.consumer_ns(now_ns)
-        self._lap.add(handed.num_samples, handed.wait_ns, consumer_ns, handed.blocked_ns, handed.waiting_ns)
-        self.keep_span("consumer", now_ns - consumer_ns, consumer_ns, handed.number)
+        self._steps.append((step, now_ns))
+        consumer_ns = step.consumer_ns(now_ns)
+        self._since_restart.add(step.num_samples, step.wait_ns, consumer_ns, step.blocked_ns, step.waiting_ns)
+        self.keep_span("consumer", now_ns - consumer_ns, consumer_ns, step.number)
 
     def _pending(self, now_ns: int) -> StepTimes | None:
-        return None if self._handed is None else self._handed.times(now_ns)
+        return None if self._current is None else self._current.times(now_ns)
 
 
 class StageTimer:
-    """Times one piece of work, of a stage that may be changed inside the block; made by `StepProfiler.stage`."""
+    """Times one block of work; its `stage` may be changed inside the block. Created by `StepProfiler.stage`."""
 
-    # Of the class until they change: one is made some ten times a step.
+    # Class attributes as defaults make the constructor cheap; about ten timers are created per step.
     is_wait = False
-    counted: Stage | None = None  # among the threads that work beside the calls
+    counted: Stage | None = None  # the stage under which this thread counts as active, outside of calls
     num_threads = 1
     inside_ns = 0
 
-    def __init__(self, stopwatch: StepProfiler, stage: Stage) -> None:
-        self._stopwatch = stopwatch
+    def __init__(self, profiler: StepProfiler, stage: Stage) -> None:
+        self._profiler = profiler
         self.stage = stage
 
     def __enter__(self) -> Self:
-        timers = self._timers = self._stopwatch.here.timers
+        timers = self._timers = self._profiler.here.timers
         if not timers:
-            self._stopwatch.enter_beside(self)
+            self._profiler.enter_beside(self)
         timers.append(self)
         self._close_range = open_range(WAIT if self.is_wait else self.stage)
-        self._start_ns = self._stopwatch.clock()
+        self._start_ns = self._profiler.clock()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Every call of a function would show here.
-        stopwatch, stage, timers = self._stopwatch, self.stage, self._timers
-        duration_ns = stopwatch.clock() - self._start_ns
+        # Inlined: each function call would add to the measured overhead.
+        profiler, stage, timers = self._profiler, self.stage, self._timers
+        duration_ns = profiler.clock() - self._start_ns
         if self._close_range is not None:
             self._close_range()
         timers.pop()
-        own_ns = duration_ns - self.inside_ns
+        exclusive_ns = duration_ns - self.inside_ns  # without nested stages
         step = None
         if timers:
             timers[-1].inside_ns += duration_ns
             step = timers[0]
         if isinstance(step, StepStageTimer):
-            step.blocked_ns[stage] = step.blocked_ns.get(stage, 0) + own_ns
+            step.blocked_ns[stage] = step.blocked_ns.get(stage, 0) + exclusive_ns
             if self.is_wait:
-                step.waiting_ns[stage] = step.waiting_ns.get(stage, 0) + own_ns
+                step.waiting_ns[stage] = step.waiting_ns.get(stage, 0) + exclusive_ns
             number = step.number
         else:
-            stopwatch.leave_beside(self, own_ns)
-            number = stopwatch.number
-        stopwatch.keep_span(stage, self._start_ns, duration_ns, number)
+            profiler.leave_beside(self, exclusive_ns)
+            number = profiler.number
+        profiler.keep_span(stage, self._start_ns, duration_ns, number)
 
 
 class StepStageTimer:
-    """Times one call for a batch; made by `StepProfiler.step`.
+    """Times one call for a batch; created by `StepProfiler.step`.
 
     Attributes:
-        num_samples: of the batch; to be set inside the block.
+        num_samples: number of samples in the batch, set by the caller inside the block.
     """
 
     number = num_samples = 0
     inside_ns = start_ns = wait_ns = 0
 
-    def __init__(self, stopwatch: StepProfiler) -> None:
-        self._stopwatch = stopwatch
+    def __init__(self, profiler: StepProfiler) -> None:
+        self._profiler = profiler
         self.blocked_ns: dict[Stage, int] = {}
         self.waiting_ns: dict[Stage, int] = {}
 
     def end(self, now_ns: int) -> None:
-        """End the call: what is of no stage is the loader's."""
+        """End the call; time that belongs to no stage counts as `Stage.LOADER`."""
         self.wait_ns = now_ns - self.start_ns
         self.blocked_ns[Stage.LOADER] = self.blocked_ns.get(Stage.LOADER, 0) + self.wait_ns - self.inside_ns
 
     def consumer_ns(self, now_ns: int) -> int:
-        """Return how long the caller has the batch."""
+        """Return the time since the end of the call, during which the consumer has the batch."""
         # Another thread may have read the clock before the call ended.
         return max(0, now_ns - self.start_ns - self.wait_ns)
 
     def times(self, now_ns: int) -> StepTimes:
-        """Return the step as of now, after the call."""
+        """Return the times of the step up to now; valid after the call."""
         return StepTimes(
             self.number, self.num_samples, self.wait_ns, self.consumer_ns(now_ns), self.blocked_ns, self.waiting_ns
         )
 
     def __enter__(self) -> Self:
         self._close_range = open_range(BATCH)
-        self._stopwatch.begin_step(self)
+        self._profiler.begin_step(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopwatch.end_step(self, failed=kind is not None)
+        self._profiler.end_step(self, failed=kind is not None)
         if self._close_range is not None:
             self._close_range()
 
 
 class _Thread(threading.local):
-    """What each thread is called, and what it is in the middle of, outermost first."""
+    """Per thread: its identifier, its name and its running timers, outermost first."""
 
     def __init__(self) -> None:
         self.timers: list[StageTimer | StepStageTimer] = []

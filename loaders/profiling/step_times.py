@@ -1,8 +1,8 @@
-"""What is known of a loader's steps: their stages, single steps and spans, and sums over them. Values only.
+"""Values of a profile: stages, steps, time spans, and sums over steps.
 
-A step is one call for a batch and what the caller does with it until the next call. Each moment inside the call
-belongs to one stage, the innermost, so the stages of a step sum up to its wait. What other threads do meanwhile, such
-as decoding, is kept apart: it costs the caller nothing until it is waited for.
+A step is one call for a batch plus the consumer's time until the next call. Each moment inside the call belongs to
+one stage, the innermost, so the stages of a step add up to its wait. Work of other threads, such as decoding, is
+counted separately: it costs the consumer nothing unless a call waits for it.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-# Asking threads whether they are done takes a while even when they are: a wait counts from this share of its step on.
+# Waiting for a thread that has finished takes time too, so shorter waits than this fraction of a step do not count.
 _BOUND_SHARE: Final = 0.02
 _S: Final = 1e-9
 
 
 class Stage(StrEnum):
-    """What a loader's time is spent on."""
+    """A stage of a loader's work."""
 
-    ORIGIN = "origin"  # shards, or samples of them, that are not on this node yet
-    PEER = "peer"  # shards that another node gives
-    CACHE = "cache"  # opening and releasing shards that are here
+    ORIGIN = "origin"  # fetching shards, or samples of them, from the origin
+    PEER = "peer"  # fetching shards from another node
+    CACHE = "cache"  # opening and releasing resident shards
     READ = "read"  # planning the batch, views of samples, values of columns
     DECODE = "decode"
-    COLLATE = "collate"  # making one batch of decoded samples
+    COLLATE = "collate"  # combining decoded samples into one batch
     TRANSFER = "transfer"  # host to device
-    START = "start"  # making the decoder
-    LEDGER = "ledger"  # noting what was served
-    LOADER = "loader"  # the rest of the call
+    START = "start"  # creating the decoder
+    LEDGER = "ledger"  # recording the served samples
+    LOADER = "loader"  # everything else in the call
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """A stretch of one thread's time; shorter ones of that thread may lie in it.
+    """A time span of one thread; spans of one thread may be nested.
 
     Attributes:
-        name: a stage; "wait" for a whole call, "consumer" for what the caller did until the next one.
-        thread: its identifier, as of `threading.get_ident`.
-        thread_name: its name then.
-        start_ns: by the stopwatch's clock.
-        duration_ns: of it.
-        step: its number; of work beside the steps, that of the step handed over last.
+        name: a stage; "wait" for a complete call; "consumer" for the consumer's time after it.
+        thread: identifier of the thread, from `threading.get_ident`.
+        thread_name: name of the thread at that time.
+        start_ns: start by the profiler's clock.
+        duration_ns: duration of the span.
+        step: number of the step; for work of other threads, the number of the last step handed over.
     """
 
     name: str
@@ -56,15 +56,15 @@ class TimeSpan:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One step.
+    """Times of one step.
 
     Attributes:
-        number: counted from 1 since the loader was made.
-        num_samples: that it handed over.
-        wait_ns: of the call.
-        consumer_ns: from its end to the next call.
-        blocked_ns: of each stage inside the call; their sum is `wait_ns`.
-        waiting_ns: of each stage, waited inside the call for threads that work beside it.
+        number: number of the step, counted from 1 since the loader was created.
+        num_samples: number of samples handed over.
+        wait_ns: duration of the call.
+        consumer_ns: time from the end of the call to the next call.
+        blocked_ns: time inside the call by stage; the sum is `wait_ns`.
+        waiting_ns: part of `blocked_ns` that the call waited for other threads, by stage.
     """
 
     number: int
@@ -80,15 +80,15 @@ class Totals:
     """Sums over steps.
 
     Attributes:
-        num_steps: batches handed over.
-        num_samples: in those.
-        wait_s: inside the calls for them.
-        consumer_s: between the calls.
-        blocked_s: of each stage that took any inside the calls; their sum is `wait_s`.
-        waiting_s: of each stage inside the calls, waited for threads that work beside them.
-        beside_s: of each stage in other threads, summed over these.
-        num_beside: most threads that were in a stage at the same time.
-        num_bound_steps: steps whose call waited for threads that work beside it.
+        num_steps: number of batches handed over.
+        num_samples: number of samples handed over.
+        wait_s: time inside the calls.
+        consumer_s: time between the calls.
+        blocked_s: time inside the calls by stage; the sum is `wait_s`.
+        waiting_s: part of `blocked_s` that calls waited for other threads, by stage.
+        beside_s: time of other threads by stage, summed over threads.
+        num_beside: maximum number of other threads in a stage at the same time.
+        num_bound_steps: number of steps whose call waited for other threads.
     """
 
     num_steps: int = 0
@@ -104,7 +104,7 @@ class Totals:
 
 @dataclass
 class Sums:
-    """Adds steps up, in whole nanoseconds; attributes as those of `Totals`."""
+    """Mutable sums over steps, in nanoseconds; the attributes are those of `Totals`."""
 
     num_steps: int = 0
     num_samples: int = 0
@@ -124,27 +124,27 @@ class Sums:
         blocked_ns: Mapping[Stage, int],
         waiting_ns: Mapping[Stage, int],
     ) -> None:
-        """Add a step; arguments as the attributes of `StepTimes`."""
+        """Add a step; the arguments are the attributes of `StepTimes`."""
         self.num_steps += 1
         self.num_samples += num_samples
         self.wait_ns += wait_ns
         self.consumer_ns += consumer_ns
-        # Counter.update takes several times as long, and this runs every step.
+        # A loop, because Counter.update takes several times as long and this runs in every step.
         for stage, duration_ns in blocked_ns.items():
             self.blocked_ns[stage] += duration_ns
         if waiting_ns:
-            # Whether threads that work beside the call had not done their part when it came.
+            # The step is bound by other threads if they had not finished their work when the call came.
             self.num_bound_steps += sum(waiting_ns.values()) > _BOUND_SHARE * (wait_ns + consumer_ns)
             for stage, duration_ns in waiting_ns.items():
                 self.waiting_ns[stage] += duration_ns
 
     def add_beside(self, stage: Stage, duration_ns: int, num_threads: int) -> None:
-        """Add work of another thread, and how many were at it then."""
+        """Add work of another thread; `num_threads` is the number of threads in the stage at that time."""
         self.beside_ns[stage] += duration_ns
         self.num_beside[stage] = max(self.num_beside.get(stage, 0), num_threads)
 
     def plus(self, other: Sums) -> Sums:
-        """Return the sums of both."""
+        """Return the sum of both."""
         return Sums(
             num_steps=self.num_steps + other.num_steps,
             num_samples=self.num_samples + other.num_samples,
@@ -161,7 +161,7 @@ class Sums:
         )
 
     def totals(self) -> Totals:
-        """Return them in seconds."""
+        """Return the sums in seconds."""
         return Totals(
             num_steps=self.num_steps,
             num_samples=self.num_samples,

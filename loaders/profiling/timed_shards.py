@@ -1,4 +1,4 @@
-"""A `ShardStore` whose waits are timed, by where the shards were when they were wanted."""
+"""A `ShardStore` that times each access, by where the shard was: in the cache, on a peer, or at the origin."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ _STAGES: Final[Mapping[Outcome, Stage]] = {"resident": Stage.CACHE, "peer": Stag
 
 
 class TimedShards:
-    """Shards of a store, timed: what the node's cache has as `cache`, all else as `peer` or `origin`.
+    """A shard store with timed accesses: resident shards count as `cache`, others as `peer` or `origin`.
 
     Args:
-        store: where they come from.
-        stopwatch: of the loader.
+        store: the shard store.
+        profiler: profiler of the loader.
     """
 
-    def __init__(self, store: ShardStore, stopwatch: StepProfiler) -> None:
+    def __init__(self, store: ShardStore, profiler: StepProfiler) -> None:
         self._store = store
-        self._followed = store if isinstance(store, PrefetchingShardStore) else None
-        self._stopwatch = stopwatch
+        self._cached_store = store if isinstance(store, PrefetchingShardStore) else None
+        self._profiler = profiler
 
     def open_shard(self, info: ObjectInfo) -> Shard:
         """See `ShardStore.open_shard`."""
-        with self._stopwatch.stage(Stage.ORIGIN) as timer:
-            if self._followed is None:
+        with self._profiler.stage(Stage.ORIGIN) as timer:
+            if self._cached_store is None:
                 return self._store.open_shard(info)
-            was_here = self._followed.is_resident(info)
-            shard, outcome = self._followed.open(info)
-            # What somebody else brought while this call waited is resident by now; it counts as the origin's.
-            if was_here or outcome == "peer":
+            was_resident = self._cached_store.is_resident(info)
+            shard, outcome = self._cached_store.open(info)
+            # If another process fetched the shard while this call waited, the outcome is "resident"; the time was
+            # still spent on a fetch, so it counts as `origin`.
+            if was_resident or outcome == "peer":
                 timer.stage = _STAGES.get(outcome, Stage.ORIGIN)
             return shard
 
-    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
+    def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
         """See `ShardStore.open_early`."""
-        with self._stopwatch.stage(Stage.CACHE) as timer:
-            if self._followed is not None and not all(self._followed.is_resident(each.info) for each in wanted):
+        store = self._cached_store
+        with self._profiler.stage(Stage.CACHE) as timer:
+            if store is not None and not all(store.is_resident(request.info) for request in requests):
                 timer.stage = Stage.ORIGIN
-            return self._store.open_early(wanted)
+            return self._store.open_early(requests)
 
     def release_shard(self, info: ObjectInfo) -> None:
         """See `ShardStore.release_shard`."""
-        with self._stopwatch.stage(Stage.CACHE):
+        with self._profiler.stage(Stage.CACHE):
             self._store.release_shard(info)
 
     def advance(self, epoch: int, position: int) -> None:

@@ -1,7 +1,7 @@
-"""The last steps as a Chrome trace: Perfetto (https://ui.perfetto.dev) and chrome://tracing open it.
+"""Export of time spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
-The format is the JSON of the Trace Event Format: complete events ("X") with times in microseconds, and metadata ("M")
-that name processes and threads.
+The file is JSON in the Trace Event Format: complete events ("X") with times in microseconds, and metadata events
+("M") with the names of process and threads.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from datasvc.loaders.profiling.step_times import TimeSpan
 
 
 def write_trace(path: str | Path, spans: Sequence[TimeSpan], *, process_name: str) -> None:
-    """Write spans to a file, all or nothing.
+    """Write time spans to a file atomically.
 
     Args:
-        path: of the file; an old one is replaced.
-        spans: of one process.
-        process_name: what the trace calls it.
+        path: path of the file; an existing file is replaced.
+        spans: time spans of one process.
+        process_name: name of the process in the trace.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -32,11 +32,11 @@ def write_trace(path: str | Path, spans: Sequence[TimeSpan], *, process_name: st
     try:
         write_file(Path(path), json.dumps(document).encode(), synced=False)
     except OSError as error:
-        raise ConfigError(f"cannot write the trace {path}: {error}") from error
+        raise ConfigError(f"cannot write the trace {path}: {error}; give another path") from error
 
 
 def trace_events(spans: Sequence[TimeSpan], process: int, process_name: str) -> list[dict[str, Any]]:
-    """Return the events of a trace: names first, then spans, those that hold others before these."""
+    """Return the events of a trace: names first, then spans by start, enclosing spans before nested ones."""
     names = {span.thread: span.thread_name for span in spans}
     return [
         _name_event("process_name", process, 0, process_name),

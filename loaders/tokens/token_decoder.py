@@ -108,15 +108,15 @@ class TokenDecoder:
         self._documents = BufferRing(shape, np.int32, keep=_KEEP)
         self._known: weakref.WeakKeyDictionary[Shard, _TokenShard] = weakref.WeakKeyDictionary()
         self._starts: weakref.WeakKeyDictionary[Shard, StoredLists] = weakref.WeakKeyDictionary()
-        self._under_way: deque[SampleBatch] = deque()
+        self._in_progress: deque[SampleBatch] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
         """See `Decoder`."""
-        self._under_way.append(batch)
+        self._in_progress.append(batch)
 
     def take(self) -> TokenBatch[Any]:
         """See `Decoder`."""
-        batch = self._under_way.popleft()
+        batch = self._in_progress.popleft()
         tokens, length = self._gather(batch)
         config, count, block = self._config, len(tokens), tokens.shape[1]
         labels = documents = positions = bounds = longest = segments = None
@@ -149,7 +149,7 @@ class TokenDecoder:
 
     def close(self) -> None:
         """See `Decoder`."""
-        self._under_way.clear()
+        self._in_progress.clear()
 
     def _gather(self, batch: SampleBatch) -> tuple[Integers, Integers]:
         """Return the blocks of a batch, and how many of each one's tokens are real."""

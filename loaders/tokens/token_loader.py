@@ -168,8 +168,8 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             finish=self._finish,
         )
 
-    def _means(self) -> Resources:
-        return dataclasses.replace(super()._means(), unit="blocks")
+    def _resources(self) -> Resources:
+        return dataclasses.replace(super()._resources(), unit="blocks")
 
     def _finish(self, batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[Any]:
         return self._deliver(batch)

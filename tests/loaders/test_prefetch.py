@@ -20,7 +20,7 @@ def test_a_loader_that_prefetches_nothing_has_nothing_under_way_while_the_caller
     with make(digits, 0) as loader:
         for number, _ in enumerate(loader, start=1):
             assert loader.report().totals.num_steps == number
-            assert not loader._under_way
+            assert not loader._in_progress
 
 
 def test_a_negative_number_of_batches_cannot_be_prefetched(digits):

@@ -87,7 +87,7 @@ class Contestants:
 
     def run_own(self) -> float:
         """Time the loader's decode of the same batches, fed from memory."""
-        backend = CpuBackend(self._config, backend="cpu", framework="torch", stopwatch=StepProfiler())
+        backend = CpuBackend(self._config, backend="cpu", framework="torch", profiler=StepProfiler())
         try:
             return self._rate(self._decode(backend))
         finally:

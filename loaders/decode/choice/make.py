@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_backend(
-    config: DecodeConfig, backend: Backend, *, framework: Framework, stopwatch: StepProfiler
+    config: DecodeConfig, backend: Backend, *, framework: Framework, profiler: StepProfiler
 ) -> ImageBackend:
     """Return a backend.
 
@@ -22,7 +22,7 @@ def make_backend(
         config: what it is built from.
         backend: which.
         framework: of the batches.
-        stopwatch: times what the threads do.
+        profiler: times what the threads do.
 
     Raises:
         ConfigError: software is missing.
@@ -35,10 +35,10 @@ def make_backend(
         if config.changes_colours:
             from datasvc.loaders.decode.gpu.gpu_colours import ColourBackend
 
-            return ColourBackend(config, partial(GpuBackend, graph=graph, stopwatch=stopwatch), name=backend)
-        return GpuBackend(config, graph, stopwatch=stopwatch)
+            return ColourBackend(config, partial(GpuBackend, graph=graph, profiler=profiler), name=backend)
+        return GpuBackend(config, graph, profiler=profiler)
     if config.device_id is None:
-        return CpuBackend(config, backend=backend, framework=framework, stopwatch=stopwatch)
+        return CpuBackend(config, backend=backend, framework=framework, profiler=profiler)
     from datasvc.loaders.decode.gpu.upload import UploadBackend
 
-    return UploadBackend(config, backend=backend, device=f"cuda:{config.device_id}", stopwatch=stopwatch)
+    return UploadBackend(config, backend=backend, device=f"cuda:{config.device_id}", profiler=profiler)

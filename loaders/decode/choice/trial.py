@@ -268,7 +268,7 @@ def _to_levels(image: Any, config: DecodeConfig) -> Any:
 def _make(config: DecodeConfig, backend: Backend) -> ImageBackend:
     from datasvc.loaders.decode.choice.make import make_backend
 
-    return make_backend(config, backend, framework="torch", stopwatch=StepProfiler())
+    return make_backend(config, backend, framework="torch", profiler=StepProfiler())
 
 
 def _end_with_stdin() -> None:

@@ -70,7 +70,7 @@ class GpuBackend:
     Args:
         config: what it is built from.
         graph: of DALI, see there.
-        stopwatch: times what the threads of the CPU do; None: nobody's.
+        profiler: times what the threads of the CPU do; None: nobody's.
 
     Raises:
         ConfigError: DALI is not installed.
@@ -78,14 +78,14 @@ class GpuBackend:
     """
 
     def __init__(
-        self, config: DecodeConfig, graph: Graph = "window", *, stopwatch: StepProfiler | None = None
+        self, config: DecodeConfig, graph: Graph = "window", *, profiler: StepProfiler | None = None
     ) -> None:
         self._config, self._graph = config, graph
         self._name: Backend = "gpu-window" if graph == "window" else "gpu-whole"
-        self._stopwatch = stopwatch or StepProfiler()
+        self._profiler = profiler or StepProfiler()
         self._pipeline = DaliPipeline(config, graph)
         self._threads: CpuBackend | None = None  # made for the first image that is not for DALI
-        self._under_way: deque[_Batch] = deque()
+        self._in_progress: deque[_Batch] = deque()
         self._num_unexplained = 0
 
     def feed(
@@ -96,12 +96,12 @@ class GpuBackend:
         plain = [is_plain_jpeg(image.data) for image in images]
         by_dali = _SubBatch.of([index for index, is_plain in enumerate(plain) if is_plain], images, windows, read)
         by_cpu = _SubBatch.of([index for index, is_plain in enumerate(plain) if not is_plain], images, windows, read)
-        self._under_way.append(_Batch(by_dali, by_cpu, self._start_on_cpu(by_cpu)))
+        self._in_progress.append(_Batch(by_dali, by_cpu, self._start_on_cpu(by_cpu)))
         self._feed(by_dali)
 
     def take(self) -> DecodedImages:
         """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left; no sample is bad."""
-        batch, failed = self._under_way[0], False
+        batch, failed = self._in_progress[0], False
         try:
             with device_errors(self._name):
                 by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
@@ -114,7 +114,7 @@ class GpuBackend:
         by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
         with device_errors(self._name):
             decoded = self._join(batch, by_dali, by_cpu)
-        self._under_way.popleft()
+        self._in_progress.popleft()
         return decoded
 
     def close(self) -> None:
@@ -123,13 +123,13 @@ class GpuBackend:
         self._pipeline.close()
         if self._threads is not None:
             self._threads.close()
-        self._under_way.clear()
+        self._in_progress.clear()
 
     def _build_again(self) -> None:
         """Replace the pipeline, and feed it all batches but the one that failed."""
         self._pipeline.close()  # before the next one takes its memory
         self._pipeline = DaliPipeline(self._config, self._graph)
-        for batch in list(self._under_way)[1:]:
+        for batch in list(self._in_progress)[1:]:
             self._feed(batch.by_dali)
 
     def _feed(self, part: _SubBatch) -> None:
@@ -187,7 +187,7 @@ class GpuBackend:
     def _cpu(self) -> CpuBackend:
         if self._threads is None:
             self._threads = CpuBackend(
-                self._config, backend=_cpu_decoder(), framework="torch", stopwatch=self._stopwatch
+                self._config, backend=_cpu_decoder(), framework="torch", profiler=self._profiler
             )
         return self._threads
 

@@ -38,7 +38,7 @@ class ColourBackend:
         # Last: it has threads and memory of its own, which nobody would close if the rest failed.
         levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
         self._inner = make(dataclasses.replace(config, pixels=levels, changes_colours=False))
-        self._under_way: deque[ColourFactors | None] = deque()
+        self._in_progress: deque[ColourFactors | None] = deque()
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
@@ -46,12 +46,12 @@ class ColourBackend:
         """See `ImageBackend`; the transform of `edit` is not for GPUs."""
         assert edit is None or edit.transform is None, "transforms are planned for the CPU"
         self._inner.feed(images, windows, None, read)
-        self._under_way.append(None if edit is None else edit.colours)
+        self._in_progress.append(None if edit is None else edit.colours)
 
     def take(self) -> DecodedImages:
         """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left."""
         decoded = self._inner.take()
-        colours = self._under_way.popleft()
+        colours = self._in_progress.popleft()
         # The batch is valid on the caller's stream, and is finished there.
         with device_errors(self._name):
             images = self._finish.finish(cast("torch.Tensor", decoded.images), colours, decoded.bad)
@@ -60,4 +60,4 @@ class ColourBackend:
     def close(self) -> None:
         """See `ImageBackend`."""
         self._inner.close()
-        self._under_way.clear()
+        self._in_progress.clear()

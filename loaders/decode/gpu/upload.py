@@ -100,7 +100,7 @@ class UploadBackend:
         config: what it is built from.
         backend: "cpu" or "pillow".
         device: "cuda:1".
-        stopwatch: times what the threads do, and the copies.
+        profiler: times what the threads do, and the copies.
         stream: copies; None makes one of `device`.
 
     Raises:
@@ -114,10 +114,10 @@ class UploadBackend:
         *,
         backend: Backend,
         device: str,
-        stopwatch: StepProfiler,
+        profiler: StepProfiler,
         stream: DeviceStream | None = None,
     ) -> None:
-        self._stopwatch, self._name = stopwatch, backend
+        self._profiler, self._name = profiler, backend
         with device_errors(backend):
             self._stream = CudaStream(device) if stream is None else stream
             self._finish = DeviceFinish(config.pixels, device)
@@ -125,7 +125,7 @@ class UploadBackend:
         self._shape = pixels.shape(config.batch_size)
         self._ring = PinnedRing(lambda: self._stream.allocate(self._shape), keep=config.prefetch + _COPYING)
         self._inner = CpuBackend(
-            dataclasses.replace(config, pixels=pixels), backend=backend, framework="torch", stopwatch=stopwatch
+            dataclasses.replace(config, pixels=pixels), backend=backend, framework="torch", profiler=profiler
         )
         self._fed: deque[_Fed] = deque()
         self._uploaded: deque[_Uploaded] = deque()
@@ -140,7 +140,7 @@ class UploadBackend:
         if edit is not None and edit.transform is None:
             colours, edit = edit.colours, None
         with (
-            self._stopwatch.stage(Stage.TRANSFER),
+            self._profiler.stage(Stage.TRANSFER),
             device_errors(self._name),
         ):  # where the device is so far behind that every slot is read
             slot = self._ring.take() if images else np.empty((0, *self._shape[1:]), np.uint8)
@@ -155,7 +155,7 @@ class UploadBackend:
         if not self._uploaded:
             self._upload()
         uploaded = self._uploaded.popleft()
-        with self._stopwatch.stage(Stage.TRANSFER), device_errors(self._name):
+        with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
             self._stream.hand_over(uploaded.images, uploaded.done)
         self._upload_ahead()
         return DecodedImages(uploaded.images, uploaded.decoded.bad)
@@ -178,7 +178,7 @@ class UploadBackend:
         fed = self._fed[0]
         decoded = self._inner.finish(fed.run)
         self._fed.popleft()
-        with self._stopwatch.stage(Stage.TRANSFER), device_errors(self._name):
+        with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
             with self._stream.active():
                 levels = self._stream.copy(fed.slot[: len(decoded.images)])
                 images = self._finish.finish(levels, fed.colours, decoded.bad)

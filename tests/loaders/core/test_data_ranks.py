@@ -35,12 +35,12 @@ def test_ranks_are_numbers_or_an_axis_of_a_mesh_or_one_alone():
         ((3, 3, None, None), r"expected 0 <= data_rank < data_world_size = 3"),
         ((-1, 3, None, None), r"data_rank is -1"),
         ((0, 0, None, None), r"data_world_size = 0"),
-        ((1, None, None, None), "go together"),
-        ((None, 2, None, None), "go together"),
-        ((None, None, None, "data"), "without a mesh"),
-        ((0, 1, Mesh(("a",), (1,), (0,)), None), "come from the mesh"),
-        ((None, None, Mesh(("a", "b"), (1, 1), (0, 0)), None), "say which is data-parallel"),
-        ((None, None, Mesh(("a", "b"), (1, 1), (0, 0)), "c"), r"no axis 'c'; its axes are \['a', 'b'\]"),
+        ((1, None, None, None), "give both or neither"),
+        ((None, 2, None, None), "give both or neither"),
+        ((None, None, None, "data"), "there is no mesh"),
+        ((0, 1, Mesh(("a",), (1,), (0,)), None), "together with mesh, which has both"),
+        ((None, None, Mesh(("a", "b"), (1, 1), (0, 0)), None), "give the name of the data-parallel one as mesh_axis"),
+        ((None, None, Mesh(("a", "b"), (1, 1), (0, 0)), "c"), r"no axis 'c'; give one of \['a', 'b'\] as mesh_axis"),
     ],
 )
 def test_what_contradicts_itself_is_refused(arguments, message):

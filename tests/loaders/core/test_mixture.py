@@ -19,7 +19,7 @@ from datasvc.errors import CacheFullError, ConfigError
 from datasvc.keyed_random import KeyedPermutation, derive_keys
 from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.batches import Cursor, SampleBatches
-from datasvc.loaders.core.mixture import Mixture, clock_steps, own_orders
+from datasvc.loaders.core.mixture import Mixture, clock_steps, split_orders
 from datasvc.order import AccessOrder, OrderConfig
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import shard_schema
@@ -69,7 +69,7 @@ def reference(mixture, config, count):
     keys = derive_keys(config.seed, 0, 33, KeyedPermutation.num_keys)
     total = sum(mixture.weights)
     edges = [Fraction(sum(mixture.weights[:number]), total) for number in range(len(mixture.weights) + 1)]
-    configs = own_orders(mixture, config)
+    configs = split_orders(mixture, config)
     while len(line) < count:
         number = len(line) // block
         upto = [[int((number + more) * block * edge) for edge in edges] for more in (0, 1)]
@@ -205,7 +205,7 @@ def test_shards_are_held_as_long_as_a_splits_own_order_needs_them_and_no_longer(
     batches = SampleBatches(
         mixture, stores, config, batch_size=batch_size, rank=0, world_size=1, tail=tail, blob="blob", columns=()
     )
-    configs, order = own_orders(mixture, config), mixture.order(config.seed)
+    configs, order = split_orders(mixture, config), mixture.order(config.seed)
     stream = batches.stream(Cursor(0, 0))
     under_way = list(itertools.islice(stream, 2))
     for _ in range(300 // batch_size):
@@ -234,7 +234,7 @@ def test_shards_are_held_as_long_as_a_splits_own_order_needs_them_and_no_longer(
 def test_after_passes_inside_one_batch_only_what_is_begun_stays_open_and_stores_know_where_a_stream_begins(splits):
     mixture = mix(splits, (1, 8, 1))
     config = OrderConfig(seed=1, shuffle="windowed", lanes=1, block=1)
-    configs, order = own_orders(mixture, config), mixture.order(config.seed)
+    configs, order = split_orders(mixture, config), mixture.order(config.seed)
     stores = [Recording(split) for split in mixture.splits]
     batches = SampleBatches(
         mixture, stores, config, batch_size=44, rank=0, world_size=1, tail="drop", blob="blob", columns=()
@@ -314,14 +314,14 @@ def test_ratios_count_and_decimals_mean_what_is_written(splits, weights):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ((1, -1, 1), "weight of middle@1/train is -1; expected a finite number from 0 on"),
+        ((1, -1, 1), "weight of middle@1/train is -1; expected a finite number, at least 0"),
         ((1, float("nan"), 1), "weight of middle@1/train is nan"),
         ((1, 1, float("inf")), "weight of tiny@1/train is inf"),
         ((1, "much", 1), "weight of middle@1/train is 'much'"),
-        ((0, 0, 0.0), "needs a split with a weight above 0"),
+        ((0, 0, 0.0), "needs at least one split with a weight above 0"),
         (
             (1, 1, 0.19),
-            "weight of tiny@1/train is less than one sample in a block of 10; give a block of at least 12",
+            "weight of tiny@1/train gives less than one sample in a block of 10; give a block of at least 12",
         ),
     ],
 )
@@ -331,7 +331,7 @@ def test_weights_that_mean_nothing_are_refused_by_name(splits, weights, message)
 
 
 def test_mixtures_of_nothing_or_of_a_split_twice_are_refused(splits, tmp_path):
-    with pytest.raises(ConfigError, match="needs a split"):
+    with pytest.raises(ConfigError, match="needs at least one split"):
         Mixture([])
     big = splits["big"]
     again = Split("val", "copy@2", big.repository, big.digest)
@@ -350,7 +350,7 @@ def test_a_column_that_one_split_lacks_or_has_of_another_type_is_refused_by_its_
     plain = [field for field in LABELLED_SCHEMA if field.name != "label"]
     cases = [
         ([], "other@1/train has no column 'label'"),
-        ([pa.field("label", pa.int64())], "'label' of other@1/train is int64, that of big@1/train int32"),
+        ([pa.field("label", pa.int64())], "'label' is int64 in other@1/train and int32 in big@1/train"),
     ]
     for extra, message in cases:
         other = write_split(repository, "other", [3], 0, shard_schema([*plain, *extra]))
@@ -428,7 +428,7 @@ def test_labels_become_those_of_the_mixture_by_their_names(tmp_path):
     assert batch.columns["label"].dtype == np.int32
     for view, source, label in zip(batch.blobs, batch.sources.tolist(), batch.columns["label"].tolist(), strict=True):
         assert mixture.classes[label] == mixture.splits[source].classes[int(view.tobytes())]
-    with pytest.raises(ConfigError, match="labels of nameless@1/train have no names"):
+    with pytest.raises(ConfigError, match="labels of nameless@1/train have no class names"):
         Numbers(Mixture({first: 1, nameless: 1}), 2)
     Numbers(Mixture({first: 1, nameless: 1}), 2, columns=()).close()
 
@@ -489,5 +489,5 @@ def test_labels_that_name_no_class_stay_and_those_behind_the_names_are_refused(t
         world_size=1, tail="drop", blob="blob", columns=("label",),
     )
     # fmt: on
-    with pytest.raises(ConfigError, match=r"a label of 7 .* names 2 classes"):
+    with pytest.raises(ConfigError, match=r"has the label 7 .* only 2 class names"):
         next(batches.stream(Cursor(0, 0)))

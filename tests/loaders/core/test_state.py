@@ -31,7 +31,7 @@ def test_a_state_of_other_samples_weights_or_order_is_refused_and_both_are_said(
             other.load_state_dict(state)
     with pytest.raises(StateMismatchError, match=r"belongs to one split, .* this loader reads Mixture"):
         loader.load_state_dict(Numbers(splits["big"], 4).state_dict())
-    with pytest.raises(StateMismatchError, match=r"position 55 lies outside 0\.\.54"):
+    with pytest.raises(StateMismatchError, match=r"position 55 is outside 0\.\.54"):
         loader.load_state_dict({**state, "position": 55})
     with pytest.raises(ConfigError, match="has format 2; this datasvc reads format 1"):
         loader.load_state_dict({**state, "mixture_format": 2})

@@ -23,7 +23,7 @@ if __name__ == "__main__":
         def make(config, backend):
             if backend == "gpu-window":
                 os.kill(os.getpid(), signal.SIGSEGV)
-            return make_backend(config, backend, framework="torch", stopwatch=StepProfiler())
+            return make_backend(config, backend, framework="torch", profiler=StepProfiler())
 
         trial._make = make
         trial.main()

@@ -19,7 +19,7 @@ def config(batch_size=8, num_threads=2, prefetch=2, output="float32", layout="NC
 
 
 def on_cpu(backend="cpu", framework="torch", **settings):
-    return CpuBackend(config(**settings), backend=backend, framework=framework, stopwatch=StepProfiler())
+    return CpuBackend(config(**settings), backend=backend, framework=framework, profiler=StepProfiler())
 
 
 def photos(number, seed=0, width=90, height=70):

@@ -278,7 +278,7 @@ def test_the_wait_for_the_process_that_decodes_is_a_wait_and_no_work_of_the_job(
         report = loader.report()
         assert report.totals.waiting_s.keys() == {Stage.DECODE}
         assert 0 < report.totals.waiting_s[Stage.DECODE] <= report.totals.blocked_s[Stage.DECODE]
-        assert "one process decodes for all jobs of the decode group" in str(report.verdict)
+        assert "one process decodes for all jobs of the decode group" in str(report.bottleneck)
         server = Server(loader.sharing.status()["pid"])
     server.wait()
 

@@ -22,8 +22,8 @@ COLUMNS = ("key", "width", "label")
 def on_device(monkeypatch):
     """Make loaders for a GPU: images stay in memory of the host, what lies beside them is on torch's meta device."""
 
-    def make_backend(config, backend, *, framework, stopwatch):
-        return UploadBackend(config, backend="cpu", device="cpu", stopwatch=stopwatch, stream=RecordedStream())
+    def make_backend(config, backend, *, framework, profiler):
+        return UploadBackend(config, backend="cpu", device="cpu", profiler=profiler, stream=RecordedStream())
 
     def place(values, device):
         assert device == "cuda:1"
@@ -128,7 +128,7 @@ def test_pinned_and_other_batches_in_turns_are_one_run_and_without_a_gpu_a_warni
         expected = take(loader, 4)
     with ImageLoader(digits["train"], **FAST) as loader:
         found = take(loader, 1)
-        with pytest.warns(RuntimeWarning, match="batches lie in ordinary memory"):
+        with pytest.warns(RuntimeWarning, match=r"batches of pin\(\) are in ordinary memory"):
             batches = loader.pin()
         found += [next(batches), next(batches)]
         found += take(loader, 1)

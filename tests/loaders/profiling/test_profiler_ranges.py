@@ -47,8 +47,8 @@ def test_opening_a_shard_is_one_range_whatever_becomes_of_it(digits):
 
 
 def test_nothing_is_recorded_and_nothing_is_left_open_without_a_profiler():
-    stopwatch = StepProfiler()
-    with stopwatch.step(), stopwatch.stage(Stage.READ):
+    profiler = StepProfiler()
+    with profiler.step(), profiler.stage(Stage.READ):
         assert profiler_ranges.open_range(Stage.READ) is None
 
 
@@ -70,10 +70,10 @@ def test_under_an_nvtx_tool_ranges_nest_and_close_though_the_work_fails(monkeypa
     monkeypatch.setattr(profiler_ranges, "_IS_UNDER_NVTX_TOOL", True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
-    stopwatch = StepProfiler()
-    with pytest.raises(ValueError, match="bad"), stopwatch.step(), stopwatch.stage(Stage.READ):
+    profiler = StepProfiler()
+    with pytest.raises(ValueError, match="bad"), profiler.step(), profiler.stage(Stage.READ):
         raise ValueError("bad")
-    with stopwatch.waiting(Stage.DECODE):
+    with profiler.waiting(Stage.DECODE):
         pass
     names = [name.removeprefix("datasvc.loader.") for _, name in nvtx.calls]
     assert names == ["batch", "read", "pop", "pop", "wait", "pop"]

@@ -61,7 +61,7 @@ def make(digits, clock):
     def make(split="train", **options):
         options = {"batch_size": 64, "training": True, "size": 32, "num_threads": 2, "decode": "cpu"} | options
         loader = ImageLoader(digits[split], **options)
-        loader.stopwatch.clock = clock
+        loader.profiler.clock = clock
         loaders.append(loader)
         return loader
 
@@ -78,7 +78,7 @@ def train(loader, clock, num_steps=None, consumer_ms=CONSUMER_MS):
 
 def assert_starved_by(loader, stage):
     report = loader.report()
-    assert report.verdict.stage is stage, str(report)
+    assert report.bottleneck.stage is stage, str(report)
     assert f"starved by {stage}:" in str(report)
     assert report.longest[0].stage is stage
     assert report.to_dict()["limit"] == stage.value
@@ -100,7 +100,7 @@ def test_shards_that_the_cache_lacks_are_the_origin_s_and_those_it_has_the_cache
     with Cache(tmp_path / "cache", budget="50MB") as cache:
         for stage in (Stage.ORIGIN, Stage.CACHE):
             loader = make(cache=cache)
-            (followed,) = loader._followed
+            (followed,) = loader._cached_stores
             # Nobody fetches ahead, who might be faster than the loader.
             monkeypatch.setattr(followed, "_start", lambda: None)
             monkeypatch.setattr(followed, "_fetch", lambda _info: None)
@@ -113,7 +113,7 @@ def test_shards_that_the_cache_lacks_are_the_origin_s_and_those_it_has_the_cache
 def test_letting_go_of_shards_is_the_cache_s(make, clock, delays, tmp_path):
     with Cache(tmp_path / "cache", budget="50MB") as cache:
         loader = make(cache=cache, shuffle=None)
-        (followed,) = loader._followed
+        (followed,) = loader._cached_stores
         delays.add(followed, "release_shard")
         train(loader, clock)
         assert_starved_by(loader, Stage.CACHE)
@@ -128,8 +128,8 @@ def test_samples_that_are_read_before_their_shard_is_here_are_the_origin_s(
         Cache(tmp_path / "cache", budget="50MB") as cache,
         ImageLoader(split, batch_size=4, training=True, size=32, num_threads=1, decode="cpu", cache=cache) as loader,
     ):
-        loader.stopwatch.clock = clock
-        (followed,) = loader._followed
+        loader.profiler.clock = clock
+        (followed,) = loader._cached_stores
         delays.add(followed, "open_early")
         train(loader, clock, 1)
         assert_starved_by(loader, Stage.ORIGIN)
@@ -145,7 +145,7 @@ def test_a_shard_that_was_not_here_is_laid_to_whoever_gave_it(
 ):
     with Cache(tmp_path / "cache", budget="50MB") as cache:
         loader = make(cache=cache)
-        (followed,) = loader._followed
+        (followed,) = loader._cached_stores
         real = followed.open
         monkeypatch.setattr(followed, "open", lambda info: (real(info)[0], outcome))
         delays.add(followed, "open")
@@ -181,7 +181,7 @@ def test_decoding_threads_that_are_waited_for_are_named_whatever_else_takes_long
     delays.add(ImageDecoder, "_collate", 30)
     loader = make()
     train(loader, clock)
-    assert loader.report().verdict.stage is Stage.DECODE
+    assert loader.report().bottleneck.stage is Stage.DECODE
 
 
 def test_making_a_batch_of_the_samples_is_collate_s(make, clock, delays):
@@ -194,8 +194,8 @@ def test_making_a_batch_of_the_samples_is_collate_s(make, clock, delays):
 def test_copying_to_the_device_is_transfer_s(make, clock, delays, monkeypatch):
     stream = RecordedStream()
 
-    def make_backend(config, _backend, *, framework, stopwatch):
-        return UploadBackend(config, backend="cpu", device="cpu", stopwatch=stopwatch, stream=stream)
+    def make_backend(config, _backend, *, framework, profiler):
+        return UploadBackend(config, backend="cpu", device="cpu", profiler=profiler, stream=stream)
 
     monkeypatch.setattr(image_loader, "make_backend", make_backend)
     delays.add(stream, "copy")
@@ -216,7 +216,7 @@ def test_a_slow_consumer_is_the_limit_itself(make, clock, delays):
     loader = make()
     train(loader, clock, consumer_ms=100)
     report = loader.report()
-    assert report.verdict.stage is None
+    assert report.bottleneck.stage is None
     assert report.totals.consumer_s == pytest.approx(2.2)
     assert "not starved: the consumer is the limit" in str(report)
     assert report.to_dict()["limit"] == "consumer"
@@ -228,7 +228,7 @@ def test_a_decoder_that_takes_long_to_start_is_shown_and_not_blamed(make, clock,
     train(loader, clock)
     report = loader.report()
     assert report.totals.blocked_s == {Stage.START: pytest.approx(60)}
-    assert report.verdict.stage is None
+    assert report.bottleneck.stage is None
     assert (report.longest[0].step, report.longest[0].stage) == (1, Stage.START)
 
 
@@ -250,7 +250,7 @@ def test_a_report_begins_anew_where_it_is_told_to(make, clock, delays, digits):
     loader.restart_report()
     train(loader, clock)
     report = loader.report()
-    assert (report.totals.num_steps, report.verdict.stage) == (22, None)
+    assert (report.totals.num_steps, report.bottleneck.stage) == (22, None)
     assert report.longest[-1].step > 22
 
 
@@ -261,7 +261,7 @@ def test_the_decoding_threads_are_seen_at_work(digits):
         totals = loader.report().totals
         assert totals.beside_s[Stage.DECODE] > 0
         assert 1 <= totals.num_beside[Stage.DECODE] <= 2
-        names = {span.thread_name for span in loader.stopwatch.spans() if span.name == Stage.DECODE}
+        names = {span.thread_name for span in loader.profiler.spans() if span.name == Stage.DECODE}
         assert threading.current_thread().name in names
         assert any(name.startswith("datasvc-decode") for name in names)
 
@@ -279,7 +279,7 @@ def test_the_table_shows_every_stage_that_took_time_and_ends_with_the_verdict(ma
         "waits: 5.0 ms at the median, 5.0 ms at 95 %, 805.0 ms at most; longest: step 1 805.0 ms (origin), "
         "step 2 5.0 ms (decode), step 3 5.0 ms (decode), step 4 5.0 ms (decode), step 5 5.0 ms (decode)"
     )
-    assert lines[-1] == str(loader.report().verdict)
+    assert lines[-1] == str(loader.report().bottleneck)
 
 
 def test_a_report_is_json(make, clock):
@@ -288,7 +288,7 @@ def test_a_report_is_json(make, clock):
     assert str(empty) == "nothing was served yet"
     train(loader, clock, 3, consumer_ms=0)
     for report in (empty, loader.report()):
-        assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["verdict"] == str(report.verdict)
+        assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["verdict"] == str(report.bottleneck)
 
 
 def test_the_trace_opens_and_its_events_nest(make, clock, delays, tmp_path):

@@ -430,7 +430,7 @@ def test_a_report_counts_blocks(numbered):
     with make(numbered, 10, training=True) as loader:
         assert sum(1 for _ in loader.numpy()) == 4
         report = loader.report()
-    assert (report.verdict.unit, report.totals.num_samples) == ("blocks", 40)
+    assert (report.bottleneck.unit, report.totals.num_samples) == ("blocks", 40)
     assert "4 steps, 40 blocks" in str(report)
 
 

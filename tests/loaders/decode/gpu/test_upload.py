@@ -24,7 +24,7 @@ JITTER = AugmentConfig(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
 
 
 def upload(stream, **settings):
-    return UploadBackend(config(**settings), backend="cpu", device="cpu", stopwatch=StepProfiler(), stream=stream)
+    return UploadBackend(config(**settings), backend="cpu", device="cpu", profiler=StepProfiler(), stream=stream)
 
 
 def wait_until_decoded(backend):
