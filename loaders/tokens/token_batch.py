@@ -1,4 +1,4 @@
-"""What a TokenLoader hands over, as arrays or as tensors that share their memory."""
+"""The batch type of `TokenLoader`, as NumPy arrays or as tensors of the same memory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ A = TypeVar("A")
 class TokenBatch(Generic[A]):
     """One rank's part of a global batch, arrays or tensors on the CPU; unpacks to `tokens, labels`.
 
-    The memory is the holder's: it is used again only when no batch, array, tensor or view of it is left.
+    The loader does not reuse the memory while a reference to it exists. Attributes that were not requested are None.
 
     Attributes:
         tokens: `int64[n, block]`.
-        length: `int64[n]`, real tokens of each block, the rest of it is padding; 0 for samples that only pad.
-        mask: `bool[n]`, False for samples that only pad the last batch.
-        epoch: of the batch.
-        positions: `int64[n]`, of the samples in that epoch.
-        labels: `int64[n, block]`, the next token of each, -100 where there is none; None unless asked for, as are:
-        document_ids: `int32[n, block]`, each token's document, counted from 0 in its block; -1 for padding.
-        position_ids: `int64[n, block]`, its place in its document, or in what of that lies in the block.
-        cu_seqlens: `int32[segments + 1]`, where documents begin in `tokens.reshape(-1)`, and its size; the padding of
-            a block is a segment of its own. As attention kernels of variable length take it.
-        max_seqlen: tokens of the longest segment.
-        sources: `int64[n]`, of a mixture: the number of each sample's split in `mixture.splits`, whose name is
-            `mixture.names[number]`; None where the loader reads a split alone.
+        length: `int64[n]`, number of real tokens of each block, before its padding; 0 for padding samples.
+        mask: `bool[n]`, False for padding samples of the last batch.
+        epoch: epoch of the batch, counted from 0.
+        positions: `int64[n]`, positions of the samples in the epoch.
+        labels: `int64[n, block]`, the next token of each token; -100 if it has none.
+        document_ids: `int32[n, block]`, document of each token, counted from 0 in its block; -1 for padding.
+        position_ids: `int64[n, block]`, position of each token in the part of its document that is in the block.
+        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, and its size, as used by
+            attention kernels for variable lengths. A segment is a document's part of a block, or a block's padding.
+        max_seqlen: number of tokens of the longest segment.
+        sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
+            for a single split.
     """
 
     tokens: A
@@ -55,7 +55,7 @@ class TokenBatch(Generic[A]):
 
 
 def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
-    """Return a batch of tensors that share the arrays' memory."""
+    """Return the batch with tensors that use the arrays' memory."""
     import torch
 
     def tensor(array: npt.NDArray[Any] | None) -> Any:

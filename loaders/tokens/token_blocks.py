@@ -1,7 +1,7 @@
-"""Blocks of tokens as a shard stores them, gathered many at once.
+"""Access to token blocks in shards, which copies many blocks per call.
 
-Three kinds of columns hold blocks: lists of one size, lists of any size, and blobs of bare little-endian integers.
-All are rows of bytes in a mapped file, so one indexing of windows over the file copies the rows of a batch.
+Blocks are stored as lists of a fixed size, as lists of variable size, or as blobs of little-endian integers. All are
+consecutive bytes in a mapped file, so one indexing operation on a sliding-window view of the file copies a batch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from datasvc.shards.format.reader import blob_part
 from datasvc.shards.format.schema import is_blob
 
 _NO_BUFFER: Final = pa.py_buffer(b"")
-# Rows that are faster copied one by one than gathered.
-_FEW: Final = 8
+# Up to so many rows, a loop of copies is faster than one gather.
+_MAX_LOOPED_ROWS: Final = 8
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How a column holds blocks.
+    """Storage format of a column of blocks.
 
     Attributes:
-        column: its name.
-        block_tokens: tokens of a block, at most.
-        dtype: of a stored token.
-        is_ragged: blocks may be shorter.
+        column: name of the column.
+        block_tokens: maximum number of tokens in a block.
+        dtype: dtype of a stored token.
+        is_ragged: whether blocks may be shorter.
     """
 
     column: str
@@ -44,96 +44,102 @@ class BlockFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a whole block."""
+        """Bytes of a full block."""
         return self.block_tokens * self.dtype.itemsize
 
     @property
     def may_be_negative(self) -> bool:
-        """Whether a stored number may be, or become as int64, negative."""
+        """Whether a stored number may be negative, or become negative as int64."""
         return self.dtype.kind == "i" or self.dtype.itemsize == np.int64().itemsize
 
 
 def choose_format(
     schema: pa.Schema, column: str, block_tokens: int | None, dtype: npt.DTypeLike | None
 ) -> BlockFormat:
-    """Return how a column holds blocks.
+    """Return the storage format of a column of blocks.
 
     Args:
-        schema: of the samples.
-        column: its name.
-        block_tokens: tokens of a block; needed but for lists of one size.
-        dtype: of a token; for blobs, which do not say.
+        schema: schema of the samples.
+        column: name of the column.
+        block_tokens: tokens of a block; may be None for lists of a fixed size.
+        dtype: dtype of a token, for blobs only.
 
     Raises:
-        ConfigError: no such column, it holds no integers, or `block_tokens` or `dtype` is missing or contradicts it.
+        ConfigError: the column is missing or does not contain integers; `block_tokens` or `dtype` is missing or
+            contradicts the column's type.
     """
     if column not in schema.names:
-        raise ConfigError(f"there is no column {column!r} with tokens; the columns are {_described(schema)}")
+        raise ConfigError(
+            f"there is no column {column!r} with tokens; the columns are {_list_columns(schema)}: give one as tokens="
+        )
     kind = schema.field(column).type
     is_fixed = pa.types.is_fixed_size_list(kind)
     is_list = is_fixed or pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not (is_blob(kind) or (is_list and pa.types.is_integer(kind.value_type))):
         raise ConfigError(
-            f"column {column!r} is {kind}; tokens are lists of integers, or blobs of them. The columns are "
-            f"{_described(schema)}"
+            f"column {column!r} is {kind}; expected lists of integers, or blobs of integers. The columns are "
+            f"{_list_columns(schema)}"
         )
     if is_list and dtype is not None:
-        raise ConfigError(f"dtype says how blobs hold tokens; column {column!r} is {kind}")
+        raise ConfigError(f"dtype is only for blobs, and column {column!r} is {kind}; leave dtype out")
     if is_blob(kind) and dtype is None:
-        raise ConfigError(f"column {column!r} holds blobs: say what a token is in them, dtype='uint16' or the like")
+        raise ConfigError(
+            f"column {column!r} contains blobs; give the type of a token in them, such as dtype='uint16'"
+        )
     if is_fixed:
         if block_tokens not in (None, kind.list_size):
             raise ConfigError(
-                f"block_tokens is {block_tokens}, but the blocks of column {column!r} have {kind.list_size} tokens"
+                f"block_tokens is {block_tokens}, but the blocks of column {column!r} have {kind.list_size} tokens; "
+                "leave block_tokens out"
             )
         block_tokens = kind.list_size
     elif block_tokens is None:
-        raise ConfigError(f"column {column!r} is {kind}, which says no block size: give block_tokens=N")
+        raise ConfigError(f"column {column!r} is {kind}, which has no fixed block size; give block_tokens=N")
     stored: Any = kind.value_type.to_pandas_dtype() if is_list else dtype
     return BlockFormat(column, block_tokens, _integer_type(stored), is_ragged=not is_fixed)
 
 
 class StoredBlocks:
-    """Where the blocks of one shard lie.
+    """Index of the blocks in one shard.
 
     Args:
-        batches: the shard's record batches.
-        format_: how its column holds blocks.
+        batches: record batches of the shard.
+        format_: storage format of the blocks.
 
     Raises:
-        ConfigError: single tokens are null.
+        ConfigError: a block contains null.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], format_: BlockFormat) -> None:
         self.format = format_
         self._contents: list[Bytes] = []
-        places: dict[int, int] = {}
+        numbers: dict[int, int] = {}  # address of a mapped file -> its index in `_contents`
         content_of, starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for batch in batches:
-            buffer, own_starts, own_sizes = _rows_of(batch.column(format_.column), format_)
+            buffer, batch_starts, batch_sizes = _find_rows(batch.column(format_.column), format_)
             root = _root(buffer)
-            if root.address not in places:
-                places[root.address] = len(self._contents)
+            if root.address not in numbers:
+                numbers[root.address] = len(self._contents)
                 self._contents.append(np.frombuffer(root, np.uint8))
-            content_of.append(np.full(batch.num_rows, places[root.address]))
-            starts.append(own_starts + (buffer.address - root.address))
-            sizes.append(own_sizes)
+            content_of.append(np.full(batch.num_rows, numbers[root.address]))
+            starts.append(batch_starts + (buffer.address - root.address))
+            sizes.append(batch_sizes)
         self._content_of, self._starts = np.concatenate(content_of), np.concatenate(starts)
         self._windows = [_windows(content, format_.block_bytes) for content in self._contents]
         self.sizes: Integers = np.concatenate(sizes)
-        """`int64[num_samples]`, bytes of each block."""
+        """Bytes of each block, `int64[num_samples]`."""
 
     def copy(self, rows: Integers, out: Integers, indices: Integers) -> None:
-        """Write the blocks of `rows` to `out[indices]`; arbitrary behind a block's end.
+        """Write the blocks of `rows` to `out[indices]`, with arbitrary values after the end of a short block.
 
         Args:
-            rows: `int64[k]`.
+            rows: `int64[k]`, rows of the shard.
             out: `int64[n, block]`.
             indices: `int64[k]`, ascending.
         """
         if len(rows) == len(out):
             np.copyto(out, self.gather(rows), casting="unsafe")
-        elif len(rows) <= _FEW and len(self._contents) == 1 and not self.format.is_ragged:
+        elif len(rows) <= _MAX_LOOPED_ROWS and len(self._contents) == 1 and not self.format.is_ragged:
             windows, dtype = self._windows[0], self.format.dtype
             for index, start in zip(indices.tolist(), self._starts[rows].tolist(), strict=True):
                 out[index] = windows[start].view(dtype)
@@ -141,35 +147,35 @@ class StoredBlocks:
             out[indices] = self.gather(rows)
 
     def gather(self, rows: Integers) -> npt.NDArray[Any]:
-        """Return the blocks of `rows` in that order: `dtype[n, block]`, a copy; arbitrary behind a block's end."""
+        """Return a copy of the blocks of `rows`, `dtype[n, block]`; values after the end of a block are arbitrary."""
         if len(self._contents) == 1:
             return self._gather_from(0, self._starts[rows], rows).view(self.format.dtype)
-        found = np.empty((len(rows), self.format.block_bytes), np.uint8)
+        blocks = np.empty((len(rows), self.format.block_bytes), np.uint8)
         content_of = self._content_of[rows]
         for number in np.unique(content_of).tolist():
-            chosen = np.flatnonzero(content_of == number)
-            found[chosen] = self._gather_from(number, self._starts[rows[chosen]], rows[chosen])
-        return found.view(self.format.dtype)
+            indices = np.flatnonzero(content_of == number)
+            blocks[indices] = self._gather_from(number, self._starts[rows[indices]], rows[indices])
+        return blocks.view(self.format.dtype)
 
     def _gather_from(self, number: int, starts: Integers, rows: Integers) -> npt.NDArray[np.uint8]:
         windows = self._windows[number]
         if not self.format.is_ragged or (len(starts) and starts.max() < len(windows)):
             return windows[starts]
-        # The last blocks of a file may be too short for a window.
-        found = np.zeros((len(rows), self.format.block_bytes), np.uint8)
+        # A window at one of the last blocks would end after the end of the file: copy only the block's own bytes.
+        blocks = np.zeros((len(rows), self.format.block_bytes), np.uint8)
         for index, (start, size) in enumerate(zip(starts.tolist(), self.sizes[rows].tolist(), strict=True)):
-            found[index, :size] = self._contents[number][start : start + size]
-        return found
+            blocks[index, :size] = self._contents[number][start : start + size]
+        return blocks
 
 
 class StoredLists:
-    """A column of integer lists of any size, of one shard.
+    """A column of integer lists of variable size, in one shard.
 
     Args:
-        column: of lists; null ones count as empty.
+        column: the column; null counts as an empty list.
 
     Raises:
-        ConfigError: a list has null in it.
+        ConfigError: a list contains null.
     """
 
     def __init__(self, column: pa.ChunkedArray) -> None:
@@ -177,27 +183,32 @@ class StoredLists:
         self._starts = np.cumsum(self._counts) - self._counts
         values = pc.list_flatten(column)
         if values.null_count:
-            raise ConfigError("where documents start is null in a list; it is a number")
+            raise ConfigError(
+                "a list of document starts has null in a list element; expected integers: ingest the data again"
+            )
         self._values = values.to_numpy().astype(np.int64, copy=False)
 
     def gather(self, rows: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return the lists of `rows` end to end: for each value the index of its row in `rows`, and the value."""
+        """Return the values of the lists of `rows`, concatenated: index in `rows` and value of each."""
         counts = self._counts[rows]
         ends = np.cumsum(counts)
-        places = np.repeat(self._starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
-        return np.repeat(np.arange(len(rows)), counts), self._values[places]
+        positions = np.repeat(self._starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
+        return np.repeat(np.arange(len(rows)), counts), self._values[positions]
 
 
-def _rows_of(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Integers, Integers]:
-    """Return the bytes that hold an array's tokens, and where each row starts in them and how many it has."""
+def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Integers, Integers]:
+    """Return the buffer of an array's tokens, and start and size in bytes of each row in it."""
     item_bytes = format_.dtype.itemsize
     if is_blob(array.type):
         _, starts, stops = blob_part(array)
         return array.buffers()[2] or _NO_BUFFER, starts, stops - starts
     values = array.values
-    # A list that is null has null in it too; whoever wants it is told elsewhere.
+    # `values` includes the elements of lists that are null themselves; `flatten` leaves them out. The decoder reports
+    # those lists if a batch needs them.
     if values.null_count and array.flatten().null_count:
-        raise ConfigError(f"column {format_.column!r} has lists with null in them; a token is a number")
+        raise ConfigError(
+            f"column {format_.column!r} has lists with null in them; a token is a number; ingest data without null"
+        )
     if format_.is_ragged:
         offsets = array.offsets.to_numpy().astype(np.int64)
     else:
@@ -210,14 +221,14 @@ def _rows_of(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Integers
 
 
 def _root(buffer: pa.Buffer) -> pa.Buffer:
-    """Return what a buffer is a slice of, in the end: the mapped file."""
+    """Return the outermost parent of a buffer: the mapped file."""
     while buffer.parent is not None:
         buffer = buffer.parent
     return buffer
 
 
 def _windows(content: Bytes, size: int) -> npt.NDArray[np.uint8]:
-    """Return every run of `size` bytes: a read-only view, `uint8[runs, size]`."""
+    """Return a read-only view of all windows of `size` consecutive bytes, `uint8[num_windows, size]`."""
     if len(content) < size:
         return np.empty((0, size), np.uint8)
     return np.lib.stride_tricks.sliding_window_view(content, size)
@@ -225,13 +236,13 @@ def _windows(content: Bytes, size: int) -> npt.NDArray[np.uint8]:
 
 def _integer_type(dtype: npt.DTypeLike) -> np.dtype[Any]:
     try:
-        found = np.dtype(dtype)
+        parsed = np.dtype(dtype)
     except TypeError as error:
         raise ConfigError(f"dtype is {dtype!r}; expected integers, such as 'uint16'") from error
-    if found.kind not in "iu":
-        raise ConfigError(f"dtype is {found}; expected integers, such as 'uint16'")
-    return found.newbyteorder("<")
+    if parsed.kind not in "iu":
+        raise ConfigError(f"dtype is {parsed}; expected integers, such as 'uint16'")
+    return parsed.newbyteorder("<")
 
 
-def _described(schema: pa.Schema) -> str:
+def _list_columns(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} ({field.type})" for field in schema)

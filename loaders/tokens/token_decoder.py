@@ -1,4 +1,4 @@
-"""From sample batches to token batches: blocks are gathered and widened, and what else was asked for is made."""
+"""Conversion of sample batches to token batches: gather blocks as int64, and compute labels and document ids."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZE
 
 Labels = Literal["across", "within"] | None
 
-# Batches that a caller may hold before memory is no longer used again.
-_KEEP: Final = 4
+# Memory of so many batches is reused; a caller that holds more batches gets new memory for each.
+_NUM_REUSED: Final = 4
 
 
 @dataclass(frozen=True)
 class _TokenShard:
-    """What is asked of a shard for every batch.
+    """Properties of a shard that every batch needs, computed once.
 
     Attributes:
-        blocks: of it.
-        is_whole: no sample lacks its block.
-        has_length: samples have a `length`.
+        blocks: the blocks of the shard.
+        has_all_blocks: whether no sample has null as block.
+        has_length: whether the shard has a column `length`.
     """
 
     blocks: StoredBlocks
-    is_whole: bool
+    has_all_blocks: bool
     has_length: bool
 
 
 @dataclass(frozen=True)
 class TokenConfig:
-    """What is made of a batch.
+    """Settings of a token decoder.
 
     Attributes:
-        column: that holds the blocks.
+        column: name of the column of blocks.
         block_tokens: tokens of a block.
-        dtype: of a token in blobs; None where lists hold them.
-        tokenizer: digest of what made the tokens; None where the data set does not say.
-        lengths_are_needed: a block whose shard has no `length` lacks it; otherwise it is whole.
-        pad: token that takes the place of padding; None leaves what is stored, and 0 behind shorter lists.
-        labels: of the next tokens, "across" documents or "within" them.
-        documents: whether documents are told apart.
-        end: token that ends a document; None where `document_starts` says.
+        dtype: dtype of a token in blobs; None for lists.
+        tokenizer: digest of the tokenizer; None if the data set does not record it.
+        lengths_are_needed: True: a shard without the column `length` is an error; False: its blocks count as full.
+        pad: token that replaces padding; None keeps the stored values, and puts 0 after short lists.
+        labels: next tokens as labels, "across" documents or only "within" them; None: no labels.
+        documents: whether to compute document ids, position ids and segments.
+        end: token that ends a document; None: use the column `document_starts`.
     """
 
     column: str
@@ -77,19 +77,19 @@ class TokenConfig:
 
     @property
     def needs_segments(self) -> bool:
-        """Whether it matters where documents begin."""
+        """Whether the starts of documents are needed."""
         return self.documents or self.labels == "within"
 
 
 class TokenDecoder:
-    """A `Decoder` of token blocks, which works when it is asked: what it does costs less than handing it over.
+    """A `BatchDecoder` of token blocks. It works in `take`, because the work costs less than a switch of threads.
 
     Args:
-        config: what is made.
-        batch_size: most samples of a batch.
-        is_mixture: batches say which split each sample is of.
-        describe: names a sample of a batch, by its index there.
-        finish: makes what is handed over of a batch of arrays, when it is taken.
+        config: settings.
+        batch_size: maximum number of samples in a batch.
+        is_mixture: whether batches contain the source split of each sample.
+        describe: function that names a sample, given its batch and its index there.
+        finish: function that converts a batch of arrays to the batch that `take` returns.
     """
 
     def __init__(
@@ -104,18 +104,20 @@ class TokenDecoder:
         self._config, self._describe, self._finish = config, describe, finish
         self._is_mixture = is_mixture
         shape = (batch_size, config.block_tokens)
-        self._tokens, self._labels, self._positions = (BufferRing(shape, np.int64, keep=_KEEP) for _ in range(3))
-        self._documents = BufferRing(shape, np.int32, keep=_KEEP)
-        self._known: weakref.WeakKeyDictionary[Shard, _TokenShard] = weakref.WeakKeyDictionary()
+        self._tokens, self._labels, self._positions = (
+            BufferRing(shape, np.int64, keep=_NUM_REUSED) for _ in range(3)
+        )
+        self._documents = BufferRing(shape, np.int32, keep=_NUM_REUSED)
+        self._shards: weakref.WeakKeyDictionary[Shard, _TokenShard] = weakref.WeakKeyDictionary()
         self._starts: weakref.WeakKeyDictionary[Shard, StoredLists] = weakref.WeakKeyDictionary()
         self._in_progress: deque[SampleBatch] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         self._in_progress.append(batch)
 
     def take(self) -> TokenBatch[Any]:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         batch = self._in_progress.popleft()
         tokens, length = self._gather(batch)
         config, count, block = self._config, len(tokens), tokens.shape[1]
@@ -132,7 +134,7 @@ class TokenDecoder:
             number_positions(segments, positions)
             bounds = np.append(segments, tokens.size).astype(np.int32)
             longest = int(segment_sizes(segments, tokens.size).max(initial=0))
-        made: TokenBatch[npt.NDArray[Any]] = TokenBatch(
+        arrays: TokenBatch[npt.NDArray[Any]] = TokenBatch(
             tokens,
             length,
             batch.mask,
@@ -145,28 +147,28 @@ class TokenDecoder:
             longest,
             batch.sources if self._is_mixture else None,
         )
-        return self._finish(made)
+        return self._finish(arrays)
 
     def close(self) -> None:
-        """See `Decoder`."""
+        """See `BatchDecoder`."""
         self._in_progress.clear()
 
     def _gather(self, batch: SampleBatch) -> tuple[Integers, Integers]:
-        """Return the blocks of a batch, and how many of each one's tokens are real."""
+        """Return the blocks of a batch, `int64[n, block]`, and the number of real tokens of each, `int64[n]`."""
         config = self._config
         tokens = self._tokens.take()[: len(batch.positions)]
         length = np.empty(len(tokens), np.int64)
         length.fill(config.block_tokens)
         ragged: npt.NDArray[np.bool_] | None = None
         for part in batch.parts:
-            known = self._know(part)
-            blocks = known.blocks
+            token_shard = self._open_shard(part)
+            blocks = token_shard.blocks
             blocks.copy(part.rows, tokens, part.indices)
             if blocks.format.is_ragged:
                 ragged = np.zeros(len(tokens), np.bool_) if ragged is None else ragged
                 ragged[part.indices] = True
                 length[part.indices] = self._lengths(batch, part, blocks)
-            if known.has_length or config.lengths_are_needed:
+            if token_shard.has_length or config.lengths_are_needed:
                 length[part.indices] = self._given_lengths(batch, part, length)
             if blocks.format.may_be_negative:
                 self._check_sign(batch, part, tokens, length)
@@ -175,68 +177,70 @@ class TokenDecoder:
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
         elif ragged is not None:
-            # What a whole block has behind its tokens stays, whatever lies beside it in the batch.
+            # Only ragged blocks: padding stored in a full block stays, whatever other blocks are in the batch.
             _write_padding(tokens, np.where(ragged, length, config.block_tokens), 0)
         return tokens, length
 
     def _lengths(self, batch: SampleBatch, part: ShardPart, blocks: StoredBlocks) -> Integers:
         dtype, block = blocks.format.dtype, self._config.block_tokens
-        lengths, rest = np.divmod(blocks.sizes[part.rows], dtype.itemsize)
-        what = f"holds in {self._config.column!r} more than {block} tokens of {dtype}, or a part of one"
-        self._refuse(batch, (rest != 0) | (lengths > block), what, part)
+        lengths, remainders = np.divmod(blocks.sizes[part.rows], dtype.itemsize)
+        problem = f"column {self._config.column!r} has more than {block} tokens of {dtype}, or an incomplete one"
+        self._raise_if_bad(batch, (remainders != 0) | (lengths > block), problem, part)
         return lengths
 
     def _given_lengths(self, batch: SampleBatch, part: ShardPart, length: Integers) -> Integers:
-        self._check_there(part, LENGTH)
-        given: Integers = part.shard.values(LENGTH)[part.rows]
-        outside = (given < 0) | (given > length[part.indices])
-        self._refuse(batch, np.asarray(outside), f"has a {LENGTH!r} outside of what its block has", part)
-        return given
+        self._check_not_null(part, LENGTH)
+        lengths: Integers = part.shard.values(LENGTH)[part.rows]
+        is_outside = (lengths < 0) | (lengths > length[part.indices])
+        problem = f"column {LENGTH!r} is below 0, or larger than the number of tokens in the block"
+        self._raise_if_bad(batch, np.asarray(is_outside), problem, part)
+        return lengths
 
     def _check_sign(self, batch: SampleBatch, part: ShardPart, tokens: Integers, length: Integers) -> None:
         negative = tokens[part.indices] < 0
         if negative.any():
-            # What lies behind the end of a short block is none of its tokens.
-            real = np.arange(tokens.shape[1]) < length[part.indices, None]
-            what = f"has tokens in {self._config.column!r} that are negative, or over 2**63 - 1"
-            bad: npt.NDArray[np.bool_] = np.asarray((negative & real).any(axis=1))
-            self._refuse(batch, bad, what, part)
+            # Values after the end of a short block are arbitrary.
+            is_real = np.arange(tokens.shape[1]) < length[part.indices, None]
+            problem = f"column {self._config.column!r} has tokens that are negative, or over 2**63 - 1"
+            is_bad: npt.NDArray[np.bool_] = np.asarray((negative & is_real).any(axis=1))
+            self._raise_if_bad(batch, is_bad, problem, part)
 
     def _document_starts(self, batch: SampleBatch, tokens: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return the blocks in which documents start, and where: `[n]` both."""
+        """Return the index of a block and the position in it for each start of a document, `[n]` both."""
         if self._config.end is not None:
-            # As one line: several times as fast as by rows.
+            # A flat search is several times as fast as a search by rows.
             rows, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
             return rows, ends + 1
         rows_of, starts_of = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for part in batch.parts:
-            self._check_there(part, DOCUMENT_STARTS)
+            self._check_not_null(part, DOCUMENT_STARTS)
             rows, starts = self._starts_of(part.shard).gather(part.rows)
             rows_of.append(part.indices[rows])
             starts_of.append(starts)
-        found, starts = np.concatenate(rows_of), np.concatenate(starts_of)
+        blocks, starts = np.concatenate(rows_of), np.concatenate(starts_of)
         if len(starts) and not 0 <= starts.min() <= starts.max() < tokens.shape[1]:
-            bad = np.zeros(len(tokens), np.bool_)
-            bad[found[(starts < 0) | (starts >= tokens.shape[1])]] = True
-            self._refuse(batch, bad, f"has {DOCUMENT_STARTS!r} outside of its block")
-        return found, starts
+            is_bad = np.zeros(len(tokens), np.bool_)
+            is_bad[blocks[(starts < 0) | (starts >= tokens.shape[1])]] = True
+            self._raise_if_bad(batch, is_bad, f"column {DOCUMENT_STARTS!r} has positions outside of the block")
+        return blocks, starts
 
-    def _know(self, part: ShardPart) -> _TokenShard:
-        """Return what is known of the shard of a part, none of whose samples lacks its block."""
+    def _open_shard(self, part: ShardPart) -> _TokenShard:
+        """Return the shard of a part. Raises ConfigError: a sample lacks its block, or the tokenizer differs."""
         shard, config = part.shard, self._config
-        known = self._known.get(shard)
-        if known is None:
-            self._check_there(part, config.column)
+        token_shard = self._shards.get(shard)
+        if token_shard is None:
+            self._check_not_null(part, config.column)
             self._check_tokenizer(shard)
             format_ = choose_format(shard.schema, config.column, config.block_tokens, config.dtype)
             blocks = StoredBlocks(shard.batches, format_)
-            if isinstance(shard, PartialShard):  # it still grows
-                return _TokenShard(blocks, is_whole=False, has_length=LENGTH in shard.schema.names)
-            is_whole = shard.is_valid(config.column, np.arange(shard.num_samples))
-            known = self._known[shard] = _TokenShard(blocks, is_whole, LENGTH in shard.schema.names)
-        if not known.is_whole:
-            self._check_there(part, config.column)
-        return known
+            if isinstance(shard, PartialShard):  # not cached: it gets more samples while it is fetched
+                return _TokenShard(blocks, has_all_blocks=False, has_length=LENGTH in shard.schema.names)
+            has_all_blocks = shard.is_valid(config.column, np.arange(shard.num_samples))
+            token_shard = _TokenShard(blocks, has_all_blocks, LENGTH in shard.schema.names)
+            self._shards[shard] = token_shard
+        if not token_shard.has_all_blocks:
+            self._check_not_null(part, config.column)
+        return token_shard
 
     def _starts_of(self, shard: Shard) -> StoredLists:
         starts = self._starts.get(shard)
@@ -247,28 +251,32 @@ class TokenDecoder:
         return starts
 
     def _check_tokenizer(self, shard: Shard) -> None:
-        wanted, found = self._config.tokenizer, (shard.schema.metadata or {}).get(TOKENIZER)
-        if wanted is not None and found not in (None, wanted):
+        expected, actual = self._config.tokenizer, (shard.schema.metadata or {}).get(TOKENIZER)
+        if expected is not None and actual not in (None, expected):
             raise ConfigError(
-                f"shard {shard.name} has tokens of tokenizer {found.decode()[:12]}..., the data set those of "
-                f"{wanted.decode()[:12]}...: their numbers mean different texts; ingest both with one tokenizer"
+                f"shard {shard.name} has tokens of tokenizer {actual.decode()[:12]}..., the data set those of "
+                f"{expected.decode()[:12]}..., so equal numbers stand for different texts; ingest both with one "
+                "tokenizer"
             )
 
-    def _check_there(self, part: ShardPart, column: str) -> None:
+    def _check_not_null(self, part: ShardPart, column: str) -> None:
         if not part.shard.is_valid(column, part.rows):
             raise ConfigError(
                 f"column {column!r} is null for samples of shard {part.shard.name}: they were added without it; "
                 "delete them"
             )
 
-    def _refuse(
-        self, batch: SampleBatch, bad: npt.NDArray[np.bool_], what: str, part: ShardPart | None = None
+    def _raise_if_bad(
+        self, batch: SampleBatch, is_bad: npt.NDArray[np.bool_], problem: str, part: ShardPart | None = None
     ) -> None:
-        """Raise BadSampleError, naming the samples of a batch, or of a part of it, that are bad; if any is."""
-        if bad.any():
-            indices = np.flatnonzero(bad) if part is None else part.indices[bad]
+        """Raise BadSampleError with the names of the bad samples of a batch, or of a part of it, if there are any."""
+        if is_bad.any():
+            indices = np.flatnonzero(is_bad) if part is None else part.indices[is_bad]
             names = "; ".join(self._describe(batch, index) for index in indices[:10].tolist())
-            raise BadSampleError(f"{len(indices)} of {len(batch.positions)} samples of a batch: {what}: {names}")
+            raise BadSampleError(
+                f"{len(indices)} of {len(batch.positions)} samples of a batch are bad: {problem}: {names}; delete "
+                "them, or ingest them again"
+            )
 
 
 def _write_padding(tokens: Integers, length: Integers, pad: int) -> None:

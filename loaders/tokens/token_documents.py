@@ -1,7 +1,7 @@
-"""Documents in a batch of packed blocks: which token belongs to which, and where attention may not look across.
+"""Documents in a batch of packed blocks: document ids, position ids, segments for attention, and labels.
 
-A batch is taken as one line of tokens, block after block, cut into segments: documents, or what of them lies in one
-block, and the padding of each block. What a token's document, its place there, or its label is follows from the cuts.
+The tokens of a batch are treated as one flat array, block after block, and divided into segments. A segment is the
+part of a document that is in one block, or the padding of a block.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy.typing as npt
 from datasvc.keyed_random import Integers
 
 IGNORED: Final = -100
-"""Label of a token that has no next one to predict; what torch's cross entropy leaves out unasked."""
+"""Label of a token without a next token; the default `ignore_index` of torch's cross entropy."""
 
 
 def find_segments(rows: Integers, starts: npt.NDArray[Any], length: Integers, block: int) -> Integers:
-    """Return where segments begin in the line of all blocks, ascending: `int64[segments]`.
+    """Return the starts of segments in the flat array of tokens, ascending, `int64[segments]`.
 
     Args:
-        rows: `int64[n]`, the blocks in which documents start, in any order.
-        starts: `[n]`, where they do; what lies behind a block's real tokens is left out.
-        length: `int64[blocks]`, real tokens of each.
+        rows: `int64[n]`, index of the block of each document's start, in any order.
+        starts: `[n]`, position of each start in its block; positions after the block's real tokens are ignored.
+        length: `int64[blocks]`, number of real tokens of each block.
         block: tokens of a block.
     """
     firsts = np.arange(len(length)) * block
@@ -34,39 +34,40 @@ def find_segments(rows: Integers, starts: npt.NDArray[Any], length: Integers, bl
 
 
 def number_documents(segments: Integers, length: Integers, block: int, out: npt.NDArray[np.int32]) -> None:
-    """Write each token's document, counted from 0 in its block, -1 for padding: `int32[blocks, block]`."""
+    """Write the document of each token to `out`, `int32[blocks, block]`, from 0 in each block; -1 for padding."""
     if not len(segments):
         return
-    row, place = np.divmod(segments, block)
+    row, start = np.divmod(segments, block)
     numbers = np.arange(len(segments)) - np.searchsorted(row, np.arange(len(length)))[row]
-    numbers[place >= length[row]] = -1
+    numbers[start >= length[row]] = -1
     out.reshape(-1)[:] = np.repeat(numbers.astype(np.int32), segment_sizes(segments, out.size))
 
 
 def number_positions(segments: Integers, out: Integers) -> None:
-    """Write each token's place in its segment, counted from 0: `int64[blocks, block]`."""
+    """Write the position of each token in its segment to `out`, `int64[blocks, block]`, from 0."""
     np.subtract(_ramp(out.size), np.repeat(segments, segment_sizes(segments, out.size)), out=out.reshape(-1))
 
 
 @functools.lru_cache(maxsize=4)
 def _ramp(size: int) -> Integers:
-    """Return 0, 1, ...: kept, because fresh memory costs several times what is done with it."""
+    """Return `arange(size)`, cached because new memory costs several times as much as the computation."""
     return np.arange(size)
 
 
 def segment_sizes(segments: Integers, num_tokens: int) -> Integers:
-    """Return the tokens of each segment: `int64[segments]`."""
+    """Return the number of tokens of each segment, `int64[segments]`."""
     return np.diff(segments, append=num_tokens)
 
 
 def write_labels(tokens: Integers, length: Integers, out: Integers, *, segments: Integers | None) -> None:
-    """Write the next token of each, IGNORED where there is none.
+    """Write the next token of each token to `out`, IGNORED if it has none.
 
     Args:
         tokens: `int64[blocks, block]`.
-        length: `int64[blocks]`, real tokens of each.
-        out: as `tokens`.
-        segments: from `find_segments`: the last token of each has no label; None: of each block's real tokens.
+        length: `int64[blocks]`, number of real tokens of each block.
+        out: `int64[blocks, block]`.
+        segments: starts from `find_segments`: the last token of each segment has no label; None: only the last real
+            token of each block has none.
     """
     block = tokens.shape[1]
     out[:, :-1] = tokens[:, 1:]

@@ -1,4 +1,4 @@
-"""TokenLoader: packed blocks of tokens in the access order, exact to the sample over any restart."""
+"""`TokenLoader`: batches of packed token blocks in the access order; a resumed run serves each block once."""
 
 from __future__ import annotations
 
@@ -33,38 +33,39 @@ if TYPE_CHECKING:
 class TokenLoader(Loader[TokenBatch[Any]]):
     """Batches of a split's token blocks; `for tokens, labels in loader` runs to the end of the epoch.
 
-    Order, state, ranks, cache and tail are those of `ImageLoader`: what was handed over counts, and a state continues
-    at any world size or batch size with exactly the samples not yet served.
+    Order, state, ranks, cache and tail are those of `ImageLoader`: a state counts batches handed over, can be loaded
+    at any world size and batch size, and continues with exactly the samples not yet served.
 
     Args:
-        split: of a data-set version, or a mixture of several. Blocks are lists of integers, of one size or of any, or
-            blobs of them.
+        split: a split of a data-set version, or a mixture of several. Blocks are lists of integers, of fixed or
+            variable size, or blobs of integers.
         batch_size: blocks of this rank per step.
-        training: shuffled, and whole batches only; otherwise in table order, and padded.
-        cache: the node's; None reads a local repository in place, and a remote one into memory.
-        tokens: column that holds the blocks.
-        block_tokens: tokens of a block; needed for blobs, and for lists that may be shorter.
-        dtype: of a token in blobs, little-endian: "uint16".
-        pad: token that takes the place of padding; None leaves what the blocks have there, and 0 behind short lists.
-        labels: the next token of each: "across" documents, or "within" them; None: no labels.
-        documents: tell documents apart: `document_ids`, `position_ids`, `cu_seqlens`.
-        end: token that ends a document; needed for documents where there is no column `document_starts`.
-        seed: of the order.
+        training: True: shuffled order, full batches only; False: table order, last batch padded.
+        cache: cache of the node; None: read a local repository in place, and a remote one into memory.
+        tokens: name of the column of blocks.
+        block_tokens: tokens of a block; needed for blobs and for lists of variable size.
+        dtype: dtype of a token in blobs, such as "uint16"; bytes are little-endian.
+        pad: token that replaces padding; None keeps the stored values, and puts 0 after short lists.
+        labels: next tokens as labels, "across" documents or only "within" them; None: no labels.
+        documents: whether batches have `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
+        end: token that ends a document; needed for documents if there is no column `document_starts`.
+        seed: seed of the order.
         shuffle: "global", "windowed" or None; default "global" in training, None otherwise.
         lanes: see `OrderConfig`.
         block: see `OrderConfig`.
         sticky: see `OrderConfig`.
-        data_rank: see `ImageLoader`, as are the next three.
-        data_world_size: number of data ranks.
-        mesh: instead of these two.
-        mesh_axis: name of its data axis.
+        data_rank: see `ImageLoader`.
+        data_world_size: see `ImageLoader`.
+        mesh: see `ImageLoader`.
+        mesh_axis: see `ImageLoader`.
         tail: see `ImageLoader`.
-        prefetch: batches whose shards are open while the caller trains.
-        ledger: folder that records what was handed over, see `Loader`.
+        prefetch: number of batches whose shards are open while the caller trains.
+        ledger: folder that records the batches handed over, see `Loader`.
 
     Raises:
-        ConfigError: an argument is out of range; no column with tokens; a batch larger than the epoch with "drop".
-        CacheFullError: the cache's budget is below the window that the order needs; says the number.
+        ConfigError: an argument is out of range; the column of tokens is missing; a batch is larger than the epoch
+            with `tail="drop"`.
+        CacheFullError: the cache's budget is below the window that the order needs; the message has its size.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             block_tokens=_common_block(splits, tokens, block_tokens, dtype),
             dtype=dtype,
             tokenizer=_common_tokenizer(splits),
-            lengths_are_needed=all(LENGTH in each.table.sample_schema.names for each in splits),
+            lengths_are_needed=all(LENGTH in part.table.sample_schema.names for part in splits),
             pad=pad,
             labels=labels,
             documents=documents,
@@ -131,7 +132,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
 
     @property
     def tokenizer(self) -> str | None:
-        """Digest of the `tokenizer.json` that made the tokens; None where the data set does not say."""
+        """Digest of the `tokenizer.json` of the tokens; None if the data set does not record it."""
         return None if self._config.tokenizer is None else self._config.tokenizer.decode()
 
     def __iter__(self) -> Iterator[TokenBatch[torch.Tensor]]:
@@ -139,7 +140,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         return super().__iter__()
 
     def numpy(self) -> Iterator[TokenBatch[npt.NDArray[Any]]]:
-        """Yield the rest of the epoch as arrays, as `for` does; torch is not imported."""
+        """Yield the rest of the epoch as NumPy arrays, without importing torch."""
         return self._serve(lambda batch: batch)
 
     def pin(self) -> Iterator[TokenBatch[torch.Tensor]]:
@@ -176,14 +177,14 @@ class TokenLoader(Loader[TokenBatch[Any]]):
 
 
 def _common_block(splits: Sequence[Split], column: str, block_tokens: int | None, dtype: str | None) -> int:
-    """Return the tokens of a block, which are the same in all splits. Raises ConfigError."""
+    """Return the number of tokens of a block. Raises ConfigError: it differs between splits."""
     blocks: dict[int, Split] = {}
     for split in splits:
         try:
-            found = choose_format(split.table.sample_schema, column, block_tokens, dtype)
+            block_format = choose_format(split.table.sample_schema, column, block_tokens, dtype)
         except ConfigError as error:
             raise ConfigError(f"{split!r}: {error}") from error
-        blocks.setdefault(found.block_tokens, split)
+        blocks.setdefault(block_format.block_tokens, split)
     if len(blocks) > 1:
         raise ConfigError(
             "blocks differ in size: "
@@ -194,41 +195,41 @@ def _common_block(splits: Sequence[Split], column: str, block_tokens: int | None
 
 
 def _common_tokenizer(splits: Sequence[Split]) -> bytes | None:
-    """Return the digest of the tokenizer of all splits that name one. Raises ConfigError where they differ."""
-    found: dict[bytes, Split] = {}
+    """Return the tokenizer's digest, None if no split records one. Raises ConfigError: it differs between splits."""
+    tokenizers: dict[bytes, Split] = {}
     for split in splits:
         digest = (split.table.sample_schema.metadata or {}).get(TOKENIZER)
         if digest is not None:
-            found.setdefault(digest, split)
-    if len(found) > 1:
+            tokenizers.setdefault(digest, split)
+    if len(tokenizers) > 1:
         raise ConfigError(
             "tokens of different tokenizers do not mix: "
-            + ", ".join(f"{digest.decode()[:12]}... in {split!r}" for digest, split in found.items())
+            + ", ".join(f"{digest.decode()[:12]}... in {split!r}" for digest, split in tokenizers.items())
             + "; ingest them with one --tokenizer"
         )
-    return next(iter(found), None)
+    return next(iter(tokenizers), None)
 
 
 def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:
-    """Raise ConfigError where what is asked for cannot be made."""
+    """Raise ConfigError if a setting is out of range or needs a column that a split lacks."""
     if config.labels not in ("across", "within", None):
         raise ConfigError(f"labels is {config.labels!r}; expected 'across', 'within' or None")
     largest = np.iinfo(np.int64).max
     for option, value in (("pad", config.pad), ("end", config.end)):
         if value is not None and not 0 <= value <= largest:
-            raise ConfigError(f"{option} is {value}; a token is 0 to {largest}")
+            raise ConfigError(f"{option} is {value}; expected a token from 0 to {largest}")
     for split in splits:
         schema = split.table.sample_schema
         if LENGTH in schema.names and not pa.types.is_integer(schema.field(LENGTH).type):
             raise ConfigError(f"column {LENGTH!r} of {split!r} is {schema.field(LENGTH).type}; expected integers")
-        if config.needs_segments and config.end is None and not _says_starts(schema):
+        if config.needs_segments and config.end is None and not _has_document_starts(schema):
             raise ConfigError(
-                f"{split!r} does not say where documents start: it has no column {DOCUMENT_STARTS!r} with lists of "
-                "integers; give end=TOKEN, the token that ends a document"
+                f"{split!r} has no column {DOCUMENT_STARTS!r} with lists of integers, so the starts of documents are "
+                "unknown; give end=TOKEN, the token that ends a document"
             )
 
 
-def _says_starts(schema: pa.Schema) -> bool:
+def _has_document_starts(schema: pa.Schema) -> bool:
     if DOCUMENT_STARTS not in schema.names:
         return False
     kind = schema.field(DOCUMENT_STARTS).type

@@ -1,6 +1,6 @@
-"""For jobs that keep torch's own data loaders and their own transforms: data sets and an order, exact over restarts.
+"""Data sets and samplers for torch's own `DataLoader` and the user's transforms, in a resumable order.
 
-The rest of `loaders` works without torch; nothing there imports this.
+The other packages of `datasvc.loaders` work without torch and do not import this one.
 """
 
 from datasvc.loaders.torch.dataset import Dataset

@@ -1,4 +1,4 @@
-"""The samples of a split as a map-style data set of torch: any sample by its number, from any process."""
+"""Map-style torch data set of a split's samples, which any process can read by number."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ _logger = logging.getLogger(__name__)
 
 
 class Dataset(torch.utils.data.Dataset[Any]):
-    """A split as `torch.utils.data.Dataset`: `dataset[5]` is a dict of columns, or what `transform` makes of it.
+    """A split as `torch.utils.data.Dataset`: `dataset[5]` is a dict of columns, or the result of `transform` for it.
 
-    It pickles as the address of its split. Every process that reads opens shards and cache for itself, when it reads
-    first, so workers may be forked or spawned. Only a cache that was open before a fork is refused in the child: give
-    its folder instead of the object, or `multiprocessing_context="spawn"` to the loader.
+    A pickle of it contains the address of the split. Every process opens shards and cache itself at its first read,
+    so workers may be forked or spawned. But a cache that was open before a fork cannot be used in the child: give its
+    folder instead of the `Cache`, or `multiprocessing_context="spawn"` to the `DataLoader`.
 
-    Where an `OrderBatchSampler` asks, the randomness of a sample is a function of (seed, epoch, position):
-    `transform` gets a `numpy.random.Generator` if it has a parameter `generator`, and the global generators of torch
-    (CPU), numpy and Python are seeded around it, and restored. Where a number alone asks, as of torch's own samplers,
-    it draws as any transform of torch does.
+    With an `OrderBatchSampler`, the randomness of a sample is a function of (seed, epoch, position): `transform` gets
+    a `numpy.random.Generator` if it has a parameter `generator`. The global generators of torch (CPU), numpy and
+    Python are seeded during the call, and restored afterwards. With plain numbers, as from torch's own samplers, the
+    transform draws from the global generators as they are.
 
     Args:
-        split: of a data-set version.
-        columns: what a sample has; None: all columns of the split.
-        decode: of the column `image`: "pil" or "numpy" (`uint8[height, width, 3]`), upright and RGB; None: the bytes.
-        transform: called with the dict of a sample; what it returns is served. It must pickle to be spawned.
-        cache: the node's, or its folder; None reads a local repository in place, and a remote one into memory.
-        on_bad: an image that does not decode: "raise", or "mask" it: it is black, logged, and `sample["mask"]`, which
-            all samples then have, is False.
+        split: a split of a data-set version.
+        columns: names of the columns of a sample; None: all columns of the split.
+        decode: type of the column `image`: "pil" or "numpy" (`uint8[height, width, 3]`), both upright and RGB; None:
+            the encoded bytes.
+        transform: function of a sample's dict, whose result is served. It must be picklable for spawned workers.
+        cache: cache of the node, or its folder; None: read a local repository in place, and a remote one into memory.
+        on_bad: treatment of images that do not decode: "raise" an error, or "mask": a black image, a log entry, and
+            False in `sample["mask"]`, which all samples then have.
 
     Raises:
-        ConfigError: an argument is out of range, or names no column; a column `mask` is in the way.
+        ConfigError: an argument is out of range; a column is missing; the split has a column `mask` of its own.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         if on_bad not in ("raise", "mask"):
             raise ConfigError(f"on_bad is {on_bad!r}; expected 'raise' or 'mask'")
         if transform is not None and not callable(transform):
-            raise ConfigError(f"transform is {transform!r}; expected a callable that takes a sample")
+            raise ConfigError(f"transform is {transform!r}; expected a callable with one argument, the sample")
         self.split = split
         self.columns = check_columns(split, columns)
         self._decode = decode
@@ -83,22 +84,23 @@ class Dataset(torch.utils.data.Dataset[Any]):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the labels, index by index; empty without labels."""
+        """Class names in the order of label values; empty without labels."""
         return self.split.classes
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample; negative numbers count from the end.
 
         Raises:
-            IndexError: out of range.
-            TypeError: no integer.
-            BadSampleError: its image does not decode; names it.
-            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: from the cache or the repository.
+            IndexError: `index` is out of range.
+            TypeError: `index` is no integer.
+            BadSampleError: the image does not decode; the message names the sample.
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples, in the order of their numbers here; shard by shard within. Raises as one would."""
+        """Return several samples in the order of `indices`, read shard by shard. Raises as `__getitem__`."""
+        # A forked process opens its own clients, shards and cache.
         if self._reader is None or self._reader.process != os.getpid():
             split = self.split if self._process == os.getpid() else reopen(self.split)
             self._reader = SampleReader(split, self._address)
@@ -127,12 +129,12 @@ class Dataset(torch.utils.data.Dataset[Any]):
             number = operator.index(index)
         except TypeError as error:
             raise TypeError(
-                f"a sample is asked for by its number, not by {index!r}; a list goes to a sampler"
+                f"the index of a sample is {index!r}; expected an integer: use a sampler for several samples"
             ) from error
-        wanted = number + len(self.split) if number < 0 else number
-        if not 0 <= wanted < len(self.split):
+        sample = number + len(self.split) if number < 0 else number
+        if not 0 <= sample < len(self.split):
             raise IndexError(f"sample {number} is outside 0..{len(self.split) - 1} of {self.split!r}")
-        return wanted
+        return sample
 
     def _finish(self, raw: dict[str, Any], number: int, index: int) -> Any:
         """Decode and transform one sample."""
@@ -151,15 +153,15 @@ class Dataset(torch.utils.data.Dataset[Any]):
         try:
             return decode_image(raw[IMAGE], self._decode), True
         except BadSampleError as error:
-            said = f"{self.split.dataset}/{self.split.name}: sample {number}, {raw[KEY]!r}: {error}"
+            message = f"{self.split.dataset}/{self.split.name}: sample {number}, {raw[KEY]!r}: {error}"
             if self._on_bad == "raise":
-                raise BadSampleError(f"{said}; delete it, or give on_bad='mask'") from error
-            _logger.warning("masked: %s", said)
+                raise BadSampleError(f"{message}; delete it, or give on_bad='mask'") from error
+            _logger.warning("masked: %s", message)
             return black_image(raw[WIDTH], raw[HEIGHT], self._decode), False
 
     def _check_mask(self) -> None:
         if MASK in self.columns:
             raise ConfigError(
-                f"{self.split!r} has a column {MASK!r} of its own, which says here what counts; name the other "
-                "columns, or use neither on_bad='mask' nor tail='pad'"
+                f"{self.split!r} has a column {MASK!r} of its own, and on_bad='mask' and tail='pad' add one; give "
+                "columns= without it, or use neither of the two"
             )

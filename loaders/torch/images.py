@@ -1,4 +1,4 @@
-"""Whole images for users' own transforms: decoded by Pillow, upright, 8-bit RGB."""
+"""Decoding of complete images with Pillow for users' transforms: upright, 8-bit RGB."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Decode = Literal["pil", "numpy"] | None
 
 
 def check_decode(decode: str | None) -> None:
-    """Raise ConfigError unless `decode` is one."""
+    """Raise ConfigError if `decode` is not a valid mode."""
     if decode not in ("pil", "numpy", None):
         raise ConfigError(f"decode is {decode!r}; expected 'pil', 'numpy' or None")
 
 
 def decode_image(content: bytes, decode: Decode) -> Any:
-    """Return an encoded image as `decode` says: a `PIL.Image`, `uint8[height, width, 3]`, or the bytes themselves.
+    """Return an encoded image as `PIL.Image`, as `uint8[height, width, 3]`, or unchanged, depending on `decode`.
 
     Raises:
-        BadSampleError: it does not decode.
+        BadSampleError: the image does not decode.
     """
     if decode is None:
         return content
     with open_image(content) as opened:
         kind = opened.format or ""
         upright = to_rgb(turn_upright(opened, read_orientation(content, kind)), kind)
-        upright.load()  # here, where what a damaged file raises is translated
+        upright.load()  # decode inside of the block, which converts Pillow's errors to BadSampleError
     return upright if decode == "pil" else np.array(upright)
 
 
 def black_image(width: int, height: int, decode: Decode) -> Any:
-    """Return what stands for an image that does not decode, of the size that it should have."""
+    """Return a black image in place of one that does not decode, with the size from the sample's columns."""
     return Image.new("RGB", (width, height)) if decode == "pil" else np.zeros((height, width, 3), np.uint8)

@@ -1,4 +1,4 @@
-"""The samples of a split in the access order as an iterable data set of torch: workers take turns at its steps."""
+"""Iterable torch data set of a split's samples in the access order; workers read its steps in turn."""
 
 from __future__ import annotations
 
@@ -10,54 +10,57 @@ import torch.utils.data
 
 from datasvc.errors import ConfigError
 from datasvc.loaders.torch.dataset import Dataset
+from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
 from datasvc.loaders.torch.sampler import OrderBatchSampler, check_epoch
-from datasvc.loaders.torch.share import DrawnBatches
 
 
 class IterableDataset(torch.utils.data.IterableDataset[Any]):
     """One rank's samples, epoch by epoch: `DataLoader(IterableDataset(dataset, batches), batch_size=...)`.
 
-    The loader's `batch_size` must be that of `batches`: then its batches are the same, in the same sequence, with any
-    number of workers. A `for` starts where `set_epoch` or `load_state_dict` said, in workers too, persistent ones
-    included, and runs to the end of the epoch. `ResumableDataLoader` and torchdata's `StatefulDataLoader` keep what
-    was served; with torch's own loader call `set_epoch` before each epoch.
+    The loader's `batch_size` must be that of `batches`; then its batches and their sequence are independent of the
+    number of workers. A `for` starts at the cursor of `set_epoch` or `load_state_dict` and runs to the end of the
+    epoch, also in workers, including persistent ones. `ResumableDataLoader` and torchdata's `StatefulDataLoader`
+    track the samples served; with torch's own loader call `set_epoch` before each epoch.
 
     Args:
-        dataset: reads and transforms samples.
-        batches: which, in what order, and from where on: it starts where they do.
+        dataset: data set that reads and transforms samples.
+        batches: batches and their order; iteration starts at their cursor.
 
     Raises:
-        ConfigError: the two are of different splits.
+        ConfigError: `dataset` and `batches` have different splits.
     """
 
     def __init__(self, dataset: Dataset, batches: OrderBatchSampler) -> None:
         if dataset.split.digest != batches.order.split.digest:
-            raise ConfigError(f"the data set is of {dataset.split!r}, the batches are of {batches.order.split!r}")
+            raise ConfigError(
+                f"the data set is of {dataset.split!r}, the batches are of "
+                f"{batches.order.split!r}; give both one split"
+            )
         self.dataset = dataset
         self.order: RankOrder = batches.order
-        # Epoch and position in memory that workers share, so that those that outlive an epoch see the next.
+        # Epoch and position in shared memory, so that persistent workers read the start of the next epoch.
         self._start: torch.Tensor = torch.tensor(batches.cursor).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch: what the loader is to be given."""
+        """Samples of a batch; give this value to the loader."""
         return self.order.batch_size
 
     @property
     def epoch(self) -> int:
-        """The epoch of which a `for` yields the rest."""
+        """The epoch that a `for` serves the rest of."""
         return self.cursor[0]
 
     @property
     def cursor(self) -> tuple[int, int]:
-        """Epoch and position where a `for` starts."""
+        """Epoch and position at which a `for` starts."""
         epoch, position = self._start.tolist()
         return epoch, position
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
-        return self.order.count_own()[1]
+        """Return the number of this rank's samples in an epoch."""
+        return self.order.count_rank_batches()[1]
 
     def __iter__(self) -> ServedSamples:
         epoch, position = self.cursor
@@ -68,7 +71,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._start.is_shared():  # type: ignore[no-untyped-call]  # it came by plain pickle
+        if not self._start.is_shared():  # type: ignore[no-untyped-call]  # plain pickle copied it
             self._start.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
@@ -82,42 +85,42 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         self.seek(*self.order.parse_state(state))
 
     def seek(self, epoch: int, position: int) -> None:
-        """Let a `for` start at a position of an epoch."""
+        """Set the position and epoch at which a `for` starts."""
         self._start.copy_(torch.tensor([epoch, position]))
 
 
 class ServedSamples(Iterator[Any]):
-    """Samples one by one, read a batch at a time; its state stands between batches.
+    """Iterator over single samples, which reads a batch at a time; its state is defined between batches.
 
     Args:
-        dataset: reads and transforms them.
-        batches: to be served.
+        dataset: data set that reads and transforms samples.
+        batches: batches to serve.
     """
 
     def __init__(self, dataset: Dataset, batches: DrawnBatches) -> None:
         self._dataset = dataset
         self._batches = batches
-        self._left: list[Any] = []
+        self._remaining: list[Any] = []  # of the current batch, in reverse order
 
     def __next__(self) -> Any:
-        if not self._left:
-            self._left = self._dataset.__getitems__(next(self._batches))[::-1]
-        return self._left.pop()
+        if not self._remaining:
+            self._remaining = self._dataset.__getitems__(next(self._batches))[::-1]
+        return self._remaining.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this process stands; see `DrawnBatches.state_dict`.
+        """Return the state of this process; see `DrawnBatches.state_dict`.
 
         Raises:
-            ConfigError: inside a batch: the loader's batches are not those of the order.
+            ConfigError: only a part of a batch is served, because the loader's batch size is not the order's.
         """
-        if self._left:
+        if self._remaining:
             raise ConfigError(
-                f"a state was asked for with {len(self._left)} samples left of a batch; give the loader the "
+                f"a state was requested with {len(self._remaining)} samples left of a batch; give the loader the "
                 "batch_size of its data set, dataset.batch_size, or save between batches"
             )
         return self._batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; see `DrawnBatches.load_state_dict`."""
-        self._left = []
+        self._remaining = []
         self._batches.load_state_dict(state)

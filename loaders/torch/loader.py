@@ -1,4 +1,4 @@
-"""torch's own DataLoader that knows where it stands: after what was handed over, whoever made it."""
+"""torch's `DataLoader` with a resumable state that counts the batches handed over."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from datasvc.loaders.torch.sampler import OrderBatchSampler
 
 
 class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
-    """A `torch.utils.data.DataLoader` in our order, with a state: `for batch in loader` runs to the end of the epoch.
+    """A `DataLoader` in the access order, with a state: `for batch in loader` runs to the end of the epoch.
 
-    The first `for` starts where its data set or sampler does when the loader is made: where `set_epoch` or
-    `load_state_dict` put it. From then on the loader's own state counts: load states into the loader. It moves the
-    sampler or data set along, so give each loader its own.
+    The first `for` starts at the cursor that the data set or sampler has when the loader is created. After that only
+    the loader's own state counts, so load states into the loader. The loader moves the cursor of its sampler or data
+    set, so give each loader its own.
 
-    A new `for` goes on where the last one stopped: the rest of the epoch, or the next epoch. What workers prefetched
-    is never part of the state, nor is how many there are: it counts batches handed over, which says where the order
-    stands. The state is that of all loaders of datasvc, and goes from any of them to any other.
+    A new `for` continues where the last one stopped: with the rest of the epoch, or with the next epoch. The state
+    counts batches handed over; it is independent of prefetched batches and of the number of workers. All loaders of
+    datasvc have the same state format, so a state of any of them can be loaded into any other.
 
     Args:
-        data: an `IterableDataset`, whose batch size is used; or any map-style data set, with `batches`.
-        batches: in which order a map-style data set is served.
-        options: of torch's DataLoader, but `batch_size`, `shuffle`, `sampler`, `batch_sampler`, `drop_last` and
-            `in_order`, which the order decides.
+        data: an `IterableDataset`, which has a batch size; or any map-style data set, together with `batches`.
+        batches: the order of a map-style data set.
+        options: options of torch's `DataLoader`, except `batch_size`, `shuffle`, `sampler`, `batch_sampler`,
+            `drop_last` and `in_order`, which follow from the order.
 
     Raises:
-        ConfigError: neither of the two; an option that the order decides; batches of another split.
+        ConfigError: `data` and `batches` do not go together; an option follows from the order; the splits differ.
     """
 
     def __init__(
@@ -40,15 +40,18 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         batches: OrderBatchSampler | None = None,
         **options: Any,
     ) -> None:
-        decided = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys()
-        if decided:
-            raise ConfigError(f"the order decides {sorted(decided)}; leave it out")
+        forbidden = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys()
+        if forbidden:
+            raise ConfigError(f"{sorted(forbidden)} follow from the order; leave them out")
         if isinstance(data, IterableDataset) and batches is None:
             self._source: IterableDataset | OrderBatchSampler = data
             options["batch_size"] = data.batch_size
         elif isinstance(batches, OrderBatchSampler) and not isinstance(data, torch.utils.data.IterableDataset):
             if isinstance(data, Dataset) and data.split.digest != batches.order.split.digest:
-                raise ConfigError(f"the data set is of {data.split!r}, the batches are of {batches.order.split!r}")
+                raise ConfigError(
+                    f"the data set is of {data.split!r}, the batches are of "
+                    f"{batches.order.split!r}; give both one split"
+                )
             self._source = batches
             options["batch_sampler"] = batches
         else:
@@ -60,16 +63,16 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         super().__init__(data, **options)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return self._source.order.count_own()[0]
+        """Return the number of batches of an epoch."""
+        return self._source.order.count_rank_batches()[0]
 
     @property
     def epoch(self) -> int:
-        """The epoch that a new `for` serves the rest of, counted from 0."""
+        """The current epoch, counted from 0; a new `for` serves the rest of it."""
         return self._cursor[0]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the rest of the epoch. Raises what reading and transforming a sample raises, in workers too."""
+        """Yield the rest of the epoch. Raises the errors of reading and transforming samples, also from workers."""
         epoch, position = self._cursor
         self._source.seek(epoch, position)
         for batch in super().__iter__():
@@ -79,21 +82,21 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
             self._cursor = (epoch, position)
             yield batch
             if self._cursor != (epoch, position):
-                return  # a state was loaded meanwhile: what workers have under way is no longer wanted
+                return  # a state was loaded in the loop: the batches in progress belong to the old position
         self._cursor = (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands after the batches handed over so far, as JSON values."""
+        """Return the state of the run after the batches handed over so far, as JSON values."""
         return self._source.order.state_at(*self._cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, saved at any world size, batch size and number of workers.
+        """Continue from a state that was saved with any world size, batch size and number of workers.
 
         Args:
-            state: of any loader of datasvc, or of a `StatefulDataLoader` over the same samples.
+            state: state of any loader of datasvc, or of a `StatefulDataLoader` over the same samples.
 
         Raises:
-            ConfigError: not a state, or one of a later format.
-            StateMismatchError: it belongs to another version or order; says both.
+            ConfigError: `state` is no loader state, or has a later format.
+            StateMismatchError: the state belongs to another version or order; the message has both.
         """
         self._cursor = self._source.order.parse_state(state)

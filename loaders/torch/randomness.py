@@ -1,7 +1,7 @@
-"""The randomness of users' transforms, as a function of (seed, epoch, position).
+"""Randomness of users' transforms as a function of (seed, epoch, position).
 
-A transform draws from the generator that it asks for, or from the global ones of torch, numpy and Python, as most
-libraries of transforms do; either way a sample gets the same numbers in every process and after every restart.
+A transform draws from its parameter `generator`, or from the global generators of torch, numpy and Python, as most
+transform libraries do. In both cases a sample gets the same numbers in every process and after every restart.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from datasvc.keyed_random import Keys, derive_keys
 from datasvc.loaders.augment.augment import generators
 from datasvc.loaders.torch.served import ServedIndex
 
-_GLOBAL_GENERATORS = 48  # purpose of keys; those of order, ingest and augmentation are below
+_GLOBAL_GENERATORS = 48  # purpose of the keys; order, ingest and augmentation use lower numbers
 _BOUND: Final = 1 << 63
 
 
 class PlacedTransform:
-    """A user's transform that draws what belongs to a sample's place.
+    """A user's transform with the randomness of a sample's position.
 
     Args:
-        transform: called with a sample; gets a `numpy.random.Generator` if it has a parameter `generator`.
+        transform: function of a sample; it gets a `numpy.random.Generator` if it has a parameter `generator`.
     """
 
     def __init__(self, transform: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ class PlacedTransform:
         self._takes_generator = _has_generator(transform)
 
     def __call__(self, sample: dict[str, Any], served: ServedIndex | None) -> Any:
-        """Return what becomes of a sample; one of no order draws as torch's own transforms do."""
+        """Return the transformed sample; without an order (`served` is None) the global generators are used as is."""
         if served is None:
             return self._call(sample, generator_anywhere)
         with global_generators_at(served):
@@ -50,25 +50,25 @@ class PlacedTransform:
 
 
 def generator_at(index: ServedIndex) -> np.random.Generator:
-    """Return a new generator for one served sample: the one that other loaders give a transform there."""
+    """Return a new generator for one served sample, equal to the one of `ImageLoader` at the same position."""
     return generators(index.seed, index.epoch, np.array([index.position]))[0]
 
 
 def generator_anywhere() -> np.random.Generator:
-    """Return a new generator for a sample of no order, seeded from torch's global one as torch's samplers are."""
+    """Return a new generator for a sample without an order, seeded from torch's global generator."""
     return np.random.default_rng(int(torch.randint(_BOUND - 1, ()).item()))
 
 
 @contextmanager
 def global_generators_at(index: ServedIndex) -> Iterator[None]:
-    """Seed the global generators of torch (on the CPU), numpy and Python for one served sample, and restore them."""
+    """Seed the global generators of torch (CPU), numpy and Python for one served sample; restore them afterwards."""
     counter = np.array([0, 0, index.position, 0], np.uint64)
     bits = np.random.Generator(np.random.Philox(key=_keys(index.seed, index.epoch), counter=counter))
     seeds = bits.integers(0, _BOUND, 3).tolist()
-    # Another generator in its place for a while: to copy the state of numpy's own takes ten times as long.
+    # numpy's generator is replaced for the duration of the block: to copy its state takes ten times as long.
     before = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
-    mtrand.set_bit_generator(_numpys())
-    np.random.seed([seeds[1] >> 32, seeds[1] & 0xFFFFFFFF])  # noqa: NPY002 - the one that transforms draw from
+    mtrand.set_bit_generator(_substitute_generator())
+    np.random.seed([seeds[1] >> 32, seeds[1] & 0xFFFFFFFF])  # noqa: NPY002 - transforms draw from the global one
     torch.default_generator.manual_seed(seeds[0])
     random.seed(seeds[2])
     try:
@@ -80,7 +80,7 @@ def global_generators_at(index: ServedIndex) -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def _numpys() -> np.random.MT19937:
+def _substitute_generator() -> np.random.MT19937:
     return np.random.MT19937(0)
 
 
@@ -92,5 +92,5 @@ def _keys(seed: int, epoch: int) -> Keys:
 def _has_generator(transform: Callable[..., Any]) -> bool:
     try:
         return "generator" in inspect.signature(transform).parameters
-    except (ValueError, TypeError):  # written in C, without a signature
+    except (ValueError, TypeError):  # a C function without a signature
         return False

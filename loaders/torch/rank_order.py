@@ -1,4 +1,4 @@
-"""Which samples one rank is served at each step, as numbers of its split: the same in every process."""
+"""Sample numbers that one rank gets at each step; a pure function, so equal in every process."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from datasvc.shards import Split
 
 
 class RankOrder:
-    """One rank's part of an order.
+    """One rank's part of an access order.
 
     Args:
-        split: the samples.
-        config: the order's parameters.
+        split: the split.
+        config: parameters of the order.
         batch_size: samples of this rank per step.
-        ranks: which part of each step it gets.
-        tail: what becomes of the samples that fill no step.
+        ranks: data rank of this process.
+        tail: treatment of the last samples that fill no global batch.
 
     Raises:
-        ConfigError: fewer samples than ranks, or no step at all.
+        ConfigError: there are fewer samples than ranks, or an epoch has no step.
     """
 
     def __init__(self, split: Split, config: OrderConfig, *, batch_size: int, ranks: DataRanks, tail: Tail) -> None:
@@ -39,9 +39,11 @@ class RankOrder:
         self.tail: Tail = tail
         self.num_samples = len(split)
         self.global_batch = batch_size * ranks.world_size
-        self._laid_out: AccessOrder | None = None
+        self._epoch_order: AccessOrder | None = None
         if self.num_samples < ranks.world_size:
-            raise ConfigError(f"{split!r} has fewer samples than there are ranks: {ranks.world_size}")
+            raise ConfigError(
+                f"{split!r} has fewer samples than there are ranks: {ranks.world_size}; use fewer ranks"
+            )
         if not self.count_steps(0):
             raise ConfigError(
                 f"{split!r} gives no full batch of {batch_size} x {ranks.world_size} ranks with "
@@ -49,18 +51,18 @@ class RankOrder:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_laid_out": None}
+        return self.__dict__ | {"_epoch_order": None}  # large, and quick to compute again
 
     def step_at(self, position: int) -> Step | None:
-        """Return the step that starts at a position; None where the epoch has no further one."""
+        """Return the step that starts at a position; None if the epoch has no further step."""
         return plan_step(position, self.num_samples, self.global_batch, self.tail)
 
     def count_steps(self, position: int) -> int:
-        """Return how many steps there are from a position to the end of the epoch."""
+        """Return the number of steps from a position to the end of the epoch."""
         return count_steps(position, self.num_samples, self.global_batch, self.tail)
 
-    def count_own(self) -> tuple[int, int]:
-        """Return how many batches and how many samples this rank gets in an epoch: no batch is empty."""
+    def count_rank_batches(self) -> tuple[int, int]:
+        """Return the number of this rank's non-empty batches in an epoch, and the number of its samples."""
         num_before = self.count_steps(0) - 1
         last = self.step_at(num_before * self.global_batch)
         assert last is not None
@@ -68,7 +70,7 @@ class RankOrder:
         return num_before + bool(size), num_before * self.batch_size + size
 
     def indices(self, epoch: int, step: Step) -> list[int]:
-        """Return this rank's samples of a step, each a `ServedIndex`; none where the last is too short for it."""
+        """Return this rank's samples of a step as `ServedIndex`; none if the last step is too short for this rank."""
         positions, mask = self._part(step)
         order = self._order(epoch)
         shards, rows = order.locate(positions)
@@ -80,27 +82,27 @@ class RankOrder:
         ]
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
-        """Return the state of a run that stands there; every other loader of this package takes it too."""
+        """Return the loader state at this cursor; all loaders of datasvc accept it."""
         return OrderState(self.split.digest, epoch, position, self.config).to_dict()
 
     def parse_state(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Return epoch and position of a state, see `order_state`.
 
         Raises:
-            ConfigError: not a state, or one of a later format.
-            StateMismatchError: it belongs to another version or order; says both.
+            ConfigError: `state` is no loader state, or has a later format.
+            StateMismatchError: the state belongs to another version or order; the message has both.
         """
-        found = OrderState.from_dict(order_state(state))
-        found.check_matches(self.split.digest, self.config, self.num_samples)
-        return found.epoch, found.position
+        parsed = OrderState.from_dict(order_state(state))
+        parsed.check_matches(self.split.digest, self.config, self.num_samples)
+        return parsed.epoch, parsed.position
 
     def _part(self, step: Step) -> tuple[Integers, npt.NDArray[np.bool_]]:
         return slice_step(step, rank=self.ranks.rank, world_size=self.ranks.world_size, lanes=self.config.lanes)
 
     def _order(self, epoch: int) -> AccessOrder:
-        if self._laid_out is None or self._laid_out.epoch != epoch:
-            self._laid_out = AccessOrder(self.split.table.samples_per_shard, self.config, epoch)
-        return self._laid_out
+        if self._epoch_order is None or self._epoch_order.epoch != epoch:
+            self._epoch_order = AccessOrder(self.split.table.samples_per_shard, self.config, epoch)
+        return self._epoch_order
 
     def _first_numbers(self) -> Integers:
         counts = self.split.table.samples_per_shard

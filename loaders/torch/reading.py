@@ -1,4 +1,4 @@
-"""Samples of a split by number, read in whichever process asks: nothing that is open travels between processes."""
+"""Reader of a split's samples by number. Each process opens shards and cache itself; none are pickled."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.shards import Shard, ShardStore, Split
 
-# Mapped shards hold two file descriptors each, of which a process often has 1024; others hold memory or cache budget.
-_MAPPED_SHARDS: Final = 256
-_FEW_SHARDS: Final = 4
+# A mapped shard uses two of a process's often 1024 file descriptors. Other shards use memory or cache budget.
+_MAX_MAPPED_SHARDS: Final = 256
+_MAX_OTHER_SHARDS: Final = 4
 
 
 @dataclass(frozen=True)
 class CacheAddress:
-    """How a process opens the node's cache for itself.
+    """Arguments that open the node's cache in any process.
 
     Attributes:
-        folder: of the cache.
-        tenant: whose quota is used; None: the usual one.
-        peers: other nodes to ask first.
+        folder: folder of the cache.
+        tenant: tenant whose quota is used; None: the default tenant.
+        peers: other nodes to fetch from before the origin.
     """
 
     folder: Path
@@ -53,14 +53,14 @@ class CacheAddress:
 
 
 class SampleReader:
-    """Reads samples in one process: made there, never sent to another.
+    """Reads samples in the process that created it.
 
     Args:
-        split: the samples.
-        address: of the node's cache; None reads a local repository in place, and a remote one into memory.
+        split: the split.
+        address: address of the node's cache; None: read a local repository in place, and a remote one into memory.
 
     Raises:
-        ConfigError: the cache was open in the process that this one was forked from.
+        ConfigError: the cache was open in the parent process before a fork.
         UnavailableError: the cache cannot be opened.
     """
 
@@ -75,21 +75,21 @@ class SampleReader:
         self._lock = threading.Lock()
 
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return samples as Python values, bytes copied, None for what a sample lacks.
+        """Return samples as dicts of Python values, with copied bytes and None for missing columns.
 
         Args:
-            numbers: of samples, each in range(len(split)), in any order.
-            columns: what to read of each.
+            numbers: numbers of samples in range(len(split)), in any order.
+            columns: names of the columns to read.
 
         Raises:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `ShardStore.open_shard`.
         """
-        wanted = np.asarray(numbers, np.int64)
-        shards = np.searchsorted(self._stops, wanted, side="right")
+        requested = np.asarray(numbers, np.int64)
+        shards = np.searchsorted(self._stops, requested, side="right")
         samples: list[dict[str, Any]] = [{} for _ in numbers]
         for number in np.unique(shards).tolist():
             indices = np.flatnonzero(shards == number)
-            rows = wanted[indices] - (int(self._stops[number - 1]) if number else 0)
+            rows = requested[indices] - (int(self._stops[number - 1]) if number else 0)
             with self._lock:
                 shard = self._open_shard(number)
             stored = self.split.stored_rows(number, rows)
@@ -109,27 +109,27 @@ class SampleReader:
         return self._open[number]
 
     def _choose_max_open(self) -> int:
-        """Return how many shards may stay open: few where they hold memory, or a cache that cannot hold all."""
+        """Return how many shards may stay open: few if they use memory, or if the cache cannot hold the split."""
         infos = list(self.split.table.shards())
         if self._cache is None:
             is_mapped = not infos or self.split.repository.objects.local_path(infos[0].digest) is not None
-            return _MAPPED_SHARDS if is_mapped else _FEW_SHARDS
-        room = self._cache.available_bytes({info.digest for info in infos})
-        fits = int(footprint(self.split.table.bytes_per_shard).sum()) <= room
-        return _MAPPED_SHARDS if fits else _FEW_SHARDS
+            return _MAX_MAPPED_SHARDS if is_mapped else _MAX_OTHER_SHARDS
+        available_bytes = self._cache.room_bytes({info.digest for info in infos})
+        fits = int(footprint(self.split.table.bytes_per_shard).sum()) <= available_bytes
+        return _MAX_MAPPED_SHARDS if fits else _MAX_OTHER_SHARDS
 
 
 def reopen(split: Split) -> Split:
-    """Return a split that a fork brought into this process, opened again: clients of stores survive no fork."""
-    opened: Split = pickle.loads(pickle.dumps(split))  # noqa: S301 - made in this line
+    """Return a forked process's copy of a split, opened again, because store clients do not work after a fork."""
+    opened: Split = pickle.loads(pickle.dumps(split))  # noqa: S301 - pickled in the same line
     return opened
 
 
 def check_columns(split: Split, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the columns to read, all of them for None.
+    """Return the columns to read; None stands for all.
 
     Raises:
-        ConfigError: the split has no such column, or none is asked for.
+        ConfigError: the split lacks a column, or `columns` is empty or a string.
     """
     names = split.table.sample_schema.names
     if columns is None:

@@ -1,4 +1,4 @@
-"""Batches of sample numbers in the access order, for torch's loaders: the order stays in the main process."""
+"""Batch sampler for torch's `DataLoader` that yields sample numbers in the access order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.core.data_ranks import choose_data_ranks
 from datasvc.loaders.core.loader import check_sizes
 from datasvc.loaders.torch.dataset import Dataset
+from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
-from datasvc.loaders.torch.share import DrawnBatches
 from datasvc.order import OrderConfig, Shuffle, Tail, parse_tail
 from datasvc.shards import Split
 
@@ -23,28 +23,29 @@ if TYPE_CHECKING:
 class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
     """One rank's batches of an epoch, as lists of `ServedIndex`: `DataLoader(dataset, batch_sampler=batches)`.
 
-    A `for` starts where `set_epoch` or `load_state_dict` said, and runs to the end of the epoch. It changes nothing:
-    loaders draw batches ahead, so what was drawn is not what was served. `ResumableDataLoader` and torchdata's
-    `StatefulDataLoader` keep what was served; with torch's own loader call `set_epoch` before each epoch.
+    A `for` starts at the cursor of `set_epoch` or `load_state_dict`, and runs to the end of the epoch. It does not
+    move the cursor: loaders draw batches ahead, so drawn batches are not served yet. `ResumableDataLoader` and
+    torchdata's `StatefulDataLoader` track the batches served; with torch's own loader call `set_epoch` before each
+    epoch.
 
     Args:
         data: a split, or a data set of it.
         batch_size: samples of this rank per step.
-        seed: of order and randomness.
+        seed: seed of the order and of transforms.
         shuffle: "global", "windowed" or None.
         lanes: see `OrderConfig`.
         block: see `OrderConfig`.
         sticky: see `OrderConfig`.
-        data_rank: of this process, with `data_world_size`: which part of each global batch it gets. Tensor- and
-            pipeline-parallel peers give the same rank, and get the same batches.
-        data_world_size: number of data ranks.
-        mesh: a `torch.distributed` device mesh, instead of these two.
-        mesh_axis: name of its data axis, where it has more than one.
-        tail: "drop", "short" or "pad" where the last samples fill no global batch; with "pad", samples say in `mask`
-            whether they count. With "short" and several ranks, a rank may get a batch less than others.
+        data_rank: data-parallel rank of this process, given together with `data_world_size`. Tensor- and
+            pipeline-parallel peers give the same rank and get the same batches.
+        data_world_size: number of data-parallel ranks.
+        mesh: `torch.distributed` device mesh, as an alternative to these two.
+        mesh_axis: name of the mesh's data-parallel axis; needed if the mesh has several axes.
+        tail: treatment of the last samples that fill no global batch: "drop", "short" or "pad". With "pad", samples
+            have a `mask`, which is False for padding. With "short" and several ranks, a rank may get one batch less.
 
     Raises:
-        ConfigError: an argument is out of range; a batch larger than the epoch with "drop".
+        ConfigError: an argument is out of range; a batch is larger than the epoch with `tail="drop"`.
     """
 
     def __init__(
@@ -76,49 +77,49 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of which a `for` yields the rest."""
+        """The epoch that a `for` serves the rest of."""
         return self._epoch
 
     @property
     def cursor(self) -> tuple[int, int]:
-        """Epoch and position where a `for` starts."""
+        """Epoch and position at which a `for` starts."""
         return self._epoch, self._position
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return self.order.count_own()[0]
+        """Return the number of batches of an epoch."""
+        return self.order.count_rank_batches()[0]
 
     def __iter__(self) -> DrawnBatches:
         return DrawnBatches(self.order, self._epoch, self._position)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let a `for` start at the beginning of an epoch; where a state was loaded of that epoch, it stays there.
+        """Move the cursor to the beginning of an epoch, unless it is in that epoch already.
 
         Raises:
-            ConfigError: the epoch is below 0.
+            ConfigError: `epoch` is below 0.
         """
         check_epoch(epoch)
         if epoch != self._epoch:
             self.seek(epoch, 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let a `for` start where a run stood, saved at any world size, batch size and number of workers.
+        """Move the cursor to that of a state, saved with any world size, batch size and number of workers.
 
         Args:
-            state: all that `order_state` takes.
+            state: any state that `order_state` accepts.
 
         Raises:
-            ConfigError: not a state, or one of a later format.
-            StateMismatchError: it belongs to another version or order; says both.
+            ConfigError: `state` is no loader state, or has a later format.
+            StateMismatchError: the state belongs to another version or order; the message has both.
         """
         self.seek(*self.order.parse_state(state))
 
     def seek(self, epoch: int, position: int) -> None:
-        """Let a `for` start at a position of an epoch."""
+        """Set the epoch and position at which a `for` starts."""
         self._epoch, self._position = epoch, position
 
 
 def check_epoch(epoch: int) -> None:
-    """Raise ConfigError where an epoch is none."""
+    """Raise ConfigError if `epoch` is below 0."""
     if epoch < 0:
         raise ConfigError(f"epoch is {epoch}; expected 0 or more")

@@ -1,4 +1,4 @@
-"""A sample's number together with the place at which an order serves it."""
+"""Sample number with the position at which an order serves it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, Self
 
 
 class ServedIndex(int):
-    """A sample's number: an `int` to whoever wants no more, so any map-style data set takes it.
+    """A sample number with its position in the order. It is an `int`, so any map-style data set accepts it.
 
     Args:
-        number: of the sample in its split.
-        seed: of the order.
-        epoch: counted from 0.
-        position: in that epoch.
-        counts: False where the sample only pads; None where the order does not pad.
+        number: number of the sample in its split.
+        seed: seed of the order.
+        epoch: epoch, counted from 0.
+        position: position in the epoch.
+        counts: False for padding samples; None if the order does not pad.
     """
 
     seed: int
@@ -22,7 +22,7 @@ class ServedIndex(int):
     counts: bool | None
 
     def __new__(cls, number: int, seed: int, epoch: int, position: int, counts: bool | None = None) -> Self:
-        """Return a new one: an `int` takes its value here."""
+        """Create the number; an `int` gets its value in `__new__`."""
         index = super().__new__(cls, number)
         index.seed, index.epoch, index.position, index.counts = seed, epoch, position, counts
         return index

@@ -1,7 +1,7 @@
-"""From the states that torch's loaders keep to the one of all loaders here: where in the order the run stands.
+"""Conversion of torchdata's loader states to the common loader state of datasvc.
 
-torchdata's `StatefulDataLoader` keeps what each worker, or the sampler, said of itself after the last batch that was
-handed over, and takes it back at the same number of workers only. A position needs no workers.
+torchdata's `StatefulDataLoader` stores a state per worker, or of the sampler, after the last batch handed over, and
+can load it with the same number of workers only. The common state is a position, independent of workers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _KIND: Final = "datasvc.loaders.torch"
 
 
 @dataclass(frozen=True)
-class ShareState:
-    """What one process that draws batches says of itself.
+class DrawState:
+    """State of one process that draws batches.
 
     Attributes:
-        position: where its next step starts; the end of the epoch if it has none.
-        worker: which of the loader's workers it is; 0 in the main process.
-        num_workers: of the loader; 0 in the main process.
-        num_batches: drawn by it since the loader began.
+        position: start of its next step; the end of the epoch if there is none.
+        worker: index of the loader's worker; 0 in the main process.
+        num_workers: number of workers of the loader; 0 in the main process.
+        num_batches: number of batches that this process has drawn since the loader's start.
         global_batch: positions of a step.
-        num_samples: of the epoch.
-        order: `OrderState` of the run when it began, as JSON values.
-        kind: says what this is.
+        num_samples: samples of the epoch.
+        order: `OrderState` at the loader's start, as JSON values.
+        kind: marker of this type in a stored state.
     """
 
     position: int
@@ -45,78 +45,86 @@ class ShareState:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, state: Any) -> ShareState:
-        """Return what `to_dict` gave. Raises ConfigError."""
-        if not _is_ours(state):
-            raise ConfigError(f"this is no state of a data set or sampler of datasvc: {_shown(state)}")
+    def from_dict(cls, state: Any) -> DrawState:
+        """Return the state from the result of `to_dict`. Raises ConfigError: it is no such state."""
+        if not _is_draw_state(state):
+            raise ConfigError(
+                f"this is no state of a data set or sampler of datasvc: found {_summarize(state)}; give the "
+                "state of a loader over such a data set or sampler"
+            )
         try:
             return cls(**state)
         except TypeError as error:
-            raise ConfigError(f"this state is of another release: {error}") from error
+            raise ConfigError(
+                f"this state is of another release of datasvc ({error}); load it with the release that saved it"
+            ) from error
 
 
 def order_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where a run stands, from any state of a loader over our data sets; good for any number of workers.
+    """Return the common state, for any number of workers, from a state of any loader over datasvc's data sets.
 
     Args:
-        state: of a `StatefulDataLoader` with any workers, a `ResumableDataLoader` or any other loader of datasvc.
+        state: state of a `StatefulDataLoader`, a `ResumableDataLoader` or any other loader of datasvc.
 
     Raises:
-        ConfigError: it is none of these; or the loader's `batch_size` was not that of the order.
+        ConfigError: `state` is none of these, or the loader's `batch_size` was not that of the order.
     """
     try:
         return _order_state(state)
     except KeyError as error:
-        raise ConfigError(f"this state of torchdata lacks {error}; known are those of torchdata 0.11") from error
+        raise ConfigError(
+            f"this state of torchdata lacks the field {error}; expected a state of torchdata 0.11: use that version"
+        ) from error
 
 
 def _order_state(state: Mapping[str, Any]) -> dict[str, Any]:
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
-        drawn = snapshot["_main_snapshot"]["_sampler_iter_state"]
-        shares = _shares(drawn, [worker["fetcher_state"] for worker in snapshot["_worker_snapshots"].values()])
-        since = state["_steps_since_snapshot"]
-        return _of_shares(shares, snapshot["_snapshot_step"], since, ended=state["_iterator_finished"])
+        sampler_state = snapshot["_main_snapshot"]["_sampler_iter_state"]
+        fetchers = [worker["fetcher_state"] for worker in snapshot["_worker_snapshots"].values()]
+        draws = _find_draw_states(sampler_state, fetchers)
+        num_since = state["_steps_since_snapshot"]
+        return _combine(draws, snapshot["_snapshot_step"], num_since, ended=state["_iterator_finished"])
     if "_num_yielded" in state:
-        shares = _shares(state["_sampler_iter_state"], [state["fetcher_state"]])
-        return _of_shares(shares, state["_num_yielded"], 0, ended=state["_iterator_finished"])
+        draws = _find_draw_states(state["_sampler_iter_state"], [state["fetcher_state"]])
+        return _combine(draws, state["_num_yielded"], 0, ended=state["_iterator_finished"])
     return dict(state)
 
 
-def _shares(drawn: Any, fetchers: Sequence[Any]) -> list[ShareState]:
-    """Return what was said by our sampler, in the main process, or by our data set in all that fetch."""
-    if _is_ours(drawn):
-        return [ShareState.from_dict(drawn)]
-    return [ShareState.from_dict(fetcher and fetcher["dataset_iter_state"]) for fetcher in fetchers]
+def _find_draw_states(sampler_state: Any, fetchers: Sequence[Any]) -> list[DrawState]:
+    """Return the state of the `OrderBatchSampler` in the main process, or those of `IterableDataset` in workers."""
+    if _is_draw_state(sampler_state):
+        return [DrawState.from_dict(sampler_state)]
+    return [DrawState.from_dict(fetcher and fetcher["dataset_iter_state"]) for fetcher in fetchers]
 
 
-def _of_shares(shares: Sequence[ShareState], num_handed: int, num_since: int, *, ended: bool) -> dict[str, Any]:
-    """Return the position before which every step was handed over.
-
-    Workers are asked in turn, so that is where the first of their next steps starts.
+def _combine(draws: Sequence[DrawState], num_handed: int, num_since: int, *, ended: bool) -> dict[str, Any]:
+    """Return the common loader state: the position before which every step was handed over.
 
     Args:
-        shares: of all that draw.
-        num_handed: batches that the loader had handed over when they said so.
-        num_since: batches handed over afterwards.
-        ended: whether the epoch was over.
+        draws: states of all processes that draw batches.
+        num_handed: number of batches that the loader had handed over when the states were saved.
+        num_since: number of batches handed over afterwards.
+        ended: whether the epoch has ended.
     """
-    if sum(share.num_batches for share in shares) != num_handed:
+    num_drawn = sum(draw.num_batches for draw in draws)
+    if num_drawn != num_handed:
         raise ConfigError(
-            f"the loader handed over {num_handed} batches, made of {sum(share.num_batches for share in shares)} of "
-            "the order: its batch_size is not that of the OrderBatchSampler; positions cannot be told from it"
+            f"the loader handed over {num_handed} batches, made of {num_drawn} of the order, so its batch_size is "
+            "not that of the OrderBatchSampler and the position is unknown; give the loader the same batch_size"
         )
-    first = shares[0]
-    began = OrderState.from_dict(first.order)
+    first = draws[0]
+    start = OrderState.from_dict(first.order)
     if ended:
-        return replace(began, epoch=began.epoch + 1, position=0).to_dict()
-    position = min(share.position for share in shares) + num_since * first.global_batch
-    return replace(began, position=min(position, first.num_samples)).to_dict()
+        return replace(start, epoch=start.epoch + 1, position=0).to_dict()
+    # Batches are taken from the workers in turn, so all steps before the earliest next step are handed over.
+    position = min(draw.position for draw in draws) + num_since * first.global_batch
+    return replace(start, position=min(position, first.num_samples)).to_dict()
 
 
-def _is_ours(state: Any) -> bool:
+def _is_draw_state(state: Any) -> bool:
     return isinstance(state, Mapping) and state.get("kind") == _KIND
 
 
-def _shown(state: Any) -> str:
+def _summarize(state: Any) -> str:
     return f"the fields {sorted(state)}" if isinstance(state, Mapping) else repr(state)

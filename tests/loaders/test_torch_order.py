@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from datasvc.errors import ConfigError, StateMismatchError
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.torch import Dataset, IterableDataset, OrderBatchSampler
+from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
-from datasvc.loaders.torch.share import DrawnBatches
-from datasvc.loaders.torch.states import ShareState
+from datasvc.loaders.torch.states import DrawState
 from datasvc.order import AccessOrder, OrderConfig
 from tests.examples import examples
 from tests.loaders.torch_transforms import draw_everywhere
@@ -163,11 +163,11 @@ def test_workers_in_turn_draw_what_one_process_does_and_the_least_of_their_state
         turns = in_turn(workers)
         drawn = list(itertools.islice(turns, handed))
         if len(drawn) < len(alone):
-            states = [ShareState.from_dict(worker.state_dict()) for worker in workers]
+            states = [DrawState.from_dict(worker.state_dict()) for worker in workers]
             assert min(state.position for state in states) == start + len(drawn) * order.global_batch
         assert drawn + list(turns) == alone
         if start == 0:
-            assert order.count_own() == (len(alone), sum(map(len, alone)))
+            assert order.count_rank_batches() == (len(alone), sum(map(len, alone)))
         served += [index for batch in alone for index in batch if index.counts is not False]
     stop = min(len(split), start + order.count_steps(start) * order.global_batch)
     assert sorted(index.position for index in served) == list(range(start, stop))

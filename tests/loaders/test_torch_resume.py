@@ -231,8 +231,8 @@ def test_what_is_no_state_is_said_to_be_none(digits, dataset):
     with pytest.raises(StateMismatchError, match="belongs to the samples of shard table"):
         loader.load_state_dict(other.state_dict())
     for options, said in (
-        ({"batch_size": 3}, r"the order decides \['batch_size'\]"),
-        ({"shuffle": True, "in_order": False}, r"the order decides \['in_order', 'shuffle'\]"),
+        ({"batch_size": 3}, r"\['batch_size'\] follow from the order"),
+        ({"shuffle": True, "in_order": False}, r"\['in_order', 'shuffle'\] follow from the order"),
     ):
         with pytest.raises(ConfigError, match=said):
             ResumableDataLoader(dataset, source_of("map", dataset), **options)
