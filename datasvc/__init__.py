@@ -1,6 +1,6 @@
-"""Training data from raw files to resumable training: see README.md, and ARCHITECTURE.md for the house.
+"""Versioned data sets and model checkpoints for training; README.md is the guide, ARCHITECTURE.md the structure.
 
-Importing this is cheap: torch, DALI, Arrow and cloud clients load where they are used.
+`import datasvc` is cheap: torch, DALI, Arrow and cloud clients are imported by the modules that use them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["DatasvcError", "__version__", "ingest", "open"]
 
 
 def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - reads as `datasvc.open(url)`
-    """Open the repository at `url`, a local folder or any fsspec URL.
+    """Open the repository at `url`.
 
     Args:
-        url: where it lies.
-        create: make it first where there is none.
+        url: local folder or any fsspec URL.
+        create: create the repository if it does not exist.
 
     Raises:
-        NotFoundError: there is none, and `create` is false.
-        ConfigError: it has a later format, or its store cannot hold our logs.
-        UnavailableError: the store does not answer.
+        NotFoundError: there is no repository at `url`, and `create` is false.
+        ConfigError: the repository has a later format, or its store lacks an operation that the logs need.
+        UnavailableError: the store does not respond.
     """
     from datasvc.api import DataRepository
 
@@ -40,15 +40,16 @@ def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - r
 def ingest(
     source: str | Source | Iterable[Mapping[str, Any]], name: str, *, repo: str, **options: Any
 ) -> IngestReport:
-    """Ingest `source` as the next version of data set `name` in the repository at `repo`, made where there is none.
+    """Ingest `source` as the next version of data set `name`.
 
     Args:
-        source: folder, file, pattern or any fsspec URL; or an iterable of samples, dicts of Python values by column.
-        name: of the data set.
-        repo: local folder or any fsspec URL.
-        options: those of `datasvc.shards.ingest`, such as `workers=8` or `append=True`.
+        source: folder, file, pattern or any fsspec URL; or an iterable of samples, each a dict of Python values by
+            column name.
+        name: name of the data set.
+        repo: repository, a local folder or any fsspec URL; created if it does not exist.
+        options: options of `datasvc.shards.ingest`, such as `workers=8` or `append=True`.
 
     Raises:
-        DatasvcError: as `datasvc.shards.ingest`.
+        DatasvcError: the ingest failed; see `datasvc.shards.ingest`.
     """
     return open(repo, create=True).ingest(source, name, **options)

@@ -1,4 +1,4 @@
-"""What `datasvc.open` returns: data sets and models of one repository, each call one step into a room."""
+"""Facade of one repository, returned by `datasvc.open`: every method calls one function of `shards` or `models`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 
 class DataRepository:
-    """A repository open for use. Make one with `datasvc.open`.
+    """An open repository with its data sets and models. Created by `datasvc.open`.
 
     Attributes:
-        repository: objects and logs, for what this class does not offer.
+        repository: objects and logs, for operations that this class does not offer.
     """
 
     def __init__(self, repository: Repository) -> None:
@@ -64,51 +64,74 @@ class DataRepository:
         return f"datasvc.open({redact_url(self.repository.url)!r})"
 
     def datasets(self) -> list[str]:
-        """Return the names of all data sets. Raises UnavailableError."""
+        """Return the names of all data sets.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         return self.repository.names("datasets")
 
     def models(self) -> list[str]:
-        """Return the names of all models. Raises UnavailableError."""
+        """Return the names of all models.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         return self.repository.names("models")
 
     def dataset(self, ref: str) -> DatasetVersion:
-        """Return a data-set version: a mapping from split names to splits. Raises as `open_dataset`."""
+        """Return a data-set version, a mapping from split names to splits; for errors, see `open_dataset`."""
         return open_dataset(self.repository, ref)
 
     def ingest(self, source: str | Source | Iterable[Mapping[str, Any]], name: str, **options: Any) -> IngestReport:
-        """Ingest a source as the next version of `name`; options and errors are those of `shards.ingest`."""
+        """Ingest a source as the next version of data set `name`; for options and errors, see `shards.ingest`."""
         return ingest(self.repository, source, name, **options)
 
-    def delete(self, ref: str, **which: Any) -> DeleteReport:
-        """Commit the next version without some samples; arguments and errors are those of `shards.delete`."""
-        return delete(self.repository, ref, **which)
+    def delete(self, ref: str, **options: Any) -> DeleteReport:
+        """Commit the next version of a data set without some samples.
+
+        For arguments and errors, see `shards.versions.delete.delete`.
+        """
+        return delete(self.repository, ref, **options)
 
     def merge(self, refs: Sequence[str], name: str, **options: Any) -> MergeReport:
-        """Commit the samples of several versions as the next one of `name`; as `shards.merge`."""
+        """Commit the samples of several versions as the next version of data set `name`.
+
+        For arguments and errors, see `shards.versions.merge.merge`.
+        """
         return merge(self.repository, refs, name, **options)
 
     def diff(self, a: str, b: str) -> Difference:
-        """Return how two data-set versions differ. Raises as `shards.diff`."""
+        """Return the differences between two data-set versions; for errors, see `shards.versions.diff.diff`."""
         return diff(self.repository, a, b)
 
     def name_classes(self, ref: str, names: Sequence[str], *, message: str = "") -> Resolved:
-        """Commit a version with names for its integer labels; arguments and errors are those of `name_classes`."""
+        """Commit the next version of a data set, with class names for its integer labels.
+
+        For arguments and errors, see `shards.versions.class_names.name_classes`.
+        """
         return name_classes(self.repository, ref, names, message=message)
 
     def sql(self, ref: str, sql: str) -> pa.Table:
-        """Return what an SQL query over a data-set version gives. Raises as `shards.query`."""
+        """Return the result of an SQL query over a data-set version; for errors, see `shards.query.query.query`."""
         return query(self.repository, ref, sql)
 
     def export(self, ref: str, destination: str, format: str, **options: Any) -> ExportReport:  # noqa: A002
-        """Write a data-set version as files of another format; arguments and errors are those of `shards.export`."""
+        """Write a data-set version as files of another format.
+
+        For arguments and errors, see `shards.export.export`.
+        """
         return export(self.repository, ref, destination, format, **options)
 
     def verify(self, ref: str, *, deep: bool = False) -> VerifyReport:
-        """Look for missing and changed objects of a data-set version. Raises as `shards.verify`."""
+        """Find missing and changed objects of a data-set version; for errors, see `shards.versions.verify.verify`."""
         return verify(self.repository, ref, deep=deep)
 
     def gc(self, **options: Any) -> GcReport:
-        """Remove what no log names; by default only say what that is. Arguments and errors are those of `gc.gc`."""
+        """Remove objects that no log entry references; by default only list them (`dry_run`).
+
+        For arguments and errors, see `datasvc.gc.gc`.
+        """
         return gc(self.repository, **options)
 
     def model(
@@ -121,81 +144,104 @@ class DataRepository:
         trusted_keys: Sequence[str | Path] | None = None,
         **options: Any,
     ) -> CheckpointManager:
-        """Open a model that a run saves in the background. Of several ranks each calls this.
+        """Return a checkpoint manager, which saves versions of model `name` in the background.
+
+        In a job of several ranks, every rank calls this. For errors, see `CheckpointManager`.
 
         Args:
-            name: of the model, made when new.
-            cache: what the model restores through, as of `restore.restore`, like what follows.
-            peers: see `restore.restore`.
-            fallback: see `restore.restore`.
-            trusted_keys: see `restore.restore`.
-            **options: those of `models.Model`, whose errors these are too.
+            name: name of the model; the first save creates it.
+            cache: this node's cache, or its folder, for restores; see `models.restoring.restore.restore`.
+            peers: other nodes to fetch from, for a cache given by its folder.
+            fallback: other repositories with copies of objects, tried in this order.
+            trusted_keys: files of public keys; a restored version must be signed by one of them.
+            **options: options of `CheckpointManager`.
         """
         restoring = partial(
             restore, self.repository, cache=cache, peers=peers, fallback=fallback, trusted_keys=trusted_keys
         )
         return CheckpointManager(self.repository, name, restoring=restoring, **options)
 
-    def trained_on(self, refs: Sequence[str] = (), **samples: Any) -> ConsumerReport:
-        """Return which model versions consumed some samples; arguments and errors: see `models.find_consumers`."""
-        return find_consumers(self.repository, refs, **samples)
+    def trained_on(self, refs: Sequence[str] = (), **options: Any) -> ConsumerReport:
+        """Return the model versions that consumed the given samples.
+
+        For arguments and errors, see `models.find_consumers`.
+        """
+        return find_consumers(self.repository, refs, **options)
 
     def lineage(self, ref: str) -> Lineage:
-        """Return where a model version came from, down to shards and sources. Raises as `models.read_lineage`."""
+        """Return the lineage of a model version, down to its sources; for errors, see `models.read_lineage`."""
         return read_lineage(self.repository, ref)
 
     def describe(self, ref: str) -> ModelVersion:
-        """Return what a model version says of itself. Raises as `describe_model`."""
+        """Return the metadata of a model version; for errors, see `models.describe_model`."""
         return describe_model(self.repository, ref)
 
-    def save(self, name: str, state: Mapping[str, Any], **about: Any) -> Resolved:
-        """Commit `state` as the next version of model `name`; arguments and errors are those of `models.save`."""
-        return save(self.repository, name, state, **about)
+    def save(self, name: str, state: Mapping[str, Any], **options: Any) -> Resolved:
+        """Commit `state` as the next version of model `name`; for arguments and errors, see `models.save`."""
+        return save(self.repository, name, state, **options)
 
-    def restore(self, ref: str | Resolved, **how: Any) -> Checkpoint:
-        """Return a checkpoint, every byte verified; arguments and errors are those of `restore.restore`."""
-        return restore(self.repository, ref, **how)
+    def restore(self, ref: str | Resolved, **options: Any) -> Checkpoint:
+        """Return a checkpoint, with every byte verified.
 
-    def load_into(self, model: torch.nn.Module, ref: str | Resolved, **how: Any) -> LoadReport:
-        """Fill a torch model from a version; arguments and errors: see `load_into_module.load_version_into`."""
-        return load_version_into(model, self.repository, ref, **how)
+        For arguments and errors, see `models.restoring.restore.restore`.
+        """
+        return restore(self.repository, ref, **options)
+
+    def load_into(self, model: torch.nn.Module, ref: str | Resolved, **options: Any) -> LoadReport:
+        """Load the tensors of a model version into a torch module.
+
+        For arguments and errors, see `models.restoring.load_into_module.load_version_into`.
+        """
+        return load_version_into(model, self.repository, ref, **options)
 
     def import_model(self, source: str, name: str, **options: Any) -> ImportReport:
-        """Store a model of another format as the next version of `name`; as `models.foreign.import_model`."""
+        """Store a model of another format as the next version of model `name`.
+
+        For arguments and errors, see `models.interop.import_model`.
+        """
         return import_model(self.repository, source, name, **options)
 
     def export_model(self, ref: str, folder: str, format: str, **options: Any) -> ModelExport:  # noqa: A002
-        """Write a model version as files of another format; arguments and errors are those of `export_model`."""
+        """Write a model version as files of another format.
+
+        For arguments and errors, see `models.interop.export_model`.
+        """
         return export_model(self.repository, ref, folder, format, **options)
 
     def push(self, refs: Sequence[str], to: str, **options: Any) -> TransferReport:
-        """Let the repository at URL `to` have model versions too; arguments and errors are those of `transfer`."""
+        """Copy model versions to the repository at URL `to`; for options and errors, see `models.transfer`."""
         return transfer(self.repository, Repository.open(to), refs, **options)
 
     def pull(self, refs: Sequence[str], origin: str, **options: Any) -> TransferReport:
-        """Get model versions from the repository at URL `origin`; arguments and errors are those of `transfer`."""
+        """Copy model versions from the repository at URL `origin`; for options and errors, see `models.transfer`."""
         return transfer(Repository.open(origin), self.repository, refs, **options)
 
-    def find(self, condition: str, **how: Any) -> list[Resolved]:
-        """Return the model versions that meet a condition; arguments and errors are those of `find_versions`."""
-        return find_versions(self.repository, condition, **how)
+    def find(self, condition: str, **options: Any) -> list[Resolved]:
+        """Return the model versions that satisfy a condition.
 
-    def compare(self, a: str, b: str, **how: Any) -> ModelDifference:
-        """Return how two model versions differ; arguments and errors are those of `models.difference.diff`."""
-        return diff_models(self.repository, a, b, **how)
+        For arguments and errors, see `models.search.find.find_versions`.
+        """
+        return find_versions(self.repository, condition, **options)
 
-    def remove(self, refs: Sequence[str], **how: Any) -> RemovalReport:
-        """Remove model versions; arguments and errors are those of `models.removal.remove`."""
-        return remove(self.repository, refs, **how)
+    def compare(self, a: str, b: str, **options: Any) -> ModelDifference:
+        """Return the differences between two model versions; see `models.registry.diff.diff`."""
+        return diff_models(self.repository, a, b, **options)
 
-    def retain(self, name: str, policy: RetentionPolicy, **how: Any) -> tuple[list[ModelVersion], RetentionPlan]:
-        """Plan which versions of a model stay, and remove the others if told so; as `models.removal.retain`."""
-        return retain(self.repository, name, policy, **how)
+    def remove(self, refs: Sequence[str], **options: Any) -> RemovalReport:
+        """Remove model versions; for arguments and errors, see `models.registry.removal.remove`."""
+        return remove(self.repository, refs, **options)
 
-    def tag(self, kind: Kind, ref: str, tag: str, **how: Any) -> Resolved:
-        """Let `tag` stand on a version; arguments and errors are those of `Repository.tag`."""
-        return self.repository.tag(kind, ref, tag, **how)
+    def retain(self, name: str, policy: RetentionPolicy, **options: Any) -> tuple[list[ModelVersion], RetentionPlan]:
+        """Return a plan of which versions of a model to keep; with `dry_run=False`, remove the other versions.
 
-    def untag(self, kind: Kind, name: str, tag: str, **how: Any) -> None:
-        """Take a tag away, its history stays; arguments and errors are those of `Repository.untag`."""
-        self.repository.untag(kind, name, tag, **how)
+        For arguments and errors, see `models.registry.removal.retain`.
+        """
+        return retain(self.repository, name, policy, **options)
+
+    def tag(self, kind: Kind, ref: str, tag: str, **options: Any) -> Resolved:
+        """Point `tag` at the version `ref` resolves to; for arguments and errors, see `Repository.tag`."""
+        return self.repository.tag(kind, ref, tag, **options)
+
+    def untag(self, kind: Kind, name: str, tag: str, **options: Any) -> None:
+        """Remove a tag but keep its history; for arguments and errors, see `Repository.untag`."""
+        self.repository.untag(kind, name, tag, **options)

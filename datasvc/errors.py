@@ -1,22 +1,22 @@
-"""Every error that datasvc raises on purpose, in one tree.
+"""Exceptions of datasvc: one tree, with an exit code for the command line.
 
-    DatasvcError                     catch this to catch them all
-    |-- ConfigError                  a setting or argument is wrong: correct it and call again
-    |-- NotFoundError                a name, version, tag or file is not there: the message says what is
-    |-- ConflictError                somebody else committed first: look at the new head, decide, retry
-    |   `-- SourceChangedError       a source changed while it was read: run the same command again
-    |-- UnknownOutcomeError          a commit may or may not have happened: read the log before retrying
-    |-- CorruptDataError             bytes differ from their digest, or do not parse: never used, never served
-    |-- BadSampleError               one sample cannot be decoded: fix it, or ask for bad samples to be skipped
-    |-- CacheFullError               the node's budget cannot hold what is asked: the message says how much it needs
+    DatasvcError                     base class of all errors below
+    |-- ConfigError                  a setting or an argument is invalid: correct it and call again
+    |-- NotFoundError                a name, version, tag or file does not exist: the message lists what exists
+    |-- ConflictError                another writer committed first: read the new head, decide, and retry
+    |   `-- SourceChangedError       a source file changed during the read: run the same command again
+    |-- UnknownOutcomeError          it is unknown whether a commit happened: read the log before a retry
+    |-- CorruptDataError             stored bytes do not match their digest or format: they are never returned
+    |-- BadSampleError               a sample cannot be decoded: repair it, or configure bad samples to be skipped
+    |-- CacheFullError               the cache budget is too small: the message states the bytes needed
     |-- StateMismatchError           a saved position belongs to other data or another order
-    |-- BusyError                    a save goes on, and overlap is refused: save less often, or let saves queue
-    |-- LagError                     this job fell behind those it shares decoding with, and asked to be told so
-    |-- DeviceError                  a GPU failed or has no memory left: use less of it, or decode on the CPU
-    `-- UnavailableError             a store did not answer after retries: try again later
+    |-- BusyError                    an earlier save still runs and overlap is off: save less often, or queue saves
+    |-- LagError                     a job fell behind its decode group, and is configured to raise
+    |-- DeviceError                  a GPU failed or is out of memory: reduce its load, or decode on the CPU
+    `-- UnavailableError             a store did not respond after all retries: try again later
 
-Foreign exceptions (OSError of a store, ArrowInvalid, lmdb.Error ...) are translated once, where they enter.
-A message says what was tried, on what, what was expected and found, and what to do next.
+Exceptions of other libraries (OSError, ArrowInvalid, lmdb.Error) are converted once, where they are caught.
+A message states the operation, its target, what was expected, what was found, and what to do next.
 """
 
 from __future__ import annotations
@@ -25,72 +25,72 @@ from typing import ClassVar
 
 
 class DatasvcError(Exception):
-    """Base of all errors raised by datasvc.
+    """Base class of all errors that datasvc raises.
 
     Attributes:
-        exit_code: status with which the command line ends when this error reaches it.
+        exit_code: exit status of the command line for this error.
     """
 
     exit_code: ClassVar[int] = 1
 
 
 class ConfigError(DatasvcError, ValueError):
-    """A setting or argument is out of range or contradicts another; raised before anything is done."""
+    """A setting or an argument is out of range, or contradicts another one. Raised before any side effect."""
 
     exit_code = 2
 
 
 class NotFoundError(DatasvcError, LookupError):
-    """A name, version, tag, object or file does not exist; the message lists what does."""
+    """A name, version, tag, object or file does not exist; the message lists the existing ones."""
 
 
 class ConflictError(DatasvcError):
-    """Another writer committed first and the bounded retries are used up; nothing of this commit is visible."""
+    """Another writer committed first, and no retries are left. No part of this commit is visible."""
 
     exit_code = 4
 
 
 class SourceChangedError(ConflictError):
-    """A file of a source is not what its listing said: it changed meanwhile. Nothing of it is visible."""
+    """A source file differs from its listing, so it changed after it was listed. No part of the commit is visible."""
 
 
 class UnknownOutcomeError(DatasvcError):
-    """A commit failed in a way that leaves open whether it happened, and the log could not be read back."""
+    """A commit failed at a point where it may have happened, and the log could not be read to find out."""
 
     exit_code = 5
 
 
 class CorruptDataError(DatasvcError):
-    """Stored bytes do not match their digest or format. The caller gets no data; restore another copy."""
+    """Stored bytes do not match their digest or format. No data is returned; restore the bytes from another copy."""
 
     exit_code = 3
 
 
 class BadSampleError(DatasvcError):
-    """A sample cannot be decoded; the message names it."""
+    """A sample cannot be decoded; the message gives the reason."""
 
 
 class CacheFullError(DatasvcError):
-    """The cache budget cannot hold what is asked for even after evicting all that may be evicted."""
+    """The cache budget is too small for the request, even after the eviction of everything that may be evicted."""
 
 
 class StateMismatchError(ConfigError):
-    """A saved loader state belongs to another data-set version or order; the message names both."""
+    """A saved loader state belongs to another data-set version or another order; the message contains both."""
 
 
 class BusyError(DatasvcError):
-    """A save was refused because an earlier one goes on; the training may go on and save later."""
+    """A save was refused because an earlier one still runs. Training can continue and save later."""
 
 
 class LagError(DatasvcError):
-    """A job that shares its decoding fell too far behind the others; iterating again tries again."""
+    """A job fell too far behind the other jobs of its decode group. A new iteration retries."""
 
 
 class DeviceError(DatasvcError):
-    """A GPU or its driver failed, or it has no memory left; the message says what to change. No sample is bad."""
+    """A GPU or its driver failed, or it is out of memory. The cause is not a bad sample; the message has a remedy."""
 
 
 class UnavailableError(DatasvcError):
-    """A store did not answer, after its own retries; the same call may succeed later."""
+    """A store did not respond after all retries; the same call may succeed later."""
 
     exit_code = 5

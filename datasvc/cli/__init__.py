@@ -1,6 +1,7 @@
-"""The command line: one file per group. A command parses, calls one function, prints its value."""
+"""The command line, one module per group of commands. A command parses, calls one function and prints the result."""
 
 import os
 
-# Before anything loads Arrow, whose own pools keep what is freed: a worker of an ingest is a fifth smaller so.
+# Set before Arrow is imported. Arrow's own pools keep freed memory: with the system's, ingest workers are a fifth
+# smaller.
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")

@@ -1,4 +1,4 @@
-"""The program `datasvc`: its commands, and how errors end it."""
+"""Entry point of the `datasvc` command line: the list of commands, and the exit status of each error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Training data and model versions. Exit status: 1 failed, 2 usage, 3 corrupt, 4 conflict, 5 unavailable, "
-    "6 done, but bad samples were left out.",
+    help="Versioned training data and model checkpoints. Exit status: 1 failed, 2 wrong usage, 3 corrupt data, "
+    "4 conflict with another writer, 5 store unavailable, 6 committed without the bad samples.",
 )
 app.command()(ingest.ingest)
 app.command()(listing.ls)
@@ -45,7 +45,7 @@ app.add_typer(models.app, name="models")
 
 
 def main() -> None:
-    """Run the command line; every error that a user can cause ends without a traceback."""
+    """Run the command line; print expected errors as one line, without a traceback."""
     try:
         app()
     except DatasvcError as error:

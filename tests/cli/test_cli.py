@@ -103,7 +103,7 @@ def test_a_model_version_shows_what_it_came_from(pets):
         (["stage", "pets", "--budget", "10"], 1, "staging needs"),
         (["stage", "pets"], 2, "has no budget yet"),
         (["stage", "pets", "--budget", "1MB", "--split", "test"], 1, "has no split 'test'; it has: train, val"),
-        (["cache", "status"], 1, "is no cache"),
+        (["cache", "status"], 1, "is not a cache"),
         (["nonsense"], 2, "No such command"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

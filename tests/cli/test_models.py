@@ -72,7 +72,7 @@ def test_a_version_shows_its_parents_tags_and_what_is_not_finite(cnn, run, run_j
     assert ", before on 2\n" in shown
     assert "NOT FINITE (NaN or infinite elements):\n  w: 3\n" in shown
     run("rm", "cnn@1", "-m", "old")
-    assert "(old): only what is said here is left" in run("show", "cnn@1")
+    assert "(old): only this metadata is left" in run("show", "cnn@1")
     assert run_json("show", "cnn@1")["removal"]["message"] == "old"
     with pytest.raises(NotFoundError, match=r"cnn@1 was removed on .* \(old\); cnn still has 2 to 4"):
         run("restore", "cnn@1", "nowhere")
@@ -90,7 +90,7 @@ def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_js
     with pytest.raises(NotFoundError, match=r"had no tag 'prod' at .*; its first move was"):
         run("tag", "cnn", "prod", "--at", "yesterday")
     assert "history stays" in run("tag", "cnn", "prod", "--remove", "--expect", 2)
-    assert run("tag", "cnn", "prod", "--history").splitlines()[0].startswith("~0\ttaken away\t")
+    assert run("tag", "cnn", "prod", "--history").splitlines()[0].startswith("~0\tremoved\t")
     assert run_json("show", "cnn@prod~1")["version"] == 2
 
 
@@ -98,9 +98,9 @@ def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_js
     ("arguments", "error", "message"),
     [
         (["tag", "cnn", "beta", "--history"], NotFoundError, "never had a tag 'beta'; it has: none yet"),
-        (["tag", "cnn@1", "x", "--expect", "base@1"], ConfigError, "is no version of cnn"),
+        (["tag", "cnn@1", "x", "--expect", "base@1"], ConfigError, "is not a version of cnn"),
         (["tag", "cnn", "--remove"], ConfigError, "give a tag"),
-        (["tag", "cnn", "x", "--at", "noon"], ConfigError, "'noon' is no time"),
+        (["tag", "cnn", "x", "--at", "noon"], ConfigError, "'noon' is not a valid time"),
         (["retain", "cnn"], ConfigError, "the retention policy keeps nothing"),
         (["retain", "cnn", "--best", "2"], ConfigError, "names no metric; give one"),
         (["retain", "cnn", "--best", "2", "--metric", "reward"], ConfigError, "give --mode max or --mode min"),

@@ -39,7 +39,7 @@ def test_who_saw_a_deleted_sample_is_said_with_epoch_and_step(trained):
     numbers = [each["samples"] for each in found["versions"]]
     assert numbers == [int(name >= version) for name in ("cnn@1", "cnn@2", "cnn@3")]
     refused = datasvc("models", "trained-on", "cnn", repo=repository.url)
-    assert (refused.returncode, "say which samples" in refused.stderr) == (2, True)
+    assert (refused.returncode, "give the samples with --sample KEY" in refused.stderr) == (2, True)
 
 
 def test_lineage_is_told_down_to_the_source(trained):

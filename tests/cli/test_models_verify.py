@@ -36,7 +36,7 @@ def test_every_command_has_help_with_an_example(command):
 def test_verify_ends_with_3_and_names_the_tensor_until_it_is_repaired(models, tmp_path):
     copy = copy_of(models, tmp_path / "copy")
     done = run("models", "verify", "--all", "--repo", models.url)
-    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "all is well")
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "no problems")
     (link,) = [link for link in links_of(models, "m@2") if link.encoding == "raw" and link.length == 90_000]
     flip(models.objects.local_path(link.object), 7)
     done = run("models", "verify", "m@2", "--repo", models.url)

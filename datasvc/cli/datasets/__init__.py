@@ -1,1 +1,1 @@
-"""Commands about data sets."""
+"""Commands for data sets."""

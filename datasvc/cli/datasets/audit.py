@@ -1,4 +1,4 @@
-"""`datasvc audit`: was each sample of an epoch served once?"""
+"""`datasvc audit`: prove from a run's ledger that each sample of an epoch was served exactly once."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ if TYPE_CHECKING:
 
 LedgersArgument = Annotated[
     list[Path],
-    typer.Argument(metavar="LEDGER...", help="What the loaders got as ledger=: the folder, or one of each node."),
+    typer.Argument(metavar="LEDGER...", help="Folder that the loaders got as ledger=; or one folder of each node."),
 ]
 KeysOption = Annotated[
     str | None,
-    typer.Option("--repo", envvar="DATASVC_REPO", help="Repository, to name samples by key instead of position."),
+    typer.Option("--repo", envvar="DATASVC_REPO", help="Repository of the data set, to list samples by key too."),
 ]
 
 
 def audit(
     ledgers: LedgersArgument,
-    epoch: Annotated[int | None, typer.Option(min=0, help="Look at this one only; it must be finished.")] = None,
-    show: Annotated[int, typer.Option(min=0, help="Name this many samples of each kind.")] = 10,
+    epoch: Annotated[int | None, typer.Option(min=0, help="Check only this epoch, which must be finished.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Number of samples to list of each kind.")] = 10,
     repo: KeysOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove from a run's ledger that each sample of an epoch was served once, or name those that were not.
+    """Prove from a run's ledger that each sample of an epoch was served once, or list the samples that were not.
 
     Example: datasvc audit /shared/run7/ledger --epoch 0 --repo ./repo
 
-    What was served again after a restart from an older state counts once: the weights of before are gone. Ends with
-    status 0 when it is proven for all finished epochs (one at least), 1 when not, 3 when the ledger is damaged.
+    A sample that is served again after a restart from an older state counts once: the weights from before the restart
+    are discarded. Exit status: 0 if all finished epochs, at least one, are proven, 1 if not, 3 if the ledger is
+    damaged.
     """
-    found = _read(ledgers, epoch)
+    result = _read(ledgers, epoch)
     if as_json:
-        print_json(_facts(found, show, repo))
+        print_json(_facts(result, show, repo))
     else:
-        _print(found, show, repo)
-    if found.damage:
+        _print(result, show, repo)
+    if result.damage:
         raise typer.Exit(CorruptDataError.exit_code)
-    is_proven = found.is_proven if epoch is None else found.is_proven and found.epochs[0].is_proven
+    is_proven = result.is_proven if epoch is None else result.is_proven and result.epochs[0].is_proven
     raise typer.Exit(0 if is_proven else 1)
 
 
@@ -56,22 +57,23 @@ def _read(ledgers: list[Path], epoch: int | None) -> Audit:
     from datasvc.ledger.audit import audit as run_audit
     from datasvc.ledger.file import LedgerFile, read_ledger
 
-    found = [list(read_ledger(path)) for path in ledgers]
-    damage = [str(each) for folder in found for each in folder if isinstance(each, CorruptDataError)]
-    folders = [[each for each in folder if isinstance(each, LedgerFile)] for folder in found]
+    results = [list(read_ledger(path)) for path in ledgers]
+    damage = [str(file) for folder in results for file in folder if isinstance(file, CorruptDataError)]
+    folders = [[file for file in folder if isinstance(file, LedgerFile)] for folder in results]
+    # An audit needs one readable file at least: its header states the data set and the access order.
     if damage and not any(folders):
         raise CorruptDataError("\n".join(damage))
     return run_audit(folders, epoch=epoch, damage=damage)
 
 
-def _names(found: Audit, repo: str | None) -> SampleNames | None:
-    """Return what names samples, where there are any to name."""
-    if repo is None or not any(each.never.count or each.repeated.count for each in found.epochs):
+def _names(result: Audit, repo: str | None) -> SampleNames | None:
+    """Return a lookup of sample keys; None without a repository, or if there is no sample to list."""
+    if repo is None or not any(epoch.never.count or epoch.repeated.count for epoch in result.epochs):
         return None
     from datasvc.ledger.names import SampleNames
     from datasvc.repository import Repository
 
-    return SampleNames(Repository.open(repo), found.header)
+    return SampleNames(Repository.open(repo), result.header)
 
 
 def _samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -> list[dict[str, Any]]:
@@ -85,70 +87,73 @@ def _samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -
     ]
 
 
-def _facts(found: Audit, show: int, repo: str | None) -> dict[str, Any]:
-    names = _names(found, repo)
+def _facts(result: Audit, show: int, repo: str | None) -> dict[str, Any]:
+    names = _names(result, repo)
     epochs = []
-    for each in found.epochs:
-        counts = {name: value for name, value in vars(each).items() if name not in {"never", "repeated"}}
+    for epoch in result.epochs:
+        counts = {name: value for name, value in vars(epoch).items() if name not in {"never", "repeated"}}
         samples = {
-            name: {"count": uneven.count, "samples": _samples(uneven, each.epoch, show, names)}
-            for name, uneven in (("never", each.never), ("repeated", each.repeated))
+            name: {"count": uneven.count, "samples": _samples(uneven, epoch.epoch, show, names)}
+            for name, uneven in (("never", epoch.never), ("repeated", epoch.repeated))
         }
-        epochs.append({**counts, **samples, "is_proven": each.is_proven})
-    facts = {name: value for name, value in vars(found).items() if name not in {"header", "epochs"}}
+        epochs.append({**counts, **samples, "is_proven": epoch.is_proven})
+    facts = {name: value for name, value in vars(result).items() if name not in {"header", "epochs"}}
     order = {
-        name: value for name, value in asdict(found.header).items() if name in {"source", "order", "num_samples"}
+        name: value for name, value in asdict(result.header).items() if name in {"source", "order", "num_samples"}
     }
-    return {**facts, **order, "epochs": epochs, "is_proven": found.is_proven}
+    return {**facts, **order, "epochs": epochs, "is_proven": result.is_proven}
 
 
-def _print(found: Audit, show: int, repo: str | None) -> None:
-    names = _names(found, repo)
-    sizes = " -> ".join(map(str, found.world_sizes))
-    _say(f"{found.header.source}: {found.num_files} files, ranks {sizes}")
-    for line in (*found.damage, *found.disagreements):
-        _say(line)
-    for path in found.torn:
-        _say(f"{path}: its end was cut off by a crash; what is whole counts")
-    for each in found.epochs:
-        _say(f"epoch {each.epoch}: {_verdict(each)}")
-        for line in (*_counts(each), *each.reasons):
-            _say(f"  {line}")
-        for what, uneven in (("never served", each.never), ("served more than once", each.repeated)):
+def _print(result: Audit, show: int, repo: str | None) -> None:
+    names = _names(result, repo)
+    sizes = " -> ".join(map(str, result.world_sizes))
+    _print_line(f"{result.header.source}: {result.num_files} files, ranks {sizes}")
+    for line in (*result.damage, *result.disagreements):
+        _print_line(line)
+    for path in result.torn:
+        _print_line(f"{path}: its end was cut off by a crash; complete records count")
+    for epoch in result.epochs:
+        _print_line(f"epoch {epoch.epoch}: {_verdict(epoch)}")
+        for line in (*_counts(epoch), *epoch.reasons):
+            _print_line(f"  {line}")
+        for title, uneven in (("never served", epoch.never), ("served more than once", epoch.repeated)):
             if uneven.count:
-                _say(f"  {what}: {_list(uneven, each.epoch, show, names)}")
+                _print_line(f"  {title}: {_list(uneven, epoch.epoch, show, names)}")
 
 
 def _verdict(epoch: EpochAudit) -> str:
     if epoch.is_proven:
-        return f"proven: each of {epoch.num_samples} samples accounted for once"
+        return f"proven: each of {epoch.num_samples} samples was served once"
     if epoch.is_faultless:
-        return f"under way: each of the first {epoch.reached} of {epoch.num_samples} samples once so far"
+        return f"not finished: each of the first {epoch.reached} of {epoch.num_samples} samples was served once"
     return f"not proven: {epoch.never.count} samples never, {epoch.repeated.count} more than once"
 
 
 def _counts(epoch: EpochAudit) -> list[str]:
-    said = {
+    counts = {
         f"served {epoch.served}": True,
         f"masked {epoch.masked} that did not decode": epoch.masked,
         f"dropped {epoch.dropped} that filled no batch": epoch.dropped,
         f"padded with {epoch.padded}": epoch.padded,
     }
-    lines = [", ".join(text for text, is_worth_it in said.items() if is_worth_it)]
+    lines = [", ".join(text for text, is_shown in counts.items() if is_shown)]
     if epoch.again:
-        lines.append(f"{epoch.again} were served before a restart from an older state too, which the weights forgot")
+        lines.append(
+            f"{epoch.again} were also served before a restart from an older state; those weights are discarded"
+        )
     if epoch.copies:
         lines.append(f"{epoch.copies} more are in other files of the same ranks: model-parallel peers, or retries")
     return lines
 
 
 def _list(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -> str:
-    samples = _samples(uneven, epoch, show, names)
-    said = [f"{each['key']} (position {each['position']})" if "key" in each else f"position {each['position']}"
-            for each in samples]  # fmt: skip
-    more = uneven.count - len(said)
-    return ", ".join(said + ([f"and {more} more"] if more else []))
+    texts = [
+        f"{sample['key']} (position {sample['position']})" if "key" in sample else f"position {sample['position']}"
+        for sample in _samples(uneven, epoch, show, names)
+    ]
+    more = uneven.count - len(texts)
+    return ", ".join(texts + ([f"and {more} more"] if more else []))
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(text_value(line))

@@ -1,4 +1,4 @@
-"""`datasvc export`: a data-set version in another format."""
+"""`datasvc export`: write a data-set version in another format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datasvc.progress import byte_progress
 
 
 class DatasetFormat(StrEnum):
-    """What an export is written as."""
+    """Values of --format."""
 
     webdataset = "webdataset"
     parquet = "parquet"
@@ -25,22 +25,20 @@ class DatasetFormat(StrEnum):
 
 def export(
     ref: Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")],
-    destination: Annotated[
-        str, typer.Argument(metavar="DEST", help="A new or empty folder, local or any fsspec URL.")
-    ],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="New or empty folder, local or any fsspec URL.")],
     repo: RepoOption,
-    export_format: Annotated[DatasetFormat, typer.Option("--format", help="What to write.")],
-    split: Annotated[str | None, typer.Option(help="Only this split; default: all.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that write; default: one per CPU, at most 8.")] = min(
+    export_format: Annotated[DatasetFormat, typer.Option("--format", help="Format to write.")],
+    split: Annotated[str | None, typer.Option(help="Only this split; default: all splits.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Writer processes; default: one per CPU, at most 8.")] = min(
         8, os.cpu_count() or 1
     ),
     as_json: JsonOption = False,
 ) -> None:
-    """Export a data-set version as files that other tools read; deleted samples are left out.
+    """Export a data-set version in a format that other tools read; deleted samples are not written.
 
     Example: datasvc export pets@3 ./pets-wds --format webdataset --repo ./repo
 
-    DEST is complete once it holds datasvc-export.json. Interrupted, the same command goes on where it stopped.
+    DEST is complete when it contains datasvc-export.json. After an interruption, the same command continues.
     """
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
@@ -51,8 +49,8 @@ def export(
     repository = Repository.open(repo)
     dataset = open_dataset(repository, ref)
     with byte_progress(f"exporting {dataset.resolved}") as (set_total, advance):
-        set_total(sum(each.table.size_bytes for each in choose_split(dataset, split)))
-        done = run_export(
+        set_total(sum(chosen.table.size_bytes for chosen in choose_split(dataset, split)))
+        result = run_export(
             repository,
             str(dataset.resolved),
             destination,
@@ -62,17 +60,22 @@ def export(
             report=advance,
         )
     splits = {
-        name: {"samples": each.num_samples, "files": each.num_files, "bytes": each.size_bytes}
-        for name, each in done.splits.items()
+        name: {"samples": written.num_samples, "files": written.num_files, "bytes": written.size_bytes}
+        for name, written in result.splits.items()
     }
     if as_json:
         print_json(
-            {"version": str(done.version), "format": done.format, "destination": done.destination, "splits": splits}
+            {
+                "version": str(result.version),
+                "format": result.format,
+                "destination": result.destination,
+                "splits": splits,
+            }
         )
         return
-    counts = ", ".join(f"{each['samples']} {name}" for name, each in splits.items())
-    files, size_bytes = (sum(each[what] for each in splits.values()) for what in ("files", "bytes"))
+    counts = ", ".join(f"{facts['samples']} {name}" for name, facts in splits.items())
+    num_files, size_bytes = (sum(facts[key] for facts in splits.values()) for key in ("files", "bytes"))
     typer.echo(
-        f"exported {done.version} as {done.format} to {done.destination}: {counts} samples, {files} files, "
-        f"{format_size(size_bytes)}"
+        f"exported {result.version} as {result.format} to {result.destination}: {counts} samples, "
+        f"{num_files} files, {format_size(size_bytes)}"
     )

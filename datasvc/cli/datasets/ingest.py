@@ -1,4 +1,4 @@
-"""`datasvc ingest`: any source in, exact versions out."""
+"""`datasvc ingest`: ingest a source as the next version of a data set."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 EXIT_LEFT_OUT = 6
 _EVENT_INTERVAL_S = 1.0
-_SHOWN = 20
-_LISTED_OVERLAPS = 1000
+_MAX_SHOWN = 20
+_MAX_OVERLAPS_IN_JSON = 1000
 
 
 class OnBad(StrEnum):
-    """What becomes of samples that do not decode."""
+    """Values of --on-bad: treatment of samples that do not decode."""
 
     fail = "fail"
     skip = "skip"
 
 
 class Duplicates(StrEnum):
-    """What becomes of samples that hold the same as another."""
+    """Values of --duplicates: treatment of samples whose content equals that of another sample."""
 
     keep = "keep"
     drop = "drop"
@@ -46,7 +46,7 @@ class Duplicates(StrEnum):
 
 
 class OnCommonAtAppend(StrEnum):
-    """What becomes of keys that the newest version has."""
+    """Values of --on-common for --append: treatment of keys that exist in the newest version."""
 
     fail = "fail"
     drop = "drop"
@@ -55,7 +55,7 @@ class OnCommonAtAppend(StrEnum):
 
 
 class OnSplitOverlap(StrEnum):
-    """What becomes of samples that two splits share."""
+    """Values of --on-split-overlap: treatment of samples that are in two splits."""
 
     fail = "fail"
     drop = "drop"
@@ -63,7 +63,7 @@ class OnSplitOverlap(StrEnum):
 
 
 class EngineChoice(StrEnum):
-    """Who builds the shards."""
+    """Values of --engine: where shards are built."""
 
     local = "local"
     ray = "ray"
@@ -73,58 +73,76 @@ def ingest(
     source: Annotated[str, typer.Argument(help="Folder, file or pattern, local or any fsspec URL.")],
     name: Annotated[str, typer.Argument(help="Name of the data set.")],
     repo: RepoOption,
-    format: Annotated[str | None, typer.Option(help="What SOURCE is; default: by what lies there.")] = None,  # noqa: A002
+    format: Annotated[str | None, typer.Option(help="Format of SOURCE; default: detected from its files.")] = None,  # noqa: A002
     split: Annotated[str | None, typer.Option(help="Put all samples into this split.")] = None,
-    key: Annotated[str | None, typer.Option(help="Column that holds the keys.")] = None,
+    key: Annotated[str | None, typer.Option(help="Column with the sample keys.")] = None,
     manifest: Annotated[
-        str | None, typer.Option(help="CSV, JSON lines or Parquet file that names files, labels and more columns.")
+        str | None,
+        typer.Option(help="CSV, JSON lines or Parquet file that lists image files with labels and other columns."),
     ] = None,
     classes: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Names of integer labels, one a line, that of 0 first.")
+        str | None, typer.Option(metavar="FILE", help="Class names of integer labels, one per line, label 0 first.")
     ] = None,
-    ground_truth: Annotated[str | None, typer.Option(help="ImageNet validation: its ground-truth file.")] = None,
-    synsets: Annotated[str | None, typer.Option(help="ImageNet validation: list of synsets, one a line.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Text to token blocks: a tokenizer.json.")] = None,
+    ground_truth: Annotated[str | None, typer.Option(help="Ground-truth file of ImageNet validation.")] = None,
+    synsets: Annotated[
+        str | None, typer.Option(help="List of synsets for ImageNet validation, one per line.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer.json, which converts text to blocks of tokens.")
+    ] = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = 1024,
-    text: Annotated[str, typer.Option(help="Column of JSON lines that holds the text to tokenize.")] = "text",
+    text: Annotated[str, typer.Option(help="Column of JSON lines with the text to tokenize.")] = "text",
     shard_size: Annotated[str, typer.Option(help="Sample bytes per shard.")] = "64MiB",
-    max_side: Annotated[int | None, typer.Option(help="Scale longer images down to so many pixels.")] = None,
-    quality: Annotated[int | None, typer.Option(help="Of images that are encoded again, 1 to 100.")] = None,
-    keep_order: Annotated[bool, typer.Option(help="Keep the source's order: no permutation.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the permutation that deals samples to shards.")] = 0,
+    max_side: Annotated[
+        int | None, typer.Option(help="Scale images down until their longer side has this many pixels.")
+    ] = None,
+    quality: Annotated[int | None, typer.Option(help="Quality of re-encoded images, 1 to 100.")] = None,
+    keep_order: Annotated[bool, typer.Option(help="Keep the order of the source; do not permute samples.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the permutation of samples over shards.")] = 0,
     val_fraction: Annotated[
         float | None,
-        typer.Option(help='Share of "train" that becomes "val", by key hash; default: none, of an append its own.'),
+        typer.Option(
+            help='Fraction of "train" to put into "val", chosen by key hash; default: none, or with --append that of '
+            "the newest version."
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="So many samples of each split only.")] = None,
-    on_bad: Annotated[OnBad, typer.Option(help="Bad samples: commit nothing, or leave them out.")] = OnBad.fail,
-    decode_check: Annotated[bool, typer.Option(help="Decode every image fully.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of samples per split.")] = None,
+    on_bad: Annotated[
+        OnBad, typer.Option(help="If samples do not decode: commit nothing, or skip them.")
+    ] = OnBad.fail,
+    decode_check: Annotated[bool, typer.Option(help="Decode every image completely.")] = False,
     duplicates: Annotated[
-        Duplicates, typer.Option(help="Samples that hold the same as another: report, leave out, or commit nothing.")
+        Duplicates, typer.Option(help="If samples have equal content: keep and list them, drop them, or fail.")
     ] = Duplicates.keep,
-    append: Annotated[bool, typer.Option(help="Add to the newest version.")] = False,
+    append: Annotated[bool, typer.Option(help="Add the samples to those of the newest version.")] = False,
     on_common: Annotated[
         OnCommonAtAppend,
-        typer.Option(help="Append, keys that are there: drop equal samples, keep the old, or replace it."),
+        typer.Option(
+            help="With --append, if a key exists: fail, drop the new sample if it is equal, keep the old sample, or "
+            "replace it."
+        ),
     ] = OnCommonAtAppend.fail,
     on_split_overlap: Annotated[
         OnSplitOverlap,
         typer.Option(
-            help="Keys or equal images in two splits: commit nothing, drop them from training, or keep both."
+            help="If two splits share keys or equal images: commit nothing, drop them from training, or keep both."
         ),
     ] = OnSplitOverlap.fail,
-    workers: Annotated[int | None, typer.Option(help="Processes that build shards; default: one a core.")] = None,
-    engine: Annotated[EngineChoice, typer.Option(help="This machine, or a Ray cluster.")] = EngineChoice.local,
-    dry_run: Annotated[bool, typer.Option(help="Say what would be made, and make nothing.")] = False,
-    message: Annotated[str, typer.Option("--message", "-m", help="Kept with the version.")] = "",
+    workers: Annotated[int | None, typer.Option(help="Processes that build shards; default: one per core.")] = None,
+    engine: Annotated[
+        EngineChoice, typer.Option(help="Where shards are built: on this machine, or on a Ray cluster.")
+    ] = EngineChoice.local,
+    dry_run: Annotated[bool, typer.Option(help="Print what would be created, and create nothing.")] = False,
+    message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Ingest SOURCE as the next version of data set NAME.
 
     Example: datasvc ingest ./photos pets --repo ./repo
 
-    SOURCE/train/cat/1.jpg gives split "train" and label "cat"; without split folders all is "train". Interrupted,
-    the same command goes on. Exit status 6: committed, but bad samples were left out. With --json: one event a line.
+    SOURCE/train/cat/1.jpg becomes a sample of split "train" with label "cat"; without split folders, all samples are
+    in "train". After an interruption, the same command continues. Exit status 6: committed without the bad samples.
+    --json prints one event per line.
     """
     from datasvc.repository import Repository
     from datasvc.repository.logs.references import check_name
@@ -141,19 +159,21 @@ def ingest(
     options = SourceOptions(
         format, split, key, manifest, ground_truth, synsets, tokenizer, block_tokens=block_tokens, text=text
     )
-    listed = open_source(source, options)
+    opened = open_source(source, options)
     if dry_run:
-        own = choose_val_fraction(Repository.open(repo), name, val_fraction, append=True) if append else val_fraction
-        fraction = held_out_of(listed, own or 0.0, is_given=val_fraction is not None)
-        built = BuildOptions(
+        chosen = (
+            choose_val_fraction(Repository.open(repo), name, val_fraction, append=True) if append else val_fraction
+        )
+        fraction = held_out_of(opened, chosen or 0.0, is_given=val_fraction is not None)
+        build_options = BuildOptions(
             shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, fraction, limit
         )
-        _dry_run(listed, built, workers, as_json=as_json)
+        _dry_run(opened, build_options, workers, as_json=as_json)
         return
-    with _reporting(name, listed, as_json=as_json) as report:
-        done = run_ingest(
+    with _show_progress(name, opened, as_json=as_json) as progress:
+        result = run_ingest(
             Repository.create(repo),
-            listed,
+            opened,
             name,
             source_options=options,
             classes=None if classes is None else read_lines(classes, "class names"),
@@ -173,19 +193,19 @@ def ingest(
             engine=engine.value,
             workers=workers,
             message=message,
-            report=report,
+            report=progress,
         )
     if as_json:
-        print_json_line({"event": "committed", **_facts(done)})
+        print_json_line({"event": "committed", **_facts(result)})
     else:
-        _print_report(done)
-    if done.bad:
+        _print_report(result)
+    if result.bad:
         sys.exit(EXIT_LEFT_OUT)
 
 
 @contextmanager
-def _reporting(name: str, source: Source, *, as_json: bool) -> Iterator[Report]:
-    """Show a bar on a terminal, or print events."""
+def _show_progress(name: str, source: Source, *, as_json: bool) -> Iterator[Report]:
+    """Show a progress bar on a terminal; with `as_json`, print events instead."""
     if as_json:
         print_json_line({"event": "listed", "format": source.kind, "bytes": source.size_bytes})
         yield _EventPrinter().report
@@ -196,7 +216,7 @@ def _reporting(name: str, source: Source, *, as_json: bool) -> Iterator[Report]:
 
 
 class _EventPrinter:
-    """Prints how far an ingest is, about once a second."""
+    """Printer of progress events: one per second, and one per finished shard."""
 
     def __init__(self) -> None:
         self._started = self._printed = time.monotonic()
@@ -209,8 +229,8 @@ class _EventPrinter:
         now = time.monotonic()
         if progress.num_shards or now - self._printed >= _EVENT_INTERVAL_S:
             self._printed = now
-            done = {"samples": self._samples, "bytes": self._bytes, "shards": self._shards}
-            print_json_line({"event": "progress", "seconds": round(now - self._started, 3), **done})
+            counts = {"samples": self._samples, "bytes": self._bytes, "shards": self._shards}
+            print_json_line({"event": "progress", "seconds": round(now - self._started, 3), **counts})
 
 
 def _dry_run(source: Source, options: BuildOptions, workers: int | None, *, as_json: bool) -> None:
@@ -218,98 +238,100 @@ def _dry_run(source: Source, options: BuildOptions, workers: int | None, *, as_j
     from datasvc.shards.ingestion.ingest import count_workers
     from datasvc.sizes import format_size
 
-    found = dry_run(source, options, workers=count_workers(source, workers))
-    columns = {field.name: str(field.type) for field in found.schema}
+    plan = dry_run(source, options, workers=count_workers(source, workers))
+    columns = {field.name: str(field.type) for field in plan.schema}
     if as_json:
         facts = {
-            **asdict(found),
+            **asdict(plan),
             "schema": columns,
-            "bad": [asdict(sample) for sample in found.bad],
+            "bad": [asdict(sample) for sample in plan.bad],
         }
         print_json_line({"event": "planned", **facts})
         return
-    about = "about " if found.is_estimate else ""
+    about = "about " if plan.is_estimate else ""
     samples = {
-        split: "known once read" if count is None else f"{about}{count}" for split, count in found.num_samples.items()
+        split: "unknown before the source is read" if count is None else f"{about}{count}"
+        for split, count in plan.num_samples.items()
     }
     print_facts(
         {
-            "format": found.kind,
+            "format": plan.kind,
             "samples": samples,
-            "source": format_size(found.size_bytes),
-            "shards": f"{about}{found.num_shards}",
-            "time": f"about {found.seconds:.0f} s",
+            "source": format_size(plan.size_bytes),
+            "shards": f"{about}{plan.num_shards}",
+            "time": f"about {plan.seconds:.0f} s",
             "columns": columns,
-            "classes": len(found.classes),
-            "bad among the first": len(found.bad),
+            "classes": len(plan.classes),
+            "bad samples among the first": len(plan.bad),
         }
     )
 
 
-def _facts(done: IngestReport) -> dict[str, Any]:
+def _facts(report: IngestReport) -> dict[str, Any]:
     return {
-        "version": str(done.version),
-        "samples": done.num_samples,
-        "shards": done.num_shards,
-        "bytes": done.size_bytes,
-        "added": done.num_added,
-        "left_out": done.num_left_out,
-        "skipped": [asdict(sample) for sample in done.bad],
-        "duplicates": {split: [asdict(each) for each in found] for split, found in done.duplicates.items()},
-        "overlaps": [overlap_facts(overlap) for overlap in done.overlaps],
-        "ignored": dict(done.ignored),
-        "resumed_shards": done.num_resumed,
-        "source_changed": done.has_source_changed,
+        "version": str(report.version),
+        "samples": report.num_samples,
+        "shards": report.num_shards,
+        "bytes": report.size_bytes,
+        "added": report.num_added,
+        "left_out": report.num_left_out,
+        "skipped": [asdict(sample) for sample in report.bad],
+        "duplicates": {split: [asdict(pair) for pair in pairs] for split, pairs in report.duplicates.items()},
+        "overlaps": [overlap_facts(overlap) for overlap in report.overlaps],
+        "ignored": dict(report.ignored),
+        "resumed_shards": report.num_resumed,
+        "source_changed": report.has_source_changed,
     }
 
 
 def overlap_facts(overlap: Overlap) -> dict[str, Any]:
-    """Return what two splits share as JSON values: how many samples, and the first of them."""
+    """Return the overlap of two splits as JSON values: the number of shared samples, and the first of them."""
     return {
         "kind": overlap.kind,
         "split": overlap.split,
         "other": overlap.other,
         "num_samples": len(overlap.samples),
         "samples": [
-            {"key": sample.key, "other_key": sample.other_key} for sample in overlap.samples.first(_LISTED_OVERLAPS)
+            {"key": sample.key, "other_key": sample.other_key}
+            for sample in overlap.samples.first(_MAX_OVERLAPS_IN_JSON)
         ],
     }
 
 
-def _print_report(done: IngestReport) -> None:
+def _print_report(report: IngestReport) -> None:
     from datasvc.sizes import format_size
 
-    num_shards = sum(done.num_shards.values())
+    num_shards = sum(report.num_shards.values())
     typer.echo(
-        f"committed {done.version}: {_counted(done.num_samples)} samples, {num_shards} shards, "
-        f"{format_size(done.size_bytes)}"
+        f"committed {report.version}: {_format_counts(report.num_samples)} samples, {num_shards} shards, "
+        f"{format_size(report.size_bytes)}"
     )
-    if done.num_left_out:
+    if report.num_left_out:
         typer.echo(
-            f"added {_counted(done.num_added)} samples; left out {_counted(done.num_left_out)} samples of earlier "
-            "versions, which were replaced or are in another split"
+            f"added {_format_counts(report.num_added)} samples; left out {_format_counts(report.num_left_out)} "
+            "samples of earlier versions, which were replaced or are in another split"
         )
-    if done.num_resumed:
-        typer.echo(f"went on where it was interrupted: {done.num_resumed} shards were there", err=True)
-    if done.has_source_changed:
-        typer.echo("the source has changed since it was interrupted, so it began anew", err=True)
-    for sample in done.bad[:_SHOWN]:
+    if report.num_resumed:
+        typer.echo(f"resumed an interrupted ingest: {report.num_resumed} shards were already stored", err=True)
+    if report.has_source_changed:
+        typer.echo("the source has changed since the interrupted ingest, so all shards were built again", err=True)
+    for sample in report.bad[:_MAX_SHOWN]:
         typer.echo(f"skipped {sample.split}/{sample.key}: {sample.reason}", err=True)
-    if done.bad:
+    if report.bad:
         typer.echo(
-            f"{len(done.bad)} bad samples were left out; `datasvc show --json` has the list of them as `quarantine`",
+            f"{len(report.bad)} bad samples were left out; `datasvc show --json` lists them as `quarantine`",
             err=True,
         )
-    repeats = [(split, each) for split, found in done.duplicates.items() for each in found]
-    for split, repeat in repeats[:_SHOWN]:
-        typer.echo(f"duplicate {split}/{repeat.key}: holds the same as {repeat.first_key}", err=True)
-    if len(repeats) > _SHOWN:
-        typer.echo(f"{len(repeats)} duplicates in all", err=True)
-    for overlap in done.overlaps:
+    duplicates = [(split, pair) for split, pairs in report.duplicates.items() for pair in pairs]
+    for split, pair in duplicates[:_MAX_SHOWN]:
+        typer.echo(f"duplicate {split}/{pair.key}: same content as {pair.first_key}", err=True)
+    if len(duplicates) > _MAX_SHOWN:
+        typer.echo(f"{len(duplicates)} duplicates in total", err=True)
+    for overlap in report.overlaps:
         typer.echo(text_value(str(overlap)), err=True)
-    if done.ignored:
-        typer.echo(f"ignored: {dict(done.ignored)}", err=True)
+    if report.ignored:
+        typer.echo(f"ignored: {dict(report.ignored)}", err=True)
 
 
-def _counted(counts: dict[str, int]) -> str:
+def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {split}" for split, count in counts.items())

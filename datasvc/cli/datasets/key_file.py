@@ -1,4 +1,4 @@
-"""Keys, or names, that a command is given in a file."""
+"""Reading of keys or names from a file or from standard input."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from datasvc.errors import ConfigError, NotFoundError
 
 
 def read_keys(path: str) -> list[str]:
-    """Return the lines of a file that are not empty, or of standard input. Raises ConfigError, NotFoundError."""
+    """Return the lines of a file that are not empty; "-" is standard input. For errors, see `read_lines`."""
     return [line for line in read_lines(path, "keys") if line]
 
 
 def read_lines(path: str, what: str) -> list[str]:
-    """Return the lines of a file of `what`, or of standard input, without empty ones at its end. Raises as above."""
+    """Return the lines of a text file, without empty lines at its end.
+
+    Args:
+        path: file to read; "-" is standard input.
+        what: contents of the file, for error messages.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        ConfigError: `path` is a folder, or the file is not UTF-8.
+    """
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         text = raw.decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise NotFoundError(f"there is no file {path} with {what}") from error
+        raise NotFoundError(f"file {path} with the {what} does not exist") from error
     except IsADirectoryError as error:
-        raise ConfigError(f"{path} is a folder; give a file with {what}, one a line") from error
+        raise ConfigError(f"{path} is a folder; expected a file with {what}, one per line") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the {what} in {path} are not UTF-8 ({error}); they are text, one a line") from error
+        raise ConfigError(f"{path} is not UTF-8 ({error}); expected a text file with {what}, one per line") from error
     return [line.removesuffix("\r") for line in text.rstrip("\r\n").split("\n")]

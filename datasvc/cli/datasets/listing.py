@@ -1,4 +1,4 @@
-"""`datasvc ls | log | tag`: data sets."""
+"""`datasvc ls | log | tag`: list data sets and their versions, and set tags."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import typer
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
 
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
-
-
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")]
 
 
@@ -26,9 +24,9 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     rows: list[dict[str, Any]] = [
         {
             "name": name,
-            "version": (found := open_dataset(repository, name)).resolved.version,
-            "samples": sum(split["samples"] for split in found.entry.content["splits"].values()),
-            "bytes": sum(split["bytes"] for split in found.entry.content["splits"].values()),
+            "version": (dataset := open_dataset(repository, name)).resolved.version,
+            "samples": sum(split["samples"] for split in dataset.entry.content["splits"].values()),
+            "bytes": sum(split["bytes"] for split in dataset.entry.content["splits"].values()),
             "tags": repository.tags("datasets", name),
         }
         for name in repository.names("datasets")
@@ -64,11 +62,11 @@ def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> No
 
 def tag(
     ref: RefArgument,
-    name: Annotated[str, typer.Argument(metavar="TAG", help="The tag to set or move.")],
+    name: Annotated[str, typer.Argument(metavar="TAG", help="Tag to set or move.")],
     repo: RepoOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Let TAG stand on a data-set version; its earlier places stay in its history.
+    """Point TAG at a data-set version; its history keeps the earlier versions.
 
     Example: datasvc tag pets@1 stable --repo ./repo
     """

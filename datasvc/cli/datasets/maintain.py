@@ -1,4 +1,4 @@
-"""`datasvc verify | gc`: is everything there, and what is there that nobody needs."""
+"""`datasvc verify | gc`: check the objects of a version, and remove unused objects."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERS
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
-YesOption = Annotated[bool, typer.Option("--yes", help="Remove; without it only say what would be removed.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Remove; without --yes, only print what would be removed.")]
 NoWritersOption = Annotated[
-    bool, typer.Option("--no-writers", help="Nobody writes to the repository now: allow any grace.")
+    bool, typer.Option("--no-writers", help="Assert that no process writes to the repository, and allow any grace.")
 ]
 
 
@@ -31,53 +31,55 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare every sample.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Look for missing, truncated and changed objects of a data-set version, and for samples that two splits share.
+    """Find missing, truncated and changed objects of a data-set version, and samples that are in two splits.
 
     Example: datasvc verify pets@1 --deep --repo s3://bucket/repo
 
-    Without --deep shards are looked at by their size. Ends with status 3 when there is a problem.
+    Without --deep, only the sizes of shards are checked. The exit status is 3 if there is a problem.
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.verify import verify as run_verify
     from datasvc.sizes import format_size
 
     with byte_progress(f"verifying {ref}") as (set_total, advance):
-        done = run_verify(Repository.open(repo), ref, deep=deep, begin=set_total, report=advance)
+        result = run_verify(Repository.open(repo), ref, deep=deep, begin=set_total, report=advance)
     if as_json:
-        facts = asdict(replace(done, overlaps=()))
-        print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in done.overlaps]})
+        facts = asdict(replace(result, overlaps=()))
+        print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in result.overlaps]})
     else:
-        how = "read and compared" if deep else "looked at by size; --deep reads every byte"
+        how = "read and compared" if deep else "checked by size; --deep reads every byte"
         typer.echo(
-            f"{done.version}: {done.num_samples} samples in {done.num_shards} shards, "
-            f"{format_size(done.size_bytes)}, {how}"
+            f"{result.version}: {result.num_samples} samples in {result.num_shards} shards, "
+            f"{format_size(result.size_bytes)}, {how}"
         )
-        for problem in done.problems:
+        for problem in result.problems:
             typer.echo(text_value(str(problem)))
-        for kind, count in done.accepted.items():
+        for kind, count in result.accepted.items():
             typer.echo(f"{count} samples are in two splits, by {kind}: accepted when they were committed")
-        for overlap in done.overlaps:
+        for overlap in result.overlaps:
             typer.echo(
                 text_value(
-                    f"{overlap}; `datasvc delete {done.version} --keys FILE --split {overlap.split}` removes them"
+                    f"{overlap}; `datasvc delete {result.version} --keys FILE --split {overlap.split}` removes them"
                 )
             )
-        if done.num_unchecked:
-            typer.echo(f"{done.num_unchecked} samples have no sample index: equal images in two splits are not found")
-        num_problems = len(done.problems) + len(done.overlaps)
-        typer.echo(f"{num_problems} problems" if num_problems else "all is well")
-    if done.problems or done.overlaps:
+        if result.num_unchecked:
+            typer.echo(
+                f"{result.num_unchecked} samples have no sample index: equal images in two splits are not detected"
+            )
+        num_problems = len(result.problems) + len(result.overlaps)
+        typer.echo(f"{num_problems} problems" if num_problems else "no problems")
+    if result.problems or result.overlaps:
         raise typer.Exit(CorruptDataError.exit_code)
 
 
 def gc(
     repo: RepoOption,
-    grace: Annotated[str, typer.Option(help="Keep what is younger: 7d, 48h, 30m.")] = "7d",
+    grace: Annotated[str, typer.Option(help="Keep everything that is younger: 7d, 48h, 30m.")] = "7d",
     yes: YesOption = False,
     no_writers: NoWritersOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove objects that no version of any data set or model names, and what killed writers left.
+    """Remove objects that no version of any data set or model references, and files left by killed writers.
 
     Example: datasvc gc --grace 7d --yes --repo ./repo
     """
@@ -86,24 +88,28 @@ def gc(
     from datasvc.sizes import format_size
 
     grace_s = parse_duration(grace)
-    done = run_gc(Repository.open(repo), grace_s=grace_s, dry_run=not yes, no_writers=no_writers)
+    report = run_gc(Repository.open(repo), grace_s=grace_s, dry_run=not yes, no_writers=no_writers)
     if as_json:
-        print_json({**asdict(done), "size_bytes": done.size_bytes})
+        print_json({**asdict(report), "size_bytes": report.size_bytes})
         return
     typer.echo(
-        f"{'would remove' if done.dry_run else 'removed'} {len(done.objects)} objects "
-        f"({format_size(done.size_bytes)}), {len(done.temporary_files)} unfinished files, {len(done.journals)} "
-        f"journals; {done.num_kept} objects stay"
+        f"{'would remove' if report.dry_run else 'removed'} {len(report.objects)} objects "
+        f"({format_size(report.size_bytes)}), {len(report.temporary_files)} unfinished files, {len(report.journals)} "
+        f"journals; {report.num_kept} objects are kept"
     )
-    if done.clock_warning is not None:
-        typer.echo(text_value(done.clock_warning))
-    if done.dry_run and (done.objects or done.pointers or done.temporary_files or done.journals):
-        typer.echo("nothing was removed yet: add --yes; --json lists them")
+    if report.clock_warning is not None:
+        typer.echo(text_value(report.clock_warning))
+    if report.dry_run and (report.objects or report.pointers or report.temporary_files or report.journals):
+        typer.echo("nothing was removed; add --yes to remove, or --json to list everything")
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of "7d", "48h", "30m" or "90s". Raises ConfigError."""
+    """Return the seconds of "7d", "48h", "30m" or "90s".
+
+    Raises:
+        ConfigError: `text` is not a duration.
+    """
     match = _DURATION.fullmatch(text.strip())
     if not match:
-        raise ConfigError(f"{text!r} is no duration; expected such as 7d, 48h, 30m or 90s")
+        raise ConfigError(f"{text!r} is not a valid duration; write for example 7d, 48h, 30m or 90s")
     return float(match[1]) * _SECONDS[match[2]]

@@ -1,4 +1,4 @@
-"""`datasvc show | head | sql`: what is in a data-set version."""
+"""`datasvc show | head | sql`: the metadata and the samples of a data-set version."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
 
-_SHOWN_CLASSES = 20
-_BAR_CHARACTERS = 40
-_DRAWN_PIXELS = 40
+_MAX_CLASSES = 20
+_MAX_BAR_CHARACTERS = 40
+_MAX_IMAGE_PIXELS = 40
 
 
 def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
-    """Show a data-set version: where it came from, its splits, statistics, columns and classes.
+    """Show a data-set version: its origin, splits, statistics, columns and classes.
 
     Example: datasvc show pets@1 --repo ./repo
     """
@@ -36,26 +36,28 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     from datasvc.shards import open_dataset
     from datasvc.shards.versions.describe import describe_dataset
 
-    found = describe_dataset(open_dataset(Repository.open(repo), ref))
+    facts = describe_dataset(open_dataset(Repository.open(repo), ref))
     if as_json:
-        print_json(found)
+        print_json(facts)
         return
-    about = {name: found[name] for name in ("version", "created", "parent", "change") if found.get(name) is not None}
-    print_facts({**about, "message": found["message"] or "-", "source": found["source"]["url"]})
-    print_facts({"skipped": found["skipped"]})
-    for name, split in found["splits"].items():
+    head = {name: facts[name] for name in ("version", "created", "parent", "change") if facts.get(name) is not None}
+    print_facts({**head, "message": facts["message"] or "-", "source": facts["source"]["url"]})
+    print_facts({"skipped": facts["skipped"]})
+    for name, split in facts["splits"].items():
         _print_split(name, split)
 
 
 def head(
     ref: RefArgument,
     repo: RepoOption,
-    num: Annotated[int, typer.Option("-n", min=0, help="Samples of each split.")] = 10,
-    split: Annotated[str | None, typer.Option(help="One split; default all.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a contact sheet instead.")] = None,
+    num: Annotated[int, typer.Option("-n", min=0, help="Number of samples per split.")] = 10,
+    split: Annotated[str | None, typer.Option(help="Only this split; default: all splits.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a contact sheet to this HTML file instead.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the first samples of a data-set version; a terminal with colours shows the images too.
+    """Show the first samples of a data-set version; on a terminal with colours, their images too.
 
     Example: datasvc head pets@1 -n 3 --split train --repo ./repo
     """
@@ -67,14 +69,14 @@ def head(
     from datasvc.shards.query.preview import preview_samples
     from datasvc.shards.versions.dataset import choose_split
 
-    found = open_dataset(Repository.open(repo), ref)
-    samples = (sample for each in choose_split(found, split) for sample in preview_samples(each, num))
+    dataset = open_dataset(Repository.open(repo), ref)
+    samples = (sample for chosen in choose_split(dataset, split) for sample in preview_samples(chosen, num))
     if html is not None:
-        written = write_contact_sheet(html, str(found.resolved), samples)
+        num_written = write_contact_sheet(html, str(dataset.resolved), samples)
         if as_json:
-            print_json({"file": str(html), "samples": written})
+            print_json({"file": str(html), "samples": num_written})
         else:
-            typer.echo(f"wrote {written} samples of {found.resolved} to {html}")
+            typer.echo(f"wrote {num_written} samples of {dataset.resolved} to {html}")
     elif as_json:
         print_json([_sample_facts(sample) for sample in samples])
     else:
@@ -85,38 +87,38 @@ def head(
 
 def sql(
     ref: RefArgument,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="One SQL query, as DuckDB understands it.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="One SQL query in the dialect of DuckDB.")],
     repo: RepoOption,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask a data-set version in SQL; only columns that the query uses are read.
+    """Query a data-set version with SQL; only the columns that the query uses are read.
 
     Example: datasvc sql pets@1 "select name, count(*) from train join classes using (label) group by name"
 
-    There is a table for each split, `samples` over all of them with a column `split`, and `classes` with `label` and
-    `name`. Blobs are printed as their sizes.
+    The tables are one for each split, `samples` with all splits and a column `split`, and `classes` with `label` and
+    `name`. For blobs, their sizes are printed.
     """
     from datasvc.repository import Repository
     from datasvc.shards.query.query import query as run_query
 
     if as_csv and as_json:
-        raise ConfigError("--csv and --json exclude each other")
-    found = run_query(Repository.open(repo), ref, query)
+        raise ConfigError("--csv and --json exclude each other; give one of them")
+    result = run_query(Repository.open(repo), ref, query)
     if as_json:
-        names = _unique(found.column_names)
-        print_json([dict(zip(names, map(json_value, row), strict=True)) for row in _rows(found)])
+        names = _unique_names(result.column_names)
+        print_json([dict(zip(names, map(json_value, row), strict=True)) for row in _rows(result)])
     elif as_csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(found.column_names)
-        writer.writerows([_csv_value(value) for value in row] for row in _rows(found))
+        writer.writerow(result.column_names)
+        writer.writerows([_csv_value(value) for value in row] for row in _rows(result))
     else:
-        print_table(found.column_names, [tuple(map(text_value, row)) for row in _rows(found)])
+        print_table(result.column_names, [tuple(map(text_value, row)) for row in _rows(result)])
 
 
 def _print_split(name: str, split: Mapping[str, Any]) -> None:
-    listed = ("classes", "class_counts", "columns", "image_kinds")
-    facts = {key: value for key, value in split.items() if key not in listed}
+    printed_below = ("classes", "class_counts", "columns", "image_kinds")
+    facts = {key: value for key, value in split.items() if key not in printed_below}
     kinds = ", ".join(f"{count} {kind}" for kind, count in split["image_kinds"].items())
     print_facts({f"split {name}": facts | ({"images": kinds} if kinds else {})})
     print_facts({"  columns": {f"  {column}": kind for column, kind in split["columns"].items()}})
@@ -127,17 +129,17 @@ def _print_split(name: str, split: Mapping[str, Any]) -> None:
 
 
 def histogram_lines(counts: Mapping[str, int]) -> list[str]:
-    """Return a bar for each of the largest classes, longest first, and a line that sums up the rest."""
-    ordered = sorted(counts.items(), key=lambda each: -each[1])
-    shown, rest = ordered[:_SHOWN_CLASSES], ordered[_SHOWN_CLASSES:]
-    longest = max((len(text_value(name)) for name, _ in shown), default=0)
+    """Return a bar for each of the largest classes, largest first, and one line for all other classes."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    shown, others = ordered[:_MAX_CLASSES], ordered[_MAX_CLASSES:]
+    name_width = max((len(text_value(name)) for name, _ in shown), default=0)
     digits = len(str(shown[0][1])) if shown else 0
     lines = [
-        f"{text_value(name):<{longest}}  {count:>{digits}} "
-        + "\N{FULL BLOCK}" * round(_BAR_CHARACTERS * count / max(shown[0][1], 1))
+        f"{text_value(name):<{name_width}}  {count:>{digits}} "
+        + "\N{FULL BLOCK}" * round(_MAX_BAR_CHARACTERS * count / max(shown[0][1], 1))
         for name, count in shown
     ]
-    return lines + ([f"and {len(rest)} more: {sum(count for _, count in rest)}"] if rest else [])
+    return lines + ([f"and {len(others)} more: {sum(count for _, count in others)}"] if others else [])
 
 
 def _sample_facts(sample: Preview) -> dict[str, Any]:
@@ -161,10 +163,10 @@ def _draw_images(console: Console, sample: Preview) -> None:
 
     if not can_draw(console):
         return
-    sys.stdout.flush()  # the console writes past it
+    sys.stdout.flush()  # the console has a buffer of its own
     for name, encoded in sample.images.items():
         try:
-            console.print(draw_image(thumbnail(encoded, min(_DRAWN_PIXELS, console.width))))
+            console.print(draw_image(thumbnail(encoded, min(_MAX_IMAGE_PIXELS, console.width))))
         except BadSampleError as error:
             console.print(f"  {name}: {text_value(str(error))}", markup=False, highlight=False)
 
@@ -174,15 +176,15 @@ def _rows(table: pa.Table) -> list[tuple[Any, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _unique(names: list[str]) -> list[str]:
-    """Return the names of columns so that none is there twice: `a`, `a_1`."""
+def _unique_names(names: list[str]) -> list[str]:
+    """Return the column names with a number added to repeated ones: `a`, `a_1`."""
     unique: list[str] = []
     for name in names:
-        free, number = name, 0
-        while free in unique or (free != name and free in names):
+        candidate, number = name, 0
+        while candidate in unique or (candidate != name and candidate in names):
             number += 1
-            free = f"{name}_{number}"
-        unique.append(free)
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
     return unique
 
 

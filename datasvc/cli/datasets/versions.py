@@ -1,4 +1,4 @@
-"""`datasvc delete | classes | diff | merge`: versions of data sets made from versions, and how they differ."""
+"""`datasvc delete | classes | diff | merge`: derive data-set versions from others, and compare them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from datasvc.shards.versions.diff import SplitDifference
 
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
-MessageOption = Annotated[str, typer.Option("--message", "-m", help="Kept with the version.")]
+MessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")]
 
-_SHOWN_KEYS = 10
+_MAX_KEYS = 10
 
 
 class OnCommonAtMerge(StrEnum):
-    """What becomes of a key that several versions have."""
+    """Values of --on-common: treatment of keys that are in several versions."""
 
     fail = "fail"
     drop = "drop"
@@ -35,21 +35,23 @@ class OnCommonAtMerge(StrEnum):
 def delete(
     ref: RefArgument,
     repo: RepoOption,
-    keys: Annotated[str | None, typer.Option(metavar="FILE", help="Keys, one a line; - is standard input.")] = None,
+    keys: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File of sample keys, one per line; - is standard input.")
+    ] = None,
     where: Annotated[str | None, typer.Option(metavar="EXPR", help="SQL condition over the columns.")] = None,
-    split: Annotated[str | None, typer.Option(help="Look in this split only.")] = None,
-    ignore_missing: Annotated[bool, typer.Option(help="Go on where a key is not there.")] = False,
+    split: Annotated[str | None, typer.Option(help="Delete from this split only.")] = None,
+    ignore_missing: Annotated[bool, typer.Option(help="Skip keys that do not exist, instead of an error.")] = False,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Commit the next version without the samples named; older versions keep them.
+    """Commit the next version without the given samples; older versions still have them.
 
     Example: datasvc delete pets --where "label = 3 and width < 100" --repo ./repo
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.delete import delete as run_delete
 
-    done = run_delete(
+    report = run_delete(
         Repository.open(repo),
         ref,
         keys=None if keys is None else read_keys(keys),
@@ -61,106 +63,106 @@ def delete(
     if as_json:
         print_json(
             {
-                "version": str(done.version),
-                "committed": bool(done.num_deleted),
-                "deleted": done.deleted,
-                "missing": done.missing,
+                "version": str(report.version),
+                "committed": bool(report.num_deleted),
+                "deleted": report.deleted,
+                "missing": report.missing,
             }
         )
         return
-    if done.missing:
-        typer.echo(f"{len(done.missing)} keys are not there: {_some(done.missing)}", err=True)
-    if not done.num_deleted:
-        typer.echo(f"nothing to delete: {done.version} stays the newest version")
+    if report.missing:
+        typer.echo(f"{len(report.missing)} keys do not exist: {_first_keys(report.missing)}", err=True)
+    if not report.num_deleted:
+        typer.echo(f"nothing to delete: {report.version} stays the newest version")
         return
-    typer.echo(f"committed {done.version}: deleted {_counted(done.deleted)} samples")
+    typer.echo(f"committed {report.version}: deleted {_format_counts(report.deleted)} samples")
 
 
 def classes(
     ref: RefArgument,
-    names: Annotated[str, typer.Argument(metavar="FILE", help="Class names, one a line, that of label 0 first.")],
+    names: Annotated[str, typer.Argument(metavar="FILE", help="File of class names, one per line, label 0 first.")],
     repo: RepoOption,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Commit the next version with names for the classes of its integer labels; shards are shared.
+    """Commit the next version with class names for its integer labels; no shard is copied.
 
     Example: datasvc classes pets names.txt --repo ./repo
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.class_names import name_classes
 
-    given = read_lines(names, "class names")
-    version = name_classes(Repository.open(repo), ref, given, message=message)
+    class_names = read_lines(names, "class names")
+    version = name_classes(Repository.open(repo), ref, class_names, message=message)
     if as_json:
-        print_json({"version": str(version), "classes": given})
+        print_json({"version": str(version), "classes": class_names})
     else:
-        typer.echo(f"committed {version}: {len(given)} classes have names")
+        typer.echo(f"committed {version}: {len(class_names)} classes have names")
 
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="NAME, NAME@VERSION or NAME@TAG.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The version to compare with it.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Version to compare with A.")],
     repo: RepoOption,
     keys: Annotated[
-        bool, typer.Option("--keys", help=f"List all keys, not only {_SHOWN_KEYS} of each kind.")
+        bool, typer.Option("--keys", help=f"List all keys, instead of the first {_MAX_KEYS} of each kind.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what leads from version A to version B: samples added, deleted and changed, columns, classes.
+    """Show the changes from version A to version B: samples added, deleted and changed, columns, classes.
 
     Example: datasvc diff pets@1 pets@2 --repo ./repo
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.diff import diff as run_diff
 
-    found = run_diff(Repository.open(repo), a, b)
-    shown = None if keys else _SHOWN_KEYS
+    result = run_diff(Repository.open(repo), a, b)
+    max_keys = None if keys else _MAX_KEYS
     if as_json:
         print_json(
             {
-                "a": str(found.a),
-                "b": str(found.b),
-                "splits": {split: _facts(each, shown) for split, each in found.splits.items()},
-                "splits_added": list(found.splits_added),
-                "splits_removed": list(found.splits_removed),
+                "a": str(result.a),
+                "b": str(result.b),
+                "splits": {split: _facts(changes, max_keys) for split, changes in result.splits.items()},
+                "splits_added": list(result.splits_added),
+                "splits_removed": list(result.splits_removed),
             }
         )
         return
-    print_facts({"from": found.a, "to": found.b})
-    for split, each in found.splits.items():
-        only = "added " if split in found.splits_added else "removed " if split in found.splits_removed else ""
-        print_facts({f"{only}split {split}": _lines(each, shown)})
+    print_facts({"from": result.a, "to": result.b})
+    for split, changes in result.splits.items():
+        prefix = "added " if split in result.splits_added else "removed " if split in result.splits_removed else ""
+        print_facts({f"{prefix}split {split}": _lines(changes, max_keys)})
 
 
 def merge(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the data set to make.")],
-    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="Two versions or more.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the data set to create or extend.")],
+    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="Two or more versions.")],
     repo: RepoOption,
     on_common: Annotated[
-        OnCommonAtMerge, typer.Option(help="Keys that several have: see the text above.")
+        OnCommonAtMerge, typer.Option(help="If several versions have a key: see the text above.")
     ] = OnCommonAtMerge.fail,
     on_split_overlap: Annotated[
         OnSplitOverlap,
         typer.Option(
-            help="Keys or equal images in two splits: commit nothing, drop them from training, or keep both."
+            help="If two splits share keys or equal images: commit nothing, drop them from training, or keep both."
         ),
     ] = OnSplitOverlap.fail,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Commit the samples of several versions as the next version of NAME; shards are shared, not copied.
+    """Commit the samples of several versions as the next version of NAME; no shard is copied.
 
     Example: datasvc merge animals pets zoo@3 --repo ./repo
 
-    Where several have a key in one split: "fail" commits nothing; "drop" takes equal samples once and fails on
-    others; "first" and "last" take the sample of the first or of the last version.
+    If several versions have a key in the same split: "fail" commits nothing; "drop" keeps one of equal samples and
+    fails if they differ; "first" and "last" keep the sample of the first or of the last version.
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.merge import merge as run_merge
     from datasvc.sizes import format_size
 
-    done = run_merge(
+    report = run_merge(
         Repository.open(repo),
         refs,
         name,
@@ -168,33 +170,33 @@ def merge(
         on_split_overlap=on_split_overlap.value,
         message=message,
     )
-    merged = [str(version) for version in done.merged]
+    merged = [str(version) for version in report.merged]
     if as_json:
         print_json(
             {
-                "version": str(done.version),
+                "version": str(report.version),
                 "merged": merged,
-                "samples": done.num_samples,
-                "shards": done.num_shards,
-                "bytes": done.size_bytes,
-                "overlaps": [overlap_facts(overlap) for overlap in done.overlaps],
+                "samples": report.num_samples,
+                "shards": report.num_shards,
+                "bytes": report.size_bytes,
+                "overlaps": [overlap_facts(overlap) for overlap in report.overlaps],
             }
         )
         return
     typer.echo(
-        f"committed {done.version} from {', '.join(merged)}: {_counted(done.num_samples)} samples, "
-        f"{sum(done.num_shards.values())} shards, {format_size(done.size_bytes)}"
+        f"committed {report.version} from {', '.join(merged)}: {_format_counts(report.num_samples)} samples, "
+        f"{sum(report.num_shards.values())} shards, {format_size(report.size_bytes)}"
     )
-    for overlap in done.overlaps:
+    for overlap in report.overlaps:
         typer.echo(text_value(str(overlap)), err=True)
 
 
-def _facts(split: SplitDifference, shown: int | None) -> dict[str, Any]:
+def _facts(split: SplitDifference, max_keys: int | None) -> dict[str, Any]:
     kinds = {"added": split.added, "deleted": split.deleted, "changed": split.changed}
     return {
         **{kind: len(keys) for kind, keys in kinds.items()},
         "unchanged": split.unchanged,
-        "keys": {kind: list(islice(keys, shown)) for kind, keys in kinds.items()},
+        "keys": {kind: list(islice(keys, max_keys)) for kind, keys in kinds.items()},
         "columns_added": dict(split.columns_added),
         "columns_removed": dict(split.columns_removed),
         "columns_retyped": {name: list(types) for name, types in split.columns_retyped.items()},
@@ -203,23 +205,23 @@ def _facts(split: SplitDifference, shown: int | None) -> dict[str, Any]:
     }
 
 
-def _lines(split: SplitDifference, shown: int | None) -> dict[str, object]:
-    """Return what people read: counts with some keys, and what changed of columns and classes, if anything."""
-    facts = _facts(split, shown)
+def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
+    """Return printable changes: counts with some keys, and the changes of columns and classes if there are any."""
+    facts = _facts(split, max_keys)
     keys = facts.pop("keys")
     lines: dict[str, object] = {}
     for kind in ("added", "deleted", "changed"):
         more = ", ..." if len(keys[kind]) < facts[kind] else ""
         lines[kind] = f"{facts[kind]} ({', '.join(keys[kind])}{more})" if facts[kind] else 0
     lines["unchanged"] = facts["unchanged"]
-    rest = {name: value for name, value in facts.items() if name not in lines and value}
-    return lines | {name.replace("_", " "): value for name, value in rest.items()}
+    schema_changes = {name: value for name, value in facts.items() if name not in lines and value}
+    return lines | {name.replace("_", " "): value for name, value in schema_changes.items()}
 
 
-def _counted(counts: dict[str, int]) -> str:
+def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {split}" for split, count in counts.items())
 
 
-def _some(keys: Iterable[str]) -> str:
-    named = list(islice(keys, _SHOWN_KEYS + 1))
-    return ", ".join(map(text_value, named[:_SHOWN_KEYS])) + (", ..." if len(named) > _SHOWN_KEYS else "")
+def _first_keys(keys: Iterable[str]) -> str:
+    first = list(islice(keys, _MAX_KEYS + 1))
+    return ", ".join(map(text_value, first[:_MAX_KEYS])) + (", ..." if len(first) > _MAX_KEYS else "")

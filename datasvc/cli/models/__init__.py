@@ -1,4 +1,4 @@
-"""`datasvc models`: model versions; one file per group of commands."""
+"""`datasvc models`: commands for model versions, one module per group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datasvc.cli.models import (
     verify,
 )
 
-app = typer.Typer(no_args_is_help=True, help="Model versions: checkpoints that know what they came from.")
+app = typer.Typer(no_args_is_help=True, help="Model versions: checkpoints with their lineage.")
 app.command()(listing.ls)
 app.command()(listing.log)
 app.command()(listing.show)

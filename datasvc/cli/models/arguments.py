@@ -1,4 +1,4 @@
-"""What the commands of `datasvc models` take alike."""
+"""Arguments and options shared by the commands of `datasvc models`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TrustedOption = Annotated[
     list[Path] | None,
     typer.Option(
         "--trusted-keys",
-        help="A file of public keys, by one of which versions must be signed; may be given several times. Default: "
-        "the files that DATASVC_TRUSTED_KEYS names.",
+        help="File of public keys; versions must be signed by one of them; may be given several times. Default: the "
+        "files listed in DATASVC_TRUSTED_KEYS.",
     ),
 ]
 OnlyOption = Annotated[
@@ -22,7 +22,7 @@ OnlyOption = Annotated[
     typer.Option(
         "--only",
         metavar="PATTERN",
-        help="Only these tensors: 'model.layer4.*', a whole name or a prefix of one; may be given several times.",
+        help="Only these tensors: a name, a prefix of names, or 'model.layer4.*'; may be given several times.",
     ),
 ]
 ExcludeOption = Annotated[
@@ -34,7 +34,7 @@ MapOption = Annotated[
     typer.Option(
         "--map",
         metavar="OLD=NEW",
-        help="Other names: of a tensor or a prefix, 'model.backbone=model.body', 'model='; or 're:PATTERN=TEMPLATE'. "
-        "May be given several times, applied in this order.",
+        help="Rename a tensor or a prefix: 'model.backbone=model.body', 'model=' or 're:PATTERN=TEMPLATE'. May be "
+        "given several times; the rules apply in this order.",
     ),
 ]

@@ -1,4 +1,4 @@
-"""`datasvc models diff`: what is different between two model versions."""
+"""`datasvc models diff`: show the differences between two model versions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     from datasvc.models.registry.diff import ModelDifference, TensorChange, TensorsDifference, ValueChanges
     from datasvc.models.tensors.tensor_table import TensorRecord
 
-_SHOWN = 20
+_MAX_TENSORS = 20
 
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="NAME, NAME@VERSION or NAME@TAG.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The version to compare with it.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Version to compare with A.")],
     repo: RepoOption,
-    norms: Annotated[bool, typer.Option(help="Read tensors that differ, and say by how much.")] = True,
-    all_tensors: Annotated[bool, typer.Option("--all", help=f"List all tensors, not only {_SHOWN}.")] = False,
+    norms: Annotated[
+        bool, typer.Option(help="Read tensors that differ, and print the norm of the difference.")
+    ] = True,
+    all_tensors: Annotated[
+        bool, typer.Option("--all", help=f"List all tensors, instead of the first {_MAX_TENSORS}.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what leads from model version A to B: data, code, configuration, metrics, and tensors.
+    """Show the changes from model version A to B: data, code, configuration, metrics, and tensors.
 
     Example: datasvc models diff digits-cnn@3 digits-cnn@prod --repo ./repo
     """
@@ -35,23 +39,23 @@ def diff(
     from datasvc.repository import Repository
 
     with byte_progress("comparing") as (set_total, advance):
-        found = run_diff(Repository.open(repo), a, b, norms=norms, begin=set_total, report=advance)
+        result = run_diff(Repository.open(repo), a, b, norms=norms, begin=set_total, report=advance)
     if as_json:
-        print_json(_facts(found))
+        print_json(_facts(result))
         return
-    print_facts({"from": found.a, "to": found.b, "step": _moved(*found.steps)})
-    for part, changes in found.values.items():
+    print_facts({"from": result.a, "to": result.b, "step": _value_change(*result.steps)})
+    for part, changes in result.values.items():
         print_facts({part: _lines(changes) if changes else "no difference"})
-    _print_tensors(found.tensors, None if all_tensors else _SHOWN)
+    _print_tensors(result.tensors, None if all_tensors else _MAX_TENSORS)
 
 
-def _facts(found: ModelDifference) -> dict[str, Any]:
-    tensors = found.tensors
+def _facts(result: ModelDifference) -> dict[str, Any]:
+    tensors = result.tensors
     return {
-        "a": str(found.a),
-        "b": str(found.b),
-        "steps": list(found.steps),
-        **{part: asdict(changes) for part, changes in found.values.items()},
+        "a": str(result.a),
+        "b": str(result.b),
+        "steps": list(result.steps),
+        **{part: asdict(changes) for part, changes in result.values.items()},
         "tensors": {
             "added": [_tensor(record) for record in tensors.added],
             "removed": [_tensor(record) for record in tensors.removed],
@@ -71,44 +75,44 @@ def _lines(changes: ValueChanges) -> dict[str, object]:
     return {
         **{f"+ {path}": value for path, value in changes.added.items()},
         **{f"- {path}": value for path, value in changes.removed.items()},
-        **{f"~ {path}": _moved(*values) for path, values in changes.changed.items()},
+        **{f"~ {path}": _value_change(*values) for path, values in changes.changed.items()},
     }
 
 
-def _moved(old: Any, new: Any) -> str:
+def _value_change(old: Any, new: Any) -> str:
     if old == new:
         return str(old)
-    number = isinstance(old, int | float) and isinstance(new, int | float)
-    return f"{old} -> {new}" + (f" ({new - old:+.4g})" if number and not isinstance(old, bool) else "")
+    are_numbers = isinstance(old, int | float) and isinstance(new, int | float)
+    return f"{old} -> {new}" + (f" ({new - old:+.4g})" if are_numbers and not isinstance(old, bool) else "")
 
 
-def _print_tensors(tensors: TensorsDifference, shown: int | None) -> None:
+def _print_tensors(tensors: TensorsDifference, max_lines: int | None) -> None:
     print_facts(
         {
             "tensors": f"{tensors.num_equal} equal, {len(tensors.changed)} changed, {len(tensors.added)} added, "
             f"{len(tensors.removed)} removed, {len(tensors.retyped)} of another dtype or shape"
         }
     )
-    _print_some("added", [_described(record) for record in tensors.added], shown)
-    _print_some("removed", [_described(record) for record in tensors.removed], shown)
-    retyped = [f"{old.name}: {_kind(old)} -> {_kind(new)}" for old, new in tensors.retyped]
-    _print_some("retyped", retyped, shown)
-    by_size = sorted(tensors.changes, key=lambda change: -(change.relative or 0.0))
-    _print_some("changed", list(map(_change_line, by_size)) or list(tensors.changed), shown)
+    _print_first("added", [_tensor_line(record) for record in tensors.added], max_lines)
+    _print_first("removed", [_tensor_line(record) for record in tensors.removed], max_lines)
+    retyped = [f"{old.name}: {_tensor_type(old)} -> {_tensor_type(new)}" for old, new in tensors.retyped]
+    _print_first("retyped", retyped, max_lines)
+    largest_first = sorted(tensors.changes, key=lambda change: -(change.relative or 0.0))
+    _print_first("changed", list(map(_change_line, largest_first)) or list(tensors.changed), max_lines)
 
 
-def _print_some(title: str, lines: list[str], shown: int | None) -> None:
-    for line in islice(lines, shown):
+def _print_first(title: str, lines: list[str], max_lines: int | None) -> None:
+    for line in islice(lines, max_lines):
         typer.echo(f"  {title} {line}")
-    if shown is not None and len(lines) > shown:
-        typer.echo(f"  {len(lines) - shown} more {title}: --all lists them")
+    if max_lines is not None and len(lines) > max_lines:
+        typer.echo(f"  {len(lines) - max_lines} more {title}: --all lists them")
 
 
-def _described(record: TensorRecord) -> str:
-    return f"{record.name}: {_kind(record)}"
+def _tensor_line(record: TensorRecord) -> str:
+    return f"{record.name}: {_tensor_type(record)}"
 
 
-def _kind(record: TensorRecord) -> str:
+def _tensor_type(record: TensorRecord) -> str:
     return f"{record.dtype}[{_joined(record.shape)}]"
 
 

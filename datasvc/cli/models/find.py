@@ -1,4 +1,4 @@
-"""`datasvc models find`: versions by what they say of themselves."""
+"""`datasvc models find`: search model versions by their metadata."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from datasvc.cli.terminal.output import JsonOption, RepoOption
 
 
 def find(
-    condition: Annotated[str, typer.Argument(metavar="CONDITION", help="Such as \"top1 > 0.75 and tag = 'prod'\".")],
+    condition: Annotated[
+        str, typer.Argument(metavar="CONDITION", help="Condition, such as \"top1 > 0.75 and tag = 'prod'\".")
+    ],
     repo: RepoOption,
-    by: Annotated[str | None, typer.Option(metavar="FIELD", help="Highest first by this field.")] = None,
-    ascending: Annotated[bool, typer.Option("--ascending", help="Lowest first instead.")] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Print so many; 0: all.")] = 50,
+    by: Annotated[str | None, typer.Option(metavar="FIELD", help="Sort by this field, highest first.")] = None,
+    ascending: Annotated[bool, typer.Option("--ascending", help="Sort lowest first.")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of versions; 0: all.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
-    """Find versions of any model by metrics, configuration, data, tag, code, step or message.
+    """Find model versions by metrics, configuration, data, tag, code, step or message.
 
     Example: datasvc models find "top1 > 0.75 and data = 'imagenet@3'" --repo ./repo
 
@@ -33,17 +35,17 @@ def find(
     from datasvc.repository import Repository
 
     repository = Repository.open(repo)
-    with _progress() as report:
-        found = find_versions(repository, condition, order_by=by, ascending=ascending, report=report)
-    shown = found[: limit or None]
+    with _index_progress() as progress:
+        versions = find_versions(repository, condition, order_by=by, ascending=ascending, report=progress)
+    shown = versions[: limit or None]
     print_versions(describe_versions(repository, shown), as_json=as_json)
-    if len(shown) < len(found):
-        typer.echo(f"{len(found) - len(shown)} more: --limit 0 prints all", err=True)
+    if len(shown) < len(versions):
+        typer.echo(f"{len(versions) - len(shown)} more: --limit 0 prints all", err=True)
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar of entries while an index is made, on a terminal."""
+def _index_progress() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal while the index of versions is built."""
     import sys
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""`datasvc models import | export`: model versions from and to the files of others."""
+"""`datasvc models import | export`: convert model versions from and to files of other formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 
 class CodecName(StrEnum):
-    """How tensors are stored."""
+    """Values of --codec: how tensors are stored."""
 
     none = "none"
     planes = "planes"
@@ -36,7 +36,7 @@ class CodecName(StrEnum):
 
 
 class ModelFormat(StrEnum):
-    """What an export is written as."""
+    """Values of --format."""
 
     safetensors = "safetensors"
     huggingface = "huggingface"
@@ -49,7 +49,7 @@ def import_model(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE", help="A safetensors file, a file of torch.save, a Hugging Face folder, a DCP folder."
+            metavar="SOURCE", help="Safetensors file, file of torch.save, Hugging Face folder, or DCP folder."
         ),
     ],
     name: NameArgument,
@@ -58,15 +58,15 @@ def import_model(
     exclude: ExcludeOption = None,
     rename: MapOption = None,
     prefix: Annotated[
-        str, typer.Option(help="Where a bare set of tensors, as a state dict is, goes in the state.")
+        str, typer.Option(help="Key in the state for a source that is a plain state dict of tensors.")
     ] = "model",
     codec: Annotated[CodecName, typer.Option(help="How tensors are stored.")] = CodecName.delta,
-    step: Annotated[int, typer.Option(min=0, help="Optimizer steps behind it, where that is known.")] = 0,
-    parent: Annotated[str | None, typer.Option(metavar="REF", help="The version that it continues.")] = None,
-    message: Annotated[str, typer.Option("--message", "-m", help="For people.")] = "",
+    step: Annotated[int, typer.Option(min=0, help="Optimizer steps that the model was trained for; 0: unknown.")] = 0,
+    parent: Annotated[str | None, typer.Option(metavar="REF", help="Version that this one continues.")] = None,
+    message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Store a model of another format as the next version of NAME. No code in it is ever run.
+    """Store a model of another format as the next version of NAME. Code in SOURCE is never executed.
 
     Example: datasvc models import ./bert-base bert --repo ./repo
 
@@ -78,7 +78,7 @@ def import_model(
     from datasvc.sizes import format_size
 
     with byte_progress(f"importing {source.name}") as (set_total, advance):
-        done = run_import(
+        report = run_import(
             Repository.open(repo),
             source,
             name,
@@ -96,51 +96,57 @@ def import_model(
     if as_json:
         print_json(
             {
-                "version": str(done.version),
-                "format": done.format,
-                "tensors": done.num_tensors,
-                "bytes": done.bytes,
-                "new_bytes": done.new_bytes,
-                "ignored": list(done.ignored),
+                "version": str(report.version),
+                "format": report.format,
+                "tensors": report.num_tensors,
+                "bytes": report.bytes,
+                "new_bytes": report.new_bytes,
+                "ignored": list(report.ignored),
             }
         )
         return
     typer.echo(
-        f"imported {source} ({done.format}) as {done.version}: {done.num_tensors} tensors, "
-        f"{format_size(done.bytes)}, {format_size(done.new_bytes)} of them new here"
+        f"imported {source} ({report.format}) as {report.version}: {report.num_tensors} tensors, "
+        f"{format_size(report.bytes)}, {format_size(report.new_bytes)} of them newly stored"
     )
-    if done.ignored:
-        shown = ", ".join(map(text_value, done.ignored[:5]))
-        typer.echo(f"left out {len(done.ignored)} tensors that the index does not name: {shown}")
+    if report.ignored:
+        names = ", ".join(map(text_value, report.ignored[:5]))
+        typer.echo(f"left out {len(report.ignored)} tensors that are not in the index of the source: {names}")
 
 
 def export_model(
     ref: RefArgument,
-    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
     repo: RepoOption,
-    export_format: Annotated[ModelFormat, typer.Option("--format", help="What to write.")] = ModelFormat.safetensors,
+    export_format: Annotated[
+        ModelFormat, typer.Option("--format", help="Format to write.")
+    ] = ModelFormat.safetensors,
     only: OnlyOption = None,
     exclude: ExcludeOption = None,
     rename: MapOption = None,
     dtype: Annotated[
-        str | None, typer.Option(help="What floating-point tensors become: float32, bfloat16, float16, float64.")
+        str | None,
+        typer.Option(help="Convert floating-point tensors to this type: float32, bfloat16, float16 or float64."),
     ] = None,
-    max_shard_size: Annotated[str | None, typer.Option(help="Of huggingface: the largest file; default 5GB.")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="With huggingface: maximum size of a file; default: 5GB.")
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Of onnx: what makes the module, PACKAGE.MODULE:CALLABLE. It is run.")
+        str | None,
+        typer.Option(help="With onnx: PACKAGE.MODULE:CALLABLE, which is imported and called to create the module."),
     ] = None,
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", help="Of onnx: an example input such as 2x3x224x224 or 2x128:int64; one per input."),
+        typer.Option("--input", help="With onnx: example input such as 2x3x224x224 or 2x128:int64, once per input."),
     ] = None,
     trusted: TrustedOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model version, every byte verified, as files that need no datasvc.
+    """Write a model version, with every byte verified, as files of another format.
 
     Example: datasvc models export bert@prod ./bert --format huggingface --dtype bfloat16 --repo ./repo
 
-    FOLDER is there with all its files, or not at all.
+    FOLDER appears with all its files, or not at all.
     """
     from datasvc.models.interop import export_model as run_export
     from datasvc.models.tensors.name_filter import parse_name_map
@@ -149,12 +155,12 @@ def export_model(
 
     repository, rules = Repository.open(repo), parse_name_map(rename or ())
     if export_format is ModelFormat.onnx:
-        given = {"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size}
-        _refuse_options([option for option, value in given.items() if value])
+        not_for_onnx = {"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size}
+        _refuse_options([option for option, value in not_for_onnx.items() if value])
         _export_onnx(repository, ref, folder, model, inputs or [], rules, trusted, as_json=as_json)
         return
     with byte_progress(f"exporting {ref}") as (set_total, advance):
-        done = run_export(
+        result = run_export(
             repository,
             ref,
             folder,
@@ -168,21 +174,21 @@ def export_model(
             begin=set_total,
             report=advance,
         )
-    files = [str(file) for file in done.files]
+    files = [str(file) for file in result.files]
     if as_json:
         print_json(
             {
-                "version": str(done.version),
-                "format": done.format,
+                "version": str(result.version),
+                "format": result.format,
                 "files": files,
-                "tensors": done.num_tensors,
-                "bytes": done.bytes,
+                "tensors": result.num_tensors,
+                "bytes": result.bytes,
             }
         )
         return
     typer.echo(
-        f"exported {done.version} as {done.format} to {folder}: {done.num_tensors} tensors, "
-        f"{format_size(done.bytes)}, {len(files)} files"
+        f"exported {result.version} as {result.format} to {folder}: {result.num_tensors} tensors, "
+        f"{format_size(result.bytes)}, {len(files)} files"
     )
 
 
@@ -202,24 +208,25 @@ def _export_onnx(
 
     if model is None or not inputs:
         raise ConfigError(
-            "an export to ONNX traces a module: name it by --model, and an example of each input by --input"
+            "an export to ONNX traces a module; give it with --model PACKAGE.MODULE:CALLABLE, and an example of "
+            "each of its inputs with --input"
         )
     examples = [make_input(text) for text in inputs]
-    done = export_onnx(
+    result = export_onnx(
         repository, ref, folder, make_model(model), examples, rename=rename, trusted_keys=trusted or None
     )
-    files, num_tensors = [str(file) for file in done.files], len(done.loaded.loaded)
+    files, num_tensors = [str(file) for file in result.files], len(result.loaded.loaded)
     if as_json:
-        print_json({"version": str(done.version), "format": "onnx", "files": files, "tensors": num_tensors})
+        print_json({"version": str(result.version), "format": "onnx", "files": files, "tensors": num_tensors})
     else:
-        typer.echo(f"exported {done.version} as onnx: {', '.join(files)}")
+        typer.echo(f"exported {result.version} as onnx: {', '.join(files)}")
 
 
-def _refuse_options(given: list[str]) -> None:
+def _refuse_options(options: list[str]) -> None:
     from datasvc.errors import ConfigError
 
-    if given:
+    if options:
         raise ConfigError(
-            f"an export to ONNX has no use for {' and '.join(given)}: the module says which tensors there are, of "
-            "which dtype. Export without, or as safetensors"
+            f"{' and '.join(options)} cannot be used with --format onnx: the module determines the tensors and their "
+            "types; leave it out, or export as safetensors"
         )

@@ -1,4 +1,4 @@
-"""`datasvc models lineage`: where a version came from, down to shards and sources."""
+"""`datasvc models lineage`: show what a model version was made from, down to shards and sources."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ _STEP = "  "
 def lineage(
     ref: RefArgument,
     repo: RepoOption,
-    shards: Annotated[bool, typer.Option("--shards", help="List the shards that were read, too.")] = False,
+    shards: Annotated[bool, typer.Option("--shards", help="Also list the shards that were read.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show where a model version came from: versions it continues, code, environment, data, shards and sources.
+    """Show the lineage of a model version: parent versions, code, environment, data, shards and sources.
 
     Example: datasvc models lineage digits-cnn@3 --repo ./repo
     """
     from datasvc.models import read_lineage
     from datasvc.repository import Repository
 
-    found = read_lineage(Repository.open(repo), ref)
+    tree = read_lineage(Repository.open(repo), ref)
     if as_json:
-        print_json(found.to_dict())
+        print_json(tree.to_dict())
         return
-    for line in (*_model_lines(found), *_data_lines(found, shards=shards), *found.gaps):
+    for line in (*_model_lines(tree), *_data_lines(tree, shards=shards), *tree.gaps):
         typer.echo(text_value(line))
 
 
-def _model_lines(found: Lineage) -> Iterator[str]:
-    """Yield the versions, newest first; neighbours that differ in how far they came alone as one."""
-    before: dict[str, Any] = {}
-    for _, group in groupby(found.models.values(), key=_kind):
+def _model_lines(tree: Lineage) -> Iterator[str]:
+    """Yield the model versions, newest first; consecutive versions of one run are printed as one."""
+    printed: dict[str, Any] = {}
+    for _, group in groupby(tree.models.values(), key=_run_key):
         versions = list(group)
         newest, oldest = versions[0], versions[-1]
         name = newest.name if len(versions) == 1 else f"{newest.name} to {oldest.name}, {len(versions)} versions"
-        about = [f"step {newest.step}", *([newest.created] if newest.created else []), newest.message]
-        yield f"{name}: {', '.join(each for each in about if each)}"
-        made = {"code": _code(newest.code), "environment": _environment(newest.environment)}
-        for what, said in made.items():
-            if said and said != before.get(what):
-                yield f"{_STEP}{what}: {said}"
-        before = made
+        facts = [f"step {newest.step}", *([newest.created] if newest.created else []), newest.message]
+        yield f"{name}: {', '.join(fact for fact in facts if fact)}"
+        settings = {"code": _code(newest.code), "environment": _environment(newest.environment)}
+        for title, text in settings.items():
+            if text and text != printed.get(title):
+                yield f"{_STEP}{title}: {text}"
+        printed = settings
         if newest.origin:
             yield f"{_STEP}copied from {newest.origin.get('version')} of {newest.origin.get('repository')}"
-        for line in dict.fromkeys(_consumed(each, versions) for each in reversed(newest.consumed)):
+        for line in dict.fromkeys(_consumed(use, versions) for use in reversed(newest.consumed)):
             yield f"{_STEP}{line}"
         for data in newest.evaluated:
             yield f"{_STEP}evaluated on {data}"
@@ -65,67 +65,70 @@ def _model_lines(found: Lineage) -> Iterator[str]:
             yield f"{_STEP}continues {', '.join(oldest.parents)}"
 
 
-def _kind(model: ModelOrigin) -> tuple[Any, ...]:
-    """Return what is equal for versions of one run; a version with two parents or another model's stands alone."""
+def _run_key(model: ModelOrigin) -> tuple[Any, ...]:
+    """Return a key that is equal for the versions of one run.
+
+    A version with several parents, or with a parent of another model, gets a key of its own.
+    """
     name = model.name.partition("@")[0]
-    is_plain = len(model.parents) == 1 and model.parents[0].partition("@")[0] == name
-    data = {(each["data"], each["table"]) for each in model.consumed}
-    own = "" if is_plain else model.name
-    return name, own, str(model.code), str(model.environment), sorted(data), model.evaluated, model.message
+    has_plain_parent = len(model.parents) == 1 and model.parents[0].partition("@")[0] == name
+    data = {(use["data"], use["table"]) for use in model.consumed}
+    unique_name = "" if has_plain_parent else model.name
+    return name, unique_name, str(model.code), str(model.environment), sorted(data), model.evaluated, model.message
 
 
-def _consumed(each: Mapping[str, Any], versions: Sequence[ModelOrigin]) -> str:
-    """Say what was read of one split by all of some versions of a run."""
-    read = [
+def _consumed(use: Mapping[str, Any], versions: Sequence[ModelOrigin]) -> str:
+    """Return the range of one split that consecutive versions of a run consumed, as text."""
+    uses = [
         other
         for version in versions
         for other in version.consumed
-        if (other["data"], other["table"]) == (each["data"], each["table"])
+        if (other["data"], other["table"]) == (use["data"], use["table"])
     ]
-    (epoch, position), (last, stop) = min(other["start"] for other in read), max(other["stop"] for other in read)
-    sizes = sorted({other["global_batch"] for other in read if other["global_batch"] is not None})
+    (epoch, position), (last, stop) = min(other["start"] for other in uses), max(other["stop"] for other in uses)
+    sizes = sorted({other["global_batch"] for other in uses if other["global_batch"] is not None})
     batches = f", batches of {', '.join(map(str, sizes))}" if sizes else ""
-    tail = f", tail {each['tail']}" if each["tail"] is not None else ""
-    return f"read {each['data']} from epoch {epoch}, position {position} to {last}, {stop}{batches}{tail}"
+    tail = f", tail {use['tail']}" if use["tail"] is not None else ""
+    return f"read {use['data']} from epoch {epoch}, position {position} to {last}, {stop}{batches}{tail}"
 
 
-def _data_lines(found: Lineage, *, shards: bool) -> Iterator[str]:
-    """Yield the data-set versions that were read, each with what it was made from below it."""
-    tables = {table: data for model in found.models.values() for table, data in _tables(model)}
-    told: set[str] = set()
+def _data_lines(tree: Lineage, *, shards: bool) -> Iterator[str]:
+    """Yield the data-set versions that were read, each followed by the versions and sources it was made from."""
+    tables = {table: data for model in tree.models.values() for table, data in _tables(model)}
+    printed: set[str] = set()
     for version in dict.fromkeys(data.rpartition("/")[0] for data in tables.values()):
-        if version in found.datasets:
-            yield from _dataset_lines(found, version, told)
+        if version in tree.datasets:
+            yield from _dataset_lines(tree, version, printed)
     for table, data in tables.items():
-        own = found.shards[table]
-        yield f"{data}: shard table {table}, {len(own)} shards"
-        yield from (f"{_STEP}{shard}" for shard in own if shards)
+        table_shards = tree.shards[table]
+        yield f"{data}: shard table {table}, {len(table_shards)} shards"
+        yield from (f"{_STEP}{shard}" for shard in table_shards if shards)
 
 
 def _tables(model: ModelOrigin) -> Iterator[tuple[Any, str]]:
-    return ((each["table"], str(each["data"])) for each in model.consumed)
+    return ((use["table"], str(use["data"])) for use in model.consumed)
 
 
-def _dataset_lines(found: Lineage, root: str, told: set[str]) -> Iterator[str]:
-    line = [(root, 0)]
-    while line:
-        name, depth = line.pop()
-        origin = found.datasets.get(name)
+def _dataset_lines(tree: Lineage, root: str, printed: set[str]) -> Iterator[str]:
+    stack = [(root, 0)]
+    while stack:
+        name, depth = stack.pop()
+        origin = tree.datasets.get(name)
         if origin is None:
-            yield f"{_STEP * depth}{name}: not known here"
-        elif name in told:
+            yield f"{_STEP * depth}{name}: not in this repository"
+        elif name in printed:
             yield f"{_STEP * depth}{name}: see above"
         else:
-            told.add(name)
+            printed.add(name)
             yield f"{_STEP * depth}{name}: {_origin(origin)}"
-            # A chain of versions of one data set is no deeper than its newest.
-            line += [
-                (parent, depth + (len(origin.parents) > 1 or _other(parent, name)))
+            # Successive versions of one data set have the same indentation: a history of 100 versions stays readable.
+            stack += [
+                (parent, depth + (len(origin.parents) > 1 or _is_other_dataset(parent, name)))
                 for parent in reversed(origin.parents)
             ]
 
 
-def _other(parent: str, name: str) -> bool:
+def _is_other_dataset(parent: str, name: str) -> bool:
     return parent.partition("@")[0] != name.partition("@")[0]
 
 
@@ -135,14 +138,14 @@ def _origin(origin: DataOrigin) -> str:
     kind = change.get("kind", "ingested")
     if kind == "delete":
         where = f" where {change['where']}" if "where" in change else ""
-        made = f"{change.get('deleted')} samples deleted{where}"
+        text = f"{change.get('deleted')} samples deleted{where}"
     elif kind == "merge":
-        made = f"merged of {', '.join(map(str, change.get('versions', ())))}"
+        text = f"merged of {', '.join(map(str, change.get('versions', ())))}"
     else:
         options = ", ".join(f"{name}={value}" for name, value in source.get("options", {}).items() if value)
-        given = f" ({options})" if options else ""
-        made = f"{'appended' if kind == 'append' else kind} from {source.get('kind')} {source.get('url')}{given}"
-    return f"{made}; {splits}" + (f"; {origin.message}" if origin.message else "")
+        suffix = f" ({options})" if options else ""
+        text = f"{'appended' if kind == 'append' else kind} from {source.get('kind')} {source.get('url')}{suffix}"
+    return f"{text}; {splits}" + (f"; {origin.message}" if origin.message else "")
 
 
 def _code(code: Mapping[str, Any]) -> str:
@@ -156,13 +159,13 @@ def _code(code: Mapping[str, Any]) -> str:
 
 def _environment(environment: Mapping[str, Any]) -> str:
     packages = environment.get("packages", {})
-    named = [f"{name} {packages[name]}" for name in ("datasvc", "torch") if name in packages]
+    package_versions = [f"{name} {packages[name]}" for name in ("datasvc", "torch") if name in packages]
     gpus = [f"{count} x {model}" for model, count in environment.get("gpus", {}).items()]
     facts = [
         f"Python {environment['python']}" if "python" in environment else "",
-        *named,
+        *package_versions,
         f"CUDA {environment['cuda']}" if "cuda" in environment else "",
         *gpus,
         f"{environment['world_size']} ranks" if "world_size" in environment else "",
     ]
-    return ", ".join(each for each in facts if each)
+    return ", ".join(fact for fact in facts if fact)

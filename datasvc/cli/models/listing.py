@@ -1,4 +1,4 @@
-"""`datasvc models ls | log | show`: which models there are, and what their versions say."""
+"""`datasvc models ls | log | show`: list models, draw their history, and show the metadata of a version."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
 def log(
     name: NameArgument,
     repo: RepoOption,
-    last: Annotated[int | None, typer.Option(min=1, help="Only so many, the newest.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Only this number of the newest versions.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw the history of a model, newest first: forks, merges, and versions of other models that it was made from.
+    """Draw the history of a model, newest first: forks, merges, and parent versions of other models.
 
     Example: datasvc models log digits-cnn --repo ./repo
     """
@@ -46,7 +46,7 @@ def log(
 
     repository = Repository.open(repo)
     if as_json:
-        print_json([version_facts(found) for found in model_log(repository, name, last=last)[::-1]])
+        print_json([version_facts(version) for version in model_log(repository, name, last=last)[::-1]])
         return
     console = Console(highlight=False, soft_wrap=True)
     for line in read_history(repository, name, last=last):
@@ -58,7 +58,7 @@ def log(
 
 
 def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
-    """Show what a model version came from: data and position, code, configuration, metrics; a removed one too.
+    """Show the metadata of a model version, removed ones included: data, position, code, configuration, metrics.
 
     Example: datasvc models show digits-cnn@3 --repo ./repo
     """
@@ -66,20 +66,20 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     from datasvc.repository import Repository
 
     repository = Repository.open(repo)
-    found = describe_model(repository, ref)
-    removal = repository.removals("models", found.name).find(found.version) if found.removed else None
+    version = describe_model(repository, ref)
+    removal = repository.removals("models", version.name).find(version.version) if version.removed else None
     if as_json:
-        print_json(version_facts(found) | ({"removal": dict(removal.content)} if removal else {}))
+        print_json(version_facts(version) | ({"removal": dict(removal.content)} if removal else {}))
         return
-    entry = found.entry
-    print_facts({"version": str(found)} | _removal_line(removal))
+    entry = version.entry
+    print_facts({"version": str(version)} | _removal_line(removal))
     print_facts(
         {
-            "tags": "; ".join(_tag_line(repository, found.name, tag) for tag in found.tags) or "-",
+            "tags": "; ".join(_tag_line(repository, version.name, tag) for tag in version.tags) or "-",
             "created": entry["created"],
             "message": entry["message"] or "-",
             "step": entry["step"],
-            "parent": ", ".join(found.parents) or "-",
+            "parent": ", ".join(version.parents) or "-",
             "tensors": _tensors_line(entry),
             "code": _code_line(entry["code"]),
         }
@@ -93,45 +93,45 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     print_facts({part: entry[part] for part in ("environment", "duration", "config", "metrics") if part in entry})
 
 
-def version_facts(found: ModelVersion) -> dict[str, Any]:
-    """Return a version as JSON values."""
-    place = {"name": found.name, "version": found.version, "tags": list(found.tags)}
-    return place | ({"removed": True} if found.removed else {}) | dict(found.entry)
+def version_facts(version: ModelVersion) -> dict[str, Any]:
+    """Return the metadata of a version as JSON values."""
+    facts = {"name": version.name, "version": version.version, "tags": list(version.tags)}
+    return facts | ({"removed": True} if version.removed else {}) | dict(version.entry)
 
 
 def print_versions(versions: Sequence[ModelVersion], *, as_json: bool) -> None:
     """Print versions as a table, or as JSON."""
     if as_json:
-        print_json([version_facts(found) for found in versions])
+        print_json([version_facts(version) for version in versions])
         return
     rows = [
         (
-            f"{found}{' (removed)' if found.removed else ''}",
-            found.entry["created"],
-            found.entry["step"],
-            ", ".join(sorted({use["dataset"] for use in found.entry["data"]})) or "-",
-            metrics_line(found.entry["metrics"]) or "-",
-            ", ".join(found.tags) or "-",
+            f"{version}{' (removed)' if version.removed else ''}",
+            version.entry["created"],
+            version.entry["step"],
+            ", ".join(sorted({use["dataset"] for use in version.entry["data"]})) or "-",
+            metrics_line(version.entry["metrics"]) or "-",
+            ", ".join(version.tags) or "-",
         )
-        for found in versions
+        for version in versions
     ]
     print_table(("version", "created", "step", "data", "metrics", "tags"), rows)
 
 
 def metrics_line(metrics: Mapping[str, Any]) -> str:
-    """Return metrics on one line."""
+    """Return metrics as one line of text."""
     return ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
     )
 
 
-def _summary(found: ModelVersion) -> str:
-    """Return what stands beside a version in the drawing."""
-    entry = found.entry
+def _summary(version: ModelVersion) -> str:
+    """Return the text beside a version in the graph of `log`."""
+    entry = version.entry
     parts = [
-        str(found),
-        "(removed)" if found.removed else "",
-        f"[{', '.join(found.tags)}]" if found.tags else "",
+        str(version),
+        "(removed)" if version.removed else "",
+        f"[{', '.join(version.tags)}]" if version.tags else "",
         str(entry["created"]),
         f"step {entry['step']}",
         metrics_line(entry["metrics"]),
@@ -145,21 +145,21 @@ def _removal_line(removal: Entry | None) -> dict[str, object]:
     if removal is None:
         return {}
     why = f" ({removal.content['message']})" if removal.content.get("message") else ""
-    return {"REMOVED": f"{removal.content['created']}{why}: only what is said here is left"}
+    return {"REMOVED": f"{removal.content['created']}{why}: only this metadata is left"}
 
 
 def _tag_line(repository: Repository, name: str, tag: str) -> str:
-    """Return a tag, since when it stands here, and where it stood before."""
-    *before, now = repository.tag_history("models", name, tag)
-    places = [str(move.content["version"] or "nowhere") for move in reversed(before)]
-    return f"{tag} since {now.content['created']}" + (f", before on {', '.join(places)}" if places else "")
+    """Return a tag with the time since when it points at this version, and the versions it pointed at before."""
+    *earlier, newest = repository.tag_history("models", name, tag)
+    versions = [str(move.content["version"] or "none") for move in reversed(earlier)]
+    return f"{tag} since {newest.content['created']}" + (f", before on {', '.join(versions)}" if versions else "")
 
 
 def _tensors_line(entry: Mapping[str, Any]) -> str:
     from datasvc.sizes import format_size
 
     stored = (
-        f", {format_size(entry['stored_bytes'])} of them new when it was saved" if "stored_bytes" in entry else ""
+        f", {format_size(entry['stored_bytes'])} of them newly stored by its save" if "stored_bytes" in entry else ""
     )
     return f"{entry['num_tensors']}, {entry['bytes']} bytes{stored}, table {entry['tensors']}"
 
@@ -167,5 +167,5 @@ def _tensors_line(entry: Mapping[str, Any]) -> str:
 def _code_line(code: Mapping[str, Any]) -> str:
     if code.get("revision") is None:
         return "not in a git checkout"
-    kept = f", kept as object {code['diff']}" if code.get("diff") else ""
-    return f"{code['revision']}" + (f" (with local changes{kept})" if code.get("dirty") else "")
+    diff = f", stored as object {code['diff']}" if code.get("diff") else ""
+    return f"{code['revision']}" + (f" (with local changes{diff})" if code.get("dirty") else "")

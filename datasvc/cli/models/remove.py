@@ -1,4 +1,4 @@
-"""`datasvc models rm | retain | gc`: which versions stay, and the bytes of those that do not."""
+"""`datasvc models rm | retain | gc`: remove model versions, and free the bytes of removed ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModeChoice(StrEnum):
-    """Whether a high or a low metric is better."""
+    """Values of --mode: whether a high or a low metric is better."""
 
     max = "max"
     min = "min"
@@ -27,51 +27,57 @@ class ModeChoice(StrEnum):
 def rm(
     refs: Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")],
     repo: RepoOption,
-    force: Annotated[bool, typer.Option("--force", help="Tagged ones too: their tags are taken away.")] = False,
-    message: Annotated[str, typer.Option("--message", "-m", help="Kept with the removal.")] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Remove tagged versions too, together with their tags.")
+    ] = False,
+    message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the removal.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Remove model versions. Their numbers are never used again; what they came from can still be shown.
+    """Remove model versions. Their numbers are never reused, and their metadata can still be shown.
 
     Example: datasvc models rm digits-cnn@3 digits-cnn@4 --repo ./repo
 
-    Their bytes go with a later gc, where no other version has them; until its grace is over they stay.
+    `datasvc models gc` frees the bytes that no other version has, after its grace period.
     """
     from datasvc.models.registry.removal import remove
     from datasvc.repository import Repository
 
-    done = remove(Repository.open(repo), refs, force=force, message=message)
-    versions = [str(version) for version in done.versions]
+    report = remove(Repository.open(repo), refs, force=force, message=message)
+    versions = [str(version) for version in report.versions]
     if as_json:
-        print_json({"removed": versions, "untagged": list(done.untagged)})
+        print_json({"removed": versions, "untagged": list(report.untagged)})
         return
-    for tag in done.untagged:
-        typer.echo(f"{tag} was taken away")
-    typer.echo(f"removed {', '.join(versions)}; `datasvc models gc` frees their bytes once its grace is over")
+    for tag in report.untagged:
+        typer.echo(f"removed tag {tag}")
+    typer.echo(f"removed {', '.join(versions)}; `datasvc models gc` frees their bytes after its grace period")
 
 
 def retain(
     name: NameArgument,
     repo: RepoOption,
-    last: Annotated[int | None, typer.Option(min=1, help="Keep so many of the newest.")] = None,
-    best: Annotated[int | None, typer.Option(min=1, help="Keep so many of the best by --metric.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Keep this number of the newest versions.")] = None,
+    best: Annotated[
+        int | None, typer.Option(min=1, help="Keep this number of the best versions by --metric.")
+    ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="What best means; without it: both ends of every metric.")
+        str | None, typer.Option(help="Metric that ranks versions; default: the best and the worst of every metric.")
     ] = None,
     mode: Annotated[
         ModeChoice | None,
-        typer.Option(help="Whether a high or a low metric is better; needed where its name does not tell."),
+        typer.Option(help="Whether a high or a low metric is better; needed if the metric's name does not imply it."),
     ] = None,
     every: Annotated[int | None, typer.Option(min=1, help="Keep every n-th version.")] = None,
-    every_steps: Annotated[int | None, typer.Option(min=1, help="Keep one version for so many steps.")] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Remove; without it only say what would be.")] = False,
+    every_steps: Annotated[int | None, typer.Option(min=1, help="Keep one version per this number of steps.")] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Remove; without --apply, only print what would be removed.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the versions of a model that no rule keeps, and say why each of the others stays.
+    """Remove the versions of a model that no rule keeps, and print the reason for each version that is kept.
 
     Example: datasvc models retain digits-cnn --last 5 --best 3 --metric accuracy --every-steps 10000 --repo ./repo
 
-    The newest version, the best and the tagged ones always stay.
+    The newest version, the best ones and tagged ones are always kept.
     """
     from datasvc.models.registry.removal import retain as run_retain
     from datasvc.models.registry.retention import RetentionPolicy
@@ -83,22 +89,25 @@ def retain(
         kept = {str(number): list(reasons) for number, reasons in plan.kept.items()}
         print_json({"name": name, "applied": apply, "kept": kept, "removed": list(plan.removed)})
         return
-    print_table(("version", "step", "metrics", "why"), [_row(each, plan, apply=apply) for each in reversed(versions)])
+    rows = [_row(version, plan, apply=apply) for version in reversed(versions)]
+    print_table(("version", "step", "metrics", "reason"), rows)
     verb = "removed" if apply else "would remove"
     typer.echo(f"{verb} {len(plan.removed)} of {len(versions)} versions", err=True)
     if plan.removed:
-        hint = "`datasvc models gc` frees their bytes once its grace is over" if apply else "--apply removes them"
+        hint = "`datasvc models gc` frees their bytes after its grace period" if apply else "--apply removes them"
         typer.echo(hint, err=True)
 
 
 def gc(
     repo: RepoOption,
-    grace: Annotated[str, typer.Option(help="Keep what is younger, or was removed since: 7d, 48h, 30m.")] = "7d",
+    grace: Annotated[
+        str, typer.Option(help="Keep everything that is younger, or was removed later: 7d, 48h, 30m.")
+    ] = "7d",
     yes: maintain.YesOption = False,
     no_writers: maintain.NoWritersOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Free the bytes of removed versions, and all else in the repository that no version names; as `datasvc gc`.
+    """Remove the bytes of removed versions, and all other unreferenced objects; same as `datasvc gc`.
 
     Example: datasvc models gc --grace 7d --yes --repo ./repo
     """
@@ -107,5 +116,5 @@ def gc(
 
 def _row(version: ModelVersion, plan: RetentionPlan, *, apply: bool) -> tuple[object, ...]:
     reasons = plan.kept.get(version.version)
-    why = ", ".join(reasons) if reasons else "removed" if apply else "REMOVE"
-    return str(version), version.entry["step"], metrics_line(version.entry["metrics"]) or "-", why
+    reason = ", ".join(reasons) if reasons else "removed" if apply else "REMOVE"
+    return str(version), version.entry["step"], metrics_line(version.entry["metrics"]) or "-", reason

@@ -1,4 +1,4 @@
-"""`datasvc models restore`: a model version as files."""
+"""`datasvc models restore`: write a model version as files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 CacheOption = Annotated[
     Path | None,
-    typer.Option("--cache", envvar="DATASVC_CACHE", help="Read through this node's cache, in its folder."),
+    typer.Option("--cache", envvar="DATASVC_CACHE", help="Folder of this node's cache; read through it."),
 ]
 FallbackOption = Annotated[
     list[str] | None,
     typer.Option(
         "--fallback",
         metavar="URL",
-        help="Another repository that may have what is missing or damaged; may be given several times.",
+        help="Other repository to read missing or damaged objects from; may be given several times.",
     ),
 ]
 
 
 def restore(
     ref: RefArgument,
-    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
     repo: RepoOption,
     cache: CacheOption = None,
     budget: BudgetOption = None,
@@ -47,7 +47,7 @@ def restore(
     trusted: TrustedOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model version, every byte verified, as safetensors and JSON.
+    """Write a model version, with every byte verified, as safetensors and JSON files.
 
     Example: datasvc models restore digits-cnn@3 ./restored --repo ./repo
 
@@ -90,19 +90,19 @@ def restore(
 
 
 def describe_restore(report: RestoreReport) -> list[str]:
-    """Return how a restore went, for people."""
+    """Return the size, speed, sources and bad copies of a restore as lines of text."""
     from datasvc.cli.terminal.values import text_value
     from datasvc.sizes import format_size
 
-    came = ", ".join(f"{where} {format_size(count)}" for where, count in sorted(report.came_bytes.items()))
+    sources = ", ".join(f"{source} {format_size(count)}" for source, count in sorted(report.came_bytes.items()))
     size, rate = format_size(report.size_bytes), format_size(report.bytes_s)
-    took = f"{size} of tensors in {report.seconds:.2f} s, {rate}/s; stored bytes: {came or 'none'}"
-    return [took, *(text_value(f"a bad copy: {copy}") for copy in report.bad_copies)]
+    summary = f"{size} of tensors in {report.seconds:.2f} s, {rate}/s; stored bytes: {sources or 'none'}"
+    return [summary, *(text_value(f"bad copy: {copy}") for copy in report.bad_copies)]
 
 
 @contextmanager
 def _opened(folder: Path | None, budget: str | None, peers: str | None) -> Iterator[Cache | None]:
-    # A node's environment names its peers for every command: without a cache nobody asks them.
+    # DATASVC_PEERS may be set for every command of a node; without a cache, peers are not used.
     if folder is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""`datasvc models keygen | sign`: who answers for a version."""
+"""`datasvc models keygen | sign`: create signing keys, and sign model versions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
 
 
 def keygen(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A new file for the private key.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="New file for the private key.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key to sign with: FILE is private, FILE.pub is for everybody who checks.
+    """Create a signing key: FILE is the private key, FILE.pub the public key that verifies signatures.
 
     Example: datasvc models keygen ~/.datasvc/signing.pem
     """
@@ -26,7 +26,7 @@ def keygen(
     if as_json:
         print_json({"key": key.id, "private": str(path), "public": str(key.source)})
     else:
-        typer.echo(f"made key {key.id}: {path} is private, {key.source} is for those who check")
+        typer.echo(f"created key {key.id}: {path} is the private key, {key.source} the public key for verification")
 
 
 def sign(
@@ -35,7 +35,7 @@ def sign(
     repo: RepoOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Sign a model version: its name, its number, and by way of its digests every byte of it.
+    """Sign a model version: its name, its number, and through its digests all of its bytes.
 
     Example: datasvc models sign digits-cnn@3 --key ~/.datasvc/signing.pem --repo s3://bucket/repo
     """
@@ -43,8 +43,8 @@ def sign(
     from datasvc.models.versions.signing_keys import load_private_key
     from datasvc.repository import Repository
 
-    done = run_sign(Repository.open(repo), ref, load_private_key(key.expanduser()))
+    signature = run_sign(Repository.open(repo), ref, load_private_key(key.expanduser()))
     if as_json:
-        print_json(asdict(done))
+        print_json(asdict(signature))
     else:
-        typer.echo(f"signed {done.version} by key {done.key_id}: {done.location}")
+        typer.echo(f"signed {signature.version} with key {signature.key_id}: {signature.location}")

@@ -1,4 +1,4 @@
-"""`datasvc models tag`: tags and where they stood."""
+"""`datasvc models tag`: list, move and remove tags of a model, and read their history."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ if TYPE_CHECKING:
 def tag(
     ref: RefArgument,
     repo: RepoOption,
-    name: Annotated[str | None, typer.Argument(metavar="TAG", help="Without it: list the tags.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="TAG", help="Tag to move; without it, list the tags.")] = None,
     expect: Annotated[
         str | None,
-        typer.Option(metavar="VERSION", help="Only if the tag stands there; none: if there is no such tag."),
+        typer.Option(
+            metavar="VERSION", help="Move only if the tag points at this version; none: only if the tag is not set."
+        ),
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Take the tag away.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the tag.")] = False,
     history: Annotated[bool, typer.Option("--history", help="List every move of the tag.")] = False,
     at: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Where the tag stood: 2026-11-21, yesterday, 36h ago.")
+        str | None,
+        typer.Option(metavar="TIME", help="Show the version at this time: 2026-11-21, yesterday, 36h ago."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let TAG stand on a model version, if it still stands where you expect; its earlier places stay in its history.
+    """Point TAG at a model version, optionally only if it points at an expected one; its history keeps all moves.
 
     Example: datasvc models tag digits-cnn@7 prod --expect 5 --repo ./repo
 
-    NAME@TAG~1 is where the tag stood one move ago, in every command. Times are the clocks' of those who moved it.
+    In every command, NAME@TAG~1 is the version before the tag's newest move. Times are those of the writers' clocks.
     """
     from datasvc.repository import Repository
     from datasvc.repository.logs.references import parse_reference
@@ -44,7 +47,7 @@ def tag(
     repository = Repository.open(repo)
     model = parse_reference(ref, "model").name
     if sum((remove, history, at is not None)) > 1 or (name is None and (remove or history or at or expect)):
-        raise ConfigError("give a tag, and one of --remove, --history and --at")
+        raise ConfigError("--remove, --history, --at and --expect need a tag; give a tag, and one of the first three")
     if name is None:
         _print_tags(repository, str(repository.resolve("models", ref, removed=True).name), as_json=as_json)
     elif history:
@@ -60,22 +63,27 @@ def tag(
 
 
 def parse_time(text: str) -> datetime:
-    """Return the time that "2026-11-21", "2026-11-21T08:00+01:00", "yesterday" or "36h ago" means.
+    """Parse "2026-11-21", "2026-11-21T08:00+01:00", "yesterday" or "36h ago".
 
-    A day means its begin; without a zone it is UTC. Raises ConfigError.
+    A day is its first instant; the default time zone is UTC.
+
+    Raises:
+        ConfigError: `text` is not a time.
     """
-    wanted = text.strip().lower().removesuffix(" ago")
-    if wanted == "yesterday":
-        wanted = "24h"
+    age = text.strip().lower().removesuffix(" ago")
+    if age == "yesterday":
+        age = "24h"
     try:
-        return datetime.now(UTC) - timedelta(seconds=parse_duration(wanted))
+        return datetime.now(UTC) - timedelta(seconds=parse_duration(age))
     except (ConfigError, OverflowError):
         pass
     try:
-        found = datetime.fromisoformat(text.strip())
+        time = datetime.fromisoformat(text.strip())
     except ValueError as error:
-        raise ConfigError(f"{text!r} is no time; expected such as 2026-11-21, 2026-11-21T08:00, 36h ago") from error
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+        raise ConfigError(
+            f"{text!r} is not a valid time; write for example 2026-11-21, 2026-11-21T08:00 or 36h ago"
+        ) from error
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _expected(text: str | None, model: str) -> int | None:
@@ -85,7 +93,7 @@ def _expected(text: str | None, model: str) -> int | None:
         return 0
     match = re.fullmatch(rf"(?:{re.escape(model)}@)?([0-9]{{1,18}})", text)
     if not match:
-        raise ConfigError(f"--expect {text!r} is no version of {model}; give its number, or none")
+        raise ConfigError(f"--expect {text!r} is not a version of {model}; give a version number, or none")
     return int(match[1])
 
 
@@ -98,11 +106,11 @@ def _moves(repository: Repository, model: str, tag: str) -> list[Entry]:
 
 
 def _print_tags(repository: Repository, model: str, *, as_json: bool) -> None:
-    standing = repository.tags("models", model)
+    tags = repository.tags("models", model)
     if as_json:
-        print_json(standing)
+        print_json(tags)
     else:
-        print_table(("tag", "version"), [(tag, f"{model}@{version}") for tag, version in standing.items()])
+        print_table(("tag", "version"), [(tag, f"{model}@{version}") for tag, version in tags.items()])
 
 
 def _print_moves(moves: list[Entry], *, as_json: bool) -> None:
@@ -110,7 +118,7 @@ def _print_moves(moves: list[Entry], *, as_json: bool) -> None:
         print_json([dict(move.content) for move in moves])
         return
     rows = [
-        (f"~{back}", move.content["version"] or "taken away", move.content["created"])
+        (f"~{back}", move.content["version"] or "removed", move.content["created"])
         for back, move in enumerate(reversed(moves))
     ]
     print_table(("moves back", "version", "moved"), rows)
@@ -121,17 +129,17 @@ def _print_place(model: str, tag: str, moves: list[Entry], when: datetime, *, as
 
     move = choose_move(moves, when)
     version = version_of(move) if move is not None else 0
-    said = when.isoformat(timespec="seconds")
+    time = when.isoformat(timespec="seconds")
     if as_json:
-        print_json({"tag": tag, "at": said, "version": f"{model}@{version}" if version else None})
+        print_json({"tag": tag, "at": time, "version": f"{model}@{version}" if version else None})
     elif version:
-        typer.echo(f"{model}@{tag} was {model}@{version} at {said}")
+        typer.echo(f"{model}@{tag} was {model}@{version} at {time}")
     else:
-        raise NotFoundError(f"{model} had no tag {tag!r} at {said}; its first move was {moves[0].content['created']}")
+        raise NotFoundError(f"{model} had no tag {tag!r} at {time}; its first move was {moves[0].content['created']}")
 
 
 def _print_done(model: str, tag: str, version: str | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"tag": tag, "version": version})
     else:
-        typer.echo(f"{model}@{tag} is {version}" if version else f"{model}@{tag} was taken away; its history stays")
+        typer.echo(f"{model}@{tag} is {version}" if version else f"removed {model}@{tag}; its history stays")

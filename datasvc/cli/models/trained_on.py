@@ -1,4 +1,4 @@
-"""`datasvc models trained-on`: which versions consumed given samples."""
+"""`datasvc models trained-on`: find the model versions that consumed given samples."""
 
 from __future__ import annotations
 
@@ -16,111 +16,130 @@ from datasvc.errors import ConfigError
 if TYPE_CHECKING:
     from datasvc.models import ConsumerReport, SampleUse, VersionUses
 
-_SHOWN: int = 10
+_MAX_SHOWN: int = 10
 
 
 def trained_on(
     repo: RepoOption,
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME|REF]...", help="Models, with all their versions, or versions; default: all."),
+        typer.Argument(metavar="[NAME|REF]...", help="Models (all their versions) or versions; default: all models."),
     ] = None,
-    sample: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Key of a sample; may be repeated.")] = None,
-    keys: Annotated[str | None, typer.Option(metavar="FILE", help="Keys, one a line; - is standard input.")] = None,
+    sample: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="Key of a sample; may be given several times.")
+    ] = None,
+    keys: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File of sample keys, one per line; - is standard input.")
+    ] = None,
     deleted_in: Annotated[
-        str | None, typer.Option(metavar="DATA", help="The samples that this version of a data set deleted.")
+        str | None, typer.Option(metavar="DATA", help="All samples that this data-set version deleted.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Keys count in this data set, or version of it, only.")
+        str | None, typer.Option(metavar="DATA", help="Match keys only in this data set, or this version of it.")
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Keys count in splits of this name only.")] = None,
+    split: Annotated[str | None, typer.Option(help="Match keys only in splits of this name.")] = None,
     show: Annotated[
-        int | None, typer.Option(min=0, help=f"Say when of so many samples; default {_SHOWN}, with --json all.")
+        int | None,
+        typer.Option(
+            min=0, help=f"Number of samples to print with epoch and step; default {_MAX_SHOWN}, --json: all."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which model versions consumed samples, in which epoch and step, resumes and fine-tuning included.
+    """Find the model versions that consumed given samples, with epoch and step; resumes and fine-tuning included.
 
     Example: datasvc models trained-on digits-cnn --deleted-in digits@2 --repo ./repo
 
-    Computed from the recorded order and positions. A sample counts for a version if its own training consumed it, or
-    that of a version that it continues. What was served after a run's last checkpoint is in no version.
+    The answer is computed from the recorded access order and positions. A version consumed a sample if its training,
+    or the training of a version that it continues, did. Samples after a run's last checkpoint are in no version.
     """
     from datasvc.models import find_consumers
     from datasvc.repository import Repository
 
-    wanted = [*(sample or []), *(read_keys(keys) if keys is not None else [])]
+    sample_keys = [*(sample or []), *(read_keys(keys) if keys is not None else [])]
     if (sample is None and keys is None) == (deleted_in is None):
-        raise ConfigError("say which samples: --sample KEY, --keys FILE, or --deleted-in DATA, which stands alone")
-    found = find_consumers(
+        raise ConfigError("give the samples with --sample KEY or --keys FILE, or with --deleted-in DATA alone")
+    report = find_consumers(
         Repository.open(repo),
         refs or (),
-        keys=wanted if deleted_in is None else None,
+        keys=sample_keys if deleted_in is None else None,
         deleted_in=deleted_in,
         data=data,
         split=split,
     )
     if as_json:
-        print_json(_facts(found, len(found.keys) if show is None else show))
+        print_json(_facts(report, len(report.keys) if show is None else show))
     else:
-        _print(found, _SHOWN if show is None else show)
+        _print(report, _MAX_SHOWN if show is None else show)
 
 
-def _facts(found: ConsumerReport, show: int) -> dict[str, Any]:
-    shown = found.all_uses() if show >= len(found.keys) else _first_sightings(found, show)
+def _facts(report: ConsumerReport, show: int) -> dict[str, Any]:
+    uses = report.all_uses() if show >= len(report.keys) else _first_uses(report, show)
     return {
-        "samples": len(found.keys),
-        "missing": [found.keys[number] for number in found.missing.tolist()],
+        "samples": len(report.keys),
+        "missing": [report.keys[number] for number in report.missing.tolist()],
         "versions": [
-            {"version": each.name, "samples": each.num_samples, "own": each.num_own, "complete": each.is_complete}
-            for each in found.versions
+            {
+                "version": version.name,
+                "samples": version.num_samples,
+                "own": version.num_own,
+                "complete": version.is_complete,
+            }
+            for version in report.versions
         ],
-        "gaps": {name: list(gaps) for name, gaps in found.gaps.items()},
-        "consumed": [each._asdict() for each in shown],
+        "gaps": {name: list(gaps) for name, gaps in report.gaps.items()},
+        "consumed": [use._asdict() for use in uses],
     }
 
 
-def _print(found: ConsumerReport, show: int) -> None:
-    num_keys = len(found.keys)
-    num_saw = sum(each.num_samples > 0 for each in found.versions)
-    _say(f"{num_saw} of {len(found.versions)} versions consumed some of {num_keys} samples")
-    if len(found.missing):
-        named = ", ".join(found.keys[number] for number in found.missing[:_SHOWN].tolist())
-        more = ", ..." if len(found.missing) > _SHOWN else ""
-        _say(f"{len(found.missing)} are in no data that these versions read: {named}{more}")
+def _print(report: ConsumerReport, show: int) -> None:
+    num_keys = len(report.keys)
+    num_consumers = sum(version.num_samples > 0 for version in report.versions)
+    _print_line(f"{num_consumers} of {len(report.versions)} versions consumed some of {num_keys} samples")
+    if len(report.missing):
+        names = ", ".join(report.keys[number] for number in report.missing[:_MAX_SHOWN].tolist())
+        more = ", ..." if len(report.missing) > _MAX_SHOWN else ""
+        _print_line(f"{len(report.missing)} are in no data that these versions read: {names}{more}")
     rows = [
-        (_range(group), f"{group[0].num_samples} of {num_keys}", sum(each.num_own for each in group), _mark(group[0]))
-        for group in _alike(found.versions)
+        (
+            _range(group),
+            f"{group[0].num_samples} of {num_keys}",
+            sum(version.num_own for version in group),
+            _completeness(group[0]),
+        )
+        for group in _group_versions(report.versions)
     ]
     print_table(("version", "samples", "in its own training", ""), rows)
-    for name, gaps in found.gaps.items():
+    for name, gaps in report.gaps.items():
         for gap in gaps:
-            _say(f"{name}: {gap}")
+            _print_line(f"{name}: {gap}")
     for number in range(min(show, num_keys)):
-        _print_sample(found, number)
+        _print_sample(report, number)
     if show < num_keys and show:
-        _say(f"... and {num_keys - show} more samples: --show {num_keys}, or --json")
+        _print_line(f"... and {num_keys - show} more samples: --show {num_keys}, or --json")
 
 
-def _print_sample(found: ConsumerReport, number: int) -> None:
-    sightings = found.uses(number)
-    if not sightings:
+def _print_sample(report: ConsumerReport, number: int) -> None:
+    uses = report.uses(number)
+    if not uses:
         return
-    _say(f"{found.keys[number]}:")
-    for each in sightings:
-        step = "step unknown" if each.step is None else f"step {each.step}"
-        doubt = "" if each.is_certain else ", unless it was dropped at the end of the epoch"
-        _say(f"  {each.version}: epoch {each.epoch}, {step}, position {each.position} of {each.data}{doubt}")
-    _say(f"  so it is in {', '.join(_ranges(found.versions_with(number)))}")
+    _print_line(f"{report.keys[number]}:")
+    for use in uses:
+        step = "step unknown" if use.step is None else f"step {use.step}"
+        doubt = "" if use.is_certain else ", unless it was dropped at the end of the epoch"
+        _print_line(f"  {use.version}: epoch {use.epoch}, {step}, position {use.position} of {use.data}{doubt}")
+    _print_line(f"  so it is in {', '.join(_ranges(report.versions_with(number)))}")
 
 
-def _first_sightings(found: ConsumerReport, show: int) -> Iterator[SampleUse]:
-    return (each for number in range(show) for each in found.uses(number))
+def _first_uses(report: ConsumerReport, show: int) -> Iterator[SampleUse]:
+    return (use for number in range(show) for use in report.uses(number))
 
 
-def _alike(versions: Sequence[VersionUses]) -> Iterator[list[VersionUses]]:
-    """Yield neighbours of one model that a table need not tell apart."""
-    for _, group in groupby(versions, key=lambda each: (_model(each.name), each.num_samples, each.is_complete)):
+def _group_versions(versions: Sequence[VersionUses]) -> Iterator[list[VersionUses]]:
+    """Yield consecutive versions of one model with equal counts as one group, for one row of the table."""
+    for _, group in groupby(
+        versions, key=lambda version: (_model(version.name), version.num_samples, version.is_complete)
+    ):
         yield list(group)
 
 
@@ -129,22 +148,23 @@ def _range(group: Sequence[VersionUses]) -> str:
 
 
 def _ranges(names: Sequence[str]) -> Iterator[str]:
-    """Yield names of versions, neighbours of one model as one: "digits-cnn@3 to digits-cnn@9"."""
-    places = [(_model(name), int(name.rpartition("@")[2]) - number) for number, name in enumerate(names)]
+    """Yield version names, with consecutive versions of one model as one: "digits-cnn@3 to digits-cnn@9"."""
+    # Within consecutive versions of a model, the version number minus the index is constant.
+    keys = [(_model(name), int(name.rpartition("@")[2]) - number) for number, name in enumerate(names)]
     start = 0
-    for _, group in groupby(places):
+    for _, group in groupby(keys):
         stop = start + sum(1 for _ in group)
         yield names[start] if stop - start == 1 else f"{names[start]} to {names[stop - 1]}"
         start = stop
 
 
-def _mark(version: VersionUses) -> str:
-    return "" if version.is_complete else "or more: not all is known"
+def _completeness(version: VersionUses) -> str:
+    return "" if version.is_complete else "or more: records are incomplete"
 
 
 def _model(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(text_value(line))

@@ -1,4 +1,4 @@
-"""`datasvc models push | pull`: model versions from one repository to another."""
+"""`datasvc models push | pull`: copy model versions from one repository to another."""
 
 from __future__ import annotations
 
@@ -14,38 +14,45 @@ from datasvc.progress import byte_progress
 if TYPE_CHECKING:
     from datasvc.repository import Repository
 
-RefsArgument = Annotated[list[str], typer.Argument(metavar="REF...", help="NAME, NAME@VERSION or NAME@TAG; several.")]
-NameOption = Annotated[str | None, typer.Option("--name", help="What the model is called there; default as here.")]
-ParentsOption = Annotated[bool, typer.Option("--with-parents", help="All versions, too, that they were made from.")]
-DataOption = Annotated[bool, typer.Option("--with-data", help="The data-set versions, too, that they consumed.")]
+RefsArgument = Annotated[
+    list[str], typer.Argument(metavar="REF...", help="NAME, NAME@VERSION or NAME@TAG; one or more.")
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="Name of the model in the target repository; default: the same name.")
+]
+ParentsOption = Annotated[bool, typer.Option("--with-parents", help="Also copy all ancestors of the versions.")]
+DataOption = Annotated[bool, typer.Option("--with-data", help="Also copy the data-set versions that they consumed.")]
 
 RenameDataOption = Annotated[
     list[str] | None,
     typer.Option(
         "--rename-data",
         metavar="OLD=NEW",
-        help="What a data set is called there, where that has another one of its name. May be given several times.",
+        help="Name of a data set in the target repository, if that has another data set of the name. May be given "
+        "several times.",
     ),
 ]
 
 
 def push(
     refs: RefsArgument,
-    to: Annotated[str, typer.Option("--to", metavar="URL", help="Another repository: a folder or any fsspec URL.")],
+    to: Annotated[str, typer.Option("--to", metavar="URL", help="Target repository: a folder or any fsspec URL.")],
     repo: RepoOption,
     name: NameOption = None,
     with_parents: ParentsOption = False,
     with_data: DataOption = False,
     rename_data: RenameDataOption = None,
     trusted: TrustedOption = None,
-    create: Annotated[bool, typer.Option("--create", help="Make the other repository where there is none.")] = False,
+    create: Annotated[
+        bool, typer.Option("--create", help="Create the target repository if it does not exist.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let another repository have model versions too; only what is missing there moves.
+    """Copy model versions to another repository; only objects that are missing there are sent.
 
     Example: datasvc models push gpt@prod --to s3://bucket/repo --repo ./repo
 
-    Interrupted, the same command goes on. A version is one version there however often it is pushed.
+    After an interruption, the same command continues. A version that is pushed again creates no second version.
     """
     from datasvc.repository import Repository
 
@@ -66,7 +73,7 @@ def push(
 
 def pull(
     refs: RefsArgument,
-    origin: Annotated[str, typer.Option("--from", metavar="URL", help="The repository that has them.")],
+    origin: Annotated[str, typer.Option("--from", metavar="URL", help="Source repository.")],
     repo: RepoOption,
     name: NameOption = None,
     with_parents: ParentsOption = False,
@@ -75,7 +82,7 @@ def pull(
     trusted: TrustedOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Get model versions from another repository; only what is missing here moves.
+    """Copy model versions from another repository; only objects that are missing here are fetched.
 
     Example: datasvc models pull gpt@prod --from s3://bucket/repo --repo ./repo
     """
@@ -114,7 +121,7 @@ def _transfer(
     from datasvc.sizes import format_size
 
     with byte_progress(f"{doing} {', '.join(refs)}") as (set_total, advance):
-        done = transfer(
+        result = transfer(
             source,
             target,
             refs,
@@ -128,11 +135,11 @@ def _transfer(
         )
     if as_json:
         versions = [
-            {"source": str(each.source), "target": str(each.target), "kind": each.source.kind, "new": each.is_new}
-            for each in done.versions
+            {"source": str(copy.source), "target": str(copy.target), "kind": copy.source.kind, "new": copy.is_new}
+            for copy in result.versions
         ]
-        print_json({"versions": versions, "objects": done.num_objects, "bytes": done.bytes})
+        print_json({"versions": versions, "objects": result.num_objects, "bytes": result.bytes})
         return
-    rows = [(each.source, each.target, "new" if each.is_new else "was there") for each in done.versions]
-    print_table(("here" if doing == "pushing" else "there", "there" if doing == "pushing" else "here", ""), rows)
-    typer.echo(f"moved {done.num_objects} objects, {format_size(done.bytes)}")
+    rows = [(copy.source, copy.target, "new" if copy.is_new else "existed") for copy in result.versions]
+    print_table(("source", "target", ""), rows)
+    typer.echo(f"copied {result.num_objects} objects, {format_size(result.bytes)}")

@@ -1,4 +1,4 @@
-"""`datasvc models verify`: is everything that model versions name there, and as it was written."""
+"""`datasvc models verify`: check that all objects of model versions exist and match their digests."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 def verify(
     repo: RepoOption,
     refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions; with --all names of models.")
+        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions; with --all, names of models.")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Every version of the models that are named, or of all.")
+        bool, typer.Option("--all", help="Every version of the given models, or of all models.")
     ] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="Decode every tensor as well.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also decode every tensor.")] = False,
     repair_from: Annotated[
         list[str] | None,
         typer.Option(
             "--repair-from",
             metavar="URL",
-            help="Another repository to copy good objects from; may be given several times. Bad ones are moved to "
+            help="Other repository to copy intact objects from; may be given several times. Bad objects are moved to "
             "quarantine/ in the repository.",
         ),
     ] = None,
     trusted: TrustedOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every byte of model versions, each object once; names the tensors that are hit.
+    """Read and verify every object of model versions once; list the damaged tensors.
 
     Example: datasvc models verify digits-cnn@3 --repo s3://bucket/repo
 
     Example: datasvc models verify --all --repair-from s3://backup/repo --repo s3://bucket/repo
 
-    Ends with status 3 when a problem is left.
+    The exit status is 3 if a problem remains.
     """
     from datasvc.models.registry.repair import verify_and_repair
     from datasvc.models.versions.signing_keys import trusted_keys
@@ -57,20 +57,22 @@ def verify(
     copies = [Repository.open(url) for url in repair_from or []]
     with byte_progress(f"verifying {len(versions)} versions") as (set_total, advance):
         keys = trusted_keys(trusted or None)
-        all_done = verify_and_repair(
+        outcome = verify_and_repair(
             repository, versions, copies, deep=deep, trusted=keys, begin=set_total, report=advance
         )
-    done, left = all_done.found, all_done.left
+    report, remaining = outcome.found, outcome.left
     if as_json:
-        print_json({**asdict(done), "repairs": [asdict(each) for each in all_done.repairs], "num_left": len(left)})
+        repairs = [asdict(repair) for repair in outcome.repairs]
+        print_json({**asdict(report), "repairs": repairs, "num_left": len(remaining)})
     else:
-        typer.echo(f"{len(done.versions)} versions: {done.num_objects} objects, {format_size(done.size_bytes)}, read")
-        for problem in done.problems:
+        size = format_size(report.size_bytes)
+        typer.echo(f"{len(report.versions)} versions: {report.num_objects} objects, {size}, read")
+        for problem in report.problems:
             typer.echo(text_value(str(problem)))
-        for each in all_done.repairs:
-            typer.echo(text_value(_describe(each)))
-        typer.echo(f"{len(left)} problems" if left else "all is well")
-    if left:
+        for repair in outcome.repairs:
+            typer.echo(text_value(_describe(repair)))
+        typer.echo(f"{len(remaining)} problems" if remaining else "no problems")
+    if remaining:
         raise typer.Exit(CorruptDataError.exit_code)
 
 
@@ -80,12 +82,12 @@ def _choose(repository: Repository, refs: list[str], *, every: bool) -> list[Res
     if every:
         return every_version(repository, refs)
     if not refs:
-        raise ConfigError("say which versions to verify, or --all")
+        raise ConfigError("no versions are given; give versions to verify, or --all")
     return list(dict.fromkeys(repository.resolve("models", ref) for ref in refs))
 
 
 def _describe(repair: Repair) -> str:
     if repair.failure is not None:
         return f"not repaired: {repair.digest}: {repair.failure}"
-    kept: Any = f"; the bad bytes are kept in {repair.kept_at}" if repair.kept_at else ""
-    return f"repaired: {repair.digest}{kept}"
+    quarantine: Any = f"; the bad bytes are kept in {repair.kept_at}" if repair.kept_at else ""
+    return f"repaired: {repair.digest}{quarantine}"

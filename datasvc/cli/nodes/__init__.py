@@ -1,1 +1,1 @@
-"""Commands about caches and nodes."""
+"""Commands for caches and nodes."""

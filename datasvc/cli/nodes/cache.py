@@ -1,4 +1,4 @@
-"""`datasvc stage` and `datasvc cache`: the cache of this node."""
+"""`datasvc stage` and `datasvc cache`: stage data on this node and manage its cache."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ app.command()(plan)
 CacheOption = Annotated[
     Path, typer.Option("--cache", envvar="DATASVC_CACHE", help="The cache's folder, on a local disk.")
 ]
-BudgetOption = Annotated[str | None, typer.Option(help="Such as 50GB or 10%; kept for the node.")]
+BudgetOption = Annotated[
+    str | None, typer.Option(help="Size of the cache, such as 50GB or 10% of the disk; stored in the cache.")
+]
 TenantOption = Annotated[
-    str, typer.Option(envvar="DATASVC_TENANT", help="Whose quota is used, see `datasvc cache quota`.")
+    str, typer.Option(envvar="DATASVC_TENANT", help="Tenant whose quota is used, see `datasvc cache quota`.")
 ]
 PeersOption = Annotated[
     str | None,
     typer.Option(
         envvar="DATASVC_PEERS",
-        help="Nodes to ask before the origin: http://a:8765,http://b:8765, file:PATH or dns:NAME:PORT; the token is "
-        "read from DATASVC_TOKEN.",
+        help="Nodes to fetch from before the origin: http://a:8765,http://b:8765, file:PATH or dns:NAME:PORT; the "
+        "token is read from DATASVC_TOKEN.",
     ),
 ]
-SplitOption = Annotated[str | None, typer.Option(help="One split; default all.")]
+SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
 
 
 def stage(
-    wanted: Annotated[
+    refs_or_urls: Annotated[
         list[str], typer.Argument(metavar="REF|URL...", help="NAME, NAME@VERSION or NAME@TAG; or URLs of any files.")
     ],
     cache: CacheOption,
@@ -52,9 +54,9 @@ def stage(
     peers: PeersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring data sets, or ordinary files by their URLs, onto this node: verified, never over the budget.
+    """Copy data sets, or any files by URL, into this node's cache; all bytes are verified, the budget is kept.
 
-    Files come out as plain paths, one a line, in the order of the URLs.
+    For files, the local paths are printed, one per line, in the order of the URLs.
 
     Example: datasvc stage pets@1 --repo s3://bucket/repo --cache /nvme/cache --budget 200GB
 
@@ -62,55 +64,56 @@ def stage(
     """
     from datasvc.errors import ConfigError
 
-    are_files = {"://" in each for each in wanted}
-    if are_files == {True, False}:
-        raise ConfigError("data sets and files by URL are staged by a command each")
-    if are_files == {True}:
+    are_urls = {"://" in argument for argument in refs_or_urls}
+    if are_urls == {True, False}:
+        raise ConfigError("data sets and URLs cannot be staged by one command; run one command for each")
+    if are_urls == {True}:
         if split is not None:
-            raise ConfigError("--split belongs to data sets")
-        _stage_files(wanted, cache, budget, tenant, as_json=as_json)
+            raise ConfigError(f"--split {split} is given with URLs, which have no splits; leave it out")
+        _stage_files(refs_or_urls, cache, budget, tenant, as_json=as_json)
         return
     if repo is None:
-        raise ConfigError("a data set lies in a repository: name it with --repo or DATASVC_REPO")
-    splits = [each for ref in wanted for each in _splits(repo, ref, split)]
+        raise ConfigError("no repository is given for the data set; use --repo or DATASVC_REPO")
+    title = ", ".join(refs_or_urls)
+    splits = [chosen for ref in refs_or_urls for chosen in _splits(repo, ref, split)]
     with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
-        done = _stage_splits(node, splits, ", ".join(wanted))
-    _print_staged(", ".join(wanted), done, as_json=as_json)
+        report = _stage_splits(node, splits, title)
+    _print_staged(title, report, as_json=as_json)
 
 
 @app.command()
 def status(cache: CacheOption, as_json: JsonOption = False) -> None:
-    """Show how full the cache is, and who holds what.
+    """Show the fill level of the cache, its pins, and the bytes of each tenant.
 
     Example: datasvc cache status --cache /nvme/cache
     """
     from datasvc.sizes import format_size
 
     with open_existing_cache(cache) as node:
-        found = node.status()
+        state = node.status()
     if as_json:
-        print_json({**asdict(found), "jobs": [job._asdict() for job in found.jobs]})
+        print_json({**asdict(state), "jobs": [job._asdict() for job in state.jobs]})
         return
-    cut = (
-        "" if found.limit_bytes == found.budget_bytes else f", the disk has room for {format_size(found.limit_bytes)}"
+    disk_limit = (
+        "" if state.limit_bytes == state.budget_bytes else f", the disk has room for {format_size(state.limit_bytes)}"
     )
     print_facts(
         {
-            "folder": found.folder,
-            "budget": f"{format_size(found.budget_bytes)}{cut}",
-            "resident": f"{format_size(found.resident_bytes)} in {found.num_resident} objects",
-            "reserved": format_size(found.reserved_bytes),
-            "held by running jobs": format_size(found.held_bytes),
-            "pinned": format_size(found.pinned_bytes),
-            "in quarantine": format_size(found.quarantined_bytes),
-            "corrupt objects found": found.num_corrupt,
+            "folder": state.folder,
+            "budget": f"{format_size(state.budget_bytes)}{disk_limit}",
+            "resident": f"{format_size(state.resident_bytes)} in {state.num_resident} objects",
+            "reserved": format_size(state.reserved_bytes),
+            "in use by running jobs": format_size(state.held_bytes),
+            "pinned": format_size(state.pinned_bytes),
+            "in quarantine": format_size(state.quarantined_bytes),
+            "corrupt objects found": state.num_corrupt,
         }
     )
-    for name, pinned in found.pins.items():
-        print_facts({"pin": f"{name}, {format_size(pinned)}"})
+    for name, pinned_bytes in state.pins.items():
+        print_facts({"pin": f"{name}, {format_size(pinned_bytes)}"})
     rows = [
-        (name, format_size(each.used_bytes), format_size(each.guaranteed_bytes), _maximum(each.maximum_bytes))
-        for name, each in found.tenants.items()
+        (name, format_size(usage.used_bytes), format_size(usage.guaranteed_bytes), _maximum(usage.maximum_bytes))
+        for name, usage in state.tenants.items()
     ]
     print_table(["tenant", "used", "guaranteed", "maximum"], rows)
 
@@ -126,7 +129,7 @@ def pin(
     peers: PeersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Stage a data set and keep it on this node until `datasvc cache unpin`.
+    """Stage a data set and protect it from eviction until `datasvc cache unpin`.
 
     Example: datasvc cache pin pets@1 --repo s3://bucket/repo --cache /nvme/cache
     """
@@ -138,35 +141,35 @@ def pin(
     ref = str(dataset.resolved)
     name = ref if split is None else f"{ref}/{split}"
     with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
-        done = _stage_splits(node, choose_split(dataset, split), name, pinned=True)
-    _print_staged(name, done, as_json=as_json, what_was_done="pinned")
+        report = _stage_splits(node, choose_split(dataset, split), name, pinned=True)
+    _print_staged(name, report, as_json=as_json, verb="pinned")
 
 
 @app.command()
 def unpin(
-    name: Annotated[str, typer.Argument(metavar="REF", help="As `datasvc cache status` lists it.")],
+    name: Annotated[str, typer.Argument(metavar="REF", help="Name of the pin, as listed by `datasvc cache status`.")],
     cache: CacheOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Let what was pinned be evicted when its room is needed.
+    """Remove a pin: its objects may be evicted again when space is needed.
 
     Example: datasvc cache unpin pets@1 --cache /nvme/cache
     """
     from datasvc.sizes import format_size
 
     with open_existing_cache(cache) as node:
-        done = node.unpin(name)
+        pinned = node.unpin(name)
     if as_json:
-        print_json({"pin": name, "num_objects": len(done.objects), "size_bytes": done.size_bytes})
+        print_json({"pin": name, "num_objects": len(pinned.objects), "size_bytes": pinned.size_bytes})
     else:
-        typer.echo(f"unpinned {name}: {len(done.objects)} objects, {format_size(done.size_bytes)}")
+        typer.echo(f"unpinned {name}: {len(pinned.objects)} objects, {format_size(pinned.size_bytes)}")
 
 
 @app.command()
 def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
-    """Read every cached object again; those whose bytes have changed are moved away and fetched when wanted.
+    """Read and verify every cached object; corrupt ones are moved to quarantine, and fetched again when needed.
 
-    The exit status is 3 where any was found.
+    The exit status is 3 if a corrupt object was found.
 
     Example: datasvc cache scrub --cache /nvme/cache
     """
@@ -175,17 +178,19 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
 
     with open_existing_cache(cache) as node, byte_progress("scrubbing") as (set_total, advance):
         set_total(node.status().resident_bytes)
-        done = node.scrub(advance)
+        result = node.scrub(advance)
         folder = node.folder
     if as_json:
-        print_json(asdict(done))
+        print_json(asdict(result))
     else:
-        typer.echo(f"read {done.num_checked} objects, {format_size(done.checked_bytes)}: {len(done.corrupt)} corrupt")
-    if done.corrupt:
-        mapped = f"; running jobs had {len(done.held)} of them mapped" if done.held else ""
+        typer.echo(
+            f"read {result.num_checked} objects, {format_size(result.checked_bytes)}: {len(result.corrupt)} corrupt"
+        )
+    if result.corrupt:
+        mapped = f"; running jobs had {len(result.held)} of them mapped" if result.held else ""
         raise CorruptDataError(
-            f"{len(done.corrupt)} cached objects had changed bytes{mapped}; they lie in {folder / 'quarantine'} and "
-            "are fetched again when they are wanted. Look at the disk: it may be failing"
+            f"{len(result.corrupt)} cached objects did not match their digests{mapped}; they were moved to "
+            f"{folder / 'quarantine'}, and are fetched again when they are needed. Check the disk: it may be failing"
         )
 
 
@@ -193,11 +198,15 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
 def quota(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     cache: CacheOption,
-    guaranteed: Annotated[str, typer.Option(help="What is its own, used or not, such as 100GB or 20%.")] = "0",
-    maximum: Annotated[str | None, typer.Option(help="Its most; default: as much as there is.")] = None,
+    guaranteed: Annotated[
+        str, typer.Option(help="Space reserved for the tenant, used or not, such as 100GB or 20%.")
+    ] = "0",
+    maximum: Annotated[
+        str | None, typer.Option(help="Upper limit for the tenant; default: the whole budget.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set what a tenant is guaranteed and may use at most. Nobody is evicted below the guarantee.
+    """Set the guaranteed and the maximum space of a tenant. No tenant is evicted below its guarantee.
 
     Example: datasvc cache quota vision --guaranteed 100GB --maximum 200GB --cache /nvme/cache
     """
@@ -205,13 +214,13 @@ def quota(
     from datasvc.sizes import format_size
 
     with open_existing_cache(cache) as node:
-        least = 0 if guaranteed == "0" else parse_budget(guaranteed, node.folder)
-        most = None if maximum is None else parse_budget(maximum, node.folder)
-        node.set_quota(tenant, Quota(least, most))
+        guaranteed_bytes = 0 if guaranteed == "0" else parse_budget(guaranteed, node.folder)
+        maximum_bytes = None if maximum is None else parse_budget(maximum, node.folder)
+        node.set_quota(tenant, Quota(guaranteed_bytes, maximum_bytes))
     if as_json:
-        print_json({"tenant": tenant, "guaranteed_bytes": least, "maximum_bytes": most})
+        print_json({"tenant": tenant, "guaranteed_bytes": guaranteed_bytes, "maximum_bytes": maximum_bytes})
     else:
-        typer.echo(f"tenant {tenant}: {format_size(least)} guaranteed, at most {_maximum(most)}")
+        typer.echo(f"tenant {tenant}: {format_size(guaranteed_bytes)} guaranteed, at most {_maximum(maximum_bytes)}")
 
 
 def _open(cache: Path, *, budget: str | None, tenant: str, peers: str | None = None) -> Cache:
@@ -225,11 +234,18 @@ def _open(cache: Path, *, budget: str | None, tenant: str, peers: str | None = N
 
 
 def open_existing_cache(cache: Path) -> Cache:
-    """Return the cache in a folder. Raises NotFoundError: there is none, and looking at it shall not make one."""
+    """Return the cache in a folder.
+
+    Raises:
+        NotFoundError: the folder is not a cache.
+    """
     from datasvc.errors import NotFoundError
 
+    # `Cache` creates a missing folder, which a command that only reads must not do.
     if not (cache / "catalogue").is_dir():
-        raise NotFoundError(f"{cache} is no cache; `datasvc stage REF --cache {cache} --budget SIZE` makes one")
+        raise NotFoundError(
+            f"{cache} is not a cache; create one with `datasvc stage REF --cache {cache} --budget SIZE`"
+        )
     return _open(cache, budget=None, tenant="default")
 
 
@@ -241,9 +257,9 @@ def _splits(repo: str, ref: str, split: str | None) -> list[Split]:
     return choose_split(open_dataset(Repository.open(repo), ref), split)
 
 
-def _stage_splits(node: Cache, splits: list[Split], what: str, *, pinned: bool = False) -> StageReport:
-    with staging_progress(f"staging {what}", sum(each.table.size_bytes for each in splits)) as report:
-        return node.pin(what, splits, report) if pinned else node.stage(splits, report)
+def _stage_splits(node: Cache, splits: list[Split], name: str, *, pinned: bool = False) -> StageReport:
+    with staging_progress(f"staging {name}", sum(split.table.size_bytes for split in splits)) as progress:
+        return node.pin(name, splits, progress) if pinned else node.stage(splits, progress)
 
 
 def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, *, as_json: bool) -> None:
@@ -251,30 +267,34 @@ def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, 
 
     with (
         _open(cache, budget=budget, tenant=tenant) as node,
-        staging_progress(f"staging {len(urls)} files", None) as report,
+        staging_progress(f"staging {len(urls)} files", None) as progress,
     ):
-        staged = stage_files(node, urls, report)
+        files = stage_files(node, urls, progress)
     if as_json:
-        print_json([{**asdict(each), "path": str(each.path)} for each in staged])
+        print_json([{**asdict(file), "path": str(file.path)} for file in files])
     else:
-        typer.echo("\n".join(str(each.path) for each in staged))
+        typer.echo("\n".join(str(file.path) for file in files))
 
 
-def _print_staged(what: str, done: StageReport, *, as_json: bool, what_was_done: str = "staged") -> None:
+def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = "staged") -> None:
     from datasvc.sizes import format_size
 
     if as_json:
-        facts: dict[str, Any] = {**asdict(done), "num_fetched": done.num_fetched, "fetched_bytes": done.fetched_bytes}
+        facts: dict[str, Any] = {
+            **asdict(report),
+            "num_fetched": report.num_fetched,
+            "fetched_bytes": report.fetched_bytes,
+        }
         print_json(facts)
         return
-    peers = f", of which {format_size(done.peer_bytes)} from peers" if done.num_from_peers else ""
+    peers = f", of which {format_size(report.peer_bytes)} from peers" if report.num_from_peers else ""
     typer.echo(
-        f"{what_was_done} {what}: {done.num_fetched} shards fetched ({format_size(done.fetched_bytes)}{peers}), "
-        f"{done.num_hits} were there ({format_size(done.hit_bytes)})"
+        f"{verb} {name}: {report.num_fetched} shards fetched ({format_size(report.fetched_bytes)}{peers}), "
+        f"{report.num_hits} already in the cache ({format_size(report.hit_bytes)})"
     )
 
 
 def _maximum(maximum_bytes: int | None) -> str:
     from datasvc.sizes import format_size
 
-    return "all there is" if maximum_bytes is None else format_size(maximum_bytes)
+    return "the whole budget" if maximum_bytes is None else format_size(maximum_bytes)

@@ -1,4 +1,4 @@
-"""`datasvc cache plan`: what a training run will ask of caches, peers and origin."""
+"""`datasvc cache plan`: forecast of the bytes that a training run reads from caches, peers and origin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ShuffleName(StrEnum):
-    """Shuffles by their names on the command line."""
+    """Values of --shuffle."""
 
     GLOBAL = "global"
     WINDOWED = "windowed"
@@ -34,32 +34,39 @@ _SHUFFLES: Final[dict[ShuffleName, Literal["global", "windowed"] | None]] = {
 def plan(
     ref: Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")],
     repo: RepoOption,
-    budget: Annotated[str, typer.Option(help="Of each node's cache, such as 50GB; 10% is of this machine's disk.")],
-    nodes: Annotated[int, typer.Option(help="Nodes that train, each with a cache.")] = 1,
-    split: Annotated[str, typer.Option(help="The split that is trained on.")] = "train",
-    shuffle: Annotated[ShuffleName, typer.Option(help="As the loader's.")] = ShuffleName.GLOBAL,
-    lanes: Annotated[int, typer.Option(help="windowed: places of the data set read side by side.")] = 1,
-    block: Annotated[int | None, typer.Option(help="windowed: samples permuted together within a lane.")] = None,
-    sticky: Annotated[bool, typer.Option("--sticky", help="windowed: lanes keep their shards.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Samples of a rank per step.")] = 256,
-    ranks_per_node: Annotated[int, typer.Option(help="Processes that train on a node.")] = 1,
-    prefetch: Annotated[int, typer.Option(help="Batches under way while a rank trains.")] = 2,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether nodes serve each other.")] = True,
-    images_per_second: Annotated[float | None, typer.Option(metavar="R", help="That one node trains.")] = None,
+    budget: Annotated[
+        str, typer.Option(help="Size of each node's cache, such as 50GB, or 10% of the size of this machine's disk.")
+    ],
+    nodes: Annotated[int, typer.Option(help="Number of training nodes, each with its own cache.")] = 1,
+    split: Annotated[str, typer.Option(help="Split to train on.")] = "train",
+    shuffle: Annotated[ShuffleName, typer.Option(help="Shuffle of the loader.")] = ShuffleName.GLOBAL,
+    lanes: Annotated[int, typer.Option(help="With windowed: parts of the data set that are read in parallel.")] = 1,
+    block: Annotated[int | None, typer.Option(help="With windowed: samples permuted together within a lane.")] = None,
+    sticky: Annotated[
+        bool, typer.Option("--sticky", help="With windowed: each lane reads the same samples in every epoch.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the access order.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 256,
+    ranks_per_node: Annotated[int, typer.Option(help="Training processes per node.")] = 1,
+    prefetch: Annotated[int, typer.Option(help="Batches that each rank loads ahead.")] = 2,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether nodes fetch from each other.")] = True,
+    images_per_second: Annotated[
+        float | None, typer.Option(metavar="R", help="Images that one node trains per second.")
+    ] = None,
     origin_rate: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the origin gives all nodes in a second, such as 2GB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes per second from the origin to all nodes together, such as 2GB."),
     ] = None,
     peer_rate: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What a node gets from the others in a second.")
+        str | None, typer.Option(metavar="SIZE", help="Bytes per second that each node receives from other nodes.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say before a run what its caches will hold, what origin and peers must give, and whether it will starve.
+    """Forecast the cache contents, the bandwidth needed from origin and peers, and whether training would starve.
 
     Example: datasvc cache plan pets@1 --budget 50GB --nodes 4 --shuffle windowed --lanes 4 --block 8192
 
-    Ends with status 1 and the number needed where the order's window does not fit into the budget.
+    The exit status is 1 if the order's window exceeds the budget; the message states the bytes needed.
     """
     from datasvc.cache import parse_budget
     from datasvc.cache.forecast.forecast import forecast
@@ -70,7 +77,7 @@ def plan(
     from datasvc.sizes import parse_size
 
     order = OrderConfig(seed=seed, shuffle=_SHUFFLES[shuffle], lanes=lanes, block=block, sticky=sticky)
-    shape = Workload(
+    workload = Workload(
         order,
         batch_size,
         nodes=nodes,
@@ -78,53 +85,55 @@ def plan(
         prefetch=prefetch,
         has_peers=peers and nodes > 1,
     )
-    origin, between = (None if rate is None else float(parse_size(rate)) for rate in (origin_rate, peer_rate))
-    rates = Rates(images_per_second, origin, between)
+    origin_bytes_s, peer_bytes_s = (
+        None if rate is None else float(parse_size(rate)) for rate in (origin_rate, peer_rate)
+    )
+    rates = Rates(images_per_second, origin_bytes_s, peer_bytes_s)
     table = open_dataset(Repository.open(repo), ref)[split].table
     budget_bytes = parse_budget(budget, Path.cwd())
-    found = forecast(table.samples_per_shard, table.bytes_per_shard, budget_bytes, shape, rates)
+    result = forecast(table.samples_per_shard, table.bytes_per_shard, budget_bytes, workload, rates)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(result))
     else:
-        _print_forecast(found, shape, rates.samples_per_second)
+        _print_forecast(result, workload, rates.samples_per_second)
 
 
-def _print_forecast(found: Forecast, shape: Workload, wanted: float | None) -> None:
+def _print_forecast(result: Forecast, workload: Workload, images_s: float | None) -> None:
     from datasvc.sizes import format_size
 
     print_facts(
         {
-            "data": f"{found.num_samples} samples in {found.num_shards} shards, {format_size(found.data_bytes)}",
-            "nodes": f"{shape.nodes}, each reads {'lanes of its own' if shape.splits_lanes else 'all shards'}",
-            "budget": f"{format_size(found.budget_bytes)} on each node",
-            "needed at once": f"{format_size(found.window_bytes)} on each node",
-            "resident": f"{format_size(found.resident_bytes)} on each node after some epochs, "
-            f"{found.resident_bytes / found.data_bytes:.0%} of the data",
-            "first epoch": _epoch_facts(found.first_epoch, found.data_bytes, wanted),
-            "each later epoch": _epoch_facts(found.later_epochs, found.data_bytes, wanted),
+            "data": f"{result.num_samples} samples in {result.num_shards} shards, {format_size(result.data_bytes)}",
+            "nodes": f"{workload.nodes}, each reads {'its own lanes' if workload.splits_lanes else 'all shards'}",
+            "budget": f"{format_size(result.budget_bytes)} per node",
+            "minimum": f"{format_size(result.window_bytes)} per node, the window of the access order",
+            "resident": f"{format_size(result.resident_bytes)} per node after several epochs, "
+            f"{result.resident_bytes / result.data_bytes:.0%} of the data",
+            "first epoch": _epoch_facts(result.first_epoch, result.data_bytes, images_s),
+            "each later epoch": _epoch_facts(result.later_epochs, result.data_bytes, images_s),
         }
     )
 
 
-def _epoch_facts(epoch: EpochForecast, data_bytes: int, wanted: float | None) -> dict[str, str]:
+def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_s: float | None) -> dict[str, str]:
     from datasvc.sizes import format_size
 
     facts = {
-        "from the caches": f"{format_size(epoch.hit_bytes)} of {format_size(epoch.used_bytes)} that the nodes use",
+        "from the caches": f"{format_size(epoch.hit_bytes)} of {format_size(epoch.used_bytes)} that the nodes read",
         "from the origin": f"{format_size(epoch.origin_bytes)}, {epoch.origin_bytes / data_bytes:.2f} x the data",
         "from peers": format_size(epoch.peer_bytes),
     }
     if epoch.origin_rate is not None and epoch.peer_rate is not None:
         facts["bandwidth needed"] = (
-            f"{format_size(epoch.origin_rate)}/s from the origin in all, {format_size(epoch.peer_rate)}/s from peers "
-            "to each node"
+            f"{format_size(epoch.origin_rate)}/s from the origin in total, {format_size(epoch.peer_rate)}/s from "
+            "peers to each node"
         )
     if epoch.starves is not None:
         facts["starves"] = (
-            f"yes: the bandwidth given feeds {epoch.fed_samples_per_second:.0f} of {wanted:.0f} images/s on each node"
+            f"yes: the bandwidth suffices for {epoch.fed_samples_per_second:.0f} of {images_s:.0f} images/s per node"
             if epoch.starves
             else "no"
         )
     elif epoch.fed_samples_per_second is not None:
-        facts["trains at most"] = f"{epoch.fed_samples_per_second:.0f} images/s on each node"
+        facts["trains at most"] = f"{epoch.fed_samples_per_second:.0f} images/s per node"
     return facts

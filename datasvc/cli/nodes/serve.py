@@ -1,4 +1,4 @@
-"""`datasvc serve` and `datasvc top`: the process of a node, and a live view of it."""
+"""`datasvc serve` and `datasvc top`: run a node's server, and show its live status."""
 
 from __future__ import annotations
 
@@ -15,48 +15,56 @@ from datasvc.cli.nodes.cache import BudgetOption, CacheOption, open_existing_cac
 from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line
 
 TokenOption = Annotated[
-    Path | None, typer.Option(help="File with the token that callers must know; default the variable DATASVC_TOKEN.")
+    Path | None, typer.Option(help="File with the access token; default: the environment variable DATASVC_TOKEN.")
 ]
-CaOption = Annotated[Path | None, typer.Option(help="Certificates that vouch for other nodes; default the system's.")]
+CaOption = Annotated[
+    Path | None, typer.Option(help="CA certificates that verify other nodes; default: those of the system.")
+]
 
 
 def serve(
     cache: CacheOption,
     repo: Annotated[
-        list[str], typer.Option("--repo", envvar="DATASVC_REPO", help="Repository to read from; repeat for more.")
+        list[str],
+        typer.Option("--repo", envvar="DATASVC_REPO", help="Repository to read from; may be given several times."),
     ],
     budget: BudgetOption = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond this machine it needs a token.")
+        str, typer.Option(help="Address to listen on; an address other than loopback requires a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8765,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8765,
     token_file: TokenOption = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of this node: talk HTTPS.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of this node; enables HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of --tls-cert, not encrypted.")] = None,
     ca: CaOption = None,
     tls_name: Annotated[
-        str | None, typer.Option(help="Name in the certificates of all nodes; default each host's.")
+        str | None, typer.Option(help="Host name in the certificates of all nodes; default: each node's own.")
     ] = None,
     peers: Annotated[
-        str | None, typer.Option(help="The nodes: http://a:8765,http://b:8765 or file:PATH or dns:NAME:PORT.")
+        str | None, typer.Option(help="All nodes: http://a:8765,http://b:8765 or file:PATH or dns:NAME:PORT.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Which of --peers this node is; default looked up.")] = None,
-    tenant: Annotated[str, typer.Option(help="Whose quota is used.")] = "default",
-    max_connections: Annotated[int, typer.Option(help="More are refused.")] = 256,
+    url: Annotated[
+        str | None, typer.Option(help="URL of this node among --peers; default: found by its addresses.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant whose quota is used.")] = "default",
+    max_connections: Annotated[int, typer.Option(help="Maximum number of connections.")] = 256,
     peer_rate: Annotated[
-        str | None, typer.Option(help="Most bytes a second to peers, such as 1GB; default no cap.")
+        str | None, typer.Option(help="Maximum bytes per second to peers, such as 1GB; default: no limit.")
     ] = None,
     origin_rate: Annotated[
-        str | None, typer.Option(help="Most bytes a second from the repositories, such as 500MB; default no cap.")
+        str | None,
+        typer.Option(help="Maximum bytes per second from the repositories, such as 500MB; default: no limit."),
     ] = None,
-    grace: Annotated[float, typer.Option(help="Seconds that transfers under way get at the end.")] = 20.0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds for running transfers to complete after a stop signal.")
+    ] = 20.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve this node's cache to other nodes, stage on request, and say how it is, until SIGTERM.
+    """Serve this node's cache to other nodes, stage data on request and report metrics, until SIGTERM.
 
     Example: datasvc serve --cache /nvme/cache --repo s3://bucket/repo --budget 500GB
 
-    Prints its address once it listens. One node alone needs no server.
+    Prints its address once it accepts connections. A single node does not need a server.
     """
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
     from datasvc.node.server import serve as run_server
@@ -91,45 +99,46 @@ def serve(
             sys.stdout.flush()
 
     if not run_server(settings, ready):
-        # Threads that wait for others would keep the process for as long; a cache survives its end at any instant.
+        # Exit at once: threads that wait for other nodes would delay a normal exit, and a cache survives any exit.
         sys.stdout.flush()
         os._exit(0)
 
 
 def top(
-    node: Annotated[
-        str | None, typer.Option(help="URL of a node that serves, such as http://127.0.0.1:8765.")
-    ] = None,
+    node: Annotated[str | None, typer.Option(help="URL of a node's server, such as http://127.0.0.1:8765.")] = None,
     cache: Annotated[
-        Path | None, typer.Option("--cache", envvar="DATASVC_CACHE", help="Or the folder of this machine's cache.")
+        Path | None,
+        typer.Option("--cache", envvar="DATASVC_CACHE", help="Folder of a local cache, used without --node."),
     ] = None,
     token_file: TokenOption = None,
     ca: CaOption = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(help="Seconds between updates.")] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a node: cache, staging, peers and the processes that use it; once only where the output is no terminal.
+    """Show the live status of a node: its cache, staging jobs, peers, and the processes that use it.
 
     Example: datasvc top --node http://127.0.0.1:8765
+
+    Prints the status once if the output is not a terminal.
     """
     from datasvc.cli.nodes.top_view import status_text, watch
     from datasvc.errors import ConfigError
 
     if not interval > 0:
-        raise ConfigError(f"an interval of {interval} s is out of range; expected more than 0")
-    look = _looking(node, cache, token_file, ca)
+        raise ConfigError(f"--interval {interval} is out of range; expected more than 0 seconds")
+    read_status = _status_reader(node, cache, token_file, ca)
     if as_json:
-        print_json(look())
+        print_json(read_status())
     elif sys.stdout.isatty():
-        watch(look, interval_s=interval, stop=threading.Event())
+        watch(read_status, interval_s=interval, stop=threading.Event())
     else:
-        typer.echo(status_text(look()))
+        typer.echo(status_text(read_status()))
 
 
-def _looking(
+def _status_reader(
     node: str | None, cache: Path | None, token_file: Path | None, ca: Path | None
 ) -> Callable[[], dict[str, Any]]:
-    """Return what asks a node, or reads a cache's folder where no node is named."""
+    """Return a function that reads the status of a node, or of a local cache if no node is given."""
     from datasvc.errors import ConfigError
 
     if node is not None:
@@ -138,8 +147,8 @@ def _looking(
 
         return NodeClient(node, token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)), ca_file=ca).status
     if cache is None:
-        raise ConfigError("what to watch? --node URL of one that serves, or --cache FOLDER on this machine")
+        raise ConfigError("nothing to show; give --node URL for a node's server, or --cache FOLDER for a local cache")
     from datasvc.node.status import describe_cache
 
-    opened = open_existing_cache(cache)
-    return lambda: {"cache": describe_cache(opened.status())}
+    local_cache = open_existing_cache(cache)
+    return lambda: {"cache": describe_cache(local_cache.status())}

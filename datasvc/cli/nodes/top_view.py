@@ -1,4 +1,4 @@
-"""How `datasvc top` draws a node: plain values in, text or tables out."""
+"""Rendering of a node's status for `datasvc top`: plain values in, text or tables out."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _RATES = (
 )
 
 
-def watch(look: Callable[[], Status], *, interval_s: float, stop: threading.Event) -> None:
-    """Draw what `look` returns again and again, until interrupted or `stop` is set.
+def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threading.Event) -> None:
+    """Read and draw the status at each interval, until interrupted or `stop` is set.
 
-    A node that does not answer for a while is shown as such, and looked at again.
+    If the node does not respond, its error is drawn instead, and the next interval tries again.
     """
     with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
-        before: tuple[float, Status] | None = None
+        previous: tuple[float, Status] | None = None
         while not stop.is_set():
             now = time.monotonic()
             try:
-                status = look()
+                status = read_status()
             except UnavailableError as error:
                 live.update(Text(str(error), style="bold red"), refresh=True)
             else:
-                rates = {} if before is None else byte_rates(before[1], status, now - before[0])
+                rates = {} if previous is None else byte_rates(previous[1], status, now - previous[0])
                 live.update(draw(status, rates), refresh=True)
-                before = now, status
+                previous = now, status
             stop.wait(interval_s)
 
 
 def status_text(status: Status) -> str:
-    """Return one look at a node as text without colours."""
+    """Return the status of a node as text without colours."""
     console = Console(file=io.StringIO(), width=110, color_system=None)
     console.print(draw(status, {}))
     assert isinstance(console.file, io.StringIO)
@@ -58,15 +58,16 @@ def status_text(status: Status) -> str:
 
 
 def byte_rates(before: Status, after: Status, elapsed_s: float) -> dict[str, float]:
-    """Return bytes a second of each counter of bytes; 0 for one that began again, as after a restart."""
+    """Return bytes per second for each byte counter, between two readings of the status."""
     old, new = before["cache"]["counters"], after["cache"]["counters"]
     if elapsed_s <= 0:
         return {}
+    # A counter restarts at 0 with the process, so the difference may be negative.
     return {name: max(0, new.get(name, 0) - old.get(name, 0)) / elapsed_s for _, name in _RATES}
 
 
 def draw(status: Status, rates: Mapping[str, float]) -> RenderableType:
-    """Return everything that is known of a node, to be printed."""
+    """Return the status of a node as an object that rich can print."""
     return Group(*_parts(status, rates))
 
 
@@ -79,8 +80,8 @@ def _parts(status: Status, rates: Mapping[str, float]) -> Iterator[RenderableTyp
         serving = status["serving"]
         yield Text(
             f"serving: {serving['num_streams']} streams, {serving['num_connections']} of "
-            f"{serving['max_connections']} connections, {serving['num_fetches']} objects on their way for peers, "
-            f"{serving['num_broken']} answers cut short"
+            f"{serving['max_connections']} connections, {serving['num_fetches']} objects being fetched for peers, "
+            f"{serving['num_broken']} incomplete responses"
         )
     yield from _tables(status)
 
@@ -96,8 +97,8 @@ def _space(cache: Status) -> RenderableType:
         f"{format_size(cache[name])} {text}"
         for name, text in (
             ("resident_bytes", f"resident in {cache['num_resident']} objects"),
-            ("reserved_bytes", "on their way"),
-            ("held_bytes", "held by jobs"),
+            ("reserved_bytes", "being fetched"),
+            ("held_bytes", "in use by jobs"),
             ("pinned_bytes", "pinned"),
             ("quarantined_bytes", "quarantined"),
         )
@@ -109,46 +110,46 @@ def _space(cache: Status) -> RenderableType:
 def _traffic(counters: Status, rates: Mapping[str, float]) -> RenderableType:
     hits, misses = counters.get("hits", 0), counters.get("misses", 0)
     ratio = f"{hits / (hits + misses):.1%}" if hits + misses else "none yet"
-    table = _table("traffic", "in all", "now")
+    table = _table("traffic", "total", "now")
     for text, name in _RATES:
         rate = f"{format_size(rates[name])}/s" if name in rates else ""
         table.add_row(text, format_size(counters.get(name, 0)), rate)
-    bad = f"{counters.get('corrupt', 0)} corrupt objects found, {counters.get('refused', 0)} refused for lack of room"
+    bad = f"{counters.get('corrupt', 0)} corrupt objects, {counters.get('refused', 0)} refused for lack of space"
     return Group(Text(f"hits: {ratio} of {hits + misses}; {bad}"), table)
 
 
 def _tables(status: Status) -> Iterator[RenderableType]:
     cache = status["cache"]
     if status.get("jobs"):
-        table = _table("staging", "split", "state", "done", "of", "hit", "from origin", "from peers")
+        table = _table("staging", "split", "state", "done", "total", "hits", "from origin", "from peers")
         for job in status["jobs"]:
             kinds = (job["bytes"][kind] for kind in ("resident", "origin", "peer"))
             sizes = map(format_size, (job["done_bytes"], job["total_bytes"], *kinds))
             table.add_row(*map(_plain, (job["ref"], job["split"] or "all", job["state"], *sizes)))
         yield table
     if status.get("peers"):
-        table = _table("peer", "right", "missing", "failed", "lying", "bytes")
+        table = _table("peer", "ok", "missing", "failed", "corrupt", "bytes")
         for url, peer in sorted(status["peers"].items()):
             counts = (peer[f"num_{name}"] for name in ("ok", "missing", "failed", "lying"))
             table.add_row(_plain(url), *map(str, counts), format_size(peer["bytes_received"]))
         yield table
     if cache["jobs"]:
-        table = _table("process", "read so far", "what it is")
+        table = _table("process", "bytes read", "description")
         for job in cache["jobs"]:
             process = str(job["lease_id"]).partition("-")[0]
             table.add_row(_plain(process), format_size(job["clock_bytes"]), _plain(job["note"]))
         yield table
     if len(cache["tenants"]) > 1:
-        table = _table("tenant", "uses", "guaranteed", "at most")
+        table = _table("tenant", "used", "guaranteed", "maximum")
         for name, usage in sorted(cache["tenants"].items()):
-            most = usage["maximum_bytes"]
-            owned = map(format_size, (usage["used_bytes"], usage["guaranteed_bytes"]))
-            table.add_row(_plain(name), *owned, "all" if most is None else format_size(most))
+            maximum_bytes = usage["maximum_bytes"]
+            sizes = map(format_size, (usage["used_bytes"], usage["guaranteed_bytes"]))
+            table.add_row(_plain(name), *sizes, "budget" if maximum_bytes is None else format_size(maximum_bytes))
         yield table
 
 
 def _plain(value: str) -> Text:
-    """Return text that is neither markup of rich nor commands to the terminal."""
+    """Return `value` as literal text: without rich markup, and with control characters escaped."""
     return Text(text_value(value))
 
 

@@ -1,1 +1,1 @@
-"""How commands print: tables, progress bars, JSON, pictures."""
+"""Output of commands: tables, progress bars, JSON, images."""

@@ -1,4 +1,4 @@
-"""How commands print: tables and progress bars for people, JSON for machines."""
+"""Output of commands: tables and progress bars for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from datasvc.cli.terminal.values import text_value
 from datasvc.progress import byte_bar
 from datasvc.sizes import format_size
 
-_CAME = {"origin": "origin", "peer": "peers", "resident": "hits"}
+# How the progress bar names each source of bytes.
+_SOURCE_LABELS = {"origin": "origin", "peer": "peers", "resident": "hits"}
 
 RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def print_json(value: Any) -> None:
@@ -33,20 +34,20 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """Print one JSON document on a line of its own, at once: for commands that report while they work."""
+    """Print one JSON document as a single line and flush it; for commands that print events while they run."""
     sys.stdout.write(json.dumps(value, sort_keys=True, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows for people; plain tab-separated text where the output is no terminal."""
+    """Print a table; without a header and with tabs between values if the output is not a terminal."""
     if not sys.stdout.isatty():
         for row in rows:
-            sys.stdout.write("\t".join(text_value(str(each)) for each in row) + "\n")
+            sys.stdout.write("\t".join(text_value(str(value)) for value in row) + "\n")
         return
     table = Table(*columns, box=None, header_style="bold")
     for row in rows:
-        table.add_row(*(text_value(str(each)) for each in row))
+        table.add_row(*(text_value(str(value)) for value in row))
     Console().print(table)
 
 
@@ -55,28 +56,32 @@ def print_facts(facts: Mapping[str, object]) -> None:
     for name, value in facts.items():
         if isinstance(value, Mapping):
             sys.stdout.write(f"{name}:\n")
-            for key, each in value.items():
-                sys.stdout.write(f"  {text_value(str(key))}: {text_value(str(each))}\n")
+            for key, nested_value in value.items():
+                sys.stdout.write(f"  {text_value(str(key))}: {text_value(str(nested_value))}\n")
         else:
             sys.stdout.write(f"{text_value(str(name))}: {text_value(str(value))}\n")
 
 
 @contextmanager
 def staging_progress(title: str, total_bytes: int | None) -> Iterator[Callable[[str, int], None]]:
-    """Show a bar of bytes, rate, time left and where bytes come from on a terminal; elsewhere nothing.
+    """Show a progress bar with rate, time left and bytes per source; nothing if stderr is not a terminal.
 
     Yields:
-        A function, for any thread, that counts bytes by where they came from: "resident", "origin", "peer".
+        A thread-safe function that counts bytes of one source: "resident", "origin" or "peer".
     """
-    counted: Counter[str] = Counter()
+    bytes_by_source: Counter[str] = Counter()
     lock = threading.Lock()
-    with byte_bar(TextColumn("{task.fields[came]}")) as bar:
-        task = bar.add_task(title, total=total_bytes, came="")
+    with byte_bar(TextColumn("{task.fields[sources]}")) as bar:
+        task = bar.add_task(title, total=total_bytes, sources="")
 
-        def count(kind: str, size_bytes: int) -> None:
+        def count(source: str, size_bytes: int) -> None:
             with lock:
-                counted[kind] += size_bytes
-                came = ", ".join(f"{name} {format_size(counted[key])}" for key, name in _CAME.items() if counted[key])
-            bar.update(task, advance=size_bytes, came=came)
+                bytes_by_source[source] += size_bytes
+                sources = ", ".join(
+                    f"{label} {format_size(bytes_by_source[key])}"
+                    for key, label in _SOURCE_LABELS.items()
+                    if bytes_by_source[key]
+                )
+            bar.update(task, advance=size_bytes, sources=sources)
 
         yield count

@@ -1,4 +1,4 @@
-"""Pictures in a terminal: a character is two pixels, the upper in its own colour, the lower in its background's."""
+"""Images in a terminal: one character shows two pixels, by its foreground and its background colour."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _UPPER_HALF = "\N{UPPER HALF BLOCK}"
 
 
 def can_draw(console: Console) -> bool:
-    """Return whether the console is a terminal that shows colours."""
+    """Return whether the console is a terminal with colours."""
     return console.is_terminal and console.color_system is not None
 
 
 def draw_image(image: Image.Image) -> Text:
-    """Return an RGB image as lines of half blocks, one column a pixel, one line two pixels."""
+    """Return an image as lines of half-block characters: one column per pixel, one line per two rows of pixels."""
     pixels = np.asarray(image.convert("RGB"))
-    if len(pixels) % 2:
+    if len(pixels) % 2:  # the last line needs a lower row of pixels
         pixels = np.concatenate([pixels, np.zeros_like(pixels[:1])])
     lines = (
         Text.assemble(*[(_UPPER_HALF, _style(upper[x], lower[x])) for x in range(len(upper))])

@@ -1,4 +1,4 @@
-"""How values of samples are printed: blobs as sizes, everything else so that a terminal or JSON can have it."""
+"""Conversion of sample values to JSON values and to printable text; blobs become their sizes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any
 
 
 def json_value(value: Any) -> Any:
-    """Return a sample's value as JSON values; bytes become `{"bytes": their number}`."""
+    """Return a sample's value as JSON values; bytes become `{"bytes": length}`."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": len(value)}
     if isinstance(value, Mapping):
-        return {str(name): json_value(each) for name, each in value.items()}
+        return {str(name): json_value(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [json_value(each) for each in value]
+        return [json_value(item) for item in value]
     if isinstance(value, Decimal) and value.as_tuple().exponent == 0:
-        return int(value)  # sums of integers
+        return int(value)  # DuckDB returns sums of integers as decimals
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no such number
+        return str(value)  # JSON has no NaN and no infinity
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def text_value(value: Any) -> str:
-    """Return a sample's value on one line; control characters, which could command a terminal, are escaped."""
+    """Return a sample's value as one line of text.
+
+    Control characters are escaped: a terminal would execute their escape sequences.
+    """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"{len(value)} bytes"
     text = value if isinstance(value, str) else str(json_value(value))

@@ -40,9 +40,9 @@ def test_a_whole_epoch_is_proven_with_status_0(ledger):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "numbers@1/train: 2 files, ranks 2",
-        "epoch 0: proven: each of 40 samples accounted for once",
+        "epoch 0: proven: each of 40 samples was served once",
         "  served 36, dropped 4 that filled no batch",
-        "epoch 1: under way: each of the first 12 of 40 samples once so far",
+        "epoch 1: not finished: each of the first 12 of 40 samples was served once",
         "  served 12",
     ]
     facts = said(datasvc("audit", ledger, "--json"))

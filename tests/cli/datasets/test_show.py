@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from datasvc.cli.datasets.show import _unique, histogram_lines
+from datasvc.cli.datasets.show import _unique_names, histogram_lines
 from datasvc.cli.terminal.values import json_value, text_value
 from datasvc.shards.format.schema import image_schema, shard_schema
 from datasvc.shards.versions.delete import delete
@@ -210,4 +210,4 @@ def test_values_of_other_types_become_text():
 
 
 def test_columns_of_one_name_are_all_printed():
-    assert _unique(["a", "a_2", "a", "a_1", "a"]) == ["a", "a_2", "a_3", "a_1", "a_4"]
+    assert _unique_names(["a", "a_2", "a", "a_1", "a"]) == ["a", "a_2", "a_3", "a_1", "a_4"]

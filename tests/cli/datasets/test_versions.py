@@ -78,7 +78,7 @@ def test_deleting_nothing_says_so(pets):
 def test_missing_keys_may_be_ignored_and_are_named(pets, tmp_path):
     (tmp_path / "keys").write_text("b\nx\n")
     done = datasvc("delete", "pets", "--keys", tmp_path / "keys", "--ignore-missing", repo=pets.url)
-    assert (done.returncode, done.stderr) == (0, "1 keys are not there: x\n")
+    assert (done.returncode, done.stderr) == (0, "1 keys do not exist: x\n")
     assert keys_of(pets, "pets") == ["a", "c", "d"]
 
 
@@ -121,8 +121,8 @@ def test_data_sets_are_merged(pets):
     ("arguments", "code", "message"),
     [
         (["delete", "pets"], 2, "expected either keys or a condition"),
-        (["delete", "pets", "--keys", "/nonexistent/keys"], 1, "there is no file /nonexistent/keys"),
-        (["delete", "pets", "--keys", sys.executable], 2, "are not UTF-8"),
+        (["delete", "pets", "--keys", "/nonexistent/keys"], 1, "file /nonexistent/keys with the keys does not exist"),
+        (["delete", "pets", "--keys", sys.executable], 2, "is not UTF-8"),
         (["delete", "pets", "--keys", "/"], 2, "is a folder"),
         (["delete", "pets", "--keys", __file__], 1, "keys are not in pets@1: "),
         (["delete", "pets", "--where", "colour = 1"], 2, "the columns are key, blob, label"),

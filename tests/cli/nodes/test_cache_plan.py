@@ -55,8 +55,8 @@ def test_a_run_that_will_starve_is_told_so(digits, data_bytes):
     done = plan(digits, *needed, "--origin-rate", "1kB")
     assert done.returncode == 0, done.stderr
     first, _, later = done.stdout.partition("each later epoch")
-    assert "starves: yes: the bandwidth given feeds" in first
-    assert "of 1000 images/s on each node" in first
+    assert "starves: yes: the bandwidth suffices for" in first
+    assert "of 1000 images/s per node" in first
     assert "starves: no" in later
     assert "starves: yes" not in plan(digits, *needed, "--origin-rate", "10GB").stdout
     without = plan(digits, "--budget", data_bytes + BLOCKS, "--origin-rate", "1kB").stdout

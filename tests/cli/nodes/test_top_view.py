@@ -106,7 +106,7 @@ def test_on_a_terminal_it_watches_until_interrupted(cache):
         ([], 2, "--node URL"),
         (["--node", "x"], 2, "http://HOST:PORT"),
         (["--node", "http://127.0.0.1:9"], 5, "does not respond"),
-        (["--cache", "nowhere"], 1, "is no cache"),
+        (["--cache", "nowhere"], 1, "is not a cache"),
         (["--cache", "nowhere", "--interval", "0"], 2, "interval"),
     ],
 )
