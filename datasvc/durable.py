@@ -1,8 +1,7 @@
-"""Publish local files so that a crash at any instant leaves the old content or the new, never a mix.
+"""Atomic, durable writes of local files: after a crash, a file has the old content or the new one, never a mix.
 
-The recipe: write a temporary file in the same folder, fsync it, rename (or link) it to its name, fsync the
-folder. Nothing else in datasvc writes a local file in place. A process killed half-way leaves a file whose
-name starts with `TEMPORARY_PREFIX`; readers never look at those.
+A write creates a temporary file in the same folder, syncs it, renames or links it to its name, and syncs the folder.
+A killed process leaves a file whose name starts with `TEMPORARY_PREFIX`, which readers ignore.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 TEMPORARY_PREFIX = ".tmp-"
-_MAX_NAME_BYTES = 255  # of Linux's file systems
-_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writing dirty pages, wait for nothing
+_MAX_NAME_BYTES = 255  # limit of Linux file systems
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writeback of dirty pages, without waiting
 
 
 def _find_sync_file_range() -> Any:
@@ -34,16 +33,16 @@ _sync_file_range = _find_sync_file_range()
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Let the disk begin with what was just written, so that the fsync at the end finds little left to wait for.
+    """Start the writeback of written bytes, so that a later fsync has less to wait for.
 
-    A hint: it makes nothing durable, and does nothing where the system has no such call.
+    This is a hint: it makes nothing durable, and does nothing on systems without `sync_file_range`.
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut."""
+    """Sync a folder, so that the names in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -52,7 +51,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and its missing parents, durably. An existing folder is left as it is."""
+    """Create `folder` and its missing parents, so that they survive a power cut. Do nothing if it exists."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -62,10 +61,10 @@ def make_folder(folder: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name that comes from elsewhere may name a file in a folder of ours.
+    """Return whether an untrusted name is safe as the name of a file in a folder of datasvc.
 
-    It names nothing outside of the folder, and no file that starts with a dot, which is where our own files are:
-    no slash, not empty, no control characters, at most 255 bytes of UTF-8.
+    A safe name is not empty, has no slash and no control characters, no dot at its start as internal files have,
+    and has at most 255 bytes of UTF-8.
     """
     if not name or name.startswith(".") or "/" in name:
         return False
@@ -76,19 +75,19 @@ def is_plain_name(name: str) -> bool:
 
 @contextmanager
 def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
-    """Open a temporary file that becomes `path` when the block ends well, replacing what was there.
+    """Open a temporary file that replaces `path` when the block ends without an error.
 
     Args:
-        path: the file.
-        synced: survive a power cut too. Without it a crash of the machine may leave a file of any content under
-            the name; a killed process never does.
+        path: file to write.
+        synced: whether the file survives a power cut. Without it, a crash of the machine may leave a file with any
+            content at `path`; a killed process never does.
 
     Yields:
         A binary file open for writing, in the folder of `path`.
 
     Raises:
-        OSError: writing, syncing or renaming failed; the temporary file is gone and `path` is as before, unless
-            the last step failed, syncing the folder: then `path` is new, but may not survive a power cut.
+        OSError: a write, sync or rename failed; the temporary file is removed and `path` is unchanged. If only the
+            last step failed, the sync of the folder, `path` is new, but may not survive a power cut.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
@@ -103,23 +102,23 @@ def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
         raise
     if not synced:
         return
-    # Sync after the rename: a name must never outlive a power cut while a caller already relies on it.
+    # Sync after the rename: when this returns, callers rely on the new name, so a power cut must not lose it.
     fsync_folder(path.parent)
 
 
 def write_file(path: Path, content: bytes | memoryview, *, synced: bool = True) -> None:
-    """Write `content` to `path`, replacing an old file atomically. Arguments and errors as of `replacing`."""
+    """Write `content` to `path`, atomically replacing an existing file. See `replacing` for arguments and errors."""
     with replacing(path, synced=synced) as file:
         file.write(content)
 
 
 def create_file(path: Path, content: bytes | memoryview) -> None:
-    """Write `content` to `path` only if nothing is there yet, atomically: of many racing writers one wins.
+    """Write `content` to `path` only if `path` does not exist, atomically: of concurrent writers, one succeeds.
 
     Raises:
-        FileExistsError: `path` exists; it was not touched.
-        OSError: writing or linking failed and `path` does not exist; or syncing the folder failed, the last
-            step: then it does, but may not survive a power cut.
+        FileExistsError: `path` exists; it is unchanged.
+        OSError: the write or the link failed, and `path` does not exist. If only the last step failed, the sync of
+            the folder, `path` exists, but may not survive a power cut.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
@@ -127,7 +126,7 @@ def create_file(path: Path, content: bytes | memoryview) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # link() fails where rename() would replace: the file system decides the race.
+        # link() fails if the name exists, where rename() would replace it: the file system resolves the race.
         os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The optional packages, and the one sentence that says how to install them.
+"""Optional packages, and the message with the command that installs them.
 
-It names packages that are on an index, so that it is true wherever datasvc itself comes from.
+The command lists packages of the index, not extras of datasvc, because datasvc itself may not be on an index.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Final
 
-# As in pyproject.toml: a test holds the two equal.
+# A copy of those in pyproject.toml; a test checks that both are equal.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "s3": ("s3fs>=2025.3",),
     "gcs": ("gcsfs>=2025.3",),
@@ -25,7 +25,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "ray": ("ray>=2.40",),
     "demo": ("scikit-learn>=1.6",),
 }
-_OF_SCHEME: Final = {
+_EXTRA_OF_SCHEME: Final = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     **dict.fromkeys(("gs", "gcs"), "gcs"),
     **dict.fromkeys(("abfs", "abfss", "az", "adl"), "azure"),
@@ -33,12 +33,12 @@ _OF_SCHEME: Final = {
 
 
 def how_to_install(extra: str) -> str:
-    """Return the end of a message: what to type for the packages of one of `EXTRAS`."""
+    """Return the command that installs the packages of an extra, as the end of a message."""
     packages = shlex.join(EXTRAS[extra])
     return f"pip install {packages}, or in the source folder of datasvc: pip install '.[{extra}]'"
 
 
 def how_to_install_driver(url: str) -> str:
-    """Return what to type for the driver of a URL's store; "install its driver" where that is none of ours."""
-    extra = _OF_SCHEME.get(url.partition("://")[0])
+    """Return the command that installs the driver of a URL's store; generic advice for a store without an extra."""
+    extra = _EXTRA_OF_SCHEME.get(url.partition("://")[0])
     return how_to_install(extra) if extra is not None else "install its driver for fsspec"

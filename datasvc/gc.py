@@ -1,6 +1,6 @@
-"""gc: remove the objects that no log names, and what killed writers left.
+"""Garbage collection: delete objects that no log entry references, and files left by killed writers.
 
-Never runs by itself. Its order is what makes it safe beside running writers: see `gc`.
+It runs only on request. Concurrent writers are safe because old objects are listed before references are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
 
 GRACE_S: Final = 7 * 24 * 3600
-# Twice the age at which a writer makes a remote object young: what it did not have to is still safe for a day.
+# Twice the age at which writers rewrite a remote object: one that was too young for that is safe for another day.
 MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -35,14 +35,14 @@ _MAX_CLOCK_DIFFERENCE_S: Final = 3600
 
 @dataclass
 class Garbage:
-    """What may be removed.
+    """Files that may be deleted.
 
     Attributes:
         objects: size in bytes of each object.
         pointers: paths of pointers, by the digest of the chunk that they point to.
-        temporary_files: paths of files that killed writers left.
-        journals: folders of unfinished work that nobody came back to.
-        num_young: objects that are kept for their age alone, or were not looked at for it.
+        temporary_files: paths of files left by killed writers.
+        journals: folders of unfinished work that was not resumed.
+        num_young: number of objects that are kept because of their age.
     """
 
     objects: dict[Digest, int] = field(default_factory=dict)
@@ -54,17 +54,16 @@ class Garbage:
 
 @dataclass(frozen=True)
 class GcReport:
-    """What gc removed, or would remove.
+    """Files that gc has deleted, or would delete.
 
     Attributes:
-        dry_run: whether nothing was removed.
-        objects: names and sizes, by name.
-        pointers: paths below the repository's root, of files that said where chunks of tensors lay; see
-            `models.pointers`.
-        temporary_files: paths likewise.
-        journals: paths likewise.
-        num_kept: objects of the repository that stay.
-        clock_warning: of a dry run on a store that cannot be written: that ages are by this machine's clock, and why.
+        dry_run: whether nothing was deleted.
+        objects: digests and sizes of objects, sorted by digest.
+        pointers: paths of pointers below the repository's root; see `models.tensors.dedup_index`.
+        temporary_files: paths of temporary files below the repository's root.
+        journals: paths of journals below the repository's root.
+        num_kept: number of objects that are kept.
+        clock_warning: reason why a dry run on a read-only store measures ages by the clock of this machine, or None.
     """
 
     dry_run: bool
@@ -77,7 +76,7 @@ class GcReport:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the objects."""
+        """Total size of the objects in bytes."""
         return sum(info.size_bytes for info in self.objects)
 
 
@@ -89,44 +88,43 @@ def gc(
     no_writers: bool = False,
     now_s: float | None = None,
 ) -> GcReport:
-    """Remove every object that no entry of any log names, unfinished files and forgotten journals: the old ones.
+    """Delete old objects that no log entry references, old temporary files, and journals that were not resumed.
 
-    Safe while others read and write. A writer's objects are young, or named by the journal of its work; one that it
-    found in the store and means to name is made young (`Objects.reuse`).
+    Other processes may read and write meanwhile. The objects of a writer are young, or referenced by its journal; a
+    writer resets the age of an existing object before it references it (`Objects.reuse`).
 
     Args:
-        repository: data sets and models.
-        grace_s: what is younger, in seconds, is kept. Work without a journal must commit in less time than that.
-        dry_run: remove nothing, only say what would be removed.
-        no_writers: the caller knows that nobody writes: any grace is allowed.
-        now_s: the time, seconds since 1970; default that of the store, see `Storage.now_s`. A dry run on a store
-            that cannot be written takes this machine's, and its report has a `clock_warning`.
+        repository: repository to clean.
+        grace_s: minimum age in seconds; younger files are kept. Work without a journal must commit within this time.
+        dry_run: only list the files, delete nothing.
+        no_writers: assert that no process writes to the repository, which allows any `grace_s`.
+        now_s: present time in seconds since 1970; default: that of the store, see `Storage.now_s`. A dry run on a
+            read-only store uses the clock of this machine, and its report has a `clock_warning`.
 
     Raises:
-        ConfigError: the grace is too short for running writers; or this machine's clock and the store's differ by
-            more than an hour; or an entry or table has a later format; or the store cannot be written, unless in a
-            dry run.
-        CorruptDataError, NotFoundError: an entry or a table cannot be read, so nobody knows what it names; nothing
-            was removed.
-        UnavailableError: the store did not answer; what was removed until then was garbage.
+        ConfigError: the grace is too short for running writers; or the clocks of this machine and the store differ by
+            more than an hour; or an entry or table has a later format; or the store is read-only (not in a dry run).
+        CorruptDataError, NotFoundError: an entry or a table cannot be read, so its references are unknown; nothing
+            was deleted.
+        UnavailableError: the store does not respond; a part of the garbage may be deleted.
     """
     if grace_s < 0 or (grace_s < MIN_GRACE_S and not no_writers):
         raise ConfigError(
-            f"a grace of {grace_s:.0f} s could remove what a running writer is about to name; take at least "
-            f"{MIN_GRACE_S // 3600} h, or say that nobody writes: --no-writers"
+            f"a grace of {grace_s:.0f} s could delete objects that a running writer is about to reference; use at "
+            f"least {MIN_GRACE_S // 3600} h, or --no-writers if no process writes to the repository"
         )
     clock_warning = None
     if now_s is None:
         now_s, clock_warning = _time_s(repository.storage, dry_run=dry_run)
     before_s = now_s - grace_s
-    # Objects are listed before the marks are read. An entry committed in between is seen by the marks; one committed
-    # later names objects that were written or made young after the list, and sweeping looks at their age again.
+    # List objects before reading references: an entry that is committed in between is read. An entry committed later
+    # references objects that were written, or whose age was reset, after the listing; `sweep` checks the age again.
     garbage = list_old(repository, before_s)
     num_listed = len(garbage.objects) + garbage.num_young
     try:
         unmark(garbage, named_objects(repository, before_s))
     except DatasvcError as error:
-        raise type(error)(f"{error}. Nothing was removed: gc must know everything that is named") from error
+        raise type(error)(f"{error}. Nothing was deleted: gc must be able to read all references") from error
     if not dry_run:
         garbage = sweep(repository, garbage, before_s)
     objects = tuple(ObjectInfo(digest, size) for digest, size in sorted(garbage.objects.items()))
@@ -142,11 +140,9 @@ def gc(
 
 
 def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
-    """Return the time by the clock that dates the files: this machine's may be fast, and all files be old to it.
-
-    And a warning where that is not it: the store's clock is read off a file that is written for it, and to say what
-    would be removed has to be possible without the right to write.
-    """
+    """Return the time of the store's clock, which dates the files; or that of this machine, and a warning."""
+    # By a fast clock of this machine, all files would be old. But reading the store's clock needs a write, and a dry
+    # run must be possible without write access.
     own_s = time.time()
     try:
         store_s = storage.now_s()
@@ -154,57 +150,60 @@ def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
         if not dry_run:
             raise
         return own_s, (
-            f"ages are by the clock of this machine, for the clock of the store cannot be read ({error}): where this "
-            "one is wrong, so is the list; `gc --yes` needs the store's"
+            f"ages are measured by the clock of this machine, because that of the store cannot be read ({error}). "
+            "If the clock of this machine is wrong, so is this list; `gc --yes` needs the clock of the store"
         )
     if abs(store_s - own_s) > _MAX_CLOCK_DIFFERENCE_S:
-        store, own = (datetime.fromtimestamp(each, UTC).isoformat(timespec="seconds") for each in (store_s, own_s))
+        store, own = (
+            datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds") for time_s in (store_s, own_s)
+        )
         raise ConfigError(
             f"the clock of this machine shows {own}, that of {storage.location('')} {store}. One of them is wrong, "
-            "and gc goes by the age of files: nothing was removed. Set the clock, such as by NTP, and run gc again"
+            "and gc depends on the age of files, so nothing was deleted. Correct the clock, for example by NTP, and "
+            "run gc again"
         )
     return store_s, None
 
 
 def list_old(repository: Repository, before_s: float) -> Garbage:
-    """Return all objects, unfinished files and journals that were touched last before `before_s`, named or not."""
+    """Return all objects, temporary files and journals last changed before `before_s`, referenced or not."""
     storage = repository.storage
-    found = Garbage(journals=[plan for plan, newest_s in _journals(storage).items() if newest_s < before_s])
+    old = Garbage(journals=[plan for plan, newest_s in _journals(storage).items() if newest_s < before_s])
     for file in storage.walk(""):
         path = _OBJECT_PATH.fullmatch(file.path)
         is_old = file.modified_s < before_s
         if path and is_old:
-            found.objects[Digest(path[2])] = file.size_bytes
+            old.objects[Digest(path[2])] = file.size_bytes
         elif path:
-            found.num_young += 1
+            old.num_young += 1
         elif is_old and (chunk := pointed_digest(file.path)):
-            found.pointers[chunk] = file.path
+            old.pointers[chunk] = file.path
         elif is_old and file.path.rpartition("/")[2].startswith(durable.TEMPORARY_PREFIX):
-            found.temporary_files.append(file.path)
-    return found
+            old.temporary_files.append(file.path)
+    return old
 
 
-def unmark(garbage: Garbage, named: Iterable[Digest]) -> None:
-    """Take what is named off the garbage."""
-    for digest in named:
+def unmark(garbage: Garbage, referenced: Iterable[Digest]) -> None:
+    """Remove referenced objects and pointers from the garbage."""
+    for digest in referenced:
         garbage.objects.pop(digest, None)
         garbage.pointers.pop(digest, None)
 
 
 def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
-    """Yield every object that an entry of any log names, some more than once, and those of unfinished work.
+    """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
-    And the digest of every chunk of a tensor, by which pointers are named.
+    Also yield the digest of every chunk of a tensor, which names the chunk's pointer.
 
     Args:
-        repository: data sets and models.
-        before_s: journals that were touched last before do not count.
+        repository: repository to read.
+        before_s: journals last changed before this time are ignored.
 
     Raises:
-        CorruptDataError, NotFoundError, ConfigError: an entry or table cannot be read.
-        UnavailableError: the store did not answer.
+        CorruptDataError, NotFoundError, ConfigError: an entry or a table cannot be read.
+        UnavailableError: the store does not respond.
     """
-    # Journals before entries: a journal that is gone by now was removed after its work's entry was committed.
+    # Journals before entries: a journal is removed after the commit of its work, whose entry is then read below.
     yield from _named_by_journals(repository.storage, before_s)
     tables: set[Digest] = set()
     for name in repository.names("datasets"):
@@ -212,8 +211,8 @@ def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
             yield from _digests_in(entry.content)
             yield from _named_by_dataset(repository.objects, f"{name}@{entry.number}", entry, tables)
     for name in repository.names("models"):
-        # A save may build on a version that is removed meanwhile: as long as a writer may run it counts as if it were
-        # there, so that what the save found in it stays until it has named it itself.
+        # A running save may reuse objects of a version that is removed meanwhile. So a removed version keeps its
+        # objects for the grace period, in which the save commits its own references.
         removed = swept_versions(repository, name, before_s)
         for entry in repository.versions("models", name).entries():
             if entry.number in removed:
@@ -224,13 +223,13 @@ def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
-    """Remove the garbage that is old still; returns what was removed.
+    """Delete the garbage that is still old, and return what was deleted.
 
     Raises:
-        UnavailableError: the store did not answer; some of the garbage is left.
+        UnavailableError: the store does not respond; a part of the garbage is left.
     """
     storage, removed = repository.storage, Garbage()
-    # Journals first: none may promise objects that are gone.
+    # Journals first: a journal must never reference deleted objects.
     newest = _journals(storage)
     for plan in garbage.journals:
         if newest.get(plan, before_s) < before_s:
@@ -240,9 +239,9 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     with ThreadPoolExecutor(_DELETES_AT_ONCE, thread_name_prefix="datasvc-gc") as pool:
 
         def delete(paths: Iterable[str]) -> Iterator[str]:
-            listed = list(paths)
-            done = pool.map(lambda path: storage.delete_if_older(path, before_s), listed)
-            return (path for path, deleted in zip(listed, done, strict=True) if deleted)
+            path_list = list(paths)
+            results = pool.map(lambda path: storage.delete_if_older(path, before_s), path_list)
+            return (path for path, is_deleted in zip(path_list, results, strict=True) if is_deleted)
 
         removed.objects = {paths[path]: garbage.objects[paths[path]] for path in delete(paths)}
         removed.temporary_files = list(delete(garbage.temporary_files))
@@ -253,10 +252,10 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
 
 def _named_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
     try:
-        named = [parse_digest(split["table"]) for split in entry.content["splits"].values()]
+        split_tables = [parse_digest(split["table"]) for split in entry.content["splits"].values()]
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"the entry of {version} does not say what its splits are: {error!r}") from error
-    for table in named:
+        raise CorruptDataError(f"the entry of {version} has no valid splits: {error!r}") from error
+    for table in split_tables:
         if table not in tables:
             tables.add(table)
             yield table
@@ -264,9 +263,9 @@ def _named_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[
 
 
 def _named_by_model(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
-    named = objects_of_entry(entry.content, version)
-    table = named.tensors
-    yield from named.all
+    refs = objects_of_entry(entry.content, version)
+    table = refs.tensors
+    yield from refs.all
     if table not in tables:
         tables.add(table)
         try:
@@ -286,20 +285,20 @@ def _read(objects: Objects, version: str, table: Digest) -> bytes:
 
 
 def _digests_in(value: Any) -> Iterator[Digest]:
-    """Yield every text that may be a digest, so that what a later datasvc names is kept by this one too."""
+    """Yield every text that may be a digest, so that objects referenced by fields of later formats are kept."""
     if isinstance(value, str):
-        yield from (Digest(found.decode()) for found in _DIGESTS.findall(value.encode("utf-8", "replace")))
+        yield from (Digest(match.decode()) for match in _DIGESTS.findall(value.encode("utf-8", "replace")))
     elif isinstance(value, Mapping):
-        for name, each in value.items():
+        for name, item in value.items():
             yield from _digests_in(name)
-            yield from _digests_in(each)
+            yield from _digests_in(item)
     elif isinstance(value, list):
-        for each in value:
-            yield from _digests_in(each)
+        for item in value:
+            yield from _digests_in(item)
 
 
 def _journals(storage: Storage) -> dict[str, float]:
-    """Return when each journal was touched last, by its folder."""
+    """Return the time of the last change of each journal, by its folder."""
     newest: dict[str, float] = {}
     for file in storage.walk(JOURNALS):
         plan = "/".join(file.path.split("/")[:2])
@@ -315,6 +314,6 @@ def _named_by_journals(storage: Storage, before_s: float) -> Iterator[Digest]:
             try:
                 content = storage.read(file.path)
             except NotFoundError:
-                continue  # its work was committed just now
-            # Whatever looks like a digest, in damaged records too: keeping too much does no harm.
-            yield from (Digest(found.decode()) for found in _DIGESTS.findall(content))
+                continue  # its work was committed meanwhile
+            # Every text that may be a digest, also in damaged records: keeping too many objects is harmless.
+            yield from (Digest(match.decode()) for match in _DIGESTS.findall(content))

@@ -1,4 +1,4 @@
-"""Which span of a line holds a point: how positions find their shard."""
+"""Index of consecutive intervals, which finds the interval of a point; used to find the shard of a position."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from datasvc.keyed_random import Integers
 
 
 class SpanSearch:
-    """Finds the span of a line that holds a point; ten times faster than a binary search per point.
+    """Index of spans that cover range(stop); ten times faster than a binary search per point.
 
     Args:
-        starts: `int64[n]` ascending, starts[0] == 0: where the spans start.
-        stop: end of the last span.
+        starts: `int64[n]`, first point of each span, ascending, starts[0] == 0.
+        stop: first point after the last span.
     """
 
     def __init__(self, starts: Integers, stop: int) -> None:
         self._starts = starts
         self._stops = np.append(starts[1:], stop)
-        # Some four buckets a span: a point's bucket leads to its span or the one or two before it.
+        # Some four buckets per span: the span of a point is the first span of its bucket, or one of the next two.
         self._shift = max(0, (stop // max(4 * len(starts), 1)).bit_length() - 1)
-        # A span counts from the first bucket that begins in it or after: one pass over spans and one over buckets,
-        # where a binary search per bucket takes the longer part of making an order of millions of shards.
-        begun = -(-starts >> self._shift)
-        self._first_of_bucket = np.cumsum(np.bincount(begun, minlength=(stop >> self._shift) + 2)) - 1
+        # Count the spans that start at or before each bucket's start. This takes one pass over spans and one over
+        # buckets; a binary search per bucket would dominate the time to create an order of millions of shards.
+        first_buckets = -(-starts >> self._shift)
+        self._first_of_bucket = np.cumsum(np.bincount(first_buckets, minlength=(stop >> self._shift) + 2)) - 1
 
     def find(self, points: Integers) -> Integers:
-        """Return the span that holds each of `points`, all in range(stop): `int64[n]`."""
+        """Return the number of the span of each point: `int64[n]`, for points in range(stop)."""
         spans: Integers = self._first_of_bucket[points >> self._shift]
         for _ in range(2):
             spans += self._stops[spans] <= points
-        beyond = np.flatnonzero(self._stops[spans] <= points)
-        if beyond.size:  # many tiny spans in one bucket
-            spans[beyond] = np.searchsorted(self._starts, points[beyond], side="right") - 1
+        remaining = np.flatnonzero(self._stops[spans] <= points)
+        if remaining.size:  # many short spans in one bucket
+            spans[remaining] = np.searchsorted(self._starts, points[remaining], side="right") - 1
         return spans

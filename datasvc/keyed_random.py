@@ -1,8 +1,8 @@
-"""Keyed permutations and counter-based random numbers: randomness as a pure function of a key and a position.
+"""Keyed permutations and counter-based random numbers: pure functions of a key and a position.
 
-Nothing here keeps a generator's state or memory per sample, so any position of any epoch can be computed at once,
-on any node, in any order. Keys come from numpy's `SeedSequence` over words of fixed width, so no two of
-(seed, epoch, purpose) give one key, and `seed + epoch` never appears.
+There is no generator state and no memory per sample, so any position of any epoch can be computed directly, on any
+node, in any order. Keys come from numpy's `SeedSequence` over words of fixed width, so that different triples of
+(seed, epoch, purpose) have different keys, which sums such as `seed + epoch` would not give.
 
 Sources: the permutation is the generalised Feistel network of Black and Rogaway ("Ciphers with Arbitrary Finite
 Domains", CT-RSA 2002) over a x b >= n with cycle walking; the mixing constants are those of SplitMix64 (Steele,
@@ -24,7 +24,7 @@ Keys = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 
 _ROUNDS: Final = 6
-# Few enough that all temporaries of a chunk stay in the level-2 cache.
+# So small that all temporary arrays of a chunk stay in the level-2 cache.
 _CHUNK: Final = 8192
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -34,35 +34,35 @@ _MAX_SIZE: Final = 1 << 62
 
 
 def derive_keys(seed: int, epoch: int, purpose: int, count: int) -> Keys:
-    """Return `count` keys for one purpose of one epoch of one seed.
+    """Return keys for one purpose in one epoch.
 
     Args:
         seed: 0 <= seed < 2**64.
         epoch: 0 <= epoch < 2**64.
-        purpose: which use of randomness this is, 0 <= purpose < 2**32; uses never share keys.
+        purpose: number of the use of randomness, 0 <= purpose < 2**32; different uses have different keys.
         count: number of keys.
 
     Returns:
         `uint64[count]`.
 
     Raises:
-        ConfigError: seed or epoch is out of range.
+        ConfigError: `seed` or `epoch` is out of range.
     """
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not 0 <= value < 1 << 64:
             raise ConfigError(f"{name} is {value}; expected 0 <= {name} < 2**64")
-    # Two words each, always: SeedSequence itself would give seed 2**32, epoch 0 the words of seed 0, epoch 1.
+    # Always two words each: otherwise (seed 2**32, epoch 0) and (seed 0, epoch 1) would have the same words.
     words = [seed & 0xFFFFFFFF, seed >> 32, epoch & 0xFFFFFFFF, epoch >> 32, purpose]
     return np.asarray(np.random.SeedSequence(words).generate_state(count, np.uint64), np.uint64)
 
 
 def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) per counter, a pure function of (key, counter, stream).
+    """Return one random number in [0, 1) per counter, a pure function of (key, counter, stream).
 
     Args:
-        key: from `derive_keys`.
+        key: key from `derive_keys`.
         counters: `int64[n]`, such as positions.
-        stream: which of several numbers of a counter, 0 <= stream < 2**16.
+        stream: index among several random numbers of one counter, 0 <= stream < 2**16.
 
     Returns:
         `float64[n]`, multiples of 2**-53.
@@ -72,13 +72,13 @@ def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.f
 
 
 def uniforms(key: np.uint64, counters: Integers, count: int, first: int = 0) -> npt.NDArray[np.float64]:
-    """Return what `uniform` does for several streams, in a fraction of the time.
+    """Return the numbers of `uniform` for several streams, in a fraction of the time.
 
     Args:
-        key: from `derive_keys`.
+        key: key from `derive_keys`.
         counters: `int64[n]`.
         count: number of streams.
-        first: the first of them.
+        first: first stream.
 
     Returns:
         `float64[count, n]`.
@@ -97,13 +97,13 @@ def _finalise(state: Keys) -> Keys:
 
 
 class KeyedPermutation:
-    """Permutations of range(size), computed element by element: no table.
+    """Permutations of range(size), computed per element without a table.
+
+    A tweak selects one of many independent permutations of the same size, such as that of one block.
 
     Args:
         size: number of elements, 0 <= size <= 2**62.
         keys: `uint64[6]` from `derive_keys`.
-
-    A tweak selects one of many independent permutations of the same size, such as that of one block.
     """
 
     num_keys: Final = _ROUNDS
@@ -113,16 +113,16 @@ class KeyedPermutation:
         assert len(keys) == _ROUNDS, len(keys)
         self.size = size
         self._keys = np.asarray(keys, np.uint64)
-        # As square as possible: a * b exceeds the size by less than a, so cycle walking hardly ever walks.
+        # As square as possible: a * b exceeds the size by less than a, so cycle walking is rarely needed.
         self._a = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
         self._b = np.uint64(-(-size // int(self._a)) or 1)
 
     def permute(self, values: Integers, tweaks: Integers | None = None) -> Integers:
-        """Return where each of `values` goes.
+        """Return the image of each value under the permutation.
 
         Args:
             values: `int64[n]` in range(size).
-            tweaks: `int64[n]`, the permutation to use for each value; None: permutation 0 for all.
+            tweaks: `int64[n]`, number of the permutation for each value; None: permutation 0 for all.
 
         Returns:
             `int64[n]` in range(size), a new array.
@@ -130,7 +130,7 @@ class KeyedPermutation:
         return self._map(values, tweaks, range(_ROUNDS), forward=True)
 
     def invert(self, values: Integers, tweaks: Integers | None = None) -> Integers:
-        """Return what `permute` maps to each of `values`; arguments and result as there."""
+        """Return the inverse of `permute`, with the same arguments."""
         return self._map(values, tweaks, range(_ROUNDS - 1, -1, -1), forward=False)
 
     def _map(self, values: Integers, tweaks: Integers | None, rounds: range, *, forward: bool) -> Integers:
@@ -148,7 +148,7 @@ class KeyedPermutation:
         mapped = self._network(values, tweak, rounds, forward)
         outside = np.flatnonzero(mapped >= self.size)
         while outside.size:
-            # Cycle walking: the network permutes range(a * b); follow it until it comes back into range(size).
+            # Cycle walking: the network permutes range(a * b); apply it until the value is in range(size).
             part = None if tweak is None else tweak[outside]
             mapped[outside] = self._network(mapped[outside], part, rounds, forward)
             outside = outside[mapped[outside] >= self.size]
@@ -192,6 +192,6 @@ class KeyedPermutation:
         if not forward:
             np.subtract(modulus, scratch, out=scratch)
         target += scratch
-        # target < 2 * modulus now, and an unsigned difference below zero is huge: the minimum is the remainder.
+        # target < 2 * modulus now. A negative difference wraps to a large number, so the minimum is the remainder.
         np.subtract(target, modulus, out=hashed)
         np.minimum(target, hashed, out=target)

@@ -1,15 +1,15 @@
-"""The access order: which sample is served at which position of an epoch. A pure function, and complete.
+"""Access order: a pure function from each position of an epoch to the sample that is served there.
 
-`position -> (shard, row)` depends on the data-set version, the seed and the epoch alone; not on world size, batch
-size, workers or nodes. So a position is all that a run must remember: exact resume, exact resize, a cache that
-knows the future, and "which models saw this sample?" follow from it.
+`position -> (shard, row)` depends only on the data-set version, the seed and the epoch; not on world size, batch
+size, workers or nodes. Therefore the state of a run is one position, a run can resume with another number of ranks, a
+cache can compute all future accesses, and provenance can compute which samples a model version consumed.
 
-How an epoch is laid out:
+The order of an epoch is computed as follows:
 
 1. permute the shards (with `sticky`, only within their lane) and concatenate their samples;
-2. cut that line into `lanes` equal spans;
-3. permute the samples of each span inside consecutive blocks of `block` samples;
-4. deal positions over lanes: position p is the (p // lanes)-th sample of lane p % lanes.
+2. split the sequence of samples into `lanes` equal spans;
+3. permute the samples of each span within consecutive blocks of `block` samples;
+4. interleave the lanes: position p is sample p // lanes of lane p % lanes.
 
 `shuffle="global"` is one lane and one block; `shuffle=None` is the identity. Memory is O(shards), never O(samples).
 """
@@ -33,23 +33,24 @@ Shuffle = Literal["global", "windowed"] | None
 Tail = Literal["drop", "short", "pad"]
 
 STATE_FORMAT: Final = 1
-_SHARDS, _SAMPLES, _STICKY = 1, 2, 3  # purposes of keys
+_SHARDS, _SAMPLES, _STICKY = 1, 2, 3  # purposes of `derive_keys`
 _CHUNK: Final = 8192
 
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """What, with a data-set version and an epoch, determines the order.
+    """Parameters of the access order.
 
     Attributes:
         seed: 0 <= seed < 2**64.
-        shuffle: "global" (every permutation of the samples may come), "windowed" (bounded residency) or None.
-        lanes: windowed: how many places of the data set are read side by side.
-        block: windowed: samples permuted together within a lane.
-        sticky: windowed: each lane keeps its samples over all epochs, so that a node's cache fills once.
+        shuffle: "global" (all samples are permuted), "windowed" (few shards are needed at a time) or None.
+        lanes: number of spans of the data set that are read in parallel; only for "windowed".
+        block: number of samples that are permuted together within a lane; only for "windowed".
+        sticky: whether each lane has the same samples in every epoch, so that a node's cache fills once; only for
+            "windowed".
 
     Raises:
-        ConfigError: a value is out of range, or given with a shuffle that has no use for it.
+        ConfigError: a value is out of range, or does not apply to `shuffle`.
     """
 
     seed: int = 0
@@ -66,25 +67,25 @@ class OrderConfig:
         if self.shuffle == "windowed":
             if self.lanes < 1 or self.block is None or self.block < 1:
                 raise ConfigError(
-                    f"a windowed shuffle needs lanes >= 1 and block >= 1 (samples permuted together); "
+                    f"shuffle='windowed' needs lanes >= 1 and block >= 1, the samples that are permuted together; "
                     f"got lanes={self.lanes}, block={self.block}"
                 )
         elif self.lanes != 1 or self.block is not None or self.sticky:
             raise ConfigError(
-                f"lanes, block and sticky belong to shuffle='windowed'; got lanes={self.lanes}, "
+                f"lanes, block and sticky apply only to shuffle='windowed'; got lanes={self.lanes}, "
                 f"block={self.block}, sticky={self.sticky} with shuffle={self.shuffle!r}"
             )
 
 
 @dataclass(frozen=True)
 class OrderState:
-    """Where a run stands: everything before `position` was served, nothing from it on.
+    """State of a run: all positions of the epoch before `position` are served.
 
     Attributes:
-        version: identity of the samples and shards, the digest of the shard table.
-        epoch: counted from 0.
-        position: 0 <= position <= samples of the epoch.
-        config: the order's parameters.
+        version: digest of the shard table, which identifies samples and shards.
+        epoch: epoch, counted from 0.
+        position: next position, 0 <= position <= samples of the epoch.
+        config: parameters of the order.
     """
 
     version: str
@@ -94,61 +95,67 @@ class OrderState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        own = {
+        cursor = {
             "format": STATE_FORMAT,
             "version": self.version,
             "epoch": self.epoch,
             "position": self.position,
         }
-        return own | dataclasses.asdict(self.config)
+        return cursor | dataclasses.asdict(self.config)
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> OrderState:
-        """Return what `to_dict` gave.
+        """Return the state from the result of `to_dict`.
 
         Raises:
-            ConfigError: written by a later format, or a field is missing or unknown.
+            ConfigError: the state has another format, or a field is missing, invalid or unknown.
         """
         fields = dict(state)
-        fields.pop("decode", None)  # what an image loader decodes with: no part of the order
-        found = fields.pop("format", None)
-        if found != STATE_FORMAT:
-            raise ConfigError(f"this loader state has format {found}; this datasvc reads format {STATE_FORMAT}")
+        fields.pop("decode", None)  # decoder of an image loader, which is not part of the order
+        stored_format = fields.pop("format", None)
+        if stored_format != STATE_FORMAT:
+            raise ConfigError(
+                f"this loader state has format {stored_format}; this datasvc reads format {STATE_FORMAT}"
+            )
         try:
-            own = {name: fields.pop(name) for name in ("version", "epoch", "position")}
-            restored = cls(**own, config=OrderConfig(**fields))
+            cursor = {name: fields.pop(name) for name in ("version", "epoch", "position")}
+            restored = cls(**cursor, config=OrderConfig(**fields))
             numbers = (restored.epoch, restored.position, restored.config.seed, restored.config.lanes)
             if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(
                 restored.version, str
             ):
-                raise TypeError(f"version must be text, epoch, position, seed and lanes integers from 0 on: {own}")  # noqa: TRY301
+                raise TypeError(f"version must be text, epoch, position, seed and lanes integers >= 0: {cursor}")  # noqa: TRY301
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"this is no loader state: {error}; found the fields {sorted(state)}") from error
+            raise ConfigError(f"this is not a loader state: {error}; found the fields {sorted(state)}") from error
         return restored
 
     def check_matches(self, version: str, config: OrderConfig, num_samples: int) -> None:
-        """Raise StateMismatchError unless this state belongs to that version and order."""
+        """Raise StateMismatchError if the state belongs to another version or another order."""
         if self.version != version:
             raise StateMismatchError(
                 f"the state belongs to the samples of shard table {self.version[:12]}..., this loader reads "
                 f"{version[:12]}...; open the version that the state was saved with"
             )
         if self.config != config:
-            raise StateMismatchError(f"the state was saved with {self.config}, this loader has {config}")
+            raise StateMismatchError(
+                f"the state was saved with {self.config}, this loader has {config}; use the saved parameters"
+            )
         if not 0 <= self.position <= num_samples:
-            raise StateMismatchError(f"the state's position {self.position} lies outside 0..{num_samples}")
+            raise StateMismatchError(
+                f"the state's position {self.position} is outside 0..{num_samples}; restore another state"
+            )
 
 
 @dataclass(frozen=True)
 class ShardWindows:
-    """When each piece of a shard is needed, in the order in which they are needed first.
+    """Range of positions in which each shard is needed, in the order of first use.
 
-    A shard is needed in one piece, but for those at the border of two lanes: these appear once per lane.
+    A shard that is split between two lanes has one entry per lane, any other shard has one entry.
 
     Attributes:
-        shards: `int64[n]`.
-        first: `int64[n]`, the first position that may need the piece, ascending.
-        stop: `int64[n]`, no position from here on needs it.
+        shards: `int64[n]`, shard numbers.
+        first: `int64[n]`, first position that may need the shard, ascending.
+        stop: `int64[n]`, first position from which on the shard is not needed.
     """
 
     shards: Integers
@@ -157,16 +164,16 @@ class ShardWindows:
 
 
 NEVER: Final = 1 << 62
-"""A next use that will not come."""
+"""Value of `NextUse.next_use` if there is no next use."""
 
 
 @dataclass(frozen=True)
 class NextUse:
-    """What a job knows of a shard that it lets go of, or is about to fetch.
+    """Next use of a shard by a job, measured on the job's clock.
 
     Attributes:
-        now: bytes that the order served since the start of epoch 0: the job's clock.
-        next_use: what the clock will say when the job needs the shard again; NEVER if it will not.
+        now: the job's clock: bytes that the order has served since the start of epoch 0.
+        next_use: value of the clock when the job needs the shard next, or NEVER.
     """
 
     now: int
@@ -174,15 +181,15 @@ class NextUse:
 
 
 class AccessOrder:
-    """The order of one epoch.
+    """Access order of one epoch.
 
     Args:
         samples_per_shard: samples of each shard, in the order of the shard table; zeros are allowed.
-        config: the order's parameters.
-        epoch: counted from 0.
+        config: parameters of the order.
+        epoch: epoch, counted from 0.
 
     Raises:
-        ConfigError: epoch is negative.
+        ConfigError: `epoch` is negative.
     """
 
     def __init__(self, samples_per_shard: Sequence[int] | Integers, config: OrderConfig, epoch: int) -> None:
@@ -195,7 +202,7 @@ class AccessOrder:
         short, num_long = divmod(self.num_samples, self._lanes)
         self._lane_sizes = short + (np.arange(self._lanes) < num_long).astype(np.int64)
         self._lane_starts = np.concatenate([[0], np.cumsum(self._lane_sizes)])
-        # The identity permutes nothing: its blocks are single samples.
+        # Without a shuffle, blocks of one sample make the permutation within blocks the identity.
         self._block = config.block or (max(self.num_samples, 1) if config.shuffle else 1)
         keys = derive_keys(config.seed, epoch, _SAMPLES, KeyedPermutation.num_keys)
         sizes = {self._block, *(size % self._block for size in (short, short + 1))}
@@ -203,23 +210,23 @@ class AccessOrder:
         self._lay_out()
 
     def locate(self, positions: Integers | Sequence[int]) -> tuple[Integers, Integers]:
-        """Return which sample each position serves.
+        """Return the sample at each position.
 
         Args:
             positions: `int64[n]` in range(num_samples), in any order.
 
         Returns:
-            Shards and rows in them, `int64[n]` each.
+            Shards, and rows in these shards, `int64[n]` each.
 
         Raises:
             IndexError: a position is out of range.
         """
-        wanted = self._checked(positions)
-        shards, rows = np.empty_like(wanted), np.empty_like(wanted)
-        # Chunk by chunk: all temporaries stay in the processor's cache, which doubles the rate.
-        for start in range(0, len(wanted), _CHUNK):
+        checked = self._check_positions(positions)
+        shards, rows = np.empty_like(checked), np.empty_like(checked)
+        # In chunks, so that all temporary arrays stay in the processor's cache: this doubles the speed.
+        for start in range(0, len(checked), _CHUNK):
             chunk = slice(start, start + _CHUNK)
-            shards[chunk], rows[chunk] = self._locate_chunk(wanted[chunk])
+            shards[chunk], rows[chunk] = self._locate_chunk(checked[chunk])
         return shards, rows
 
     def _locate_chunk(self, positions: Integers) -> tuple[Integers, Integers]:
@@ -232,14 +239,14 @@ class AccessOrder:
         """Return the position at which each sample is served; the inverse of `locate`.
 
         Args:
-            shards: `int64[n]`.
+            shards: `int64[n]`, shard numbers.
             rows: `int64[n]`, rows in these shards.
 
         Returns:
             `int64[n]` in range(num_samples).
 
         Raises:
-            IndexError: no such shard, or no such row in it.
+            IndexError: a shard does not exist, or does not have the row.
         """
         shard_of, row_of = np.asarray(shards, np.int64), np.asarray(rows, np.int64)
         if ((shard_of < 0) | (shard_of >= len(self._counts))).any():
@@ -257,7 +264,7 @@ class AccessOrder:
 
     @cached_property
     def windows(self) -> ShardWindows:
-        """When each shard is needed: what a cache prefetches, and when it may drop it."""
+        """Positions in which each shard is needed: the basis of prefetch and eviction."""
         cuts = _merge(self._segment_starts, self._lane_starts[:-1][self._lane_sizes > 0])
         stops = np.append(cuts[1:], self.num_samples)
         segment = np.searchsorted(self._segment_starts, cuts, side="right") - 1
@@ -271,13 +278,13 @@ class AccessOrder:
         return ShardWindows(self._segment_shards[segment][by_need], first[by_need], stop[by_need])
 
     def live_shards(self, start: int, stop: int) -> Integers:
-        """Return the shards that positions [start, stop) may need, ascending: `int64[n]`, n <= `max_live_shards`."""
+        """Return the shards that positions [start, stop) may need: `int64[n]`, ascending, n <= `max_live_shards`."""
         windows = self.windows
         begun = int(np.searchsorted(windows.first, stop, side="left"))
         return np.unique(windows.shards[:begun][windows.stop[:begun] > start])
 
     def _lay_out(self) -> None:
-        """Fix the line of samples as segments: runs of rows of one shard, in virtual order."""
+        """Compute the sequence of samples before block permutation, as segments: runs of rows of one shard."""
         occupied = np.flatnonzero(self._counts)
         shards = occupied[self._permuted_shards(len(occupied))]
         lengths = self._counts[shards]
@@ -292,7 +299,7 @@ class AccessOrder:
     def _permuted_shards(self, count: int) -> Integers:
         if self.config.shuffle is None:
             return np.arange(count)
-        # Sticky lanes cut one line that no epoch changes.
+        # With sticky lanes, the assignment of samples to lanes is the same in every epoch.
         epoch, purpose = (0, _STICKY) if self.config.sticky else (self.epoch, _SHARDS)
         keys = derive_keys(self.config.seed, epoch, purpose, KeyedPermutation.num_keys)
         return KeyedPermutation(count, keys).permute(np.arange(count))
@@ -309,7 +316,7 @@ class AccessOrder:
 
     @cached_property
     def _by_identity(self) -> tuple[Integers, SpanSearch]:
-        """Segments sorted by the identity of their first sample, and a search among these."""
+        """Segments sorted by the number of their first sample in the data set, and an index of these numbers."""
         identity = self._bases[self._segment_shards] + self._segment_rows
         order = np.argsort(identity)
         return order, SpanSearch(identity[order], self.num_samples)
@@ -341,27 +348,27 @@ class AccessOrder:
             result[chosen] = map_values(within[chosen], tweaks[chosen])
         return block * self._block + result
 
-    def _checked(self, positions: Integers | Sequence[int]) -> Integers:
-        wanted = np.asarray(positions, np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_samples):
+    def _check_positions(self, positions: Integers | Sequence[int]) -> Integers:
+        checked = np.asarray(positions, np.int64)
+        if checked.size and (checked.min() < 0 or checked.max() >= self.num_samples):
             raise IndexError(f"a position is outside 0..{self.num_samples - 1}")
-        return wanted
+        return checked
 
 
 def _merge(many: Integers, few: Integers) -> Integers:
-    """Return the union of two ascending arrays without repeats; `np.union1d` would sort all of it again."""
-    places = np.searchsorted(many, few)
-    found = many[np.minimum(places, len(many) - 1)] == few if len(many) else np.zeros(len(few), np.bool_)
-    return np.insert(many, places[~found], few[~found])
+    """Return the union of two ascending arrays without duplicates; `np.union1d` would sort everything again."""
+    indices = np.searchsorted(many, few)
+    is_duplicate = many[np.minimum(indices, len(many) - 1)] == few if len(many) else np.zeros(len(few), np.bool_)
+    return np.insert(many, indices[~is_duplicate], few[~is_duplicate])
 
 
 def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderConfig, run: int) -> int:
-    """Return a bound, good for every epoch, on the shards that `run` consecutive positions may need.
+    """Return an upper bound, for every epoch, of the shards that `run` consecutive positions may need.
 
     Args:
-        samples_per_shard: as for `AccessOrder`.
-        config: the order's parameters.
-        run: positions at a time, such as a global batch and what is prefetched.
+        samples_per_shard: see `AccessOrder`.
+        config: parameters of the order.
+        run: number of positions, such as those of a global batch and of prefetched batches.
     """
     counts = np.sort(np.asarray(samples_per_shard, np.int64))
     counts = counts[counts > 0]
@@ -369,9 +376,9 @@ def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderCo
         return len(counts)
     per_lane = -(-run // config.lanes)
     block = config.block or 1
-    # A run may begin and end inside a block, so it reaches into one block more than it fills.
+    # A run may start and end inside a block, so it may overlap one more block than its length implies.
     num_blocks = -(-per_lane // block) + (1 if block > 1 else 0)
-    # Of a line of samples, both ends may cut a shard; the most shards fit between when they are the smallest.
+    # Both ends of a span may be inside a shard. Between them, the number is largest for the smallest shards.
     whole = int(np.searchsorted(np.cumsum(counts), num_blocks * block - 2, side="right"))
     cut_by_lanes = 2 if config.sticky else 0
     return min(len(counts), config.lanes * (whole + 2 + cut_by_lanes))
@@ -379,11 +386,11 @@ def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderCo
 
 @dataclass(frozen=True)
 class Step:
-    """The positions of one global batch, [start, stop); those from `num_samples` on are padding.
+    """Positions [start, stop) of one global batch; positions from `num_samples` on are padding.
 
     Attributes:
         start: first position.
-        stop: half-open end; beyond `num_samples` only where the tail is padded.
+        stop: first position after the batch; more than `num_samples` only with tail="pad".
         num_samples: samples of the epoch.
     """
 
@@ -393,7 +400,7 @@ class Step:
 
     @property
     def next_position(self) -> int:
-        """Where the run stands once this step is served."""
+        """Position of the run after this step."""
         return min(self.stop, self.num_samples)
 
 
@@ -401,11 +408,11 @@ def plan_step(position: int, num_samples: int, global_batch: int, tail: Tail) ->
     """Return the next global batch from `position`, or None at the end of the epoch.
 
     Args:
-        position: first position not yet served.
+        position: first position that is not served yet.
         num_samples: samples of the epoch.
         global_batch: samples of one step over all ranks.
-        tail: what becomes of fewer than `global_batch` samples at the end: not served, served as a short
-            batch, or padded to a full one with masked samples.
+        tail: handling of a last batch with fewer than `global_batch` samples: "drop" it, serve it "short", or "pad"
+            it with masked samples.
     """
     remaining = num_samples - position
     if remaining >= global_batch:
@@ -416,45 +423,45 @@ def plan_step(position: int, num_samples: int, global_batch: int, tail: Tail) ->
 
 
 def count_steps(position: int, num_samples: int, global_batch: int, tail: Tail) -> int:
-    """Return how many steps `plan_step` gives from `position` to the end of the epoch."""
-    full, rest = divmod(num_samples - position, global_batch)
-    return full + (1 if rest and tail != "drop" else 0)
+    """Return the number of steps of `plan_step` from `position` to the end of the epoch."""
+    num_full, remainder = divmod(num_samples - position, global_batch)
+    return num_full + (1 if remainder and tail != "drop" else 0)
 
 
 def lanes_of_rank(size: int, *, rank: int, world_size: int, lanes: int) -> range | None:
-    """Return the lanes that serve a rank in steps of `size` positions; None where all do, see `slice_step`."""
+    """Return the lanes that one rank reads in steps of `size` positions; None if it reads all, see `slice_step`."""
     if lanes > 1 and lanes % world_size == 0 and size % lanes == 0:
-        share = lanes // world_size
-        return range(rank * share, (rank + 1) * share)
+        lanes_per_rank = lanes // world_size
+        return range(rank * lanes_per_rank, (rank + 1) * lanes_per_rank)
     return None
 
 
 def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Return the part of a global batch that one rank serves; the parts of all ranks are the batch.
+    """Return the part of a global batch that one rank serves. The parts of all ranks together are the batch.
 
-    Ranks take whole lanes where the sizes divide, so that a node needs the shards of its own lanes only;
-    otherwise consecutive parts whose sizes differ by at most one.
+    If the sizes divide, each rank serves whole lanes, so that its node needs only the shards of these lanes.
+    Otherwise, ranks serve consecutive parts whose sizes differ by at most one.
 
     Args:
-        step: the global batch.
-        rank: 0 <= rank < world_size, the data-parallel rank.
+        step: global batch.
+        rank: data-parallel rank, 0 <= rank < world_size.
         world_size: number of data-parallel ranks.
-        lanes: the order's lanes.
+        lanes: number of lanes of the order.
 
     Returns:
-        Positions, `int64[n]` ascending in range(num_samples), and a mask, `bool[n]`, False where the sample
-        only pads: its position is one from the start of the epoch.
+        Positions, `int64[n]`, in range(num_samples), and a mask, `bool[n]`, which is False for padding. The position
+        of padding is one from the start of the epoch.
 
     Raises:
-        ConfigError: rank is not in range(world_size).
+        ConfigError: `rank` is not in range(world_size).
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank is {rank}; expected 0 <= rank < world_size = {world_size}")
     size = step.stop - step.start
-    own = lanes_of_rank(size, rank=rank, world_size=world_size, lanes=lanes)
-    if own is not None:
-        run = np.arange(step.start, step.stop)
-        positions = run[(run % lanes >= own.start) & (run % lanes < own.stop)]
+    rank_lanes = lanes_of_rank(size, rank=rank, world_size=world_size, lanes=lanes)
+    if rank_lanes is not None:
+        batch = np.arange(step.start, step.stop)
+        positions = batch[(batch % lanes >= rank_lanes.start) & (batch % lanes < rank_lanes.stop)]
     else:
         begin, end = (size * part // world_size for part in (rank, rank + 1))
         positions = np.arange(step.start + begin, step.start + end)
@@ -465,7 +472,11 @@ def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tup
 
 
 def parse_tail(tail: str) -> Tail:
-    """Return `tail` when it is one. Raises ConfigError."""
+    """Return `tail` if it is valid.
+
+    Raises:
+        ConfigError: `tail` is not one of the three values.
+    """
     if tail not in ("drop", "short", "pad"):
         raise ConfigError(f"tail is {tail!r}; expected 'drop', 'short' or 'pad'")
     return cast("Tail", tail)

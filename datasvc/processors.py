@@ -1,4 +1,4 @@
-"""How many processors this process may use."""
+"""Number of processors that this process may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def count_processors() -> int:
-    """Return the number of processors that this process may run on; of all where the system cannot tell."""
+    """Return the number of processors in this process's affinity mask, or of all processors without such a mask."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

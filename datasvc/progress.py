@@ -1,4 +1,4 @@
-"""Bars of bytes for people: shown where there is a terminal, and nothing elsewhere."""
+"""Progress bars for bytes, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from rich.progress import (
 def byte_progress(
     title: str, stream: TextIO | None = None
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Show a bar of bytes, rate and time left.
+    """Show a progress bar with bytes, rate and time left.
 
     Args:
-        title: what is done.
-        stream: where it is shown if that is a terminal; default: standard error.
+        title: text before the bar.
+        stream: terminal to show it on; nothing is shown if it is not a terminal. Default: standard error.
 
     Yields:
-        A function that sets the total in bytes, and one, for any thread, that counts bytes done.
+        A function that sets the total in bytes, and a thread-safe function that adds processed bytes.
     """
     with byte_bar(stream=stream) as bar:
         task = bar.add_task(title, total=None)
         yield lambda total: bar.update(task, total=total), lambda done: bar.advance(task, done)
 
 
-def byte_bar(*more: ProgressColumn, stream: TextIO | None = None) -> Progress:
-    """Return a bar of bytes, rate and time left, and more columns. `stream` is as of `byte_progress`."""
+def byte_bar(*extra_columns: ProgressColumn, stream: TextIO | None = None) -> Progress:
+    """Return a progress bar with bytes, rate, time left and `extra_columns`; for `stream`, see `byte_progress`."""
     stream = stream or sys.stderr
     return Progress(
         TextColumn("{task.description}"),
@@ -46,7 +46,7 @@ def byte_bar(*more: ProgressColumn, stream: TextIO | None = None) -> Progress:
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        *more,
+        *extra_columns,
         console=Console(file=stream),
         disable=not stream.isatty(),
     )

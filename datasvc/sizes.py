@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them."""
+"""Parsing and formatting of sizes in bytes, such as "64MiB"."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "64MiB", "1.5GB" or "1000". Raises ConfigError."""
+    """Return the number of bytes of "64MiB", "1.5GB" or "1000".
+
+    Raises:
+        ConfigError: `text` is not a size.
+    """
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise ConfigError(f"{text!r} is no size; expected such as 50GB, 512MiB or a number of bytes")
+        raise ConfigError(f"{text!r} is not a valid size; write for example 50GB, 512MiB or a number of bytes")
     unit = (match[2] or "").lower()
     return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[unit])
 
 
 def format_size(size_bytes: float) -> str:
-    """Return bytes for people: "1.50 GB"."""
+    """Return a number of bytes as text, such as "1.50 GB"."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size_bytes >= size:
             return f"{size_bytes / size:.2f} {unit}"

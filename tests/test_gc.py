@@ -148,7 +148,7 @@ def test_what_cannot_be_read_stops_gc_before_anything_is_removed(full, kind, dam
     else:
         where.write_bytes(b"x" + where.read_bytes()[1:])
     before = objects_of(full)
-    with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was removed"):
+    with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was deleted"):
         gc(full, dry_run=False)
     assert objects_of(full) == before
 
@@ -157,7 +157,7 @@ def test_a_version_of_another_age_of_datasvc_stops_gc(full):
     entry = dict(full.versions("datasets", "pets").read(1).content)
     later = {**entry, "format": 99}
     Path(full.url, "datasets/pets/versions/00000003.json").write_bytes(encode_entry(later))
-    with pytest.raises(ConfigError, match=r"upgrade it.*Nothing was removed"):
+    with pytest.raises(ConfigError, match=r"upgrade datasvc.*Nothing was deleted"):
         gc(full, dry_run=False)
 
 
@@ -421,7 +421,7 @@ def saving(anywhere):
 def test_on_a_machine_with_a_wrong_clock_gc_is_refused_and_removes_nothing(saving, ahead_s, monkeypatch):
     repository, stored = saving
     monkeypatch.setattr("datasvc.gc.time", FastClock(ahead_s))
-    with pytest.raises(ConfigError, match=r"clock of this machine shows .* nothing was removed\. Set the clock"):
+    with pytest.raises(ConfigError, match=r"clock of this machine shows .* nothing was deleted\. Correct the clock"):
         gc(repository, dry_run=False)
     assert repository.objects.read(stored.digest) == b"stored by a save that runs now"
 
@@ -456,7 +456,7 @@ def test_a_dry_run_on_what_cannot_be_written_goes_by_this_machines_clock_and_say
     refuse_to_write(monkeypatch, cause)
     done = gc(Repository.open(place), grace_s=0, no_writers=True)
     assert done.objects == (lost,)
-    assert done.clock_warning.startswith(said := "ages are by the clock of this machine")
+    assert done.clock_warning.startswith(said := "ages are measured by the clock of this machine")
     command(repo=place, grace="0s", no_writers=True)
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
     command(repo=place, grace="0s", no_writers=True, as_json=True)

@@ -16,7 +16,7 @@ MAX_MODULES = 16
 ALLOWED = {
     "datasvc.errors": set(),
     "datasvc.extras": set(),
-    "datasvc.orphans": set(),
+    "datasvc.child_process": set(),
     "datasvc.processors": set(),
     "datasvc.progress": set(),
     "datasvc.durable": {"datasvc.errors"},
@@ -34,7 +34,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.durable",
     "datasvc.errors",
     "datasvc.extras",
-    "datasvc.orphans",
+    "datasvc.child_process",
     "datasvc.processors",
 }
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
@@ -52,7 +52,7 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
 ALLOWED["datasvc.loaders"] = {
     "datasvc.ledger",
-    "datasvc.orphans",
+    "datasvc.child_process",
     "datasvc.processors",
     "datasvc.durable",
     "datasvc.repository",

@@ -278,8 +278,8 @@ def test_a_rank_outside_the_world_is_refused():
         ({"shuffle": "shard"}, "expected 'global', 'windowed' or None"),
         ({"shuffle": "windowed"}, "needs lanes >= 1 and block >= 1"),
         ({"shuffle": "windowed", "block": 0}, "needs lanes >= 1 and block >= 1"),
-        ({"lanes": 2}, "belong to shuffle='windowed'"),
-        ({"shuffle": None, "sticky": True}, "belong to shuffle='windowed'"),
+        ({"lanes": 2}, "apply only to shuffle='windowed'"),
+        ({"shuffle": None, "sticky": True}, "apply only to shuffle='windowed'"),
         ({"seed": -1}, "expected 0 <= seed"),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_state_of_another_version_or_order_is_refused_naming_both():
         state.check_matches("b" * 64, OrderConfig(seed=1), 10)
     with pytest.raises(StateMismatchError, match=r"seed=1.*seed=2"):
         state.check_matches("a" * 64, OrderConfig(seed=2), 10)
-    with pytest.raises(StateMismatchError, match=r"position 3 lies outside 0\.\.2"):
+    with pytest.raises(StateMismatchError, match=r"position 3 is outside 0\.\.2"):
         state.check_matches("a" * 64, OrderConfig(seed=1), 2)
 
 
@@ -374,7 +374,7 @@ def test_sticky_lanes_take_their_shards_in_another_order_each_epoch():
 
 @pytest.mark.parametrize("change", [{"epoch": 1.5}, {"position": -1}, {"epoch": "1"}, {"position": None}])
 def test_a_state_whose_numbers_are_none_is_refused(change):
-    with pytest.raises(ConfigError, match="is no loader state"):
+    with pytest.raises(ConfigError, match="is not a loader state"):
         OrderState.from_dict(OrderState("a", 0, 0, OrderConfig()).to_dict() | change)
 
 

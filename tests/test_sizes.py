@@ -21,7 +21,7 @@ def test_sizes_as_people_write_them(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "10 apples", "1.2.3", "0x10"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a valid size"):
         parse_size(text)
 
 

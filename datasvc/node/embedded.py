@@ -10,10 +10,10 @@ import pickle  # only between a job and its own child
 import sys
 import threading
 
+from datasvc.child_process import ChildProcess
 from datasvc.errors import ConfigError
 from datasvc.node.server import serve
 from datasvc.node.settings import NodeSettings
-from datasvc.orphans import ChildProcess
 
 
 class EmbeddedNode:

@@ -1,4 +1,4 @@
-"""The repository: immutable objects and append-only logs on any fsspec URL."""
+"""Versioned storage on any fsspec URL: immutable objects, and append-only logs of the versions that name them."""
 
 from datasvc.repository.logs.log import Entry, Log
 from datasvc.repository.logs.references import Reference, parse_reference

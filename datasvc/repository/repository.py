@@ -1,4 +1,8 @@
-"""A repository: its objects, and the logs of its data sets, models and tags."""
+"""A repository: its objects, and the logs of its data sets, models and tags.
+
+Invariant: a tag never points at a removed version for long. A writer of either log reads the other one after its
+commit, and reverts its own commit on a conflict.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ MARKER = "datasvc.json"
 _MARKER_BYTES = json.dumps({"format": REPOSITORY_FORMAT}).encode() + b"\n"
 
 Kind = Literal["datasets", "models"]
-_WORDS: dict[Kind, str] = {"datasets": "data set", "models": "model"}
+_KIND_NAMES: dict[Kind, str] = {"datasets": "data set", "models": "model"}
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """An immutable version: what a reference meant when it was resolved."""
+    """An immutable version: the result of resolving a reference."""
 
     kind: Kind
     name: str
@@ -37,7 +41,7 @@ class Resolved:
 
 
 class Repository:
-    """Objects and logs below one URL. Open it with `Repository.open` or `Repository.create`."""
+    """Objects and logs below one URL. Created by `Repository.open` or `Repository.create`."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -45,12 +49,12 @@ class Repository:
 
     @property
     def storage(self) -> Storage:
-        """The tree itself, for what looks at all of it: gc."""
+        """File tree of the repository, for operations on all files, such as `gc`."""
         return self._storage
 
     @property
     def url(self) -> str:
-        """Where the repository lies."""
+        """URL or local path of the repository."""
         return self._storage.url
 
     @classmethod
@@ -58,17 +62,17 @@ class Repository:
         """Open an existing repository.
 
         Raises:
-            NotFoundError: there is none.
-            ConfigError: it has a later format, or the URL has no driver.
-            UnavailableError: the store does not answer.
+            NotFoundError: there is no repository at `url`.
+            ConfigError: the repository has a later format, or no driver for the URL is installed.
+            UnavailableError: the store does not respond.
         """
         storage = Storage(url)
         try:
             raw = storage.read(MARKER, MAX_ENTRY_BYTES)
         except NotFoundError as error:
             raise NotFoundError(
-                f"no repository at {redact_url(storage.url)} (it has no {MARKER}); "
-                "`datasvc ingest SOURCE NAME --repo URL` makes one, and so do datasvc.open(URL, create=True) and "
+                f"no repository at {redact_url(storage.url)} (it has no {MARKER}); create one with "
+                "`datasvc ingest SOURCE NAME --repo URL`, datasvc.open(URL, create=True) or "
                 "`datasvc models push --create`"
             ) from error
         _check_marker(raw, storage.location(MARKER))
@@ -76,11 +80,11 @@ class Repository:
 
     @classmethod
     def create(cls, url: str) -> Repository:
-        """Open the repository at `url`, making it first where there is none.
+        """Open the repository at `url`; create it if it does not exist.
 
         Raises:
-            ConfigError: the store cannot create-only put, so commits would overwrite each other; or as `open`.
-            UnavailableError: the store does not answer.
+            ConfigError: the store has no create-only write, so commits could overwrite each other; or see `open`.
+            UnavailableError: the store does not respond.
         """
         storage = Storage(url)
         try:
@@ -91,192 +95,209 @@ class Repository:
         return cls(storage)
 
     def journal(self, work: str, fingerprint: str, attempt: str | None = None) -> Journal:
-        """Return the journal of some work, which may not have begun; arguments as of `Journal`."""
+        """Return the journal of some work, which may not have begun; for arguments, see `Journal`."""
         return Journal(self._storage, work, fingerprint, attempt)
 
     def names(self, kind: Kind) -> list[str]:
-        """Return the names that have at least one version, sorted. Raises UnavailableError."""
+        """Return the names with at least one version, sorted.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         return [name for name in self._storage.list(kind) if is_name(name) and self.versions(kind, name).head()]
 
     def versions(self, kind: Kind, name: str) -> Log:
-        """Return the log of versions of `name`, which may be empty. Raises ConfigError for a bad name."""
+        """Return the log of versions of `name`, which may be empty.
+
+        Raises:
+            ConfigError: `name` is not a valid name.
+        """
         return Log(self._storage, f"{self._folder(kind, name)}/versions")
 
     def removals(self, kind: Kind, name: str) -> Removals:
-        """Return which versions of `name` were removed. Raises ConfigError for a bad name."""
+        """Return the log of removed versions of `name`.
+
+        Raises:
+            ConfigError: `name` is not a valid name.
+        """
         return Removals(self._storage, self._folder(kind, name), self.versions(kind, name))
 
     def living(self, kind: Kind, name: str) -> list[int]:
-        """Return the versions of `name` that are not removed, ascending. Raises as `Removals.removed`."""
+        """Return the versions of `name` that are not removed, ascending; for errors, see `Removals.removed`."""
         numbers = self.versions(kind, name).numbers()
-        gone = self._gone(kind, name, numbers)
-        return [number for number in numbers if number not in gone]
+        removed = self._removed(kind, name, numbers)
+        return [number for number in numbers if number not in removed]
 
     def tags(self, kind: Kind, name: str) -> dict[str, int]:
-        """Return the tags of `name` and the version each stands on now. Raises UnavailableError."""
+        """Return the tags of `name`, each with the version that it points at.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         return self._tags(kind, name).heads()
 
     def tag_history(self, kind: Kind, name: str, tag: str) -> list[Entry]:
-        """Return every move of a tag, oldest first; [] for a tag that never was. Raises UnavailableError."""
+        """Return every move of a tag, oldest first; [] for a tag that never existed.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         return self._tags(kind, name).history(tag)
 
     def tag(self, kind: Kind, ref: str, tag: str, *, expect: int | None = None) -> Resolved:
-        """Let `tag` stand on the version that `ref` means now; returns that version.
+        """Point `tag` at the version `ref` resolves to, and return that version.
 
         Args:
-            kind: of what `ref` names.
-            ref: a reference.
-            tag: made when new. Where it stands there already nothing is committed.
-            expect: compare and set: move it only from this version; 0: only where there is no such tag.
+            kind: kind of the object that `ref` names.
+            ref: reference to a version.
+            tag: tag to create or move. Nothing is committed if it points at the version already.
+            expect: version that the tag must point at now, or 0 if it must not exist; None: no condition.
 
         Raises:
             NotFoundError: `ref` does not resolve.
-            ConfigError: `tag` cannot be one.
-            ConflictError: the tag stands elsewhere than expected, or the version was removed at this moment.
+            ConfigError: `tag` is not a valid tag.
+            ConflictError: the tag does not point at `expect`, or the version was removed concurrently.
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         check_tag(tag)
         target = self.resolve(kind, ref)
         tags = self._tags(kind, target.name)
         before = tags.head(tag)
-        if self._gone(kind, target.name, [target.version]) and target.version in tags.heads().values():
-            # Whoever removed it has not looked at its tags again yet, and may never.
+        if self._removed(kind, target.name, [target.version]) and target.version in tags.heads().values():
+            # The version has a tag, so its removal is invalid. The remover has not reverted it yet, and may be dead.
             self.removals(kind, target.name).give_back([target.version], "tagged")
         if before == target.version and expect in {None, before}:
             return target
         tags.move(tag, target.version, expect=expect)
-        # Whoever removes a version looks at its tags before and after: of the two at least one sees the other.
-        if self._gone(kind, target.name, [target.version]):
-            where = self._move_back(target, tag, before)
-            raise ConflictError(f"{target} was removed while {tag!r} was moved there; the tag is {where}")
+        # A remover reads the tags before and after its commit, so at least one of the two sees the conflict.
+        if self._removed(kind, target.name, [target.version]):
+            outcome = self._move_back(target, tag, before)
+            raise ConflictError(f"{target} was removed while tag {tag!r} was moved to it; the tag {outcome}")
         return target
 
     def _move_back(self, target: Resolved, tag: str, before: int) -> str:
-        """Put a tag back to where it stood, unless that was removed; returns where it is, in words."""
+        """Move a tag back to version `before`, or remove it if that version is removed; return the outcome."""
         kind, name = target.kind, target.name
         tags = self._tags(kind, name)
-        place = before if before and not self._gone(kind, name, [before]) else None
-        tags.move(tag, place, expect=target.version)
-        # As above: this one may be removed at this moment, too.
-        if place is not None and self._gone(kind, name, [place]):
-            tags.move(tag, None, expect=place)
-            place = None
-        if before and place is None:
-            return f"taken away, as version {before}, where it was before, was removed too"
-        return "where it was before"
+        version = before if before and not self._removed(kind, name, [before]) else None
+        tags.move(tag, version, expect=target.version)
+        # Check again, as in `tag`: `version` may have been removed concurrently too.
+        if version is not None and self._removed(kind, name, [version]):
+            tags.move(tag, None, expect=version)
+            version = None
+        if before and version is None:
+            return f"was removed, because version {before}, which it pointed at before, was removed too"
+        return "points at its previous version again" if before else "was removed again"
 
     def untag(self, kind: Kind, name: str, tag: str, *, expect: int | None = None) -> None:
-        """Take a tag of `name` away; where it stood stays in its history. `expect` and errors as of `tag`."""
+        """Remove a tag of `name` but keep its history; for `expect` and errors, see `tag`."""
         self._tags(kind, name).move(tag, None, expect=expect)
 
     def resolve(self, kind: Kind, ref: str | Resolved, *, removed: bool = False) -> Resolved:
-        """Return the immutable version that `ref` means now.
+        """Return the immutable version that `ref` refers to at this time.
 
         Args:
-            kind: of what `ref` names.
-            ref: a reference, or what one meant. The name alone means the newest version that is not removed.
-            removed: a version that was removed will do as well: its entry is still there, its objects may be gone.
+            kind: kind of the object that `ref` names.
+            ref: reference, or a resolved version. A name alone is the newest version that is not removed.
+            removed: accept a removed version, whose entry still exists but whose objects may be deleted.
 
         Raises:
             ConfigError: `ref` is not a reference.
-            NotFoundError: no such name, version or tag, or the version was removed; says what there is.
-            UnavailableError: the store does not answer.
+            NotFoundError: the name, version or tag does not exist, or the version was removed; lists what exists.
+            UnavailableError: the store does not respond.
         """
-        wanted = parse_reference(str(ref), _WORDS[kind])
-        numbers = self._numbers(kind, wanted)
-        gone = self._gone(kind, wanted.name, numbers)
-        version = self._choose(kind, wanted, numbers, gone)
-        resolved = Resolved(kind, wanted.name, version)
-        # A tag holds a version, whatever became of the one that removed it before it had looked at the tags again.
-        if version in gone and not removed and version not in self.tags(kind, wanted.name).values():
-            raise NotFoundError(self._say_removed(resolved, set(numbers) - gone))
+        reference = parse_reference(str(ref), _KIND_NAMES[kind])
+        numbers = self._numbers(kind, reference)
+        gone = self._removed(kind, reference.name, numbers)
+        version = self._choose(kind, reference, numbers, gone)
+        resolved = Resolved(kind, reference.name, version)
+        # A tagged version counts as existing: its removal is invalid, even if the remover died before reverting it.
+        if version in gone and not removed and version not in self.tags(kind, reference.name).values():
+            raise NotFoundError(self._describe_removal(resolved, set(numbers) - gone))
         if version not in numbers:
             raise NotFoundError(
-                f"{wanted.name} has no version {version}; it has {describe_numbers(set(numbers) - gone)}"
+                f"{reference.name} has no version {version}; it has {describe_numbers(set(numbers) - gone)}"
             )
         return resolved
 
     def entry(self, resolved: Resolved) -> Entry:
-        """Return the log entry of a version. Raises CorruptDataError, NotFoundError, UnavailableError."""
+        """Return the log entry of a version; for errors, see `Log.read`."""
         return self.versions(resolved.kind, resolved.name).read(resolved.version)
 
     def entries(self, kind: Kind, name: str, *, last: int | None = None) -> list[Entry]:
-        """Return the versions of `name`, oldest first, removed ones too.
+        """Return the entries of all versions of `name`, oldest first, including removed ones.
 
         Args:
-            kind: of what.
-            name: without version or tag.
-            last: only so many, the newest, at least 1; None: all.
+            kind: data sets or models.
+            name: name without version or tag.
+            last: number of newest entries to return, at least 1; None: all.
 
         Raises:
-            ConfigError: `name` carries a version or tag, or cannot be a name.
-            NotFoundError: there is none of that name.
+            ConfigError: `name` has a version or tag, or is not a valid name.
+            NotFoundError: `name` does not exist.
             CorruptDataError, UnavailableError: see `Log.read`.
         """
-        wanted = parse_reference(name, _WORDS[kind])
-        numbers = self._numbers(kind, wanted)
-        if wanted.name != name:
-            raise ConfigError(f"{name!r} names one version; give the name alone: {wanted.name}")
+        reference = parse_reference(name, _KIND_NAMES[kind])
+        numbers = self._numbers(kind, reference)
+        if reference.name != name:
+            raise ConfigError(f"{name!r} is one version; give the name alone: {reference.name}")
         return self.versions(kind, name).entries(numbers if last is None else numbers[-last:])
 
-    def _numbers(self, kind: Kind, wanted: Reference) -> list[int]:
-        numbers = self.versions(kind, wanted.name).numbers()
+    def _numbers(self, kind: Kind, reference: Reference) -> list[int]:
+        numbers = self.versions(kind, reference.name).numbers()
         if not numbers:
+            names = ", ".join(self.names(kind)) or "none yet"
             raise NotFoundError(
-                f"no {_WORDS[kind]} {wanted.name!r} in {redact_url(self.url)}; it has: {_listed(self.names(kind))}"
+                f"no {_KIND_NAMES[kind]} {reference.name!r} in {redact_url(self.url)}; it has: {names}"
             )
         return numbers
 
-    def _gone(self, kind: Kind, name: str, numbers: list[int]) -> frozenset[int]:
-        # Versions of data sets are never removed, models name them as what they were made from: no need to ask.
+    def _removed(self, kind: Kind, name: str, numbers: list[int]) -> frozenset[int]:
+        # Data-set versions are never removed, because models reference them as their lineage: save the request.
         return self.removals(kind, name).removed(numbers) if kind == "models" else frozenset()
 
-    def _choose(self, kind: Kind, wanted: Reference, numbers: list[int], gone: frozenset[int]) -> int:
-        if wanted.tag is not None:
-            return self._tags(kind, wanted.name).place(wanted.tag, wanted.moves_back)
-        if wanted.version is not None:
-            return wanted.version
-        living = [number for number in numbers if number not in gone]
-        # With none left the newest of the removed: what is said of it then is true of all.
-        return living[-1] if living else numbers[-1]
+    def _choose(self, kind: Kind, reference: Reference, numbers: list[int], removed: frozenset[int]) -> int:
+        if reference.tag is not None:
+            return self._tags(kind, reference.name).place(reference.tag, reference.moves_back)
+        if reference.version is not None:
+            return reference.version
+        existing = [number for number in numbers if number not in removed]
+        # If all are removed, return the newest; `resolve` then reports its removal.
+        return existing[-1] if existing else numbers[-1]
 
-    def _say_removed(self, resolved: Resolved, living: set[int]) -> str:
+    def _describe_removal(self, resolved: Resolved, existing: set[int]) -> str:
         entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
         when = f" on {entry.content['created']}" if entry else ""
         why = f" ({entry.content['message']})" if entry and entry.content.get("message") else ""
-        return f"{resolved} was removed{when}{why}; {resolved.name} still has {describe_numbers(living)}"
+        return f"{resolved} was removed{when}{why}; {resolved.name} still has {describe_numbers(existing)}"
 
     def _tags(self, kind: Kind, name: str) -> Tags:
         return Tags(self._storage, self._folder(kind, name))
 
     def _folder(self, kind: Kind, name: str) -> str:
-        return f"{kind}/{check_name(name, _WORDS[kind])}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) if names else "none yet"
+        return f"{kind}/{check_name(name, _KIND_NAMES[kind])}"
 
 
 def _check_marker(raw: bytes, location: str) -> None:
     try:
-        found = int(json.loads(raw)["format"])
+        stored_format = int(json.loads(raw)["format"])
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptDataError(f"{location} is corrupt: expected {_MARKER_BYTES!r}, found {raw[:80]!r}") from error
-    if found > REPOSITORY_FORMAT:
+    if stored_format > REPOSITORY_FORMAT:
         raise ConfigError(
-            f"the repository {location} has format {found}; this datasvc reads up to {REPOSITORY_FORMAT}: "
+            f"the repository {location} has format {stored_format}; this datasvc reads up to {REPOSITORY_FORMAT}: "
             "upgrade datasvc"
         )
 
 
 def _check_create_only(storage: Storage) -> None:
-    """Create the marker once more with other bytes: a store that lets it through cannot hold our logs."""
+    """Raise ConfigError if the store overwrites an existing file in a create-only write."""
     probe = json.dumps({"format": REPOSITORY_FORMAT, "probe": True}).encode()
     try:
         storage.create(MARKER, probe)
     except ConflictError:
         return
-    storage.put_bytes(MARKER, _MARKER_BYTES)
+    storage.put_bytes(MARKER, _MARKER_BYTES)  # the probe has replaced the marker
     raise ConfigError(
         f"{redact_url(storage.url)} ignores create-only writes, so commits could overwrite each other; use a store "
         "that honours If-None-Match"

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from datasvc.child_process import command_of, environment
 from datasvc.errors import ConfigError
 from datasvc.loaders.decode_sharing.loader_spec import LoaderSpec
 from datasvc.loaders.decode_sharing.settings import DecodeGroup
 from datasvc.loaders.decode_sharing.step_index import StepIndex
-from datasvc.orphans import command_of, environment
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def test_a_version_shows_its_parents_tags_and_what_is_not_finite(cnn, run, run_j
 def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_json):
     assert run("tag", "cnn@1", "prod", "--expect", "none") == "cnn@prod is cnn@1\n"
     assert run("tag", "cnn@2", "prod", "--expect", "cnn@1") == "cnn@prod is cnn@2\n"
-    with pytest.raises(ConflictError, match="stands on version 2"):
+    with pytest.raises(ConflictError, match="points at version 2"):
         run("tag", "cnn@4", "prod", "--expect", 1)
     assert run("tag", "cnn") == "prod\tcnn@2\n"
     assert [move["version"] for move in run_json("tag", "cnn", "prod", "--history")] == [1, 2]

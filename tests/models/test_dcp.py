@@ -501,7 +501,7 @@ def test_what_is_no_checkpoint_id_is_refused(url):
 def test_bad_arguments_are_refused_at_once(url):
     with pytest.raises(ConfigError, match="'zip' is not a valid codec; expected one of none, planes, delta"):
         DcpWriter(url, codec="zip")
-    with pytest.raises(ConfigError, match="cannot name a model"):
+    with pytest.raises(ConfigError, match="is not a valid name of a model"):
         DcpWriter(url, name="Bad Name")
     with pytest.raises(ConfigError):
         DcpReader(url, ref="m@@")

@@ -53,6 +53,6 @@ def test_an_entry_that_is_too_large_is_refused_and_takes_little_memory(storage, 
 
 def test_an_entry_that_nobody_would_read_is_not_written(tmp_path):
     log = Log(Storage(str(tmp_path)), "log")
-    with pytest.raises(ConfigError, match=f"nobody reads more than {MAX_ENTRY_BYTES}"):
+    with pytest.raises(ConfigError, match=f"the limit is {MAX_ENTRY_BYTES}"):
         log.append(lambda _head: {"config": "x" * MAX_ENTRY_BYTES})
     assert log.numbers() == []

@@ -30,9 +30,9 @@ from datasvc.cache.fetch.fetch import Outcome
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.prefetch.timeline import NeededShard, UseTimeline
 from datasvc.cache.prefetch.window_budget import choose_ahead_bytes
+from datasvc.child_process import ChildProcess
 from datasvc.errors import DatasvcError
 from datasvc.order import NextUse, OrderConfig
-from datasvc.orphans import ChildProcess
 from datasvc.shards import Split
 
 # Each shard is fetched by many ranged requests; small shards have fewer, so more shards are fetched at once.

@@ -1,8 +1,8 @@
-"""The journal of an unfinished piece of work: what of it is done, so that a killed one goes on.
+"""Journal of unfinished work: records of its finished parts, from which a killed process resumes.
 
-A folder of small JSON records below `journal/`, each with a checksum. Nothing in it is ever relied on without being
-checked: a record that a power cut damaged only means that its part of the work is done again. Journals are removed
-when their work is committed; `gc` removes those that nobody came back to.
+A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified on
+reading; a part with a damaged record is done again. A journal is removed when its work is committed; `gc` removes old
+journals that were never resumed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _NAME_DIGITS = 32
 
 
 class Journal:
-    """The journal of one plan.
+    """Journal of one piece of work.
 
     Args:
-        storage: the repository's tree.
-        work: names what is done: equal work has equal names, such as a digest.
-        fingerprint: of what it is done on, a digest: the same work on anything else has another journal.
-        attempt: from `begin`, for those that only write records.
+        storage: file tree of the repository.
+        work: identifier of the work, such as a digest of its options.
+        fingerprint: digest of the input. The same work on a changed input has another journal.
+        attempt: result of `begin`, for processes that only write records.
     """
 
     def __init__(self, storage: Storage, work: str, fingerprint: str, attempt: str | None = None) -> None:
@@ -40,29 +40,29 @@ class Journal:
         self._attempt = attempt
 
     def begin(self) -> tuple[str, bool]:
-        """Go on with the work, or start it.
+        """Resume the work, or start it.
 
         Returns:
-            The attempt: a random text that stays the same until the journal is removed, whoever continues; and
-            whether there are journals of the same work on another state of what it is done on.
+            Identifier of the attempt, a random text that is the same for every process that resumes the work; and
+            whether there is a journal of the same work with another fingerprint, so that the input has changed.
 
         Raises:
-            UnavailableError: the store does not answer.
+            UnavailableError: the store does not respond.
         """
         names = self._storage.list(JOURNALS)
         has_changed = self._name not in names and any(name.startswith(self._work) for name in names)
-        self._attempt = self._go_on() or self._start()
+        self._attempt = self._resume() or self._start()
         return self._attempt, has_changed
 
-    def _go_on(self) -> str | None:
-        found = self._read(_PLAN)
-        if found is None:
+    def _resume(self) -> str | None:
+        plan = self._read(_PLAN)
+        if plan is None:
             return None
-        # Young again: `gc` leaves alone what the records of a young journal name.
-        path, content = f"{self._folder}/{_PLAN}", encode_entry(found)
+        # Reset the age of the journal: `gc` keeps objects that the records of a young journal reference.
+        path, content = f"{self._folder}/{_PLAN}", encode_entry(plan)
         if not self._storage.refresh(path, len(content)):
             self._storage.put_bytes(path, content)
-        return str(found["attempt"])
+        return str(plan["attempt"])
 
     def _start(self) -> str:
         path, attempt = f"{self._folder}/{_PLAN}", secrets.token_hex(16)
@@ -70,23 +70,31 @@ class Journal:
         try:
             self._storage.create(path, content)
         except ConflictError:
-            # The same work was started by somebody else just now, or what is there is damaged.
-            other = self._go_on()
-            if other is not None:
-                return other
+            # Another process has just started the same work, or the existing plan is damaged.
+            other_attempt = self._resume()
+            if other_attempt is not None:
+                return other_attempt
             self._storage.put_bytes(path, content)
         return attempt
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Record that a piece of the work is done. Raises UnavailableError."""
+        """Record that a part of the work is done.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         assert self._attempt is not None
-        # Not synced: a record lost in a power cut costs its piece of the work, and nothing more.
+        # Not synced: if a power cut loses a record, its part is done again.
         self._storage.put_bytes(
             f"{self._folder}/{name}.json", encode_entry({**content, "attempt": self._attempt}), synced=False
         )
 
     def read_all(self) -> dict[str, dict[str, Any]]:
-        """Return every record of this attempt that is whole, by name. Raises UnavailableError."""
+        """Return every intact record of this attempt, by name.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         names = [name for name in self._storage.list(self._folder) if name != _PLAN and name.endswith(".json")]
         with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-journal") as pool:
             contents = pool.map(self._read, names)
@@ -97,7 +105,11 @@ class Journal:
             }
 
     def remove(self) -> None:
-        """Remove the journal. Raises UnavailableError."""
+        """Remove the journal.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         self._storage.delete_folder(self._folder)
 
     def _read(self, name: str) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Append-only logs of numbered JSON entries. Creating the next entry is the one commit point of the system.
+"""Append-only logs of numbered JSON entries. The creation of the next entry is the only commit point of the system.
 
-An entry is created only if its number is free, so of racing writers one wins and the others rebase. Every entry
-carries a random commit id, so a writer that lost the store's answer can tell its own entry from another's; and a
-checksum, so a changed byte is an error.
+An entry is created only if its number is free: of concurrent writers one succeeds, and the others rebase. Every entry
+has a random commit id, by which a writer recognises its own entry if the store's response is lost; and a checksum,
+which detects a changed byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.repository.store.storage import Storage
 
 ENTRY_FORMAT = 1
 MAX_ENTRY_BYTES = 16 << 20
-"""Of an entry, which never grows with the data: as JSON in memory it takes some twenty times as much."""
+"""Maximum size of an entry, which does not grow with the data. Parsed JSON needs some twenty times this memory."""
 
 _ENTRY_NAME = re.compile(r"(\d{8,})\.json")
 _APPEND_ATTEMPTS = 32
@@ -32,45 +32,47 @@ _READS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Entry:
-    """One committed entry: its number (1, 2, ...) and its content, the log's own fields included."""
+    """One committed entry: its number (1, 2, ...) and its content, including the fields that the log adds."""
 
     number: int
     content: Mapping[str, Any]
 
 
 def encode_entry(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of an entry: indented JSON with sorted keys and a checksum over the rest.
+    """Return the bytes of an entry: indented JSON with sorted keys, and a checksum of all other fields.
 
     Raises:
-        ConfigError: the content is not JSON (a NaN, an object of another type).
+        ConfigError: the content cannot be encoded as JSON (a NaN, or a value of another type).
     """
     try:
         checksum = _checksum(content)
         text = json.dumps({**content, "checksum": checksum}, indent=2, sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"this cannot be stored as JSON: {error}") from error
+        raise ConfigError(
+            f"the entry cannot be stored as JSON: {error}; use JSON values and finite numbers"
+        ) from error
     return f"{text}\n".encode()
 
 
 def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
-    """Return the content of an entry, checksum verified and removed.
+    """Verify the checksum of an entry, and return its content without the checksum.
 
     Raises:
-        CorruptDataError: not JSON, or changed since it was written.
-        ConfigError: written by a later format of datasvc.
+        CorruptDataError: the entry is not JSON, or its checksum does not match.
+        ConfigError: the entry has a later format.
     """
     try:
         content: dict[str, Any] = json.loads(raw)
         checksum = content.pop("checksum", None)
-        later = int(content.get("format", 0)) > ENTRY_FORMAT
-        intact = checksum == _checksum(content)
+        is_later_format = int(content.get("format", 0)) > ENTRY_FORMAT
+        is_intact = checksum == _checksum(content)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptDataError(f"{location} is corrupt: {error}; restore it from another copy") from error
-    if later:
+    if is_later_format:
         raise ConfigError(
-            f"{location} has format {content['format']}; this datasvc reads up to {ENTRY_FORMAT}: upgrade it"
+            f"{location} has format {content['format']}; this datasvc reads up to {ENTRY_FORMAT}: upgrade datasvc"
         )
-    if not intact:
+    if not is_intact:
         raise CorruptDataError(f"{location} is corrupt: its checksum does not match; restore it from another copy")
     return content
 
@@ -84,8 +86,8 @@ class Log:
     """A folder of numbered entries.
 
     Args:
-        storage: the repository's tree.
-        path: the folder of this log below it.
+        storage: file tree of the repository.
+        path: folder of this log in the tree.
     """
 
     def __init__(self, storage: Storage, path: str) -> None:
@@ -93,19 +95,23 @@ class Log:
         self.path = path
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all entries, ascending. Raises UnavailableError."""
+        """Return the numbers of all entries, ascending.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         matches = map(_ENTRY_NAME.fullmatch, self._storage.list(self.path))
         return sorted(int(match[1]) for match in matches if match)
 
     def head(self) -> int:
-        """Return the number of the newest entry; 0 when there is none. Raises UnavailableError."""
+        """Return the number of the newest entry, or 0 if the log is empty; for errors, see `numbers`."""
         return max(self.numbers(), default=0)
 
     def read(self, number: int) -> Entry:
         """Return one entry.
 
         Raises:
-            NotFoundError: there is no such entry; says which are.
+            NotFoundError: the entry does not exist; lists the existing numbers.
             CorruptDataError, ConfigError, UnavailableError: see `decode_entry`, `Storage.read_checked`.
         """
         path = self.path_of(number)
@@ -115,23 +121,27 @@ class Log:
                 path, lambda raw: decode_entry(raw, location), most_bytes=MAX_ENTRY_BYTES
             )
         except NotFoundError as error:
-            span = describe_numbers(self.numbers())
-            raise NotFoundError(f"{self.path} has no entry {number}; it has {span}") from error
+            existing = describe_numbers(self.numbers())
+            raise NotFoundError(f"{self.path} has no entry {number}; it has {existing}") from error
         return Entry(number, content)
 
     def entries(self, numbers: Iterable[int] | None = None) -> list[Entry]:
-        """Return entries in the order of `numbers`; default all, oldest first. Raises as `read`."""
-        wanted = self.numbers() if numbers is None else list(numbers)
-        if self._storage.is_local or len(wanted) < 2:
-            return [self.read(number) for number in wanted]
+        """Return entries in the order of `numbers`; default: all, oldest first. For errors, see `read`."""
+        selected = self.numbers() if numbers is None else list(numbers)
+        if self._storage.is_local or len(selected) < 2:
+            return [self.read(number) for number in selected]
         with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-log") as pool:
-            return list(pool.map(self.read, wanted))
+            return list(pool.map(self.read, selected))
 
     def numbers_after(self, number: int) -> range:
-        """Return the numbers of the entries after `number`, which is there: by a few looks, as numbers have no holes.
+        """Return the numbers of the entries after the existing entry `number`, without listing the log.
 
-        So a reader that knows most of a long log need not list all of it again. Raises UnavailableError.
+        Takes a logarithmic number of requests. A reader that knows most of a long log thus need not list it again.
+
+        Raises:
+            UnavailableError: the store does not respond.
         """
+        # Numbers have no gaps, so the newest is found by doubling the step, and then halving it.
         newest, step = number, 1
         while self._has(newest + step):
             newest += step
@@ -141,47 +151,49 @@ class Log:
         return range(number + 1, newest + 1)
 
     def append(self, build: Callable[[int], Mapping[str, Any]]) -> Entry:
-        """Commit the next entry, rebasing on whoever was faster.
+        """Commit the next entry; rebase on the new head if another writer commits first.
 
         Args:
-            build: called with the number of the entry to build on (0: the first), once per attempt; returns
-                the content. Everything that the content names must be stored already.
+            build: function that is called once per attempt with the number of the head (0: empty log), and returns
+                the content. All objects that the content references must be stored already.
 
         Raises:
-            ConflictError: others were faster in every one of the bounded attempts; nothing was committed.
-            UnknownOutcomeError: the store failed and cannot say whether it wrote; holds the commit id.
+            ConflictError: other writers committed first in every attempt; nothing was committed.
+            UnknownOutcomeError: the store failed, and it is unknown whether the entry was written.
             ConfigError, UnavailableError: see `encode_entry`, `Storage.create`; or the content is too large.
         """
         commit = secrets.token_hex(16)
         head = self.head()
         for _ in range(_APPEND_ATTEMPTS):
-            own = {"format": ENTRY_FORMAT, "commit": commit, "created": _now()}
-            content = {**build(head), **own}
+            log_fields = {"format": ENTRY_FORMAT, "commit": commit, "created": _now()}
+            content = {**build(head), **log_fields}
             encoded = encode_entry(content)
             if len(encoded) > MAX_ENTRY_BYTES:
                 raise ConfigError(
-                    f"{self.path}: this entry would have {len(encoded)} bytes, and nobody reads more than "
-                    f"{MAX_ENTRY_BYTES}; keep what is so large in a file of its own and name it"
+                    f"{self.path}: this entry would have {len(encoded)} bytes, the limit is {MAX_ENTRY_BYTES}; "
+                    "store the large values in a file and reference it"
                 )
             try:
                 # The commit point: before this line nothing is visible, after it everything is.
                 self._storage.create(self.path_of(head + 1), encoded)
             except ConflictError:
+                # At least head + 1 exists, even if a listing is not up to date yet.
                 head = max(self.head(), head + 1)
             else:
                 return Entry(head + 1, content)
         raise ConflictError(
-            f"{self.path}: {_APPEND_ATTEMPTS} other commits were faster, the newest is entry {head}; try again"
+            f"{self.path}: other writers committed first in {_APPEND_ATTEMPTS} attempts, the newest is entry {head}; "
+            "try again"
         )
 
     def _has(self, number: int) -> bool:
         return self._storage.size(self.path_of(number)) is not None
 
     def path_of(self, number: int) -> str:
-        """Return where the entry of that number lies below the repository's root."""
+        """Return the path of an entry below the repository's root."""
         return f"{self.path}/{number:08d}.json"
 
 
 def _now() -> str:
-    """For people to read; nothing is ever ordered by it, so a wrong clock does no harm."""
+    # For people only. Entries are ordered by number, so a wrong clock does no harm.
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""How people name things: `NAME`, `NAME@3`, `NAME@tag`, and `NAME@tag~1` for where a tag stood one move ago."""
+"""References to versions: `NAME`, `NAME@3`, `NAME@tag`, and `NAME@tag~1`, the tag's version before its last move."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MOVES = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True)
 class Reference:
-    """A parsed reference. With neither `version` nor `tag` it means the newest version.
+    """A parsed reference. Without `version` and `tag`, it refers to the newest version.
 
     Attributes:
-        name: of a data set or model.
-        version: its number.
-        tag: or a tag of it.
-        moves_back: where the tag stood that many moves ago; 0 is now.
+        name: name of a data set or model.
+        version: number of a version.
+        tag: name of a tag.
+        moves_back: number of moves of the tag to go back; 0 is its present version.
     """
 
     name: str
@@ -30,37 +30,56 @@ class Reference:
 
 
 def is_name(name: str) -> bool:
-    """Return whether `name` may name a data set, model or tag."""
+    """Return whether `name` is a valid name of a data set, model or tag."""
     return bool(_NAME.fullmatch(name)) and len(name) <= _MAX_NAME_LENGTH
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` when it may name a `what` ("data set", "model", "tag"). Raises ConfigError."""
+    """Return `name` if it is valid.
+
+    Args:
+        name: name to check.
+        what: kind of the named object for the message: "data set", "model" or "tag".
+
+    Raises:
+        ConfigError: `name` is not a valid name.
+    """
     if not is_name(name):
         raise ConfigError(
-            f"{name!r} cannot name a {what}: use lower-case letters, digits, '.', '_' and '-', "
+            f"{name!r} is not a valid name of a {what}: use lower-case letters, digits, '.', '_' and '-', "
             f"a letter or digit first, at most {_MAX_NAME_LENGTH} characters"
         )
     return name
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` when it may name a tag: a name that is not a number. Raises ConfigError."""
+    """Return `tag` if it is valid: a name that is not a number.
+
+    Raises:
+        ConfigError: `tag` is not a valid tag.
+    """
     if tag.isdecimal():
-        raise ConfigError(f"{tag!r} cannot be a tag: NAME@{tag} would mean version {tag}")
+        raise ConfigError(f"{tag!r} is not a valid tag: NAME@{tag} is version {tag}; use a name with a letter")
     return check_name(tag, "tag")
 
 
 def parse_reference(text: str, what: str = "data set") -> Reference:
-    """Return the parts of `NAME[@VERSION|@TAG[~MOVES]]`. Raises ConfigError when it is not one."""
-    name, at, rest = text.partition("@")
+    """Parse `NAME[@VERSION|@TAG[~MOVES]]`.
+
+    Raises:
+        ConfigError: `text` is not a reference.
+    """
+    name, at, version_or_tag = text.partition("@")
     check_name(name, what)
     if not at:
         return Reference(name)
-    if rest.isascii() and rest.isdecimal() and int(rest) > 0:
-        return Reference(name, version=int(rest))
-    tag, tilde, moves = rest.partition("~")
+    if version_or_tag.isascii() and version_or_tag.isdecimal() and int(version_or_tag) > 0:
+        return Reference(name, version=int(version_or_tag))
+    tag, tilde, moves = version_or_tag.partition("~")
     check_tag(tag)
     if tilde and not _MOVES.fullmatch(moves):
-        raise ConfigError(f"{text!r} is no reference: {name}@{tag}~1 is where the tag stood one move ago")
+        raise ConfigError(
+            f"{text!r} is not a valid reference; expected a number after ~, such as {name}@{tag}~1 for the version "
+            "before the tag's last move"
+        )
     return Reference(name, tag=tag, moves_back=int(moves) if tilde else 0)

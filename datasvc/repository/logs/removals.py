@@ -1,7 +1,7 @@
-"""Which versions of a name were removed: a log beside that of the versions.
+"""Log of the removed versions of one data set or model.
 
-The log of versions never loses an entry, so numbers are never used twice and what a removed version came from stays
-known. A removal is an entry here. Each names every version that is removed by then, so that the newest alone tells.
+The log of versions keeps the entries of removed versions, so numbers are never reused and lineage stays complete.
+An entry of this log lists all versions that are removed at its time, so the newest entry is enough.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from datasvc.repository.store.storage import Storage
 
 
 class Removals:
-    """The removed versions of one name.
+    """Removed versions of one data set or model.
 
     Args:
-        storage: the repository's tree.
-        folder: of the name, "models/digits-cnn".
-        versions: the log of its versions.
+        storage: file tree of the repository.
+        folder: folder of the data set or model, such as "models/digits-cnn".
+        versions: log of its versions.
     """
 
     def __init__(self, storage: Storage, folder: str, versions: Log) -> None:
@@ -29,10 +29,10 @@ class Removals:
         self._versions = versions
 
     def removed(self, numbers: Iterable[int] | None = None) -> frozenset[int]:
-        """Return the versions that are removed.
+        """Return the removed versions.
 
         Args:
-            numbers: those of the versions, where the caller has listed them already.
+            numbers: numbers of all versions, if the caller has listed them already.
 
         Raises:
             CorruptDataError, UnavailableError: see `Log.read`.
@@ -40,44 +40,51 @@ class Removals:
         return self._read(self._log.head(), numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
-        """Return the versions that were removed before, by the store's clock, and ever since. Raises as `removed`."""
+        """Return the versions that have been removed since before a time of the store's clock.
+
+        Args:
+            before_s: time in seconds since 1970.
+
+        Raises:
+            CorruptDataError, UnavailableError: see `Log.read`.
+        """
         old = {file.path for file in self._storage.walk(self._log.path) if file.modified_s < before_s}
         numbers = self._log.numbers()
-        newest = max((number for number in numbers if self._log.path_of(number) in old), default=0)
-        if not newest:
+        newest_old = max((number for number in numbers if self._log.path_of(number) in old), default=0)
+        if not newest_old:
             return frozenset()
-        # What was given back in between was removed anew, and its grace begins anew.
-        since = self._log.entries(number for number in numbers if number >= newest)
-        listed = self._versions.numbers()
-        return frozenset.intersection(*(self._removed_in(entry, listed) for entry in since))
+        # A version that was restored and removed again since then gets a new grace period.
+        since = self._log.entries(number for number in numbers if number >= newest_old)
+        all_versions = self._versions.numbers()
+        return frozenset.intersection(*(self._removed_in(entry, all_versions) for entry in since))
 
     def find(self, version: int) -> Entry | None:
-        """Return the entry that removed a version, None where none did. Raises as `removed`."""
-        numbers, listed = self._log.numbers(), self._versions.numbers()
+        """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`."""
+        numbers, all_versions = self._log.numbers(), self._versions.numbers()
         low, high = 0, len(numbers)
-        # Entries only ever add versions, but for one that was given back: then any of its removals is found.
+        # A binary search, because entries only add versions. After a `give_back`, it finds one of several removals.
         while low < high:
             middle = (low + high) // 2
-            if version in self._read(numbers[middle], listed):
+            if version in self._read(numbers[middle], all_versions):
                 high = middle
             else:
                 low = middle + 1
         return self._log.read(numbers[low]) if low < len(numbers) else None
 
     def add(self, versions: Iterable[int], message: str = "") -> Entry:
-        """Remove versions. Raises as `Log.append`."""
-        wanted = frozenset(versions)
-        change = {"versions": encode_numbers(wanted), "message": message}
-        return self._append(lambda removed: removed | wanted, change)
+        """Remove versions; for errors, see `Log.append`."""
+        to_remove = frozenset(versions)
+        change = {"versions": encode_numbers(to_remove), "message": message}
+        return self._append(lambda removed: removed | to_remove, change)
 
     def give_back(self, versions: Iterable[int], message: str) -> Entry:
-        """Take a removal back that must not have happened, before `gc` heeds it. Raises as `add`."""
-        wanted = frozenset(versions)
-        change = {"given_back": encode_numbers(wanted), "message": message}
-        return self._append(lambda removed: removed - wanted, change)
+        """Revert the removal of versions, before `gc` deletes their objects; for errors, see `Log.append`."""
+        to_restore = frozenset(versions)
+        change = {"given_back": encode_numbers(to_restore), "message": message}
+        return self._append(lambda removed: removed - to_restore, change)
 
     def _append(self, combine: Callable[[frozenset[int]], frozenset[int]], change: dict[str, str]) -> Entry:
-        # Read anew for each attempt: whoever was faster may have removed versions that this process never saw.
+        # Read the head in each attempt: a concurrent writer may have removed other versions.
         return self._log.append(lambda head: {**change, "removed": encode_numbers(combine(self._read(head)))})
 
     def _read(self, entry: int, numbers: Iterable[int] | None = None) -> frozenset[int]:
@@ -85,8 +92,10 @@ class Removals:
             return frozenset()
         return self._removed_in(self._log.read(entry), self._versions.numbers() if numbers is None else numbers)
 
-    def _removed_in(self, entry: Entry, listed: Iterable[int]) -> frozenset[int]:
+    def _removed_in(self, entry: Entry, all_versions: Iterable[int]) -> frozenset[int]:
         try:
-            return decode_numbers(entry.content["removed"], among=listed)
+            return decode_numbers(entry.content["removed"], among=all_versions)
         except KeyError as error:
-            raise CorruptDataError(f"{self._log.path}, entry {entry.number}, does not say what is removed") from error
+            raise CorruptDataError(
+                f"{self._log.path}, entry {entry.number}, has no field 'removed'; restore it from another copy"
+            ) from error

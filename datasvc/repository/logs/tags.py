@@ -1,4 +1,4 @@
-"""The tags of one name. Each is a log of the places where it stood; null is where it was taken away."""
+"""Tags of one data set or model. A tag is a log of the versions that it pointed at; null is its removal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from datasvc.repository.store.storage import Storage
 
 
 class Tags:
-    """The tags of one name.
+    """Tags of one data set or model.
 
     Args:
-        storage: the repository's tree.
-        folder: of the name, "models/digits-cnn".
+        storage: file tree of the repository.
+        folder: folder of the data set or model, such as "models/digits-cnn".
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
@@ -25,67 +25,77 @@ class Tags:
         self._name = folder.rpartition("/")[2]
 
     def heads(self) -> dict[str, int]:
-        """Return the version that each tag stands on now. Raises CorruptDataError, UnavailableError."""
-        standing = {tag: self.head(tag) for tag in self._storage.list(self._folder) if is_name(tag)}
-        return {tag: version for tag, version in standing.items() if version}
+        """Return the version that each tag points at.
+
+        Raises:
+            CorruptDataError, UnavailableError: see `Log.read`.
+        """
+        versions = {tag: self.head(tag) for tag in self._storage.list(self._folder) if is_name(tag)}
+        return {tag: version for tag, version in versions.items() if version}
 
     def head(self, tag: str) -> int:
-        """Return the version a tag stands on, 0 when there is no such tag. Raises as `heads`, and ConfigError."""
+        """Return the version that a tag points at, or 0 if the tag does not exist.
+
+        Raises:
+            ConfigError: `tag` is not a valid tag.
+            CorruptDataError, UnavailableError: see `Log.read`.
+        """
         log = self._log(tag)
         newest = log.head()
         return version_of(log.read(newest)) if newest else 0
 
     def history(self, tag: str) -> list[Entry]:
-        """Return every move of a tag, oldest first; [] for a tag that never was. Raises as `head`."""
+        """Return every move of a tag, oldest first; [] for a tag that never existed. For errors, see `head`."""
         return self._log(tag).entries()
 
     def place(self, tag: str, moves_back: int = 0) -> int:
-        """Return the version that a tag stood on so many moves ago.
+        """Return the version that a tag pointed at before its `moves_back` newest moves.
 
         Raises:
-            NotFoundError: there is no such tag, it moved less often, or had been taken away; says what there is.
+            NotFoundError: the tag does not exist, has fewer moves, or was removed at that time; lists what exists.
             CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
         """
         log = self._log(tag)
         moves = log.numbers()
         if not moves:
-            raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._listed()}")
+            raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._existing()}")
         if moves_back >= len(moves):
             raise NotFoundError(
-                f"{self._name}@{tag}~{moves_back} is before the tag's first place, which is ~{len(moves) - 1}"
+                f"{self._name}@{tag}~{moves_back} does not exist; the oldest version of the tag is "
+                f"{self._name}@{tag}~{len(moves) - 1}"
             )
         entry = log.read(moves[-1 - moves_back])
         if not version_of(entry):
             raise NotFoundError(
-                f"{self._name} has no tag {tag!r} any more: it was taken away on {entry.content['created']}; "
-                f"{self._name}@{tag}~{moves_back + 1} is where it stood; {self._name} has: {self._listed()}"
+                f"{self._name} has no tag {tag!r}: it was removed on {entry.content['created']}; "
+                f"{self._name}@{tag}~{moves_back + 1} is its version before; {self._name} has: {self._existing()}"
             )
         return version_of(entry)
 
     def move(self, tag: str, version: int | None, *, expect: int | None = None) -> None:
-        """Let a tag stand on a version, or take it away.
+        """Point a tag at a version, or remove the tag.
 
         Args:
-            tag: its name.
-            version: where to; None takes it away.
-            expect: do it only while the tag stands there; 0: only while there is no such tag.
+            tag: name of the tag.
+            version: new version; None removes the tag.
+            expect: version that the tag must point at now, or 0 if it must not exist; None: no condition.
 
         Raises:
-            ConflictError: it stands elsewhere than expected; nothing was changed.
-            NotFoundError: there is no such tag to take away.
+            ConflictError: the tag does not point at `expect`; nothing was changed.
+            NotFoundError: the tag to remove does not exist.
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         log = self._log(tag)
 
         def build(head: int) -> dict[str, int | None]:
-            standing = version_of(log.read(head)) if head else 0
-            if expect is not None and standing != expect:
+            current = version_of(log.read(head)) if head else 0
+            if expect is not None and current != expect:
                 raise ConflictError(
-                    f"{self._name}@{tag} stands on {_said(standing)}, not on {_said(expect)} as expected; nothing "
-                    "was changed: look at its history, then decide"
+                    f"{self._name}@{tag} points at {_describe(current)}, expected {_describe(expect)}; nothing was "
+                    "changed: read the tag's history, then decide"
                 )
-            if version is None and not standing:
-                raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._listed()}")
+            if version is None and not current:
+                raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._existing()}")
             return {"version": version}
 
         log.append(build)
@@ -93,35 +103,39 @@ class Tags:
     def _log(self, tag: str) -> Log:
         return Log(self._storage, f"{self._folder}/{check_tag(tag)}")
 
-    def _listed(self) -> str:
+    def _existing(self) -> str:
         return ", ".join(sorted(self.heads())) or "none yet"
 
 
 def version_of(move: Entry) -> int:
-    """Return the version that a move of a tag led to, 0 where the tag was taken away. Raises CorruptDataError."""
+    """Return the version in an entry of a tag's log, or 0 if the entry removed the tag.
+
+    Raises:
+        CorruptDataError: the entry has no valid version.
+    """
     try:
         return int(move.content["version"] or 0)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptDataError(f"move {move.number} of a tag does not say where to: {error!r}") from error
+        raise CorruptDataError(f"entry {move.number} of a tag's log has no valid version: {error!r}") from error
 
 
 def choose_move(history: Sequence[Entry], when: datetime) -> Entry | None:
-    """Return the last move made at `when` or before, None where the first came later.
+    """Return the last move made at or before `when`; None if the first move is later.
 
     Args:
-        history: moves of a tag, in their order.
-        when: with a time zone. The moves' times are those of the clocks of the machines that made them: what a wrong
-            clock wrote is not corrected, but the order of the moves is never taken from it.
+        history: moves of a tag, oldest first.
+        when: time with a time zone. The moves have the clock times of the machines that made them: a wrong clock is
+            not corrected, but it does not change the order of the moves.
 
     Raises:
-        CorruptDataError: a move does not say when it was made.
+        CorruptDataError: a move has no valid time.
     """
     try:
-        made = [move for move in history if datetime.fromisoformat(str(move.content["created"])) <= when]
+        earlier = [move for move in history if datetime.fromisoformat(str(move.content["created"])) <= when]
     except (KeyError, ValueError, TypeError) as error:
-        raise CorruptDataError(f"a move of a tag does not say when it was made: {error!r}") from error
-    return made[-1] if made else None
+        raise CorruptDataError(f"a move of a tag has no valid time: {error!r}") from error
+    return earlier[-1] if earlier else None
 
 
-def _said(version: int) -> str:
+def _describe(version: int) -> str:
     return f"version {version}" if version else "no version"

@@ -1,4 +1,4 @@
-"""Sets of version numbers as text: `1-3,7` where they are stored, `1 to 3, 7` for people."""
+"""Sets of version numbers as text: `1-3,7` in stored entries, `1 to 3, 7` in messages."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ _SHOWN_SPANS: Final = 8
 
 
 def encode_numbers(numbers: Iterable[int]) -> str:
-    """Return numbers as `1-3,7`: short for long runs of them."""
+    """Return numbers as runs, such as `1-3,7`."""
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans_of(numbers))
 
 
 def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
-    """Return those of `among` that the text names. So a text of a few bytes can never ask for much memory.
+    """Return the numbers of `among` that are in the text.
 
-    Raises CorruptDataError: it is no such text.
+    The result is bounded by `among`, so that a damaged text such as `1-999999999` cannot use much memory.
+
+    Raises:
+        CorruptDataError: `text` is not in the form that `encode_numbers` returns.
     """
     spans = []
-    for each in str(text).split(",") if text else []:
-        match = _SPAN.fullmatch(each)
+    for part in str(text).split(",") if text else []:
+        match = _SPAN.fullmatch(part)
         if not match:
-            raise CorruptDataError(f"{text!r} does not name versions: expected such as '1-3,7'")
+            raise CorruptDataError(f"{text!r} is not a list of versions; expected for example '1-3,7'")
         spans.append((int(match[1]), int(match[2] or match[1])))
     spans.sort(reverse=True)
-    found = []
+    numbers = []
     for number in sorted(among):
         while spans and spans[-1][1] < number:
             spans.pop()
         if spans and spans[-1][0] <= number:
-            found.append(number)
-    return frozenset(found)
+            numbers.append(number)
+    return frozenset(numbers)
 
 
 def describe_numbers(numbers: Iterable[int]) -> str:
-    """Return numbers for people: `1 to 3, 7`; of very many runs only the first and the last."""
+    """Return numbers for a message, such as `1 to 3, 7`; of many runs, only the first and the last ones."""
     shown = [str(first) if first == last else f"{first} to {last}" for first, last in spans_of(numbers)]
     if len(shown) > _SHOWN_SPANS:
         half = _SHOWN_SPANS // 2
@@ -48,7 +51,7 @@ def describe_numbers(numbers: Iterable[int]) -> str:
 
 
 def spans_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers, first and last of each, ascending."""
+    """Return the runs of consecutive numbers as (first, last), ascending."""
     spans: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         if spans and spans[-1][1] == number - 1:

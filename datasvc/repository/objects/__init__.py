@@ -1,1 +1,1 @@
-"""Immutable objects, named by the BLAKE3 digest of their bytes."""
+"""Immutable objects, each named by the BLAKE3 digest of its bytes."""

@@ -1,8 +1,8 @@
-"""Many objects stored together: each synced before it has its name, as always, but not each waited for by itself.
+"""Batched writes of objects: every object is synced before its rename, without a wait for each single sync.
 
-A sync of one file makes the file system commit all that it has begun. So the disk is told to begin at once with every
-file, and asked for the oldest only when a window of them is full: most then find that they are on it already. Folders
-are synced at the end, each once.
+An fsync of one file makes the file system write out everything that was started before. So the writeback of each file
+starts at once, and the oldest file is synced only when a window of files is full: most files are then on the disk.
+Folders are synced once each, at the end.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from datasvc.repository.objects.objects import Digest, ObjectInfo, Objects
 from datasvc.repository.store.retries import map_exceptions
 
 _MAX_OPEN: Final = 128
-_SYNCS_AT_ONCE: Final = 8
+_MAX_PARALLEL_SYNCS: Final = 8
 
-_Each = TypeVar("_Each")
+_Argument = TypeVar("_Argument")
 
 
 @dataclass(frozen=True)
 class _PendingObject:
-    """A whole object that may not be on the disk yet, and has no name."""
+    """A completely written object that is not synced and not renamed to its digest yet."""
 
     file: FileIO
     temporary: Path
@@ -41,26 +41,33 @@ class _PendingObject:
 
 
 class ObjectBatch:
-    """Objects that are stored together. Use it as a context manager; safe for threads.
+    """Objects that are stored together. A context manager; thread-safe.
 
-    What was not published when the block ends, because of an error, is removed.
+    Objects that are not published at the end of the block, because of an error, are removed.
 
     Args:
-        objects: where to.
+        objects: destination of the objects.
     """
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._lock = threading.Lock()
-        self._written: deque[_PendingObject] = deque()
-        self._unsynced: set[Path] = set()
-        # A busy disk lets whoever asks it wait; those who encode the next object shall not.
+        self._pending: deque[_PendingObject] = deque()
+        self._unsynced_folders: set[Path] = set()
+        # A thread of its own: the call that starts writeback blocks on a busy disk, and must not delay encoders.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
-        """Write `content`, which has that digest and size and cannot be reused.
+        """Write an object that `Objects.reuse` has not found.
 
-        It has its name for certain once `finish` returned. Raises UnavailableError.
+        The object is guaranteed to exist only after `finish` has returned.
+
+        Args:
+            info: digest and size of `content`.
+            content: bytes of the object.
+
+        Raises:
+            UnavailableError: the store failed.
         """
         target = self._objects.local_path(info.digest)
         if target is None:
@@ -68,71 +75,77 @@ class ObjectBatch:
             return
         with map_exceptions("write", str(target)):
             self._make_folder(target.parent)
-            self._written.append(self._write(target, content))
-        if len(self._written) > _MAX_OPEN:
-            with suppress(IndexError):  # others took them
-                self._publish(self._written.popleft())
+            self._pending.append(self._write(target, content))
+        if len(self._pending) > _MAX_OPEN:
+            with suppress(IndexError):  # other threads have published them
+                self._publish(self._pending.popleft())
 
     def reuse(self, digest: Digest) -> None:
-        """Let an object that is there be as certain as those of this batch: another may have just stored it.
+        """Include an existing object in the guarantee of `finish`.
 
-        Its file was synced before it had its name, but the name may not be on the disk yet.
+        Another process may have renamed it a moment ago: its file is synced, but its folder may not be.
         """
         path = self._objects.local_path(digest)
         if path is not None:
             with self._lock:
-                self._unsynced |= {path.parent, path.parent.parent}
+                self._unsynced_folders |= {path.parent, path.parent.parent}
 
     def finish(self) -> None:
-        """Let every object exist under its digest, through a power cut too. Raises UnavailableError."""
-        _for_each(self._publish, list(self._written))
-        self._written.clear()
-        _for_each(_sync_folder, self._unsynced)
-        self._unsynced.clear()
+        """Publish every object under its digest, so that it survives a power cut.
+
+        Raises:
+            UnavailableError: the store failed.
+        """
+        _run_all(self._publish, list(self._pending))
+        self._pending.clear()
+        _run_all(_sync_folder, self._unsynced_folders)
+        self._unsynced_folders.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_raised: object) -> None:
         self._disk.shutdown(cancel_futures=True)
-        for written in self._written:
+        for pending in self._pending:
             with suppress(OSError):
-                _remove(written.file, written.temporary)
+                _remove(pending.file, pending.temporary)
 
     def _make_folder(self, folder: Path) -> None:
         if not folder.is_dir():
             durable.make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
-        with self._lock:  # of one that is there, too: another may have made it a moment ago
-            self._unsynced.add(folder.parent)
+        with self._lock:  # also if the folder exists: another process may have created it a moment ago
+            self._unsynced_folders.add(folder.parent)
 
     def _write(self, target: Path, content: bytes | memoryview) -> _PendingObject:
         temporary = target.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         file = FileIO(temporary, "xb")
         try:
-            left = memoryview(content).cast("B")
-            while left:
-                left = left[file.write(left) :]
+            remaining = memoryview(content).cast("B")
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
             writeback = self._disk.submit(durable.start_writeback, file.fileno(), 0, len(content))
         except BaseException:
             _remove(file, temporary)
             raise
         return _PendingObject(file, temporary, target, writeback)
 
-    def _publish(self, written: _PendingObject) -> None:
+    def _publish(self, pending: _PendingObject) -> None:
         try:
-            if not written.writeback.cancel():
-                written.writeback.result()
-            with map_exceptions("write", str(written.target)):
-                os.fsync(written.file.fileno())
-                written.file.close()
-                written.temporary.rename(written.target)
+            # The file must stay open until its writeback call has returned.
+            if not pending.writeback.cancel():
+                pending.writeback.result()
+            with map_exceptions("write", str(pending.target)):
+                # Sync before the rename: a name must never refer to bytes that a power cut can lose.
+                os.fsync(pending.file.fileno())
+                pending.file.close()
+                pending.temporary.rename(pending.target)
         except BaseException:
-            _remove(written.file, written.temporary)
+            _remove(pending.file, pending.temporary)
             raise
-        mark_intact(written.target)
+        mark_intact(pending.target)
         with self._lock:
-            self._unsynced.add(written.target.parent)
+            self._unsynced_folders.add(pending.target.parent)
 
 
 def _remove(file: FileIO, temporary: Path) -> None:
@@ -145,7 +158,7 @@ def _sync_folder(folder: Path) -> None:
         durable.fsync_folder(folder)
 
 
-def _for_each(act: Callable[[_Each], None], arguments: Iterable[_Each]) -> None:
-    with ThreadPoolExecutor(_SYNCS_AT_ONCE, thread_name_prefix="datasvc-sync") as pool:
-        for _ in pool.map(act, arguments):
+def _run_all(function: Callable[[_Argument], None], arguments: Iterable[_Argument]) -> None:
+    with ThreadPoolExecutor(_MAX_PARALLEL_SYNCS, thread_name_prefix="datasvc-sync") as pool:
+        for _ in pool.map(function, arguments):  # raises the first error
             pass

@@ -1,9 +1,9 @@
-"""Which local objects this process wrote or hashed: a file that it did not may have rotted at the same size.
+"""Detection of local objects whose bytes changed on the disk, before a writer references them again.
 
-A writer that comes upon an object names it again instead of writing it, and it has the right bytes in hand. So it
-hashes the file first, once per process: at most it reads what it would have written otherwise. A file that the disk
-cannot read is written anew too. Object stores check
-the bytes that they keep by themselves; of a remote object the size alone is compared, as its bytes are a download.
+A writer that finds its object in the store references it instead of writing it. The file may have changed since, at
+the same size. So the writer hashes it first, once per process; it reads at most what it would otherwise write. A file
+that is damaged or unreadable is written again. For remote objects only the size is compared: hashing would be a
+download, and object stores check the bytes that they keep.
 """
 
 from __future__ import annotations
@@ -22,80 +22,82 @@ from datasvc.repository.store.retries import map_exceptions
 logger = logging.getLogger(__name__)
 
 QUARANTINE: Final = "quarantine"
-# Some 50 MB. Beyond it objects are hashed once more.
-_MAX_KNOWN: Final = 1 << 19
-# They say nothing of the file: it may be whole.
-_NOT_THE_FILE: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
-_LACKS_OF_THIS_PROCESS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+# Some 50 MB of memory. When it is full, all entries are dropped, and objects are hashed again.
+_MAX_VERIFIED: Final = 1 << 19
+# Errors that do not imply a damaged file.
+_OTHER_ERRORS: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
+_RESOURCE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
-# When a file had last changed as it was known to be good, in nanoseconds, by a hash of its path. A file that was made
-# young since then is later; one that is earlier is another file.
-_known: dict[int, int] = {}
+# Modification time in nanoseconds of each file when it was written or hashed, by the hash of its path. `refresh` only
+# makes the time of a file later; an earlier time means that the file was replaced.
+_verified_ns: dict[int, int] = {}
 _NEVER_NS: Final = 1 << 63
 
 
 def mark_intact(path: Path) -> None:
-    """Remember that this process wrote or hashed the file. One that is gone by now is nothing to remember."""
+    """Remember that this process wrote or hashed the file. Does nothing if the file no longer exists."""
     try:
         changed_ns = path.stat().st_mtime_ns
     except OSError:
         return
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
-    _known[hash(str(path))] = changed_ns
+    if len(_verified_ns) >= _MAX_VERIFIED:
+        _verified_ns.clear()
+    _verified_ns[hash(str(path))] = changed_ns
 
 
 def is_known_intact(path: Path) -> bool:
-    """Return whether this process wrote or hashed the file, and nobody has put an older one in its place."""
+    """Return whether this process wrote or hashed the file, and it was not replaced by an older one."""
     try:
-        return _known.get(hash(str(path)), _NEVER_NS) <= path.stat().st_mtime_ns
+        return _verified_ns.get(hash(str(path)), _NEVER_NS) <= path.stat().st_mtime_ns
     except OSError:
         return False
 
 
 def keep_aside(root: Path, path: Path) -> Path:
-    """Give the bad bytes of an object a second name, in the quarantine of the repository; returns that.
+    """Link the damaged file of an object into the quarantine of the repository, and return the new path.
 
-    Raises ConfigError, UnavailableError: the folder cannot be written; the object is as it was.
+    Raises:
+        ConfigError, UnavailableError: the quarantine cannot be written; the object is unchanged.
     """
     kept = root / QUARANTINE / f"{path.name}.{secrets.token_hex(4)}"
     with map_exceptions("keep", str(kept)):
         durable.make_folder(kept.parent)
         try:
             os.link(path, kept)
-        except PermissionError:  # no second names on this file system, or none for what is no file
+        except PermissionError:  # the file system has no hard links, or `path` is not a file
             path.rename(kept)
         durable.fsync_folder(kept.parent)
     return kept
 
 
 def is_damage(error: OSError) -> bool:
-    """Return whether a file that cannot be read is at fault itself, as one with a failing sector is."""
-    return not isinstance(error, _NOT_THE_FILE) and error.errno not in _LACKS_OF_THIS_PROCESS
+    """Return whether a read error means that the file is damaged, as by a failing sector."""
+    return not isinstance(error, _OTHER_ERRORS) and error.errno not in _RESOURCE_ERRNOS
 
 
 def report_rot(root: Path, path: Path, failure: OSError | None = None) -> None:
-    """Keep the bytes of an object that are not those of its name, and log that it is written anew; each once.
+    """Quarantine the bytes of a damaged object, and log a warning; once per object and process.
+
+    The object keeps its name until the caller replaces the file, so that a failing write loses nothing.
 
     Args:
-        root: of the repository.
-        path: the object. It keeps its name until the new file replaces it, so a write that fails removes nothing.
-        failure: with which it could not be read; None: its bytes are wrong.
+        root: folder of the repository.
+        path: file of the object.
+        failure: error of the read; None if the bytes could be read, but do not match the digest.
     """
-    if _known.get(hash(str(path))) == _NEVER_NS:
+    if _verified_ns.get(hash(str(path))) == _NEVER_NS:
         return
-    _known[hash(str(path))] = _NEVER_NS
+    _verified_ns[hash(str(path))] = _NEVER_NS
     try:
-        kept = f"the bad bytes are kept at {keep_aside(root, path)}"
+        quarantine = f"the bad bytes are kept at {keep_aside(root, path)}"
     except (ConfigError, UnavailableError) as error:
-        kept = f"the bad bytes are not kept: {error}"
-    what = "has other bytes than its name says, though as many: they changed on the disk"
+        quarantine = f"the bad bytes are not kept: {error}"
+    damage = "does not match its digest, although its size is right: its bytes changed on the disk"
     if failure is not None:
-        what = f"cannot be read ({failure}): the disk or its file system is damaged"
+        damage = f"cannot be read ({failure}): the disk or its file system is damaged"
     logger.warning(
-        "%s %s. It is written anew from the bytes that are stored now; %s. Run `verify`: other objects may have "
-        "changed too",
+        "%s %s. It is replaced by the bytes that are stored now; %s. Run `verify`: other objects may be damaged too",
         path,
-        what,
-        kept,
+        damage,
+        quarantine,
     )

@@ -1,7 +1,7 @@
-"""Immutable objects named by the BLAKE3 digest of their content.
+"""Immutable objects, each named by the BLAKE3 digest of its content.
 
-Equal bytes are one object. An object is complete before its name exists, so a reader sees all of it or nothing;
-every read is checked against the name, so changed bytes are an error and never data.
+Equal bytes are stored once. An object is complete before its name exists, so a reader finds a whole object or none.
+Every read is verified against the digest: changed bytes raise CorruptDataError, and are never returned.
 """
 
 from __future__ import annotations
@@ -33,23 +33,27 @@ Digest = NewType("Digest", str)
 """64 lower-case hex digits: the BLAKE3-256 of an object's bytes."""
 
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
-# One request to an object store gives some 35-90 MB/s: ask for parts side by side.
+# One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
 _RANGE_BYTES = 8 << 20
-_RANGES_AT_ONCE = 8
+_MAX_PARALLEL_RANGES = 8
 _WRITEBACK_BYTES = 8 << 20
 _HASH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Name and size of an object."""
+    """Digest and size of an object."""
 
     digest: Digest
     size_bytes: int
 
 
 def parse_digest(text: str) -> Digest:
-    """Return `text` as a digest. Raises CorruptDataError when it is none: it may name a path."""
+    """Return `text` as a digest.
+
+    Raises:
+        CorruptDataError: `text` is not a digest, so it must not become part of a path.
+    """
     if not _DIGEST_PATTERN.fullmatch(text):
         raise CorruptDataError(f"{text!r} is not a digest: expected 64 lower-case hex digits")
     return Digest(text)
@@ -61,65 +65,71 @@ def digest_of(content: bytes | memoryview) -> Digest:
 
 
 def digest_of_file(path: Path) -> Digest:
-    """Return the digest of a local file's content. Raises OSError."""
-    running, buffer = blake3(), memoryview(bytearray(_HASH_BYTES))
-    # Read, not mapped: a disk that fails is an error then, and not the end of the process by a bus error.
+    """Return the digest of a local file's content. Raise OSError if it cannot be read."""
+    hasher, buffer = blake3(), memoryview(bytearray(_HASH_BYTES))
+    # Read instead of mmap: a failing disk then raises OSError, instead of ending the process by a bus error.
     with path.open("rb", buffering=0) as file:
         while length := file.readinto(buffer):
-            running.update(buffer[:length])
-    return Digest(running.hexdigest())
+            hasher.update(buffer[:length])
+    return Digest(hasher.hexdigest())
 
 
 class ObjectWriter:
-    """A growing object: a binary sink that hashes what passes through. Made by `Objects.writing` and `begin`.
+    """Writer of a new object, which hashes the written bytes. Created by `Objects.writing` and `Objects.begin`.
 
     Args:
-        path: the file that it grows in, which is not there yet.
-        stays_here: the file will be renamed to the object; otherwise it is uploaded and removed.
+        path: temporary file to create and write.
+        is_local: the file will be renamed to the object; otherwise it will be uploaded and removed.
     """
 
-    def __init__(self, path: Path, *, stays_here: bool) -> None:
+    def __init__(self, path: Path, *, is_local: bool) -> None:
         self.path = path
-        self._stays_here = stays_here
-        self._started_bytes = 0
+        self._is_local = is_local
+        self._writeback_bytes = 0
         self._file = path.open("xb", buffering=0)
         self._hash = blake3()
         self._size_bytes = 0
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append `content`; returns its length in bytes. Raises UnavailableError."""
+        """Append `content` and return its length in bytes.
+
+        Raises:
+            UnavailableError: the file cannot be written.
+        """
         view = memoryview(content)
         self._hash.update(view)
-        left = view.cast("B")
+        remaining = view.cast("B")
         with map_exceptions("write", str(self.path)):
-            while left:
-                left = left[self._file.write(left) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         self._size_bytes += view.nbytes
-        if self._stays_here and self._size_bytes - self._started_bytes >= _WRITEBACK_BYTES:
-            durable.start_writeback(self._file.fileno(), self._started_bytes, self._size_bytes - self._started_bytes)
-            self._started_bytes = self._size_bytes
+        new_bytes = self._size_bytes - self._writeback_bytes
+        # Start writeback early, so that `sync` finds most bytes on the disk.
+        if self._is_local and new_bytes >= _WRITEBACK_BYTES:
+            durable.start_writeback(self._file.fileno(), self._writeback_bytes, new_bytes)
+            self._writeback_bytes = self._size_bytes
         return view.nbytes
 
     def sync(self) -> None:
-        """Make what was written survive a power cut, and close the file. Raises OSError."""
+        """Sync the written bytes to the disk, and close the file. Raise OSError on failure."""
         with self._file:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file as it is."""
+        """Close the file without a sync."""
         self._file.close()
 
     @property
     def info(self) -> ObjectInfo:
-        """Name and size of what was written so far."""
+        """Digest and size of the bytes written so far."""
         return ObjectInfo(Digest(self._hash.hexdigest()), self._size_bytes)
 
 
 class Objects:
-    """The objects of one repository.
+    """Objects of one repository.
 
     Args:
-        storage: the repository's tree.
+        storage: file tree of the repository.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -127,37 +137,41 @@ class Objects:
 
     @property
     def storage(self) -> Storage:
-        """The repository's tree."""
+        """File tree of the repository."""
         return self._storage
 
     @staticmethod
     def path(digest: Digest) -> str:
-        """Return where the object lies below the repository's root."""
+        """Return the path of an object below the repository's root."""
         return f"objects/{digest[:2]}/{parse_digest(digest)}"
 
     def location(self, digest: Digest) -> str:
-        """Return the object's full URL or local path, for messages."""
+        """Return the full URL or local path of an object, for messages."""
         return self._storage.location(self.path(digest))
 
     def local_path(self, digest: Digest) -> Path | None:
-        """Return the object's file when the repository lies on this machine, else None."""
+        """Return the file of an object, or None if the repository is not local."""
         return self._storage.local_path(self.path(digest))
 
     def size(self, digest: Digest) -> int | None:
-        """Return the stored size in bytes, None where the repository lacks the object. Raises UnavailableError."""
+        """Return the stored size of an object in bytes, or None if it does not exist.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         return self._storage.size(self.path(digest))
 
     def reuse(self, info: ObjectInfo) -> bool:
-        """Return whether the object is there already, whole, so that an entry may name it without writing it again.
+        """Return whether an intact copy of the object exists, and reset its age; if not, the caller must write it.
 
-        It then counts as new: `gc` would otherwise remove an old object that nothing names yet in the time until
-        the entry that names it is committed. False also where it cannot be made to count as new without writing it
-        again, as remote objects that are older than a day. A size that differs is damage: write it again rather
-        than trust it. So are other bytes of the same size: a local object that this process has not written is read
-        and hashed, once. One that the disk cannot read is damage too. What is bad is kept in the quarantine, with a
-        warning.
+        The new age keeps `gc` from deleting the object before the caller commits the entry that references it. A
+        remote object older than a day must be written again for that, so the result is False.
 
-        Raises UnavailableError.
+        The size is always compared. A local object that this process has not written is also hashed, once. A damaged
+        or unreadable one is copied to the quarantine, with a warning, and the result is False.
+
+        Raises:
+            UnavailableError: the store does not respond.
         """
         path = self.local_path(info.digest)
         if path is None or is_known_intact(path):
@@ -182,11 +196,16 @@ class Objects:
         return is_intact
 
     def refresh(self, info: ObjectInfo) -> bool:
-        """Do the same as `reuse`, and compare the size alone: for those that do not have the right bytes in hand."""
+        """Do the same as `reuse`, but compare only the size: for callers that could not write the object again."""
         return self._storage.refresh(self.path(info.digest), info.size_bytes)
 
     def put(self, content: bytes | memoryview) -> ObjectInfo:
-        """Store `content`; an object that exists already is not written again. Raises UnavailableError."""
+        """Store `content`, unless an intact copy exists.
+
+        Raises:
+            ConfigError: see `Storage.check_writable`.
+            UnavailableError: the store failed.
+        """
         view = memoryview(content)
         info = ObjectInfo(digest_of(view), view.nbytes)
         if self.reuse(info):
@@ -196,7 +215,11 @@ class Objects:
         return info
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
-        """Store `content`, which has that digest and size and cannot be reused.
+        """Store an object that `reuse` has not found.
+
+        Args:
+            info: digest and size of `content`.
+            content: bytes of the object.
 
         Raises:
             ConfigError: see `Storage.check_writable`.
@@ -207,13 +230,13 @@ class Objects:
         self.mark_intact(info.digest)
 
     def mark_intact(self, digest: Digest) -> None:
-        """Remember that this process has written the object: `reuse` need not read it."""
+        """Remember that this process has written the object, so that `reuse` does not hash it."""
         path = self.local_path(digest)
         if path is not None:
             mark_intact(path)
 
     def _sync_name(self, digest: Digest) -> None:
-        """Let the name of an object that is there survive a power cut: another writer may have just renamed it."""
+        """Sync the folders of an existing object: another writer may have renamed it a moment ago."""
         path = self.local_path(digest)
         if path is not None:
             with map_exceptions("write", str(path)):
@@ -222,10 +245,13 @@ class Objects:
 
     @contextmanager
     def writing(self) -> Iterator[ObjectWriter]:
-        """Open a new object of any size; it exists under its digest once the block ends well.
+        """Open a new object of any size, which is published under its digest when the block ends without an error.
 
-        Written once: straight into the repository's folder when that is local, else to a temporary file that
-        is uploaded in parts. After the block `writer.info` names the object. Raises UnavailableError.
+        The bytes are written to a temporary file, which is renamed in a local repository, and uploaded in parts to a
+        remote one. After the block, `writer.info` is the object's digest and size.
+
+        Raises:
+            UnavailableError: the store failed.
         """
         writer = self.begin()
         try:
@@ -236,14 +262,18 @@ class Objects:
             self.abandon(writer)
 
     def begin(self) -> ObjectWriter:
-        """Open a new object, as `writing` does; `finish` it from any thread, or `abandon` it."""
+        """Open a new object, as `writing` does; the caller calls `finish`, from any thread, or `abandon`."""
         self._storage.check_writable()
         temporary = self._temporary_path()
         with map_exceptions("write", str(temporary)):
-            return ObjectWriter(temporary, stays_here=self._storage.is_local)
+            return ObjectWriter(temporary, is_local=self._storage.is_local)
 
     def finish(self, writer: ObjectWriter) -> ObjectInfo:
-        """Sync the object and let it exist under its digest. Raises UnavailableError."""
+        """Sync the object and publish it under its digest.
+
+        Raises:
+            UnavailableError: the store failed.
+        """
         with map_exceptions("write", str(writer.path)):
             writer.sync()
         info = writer.info
@@ -256,21 +286,21 @@ class Objects:
         return info
 
     def abandon(self, writer: ObjectWriter) -> None:
-        """Close the object and remove what is not finished of it; after `finish` this does nothing."""
+        """Close the object and remove its temporary file; does nothing after `finish`."""
         writer.close()
         writer.path.unlink(missing_ok=True)
 
     def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
-        """Return the object's bytes, verified.
+        """Return the verified bytes of an object.
 
         Args:
-            digest: the object.
-            most_bytes: that any such object has; None for any number. A larger one is refused before it is read.
+            digest: digest of the object.
+            most_bytes: maximum size; a larger object is not read. None: no limit.
 
         Raises:
-            NotFoundError: the repository lacks the object.
-            CorruptDataError: its bytes differ from its name, or are too many.
-            UnavailableError: the store did not answer.
+            NotFoundError: the object does not exist.
+            CorruptDataError: its bytes do not match the digest, or it is too large.
+            UnavailableError: the store does not respond.
         """
         size_bytes = self._storage.size(self.path(digest))
         if size_bytes is None:
@@ -281,19 +311,19 @@ class Objects:
         except CorruptDataError:
             if self._storage.is_local:
                 raise
-            return self._fetch_whole(digest, size_bytes)  # a bit that flipped on the way does not do so twice
+            return self._fetch_whole(digest, size_bytes)  # the transfer may have changed a bit: read once more
 
     def read_unverified(self, digest: Digest) -> bytes:
-        """Return whatever bytes lie under the name: to find out what damage hit, never to use them."""
+        """Return the stored bytes without verification: to analyse damage, never as data."""
         return self._storage.read(self.path(digest))
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes of the object from `offset`; the caller checks them by a digest of its own.
+        """Return exactly `length` bytes of the object from `offset`, unverified: the caller checks the range.
 
         Raises:
-            NotFoundError: the repository lacks the object.
-            CorruptDataError: the object ends before.
-            UnavailableError: the store did not answer, or with less than it has.
+            NotFoundError: the object does not exist.
+            CorruptDataError: the object is shorter than `offset + length`.
+            UnavailableError: the store does not respond, or returns fewer bytes than the object has.
         """
         assert offset >= 0, offset
         assert length >= 0, length
@@ -306,24 +336,26 @@ class Objects:
             raise
         if len(content) < length:
             self._check_reaches(digest, offset + length)
-            raise UnavailableError(f"{self.location(digest)}: {len(content)} of {length} bytes came; try again")
+            raise UnavailableError(f"{self.location(digest)}: received {len(content)} of {length} bytes; try again")
         return content
 
     @property
     def is_near(self) -> bool:
-        """Whether objects lie on this machine, so that `read_into` costs no memory."""
+        """Whether the objects are on this machine, so that `read_into` needs no extra memory."""
         return self._storage.is_local
 
     def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
-        """Fill `out` with bytes of the object from `offset`. They are unverified, and it raises, as `read_range`."""
+        """Fill `out` with unverified bytes of the object from `offset`; for errors, see `read_range`."""
         if not self._storage.is_local:
             out[:] = self.read_range(digest, offset, len(out))
         elif self._storage.read_into(self.path(digest), offset, out) < len(out):
             self._check_reaches(digest, offset + len(out))
-            raise UnavailableError(f"{self.location(digest)}: it ended before {len(out)} bytes came; try again")
+            raise UnavailableError(
+                f"{self.location(digest)}: the file ended before {len(out)} bytes were read; try again"
+            )
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield what `read_range` gives, if the whole object is what its name says; nothing where that is not so."""
+        """Yield the range that `read_range` returns if the whole object is intact; nothing if it is not."""
         with suppress(NotFoundError, CorruptDataError, UnavailableError):
             content = memoryview(self.read(digest))
             if len(content) >= offset + length:
@@ -331,24 +363,25 @@ class Objects:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream_range` needs little memory, however long the range."""
+        """Whether the memory of `stream_range` is independent of the length of the range."""
         return self._storage.can_stream
 
     def stream_range(
         self, digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
     ) -> None:
-        """Hand exactly `length` bytes of the object from `offset` to `take` as they arrive, in order, unverified.
+        """Pass exactly `length` unverified bytes of the object to `take` as they arrive, in order.
 
         Args:
-            digest: the object.
-            offset: in it.
-            length: in bytes.
-            take: called from this thread; its view is valid during the call, and what it raises passes through.
-            interrupt: ends it.
+            digest: digest of the object.
+            offset: first byte of the range.
+            length: length of the range in bytes.
+            take: function for the bytes, called in this thread. The view is valid only during the call. Exceptions
+                of `take` are not converted.
+            interrupt: token that cancels the read.
 
         Raises:
-            NotFoundError, CorruptDataError: as `read_range`.
-            UnavailableError: likewise, and soon after it was interrupted.
+            NotFoundError, CorruptDataError: see `read_range`.
+            UnavailableError: see `read_range`; or the read was cancelled.
         """
         try:
             self._storage.stream_range(self.path(digest), offset, length, take, interrupt)
@@ -360,33 +393,33 @@ class Objects:
     def fetch(
         self, digest: Digest, size_bytes: int, file: BinaryIO, *, report: Callable[[int], None] | None = None
     ) -> None:
-        """Copy the object into `file` by parallel ranged reads, hashing on the way.
+        """Copy the object into `file` by parallel ranged reads, and verify its digest.
 
         Args:
-            digest: the object.
-            size_bytes: its size, as its table says.
-            file: open for writing, positioned where the object shall start.
-            report: called with the bytes of each part as it is written.
+            digest: digest of the object.
+            size_bytes: size of the object, from its table.
+            file: file open for writing, at the position where the object starts.
+            report: progress callback with the bytes of each part, after it is written.
 
         Raises:
-            NotFoundError: the repository lacks the object.
-            CorruptDataError: truncated or changed on the way or at rest; `file` holds bytes not to be used.
-            UnavailableError: the store did not answer.
-            OSError: `file` could not be written.
+            NotFoundError: the object does not exist.
+            CorruptDataError: the bytes are truncated or changed; the caller must discard the content of `file`.
+            UnavailableError: the store does not respond.
+            OSError: `file` cannot be written.
         """
-        running = blake3()
+        hasher = blake3()
         try:
             for part in self._parts(digest, size_bytes):
-                running.update(part)
+                hasher.update(part)
                 file.write(part)
                 if report is not None:
                     report(len(part))
         except UnavailableError:
             self._check_reaches(digest, size_bytes)
             raise
-        found = Digest(running.hexdigest())
-        if found != digest:
-            raise CorruptDataError(_mismatch(self.location(digest), digest, found))
+        actual = Digest(hasher.hexdigest())
+        if actual != digest:
+            raise CorruptDataError(_mismatch(self.location(digest), digest, actual))
 
     def _fetch_whole(self, digest: Digest, size_bytes: int) -> bytes:
         sink = io.BytesIO()
@@ -394,25 +427,26 @@ class Objects:
         return sink.getvalue()
 
     def _parts(self, digest: Digest, size_bytes: int) -> Iterator[bytes]:
-        """Yield the object's parts in order, keeping a bounded number of requests under way."""
+        """Yield the object's parts in order, with a bounded number of parallel requests."""
         path = self.path(digest)
         offsets = range(0, size_bytes, _RANGE_BYTES)
         if self._storage.is_local or len(offsets) <= 1:
             for offset in offsets:
                 yield self._storage.read_range(path, offset, min(_RANGE_BYTES, size_bytes - offset))
             return
-        with ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="datasvc-range") as pool:
-            under_way: deque[Future[bytes]] = deque()
+        with ThreadPoolExecutor(_MAX_PARALLEL_RANGES, thread_name_prefix="datasvc-range") as pool:
+            pending: deque[Future[bytes]] = deque()
             for offset in offsets:
                 length = min(_RANGE_BYTES, size_bytes - offset)
-                under_way.append(pool.submit(self._storage.read_range, path, offset, length))
-                if len(under_way) == _RANGES_AT_ONCE:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
+                pending.append(pool.submit(self._storage.read_range, path, offset, length))
+                if len(pending) == _MAX_PARALLEL_RANGES:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
 
     def _check_reaches(self, digest: Digest, size_bytes: int) -> None:
-        """Raise CorruptDataError where the object is shorter: stores answer a range behind the end with an error."""
+        """Raise CorruptDataError if the object is shorter than `size_bytes`."""
+        # Stores report a range beyond the end as an error, which is not a failure of the store.
         stored = self._storage.size(self.path(digest))
         if stored is not None and stored < size_bytes:
             raise CorruptDataError(
@@ -429,8 +463,8 @@ class Objects:
         return folder / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
 
 
-def _mismatch(location: str, expected: Digest, found: Digest) -> str:
+def _mismatch(location: str, expected: Digest, actual: Digest) -> str:
     return (
-        f"{location} is corrupt: its bytes hash to {found[:12]}..., its name says {expected[:12]}...; "
+        f"{location} is corrupt: its bytes hash to {actual[:12]}..., expected {expected[:12]}...; "
         "restore this object from another copy of the repository"
     )

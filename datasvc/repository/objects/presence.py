@@ -1,8 +1,8 @@
-"""The last look before a commit: whether all objects that the new entry will name are still there.
+"""Last check before a commit: all objects that the new entry references must exist.
 
-They were, when they were stored or found. Since then a `gc` may have removed one, which was told that nobody writes
-or misled by a clock; or another rank may have stored it to another place. An entry that names it could never be
-restored, and the writer would report success.
+A writer has stored or found each object earlier. Since then, a `gc` with `--no-writers` or with a wrong clock may
+have removed one, or another rank may have stored it in another repository. A version with a missing object could
+never be restored, although its writer reported success.
 """
 
 from __future__ import annotations
@@ -15,43 +15,47 @@ from typing import Final
 from datasvc.errors import NotFoundError
 from datasvc.repository.objects.objects import Digest, Objects
 
-_LOOKS_AT_ONCE: Final = 16
-_MAX_LOOKS_PER_FOLDER: Final = 32
-# Stores list so many names per request.
+_MAX_PARALLEL_REQUESTS: Final = 16
+_MAX_CHECKS_PER_FOLDER: Final = 32
+# Names that a store returns per request of a listing.
 _NAMES_PER_REQUEST: Final = 1000
 
 
-def check_present(objects: Objects, named: Iterable[Digest], what: str) -> None:
-    """Raise where an object is missing that a commit is about to name.
+def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> None:
+    """Check that all objects exist that a commit is about to reference.
 
     Args:
-        objects: where they have to be.
-        named: by the entry, directly or through its tables.
-        what: is committed, for messages.
+        objects: objects of the repository.
+        referenced: digests in the entry and in its tables.
+        what: name of the commit, for messages.
 
     Raises:
-        NotFoundError: some are missing; nothing may be committed.
-        UnavailableError: the store did not answer.
+        NotFoundError: an object is missing; the caller must not commit.
+        UnavailableError: the store does not respond.
     """
-    missing = find_missing(objects, named)
+    missing = find_missing(objects, referenced)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise NotFoundError(
-            f"{what} is not committed: object {objects.location(min(missing))}{more}, which it names, is not there "
-            "any more, though this process or another rank has stored or found it. Was a gc run with --no-writers, "
-            "or are files removed by something else? Save again; `verify` names versions that miss objects too"
+            f"{what} is not committed: it references object {objects.location(min(missing))}{more}, which no longer "
+            "exists, although this process or another rank has stored or found it. Check that no gc runs with "
+            "--no-writers and that nothing else deletes files, then save again; `verify` finds other versions with "
+            "missing objects"
         )
 
 
-def find_missing(objects: Objects, named: Iterable[Digest]) -> set[Digest]:
-    """Return the objects that are not there. Raises UnavailableError.
+def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
+    """Return the digests of objects that do not exist.
 
-    Costs a look at each, 16 at a time. A remote store is asked for the names in a folder instead where more than
-    `_MAX_LOOKS_PER_FOLDER` objects of it are wanted, and the list takes fewer requests than they: the list of one
-    folder tells, as objects are spread evenly over 256 folders by their digests.
+    Checks each object, 16 in parallel. On a remote store, a folder of more than `_MAX_CHECKS_PER_FOLDER` referenced
+    objects is listed instead if the listing takes fewer requests. One folder predicts the size of the others, because
+    digests are spread evenly over 256 folders.
+
+    Raises:
+        UnavailableError: the store does not respond.
     """
     folders: dict[str, set[Digest]] = defaultdict(set)
-    for digest in named:
+    for digest in referenced:
         folders[objects.path(digest).rpartition("/")[0]].add(digest)
 
     def list_missing(folder: str) -> tuple[set[Digest], int]:
@@ -59,17 +63,17 @@ def find_missing(objects: Objects, named: Iterable[Digest]) -> set[Digest]:
         return folders[folder].difference(map(Digest, names)), len(names) // _NAMES_PER_REQUEST + 1
 
     missing: set[Digest] = set()
-    listed: list[str] = []
+    to_list: list[str] = []
     fullest = max(folders, key=lambda folder: len(folders[folder]), default="")
-    # A folder of a large store has some hundred pages of names, one after another: not for a handful of objects.
-    if not objects.storage.is_local and len(folders[fullest]) > _MAX_LOOKS_PER_FOLDER:
+    # A folder of a large store has some hundred pages of names, which are read in sequence: too slow for few objects.
+    if not objects.storage.is_local and len(folders[fullest]) > _MAX_CHECKS_PER_FOLDER:
         missing, num_requests = list_missing(fullest)
         del folders[fullest]
-        least = max(_MAX_LOOKS_PER_FOLDER, num_requests)
-        listed = [folder for folder, wanted in folders.items() if len(wanted) > least]
-    single = [digest for folder in folders.keys() - set(listed) for digest in folders[folder]]
-    with ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="datasvc-look") as pool:
-        for lacking, _ in pool.map(list_missing, listed):
-            missing |= lacking
-        sizes = pool.map(objects.size, single)
-        return missing.union(digest for digest, size in zip(single, sizes, strict=True) if size is None)
+        max_checks = max(_MAX_CHECKS_PER_FOLDER, num_requests)
+        to_list = [folder for folder, digests in folders.items() if len(digests) > max_checks]
+    to_check = [digest for folder in folders.keys() - set(to_list) for digest in folders[folder]]
+    with ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="datasvc-presence") as pool:
+        for missing_in_folder, _ in pool.map(list_missing, to_list):
+            missing |= missing_in_folder
+        sizes = pool.map(objects.size, to_check)
+        return missing.union(digest for digest, size in zip(to_check, sizes, strict=True) if size is None)

@@ -1,1 +1,1 @@
-"""Reads and writes files of a store: fsspec behind a few calls, with retries, ranged reads and create-only writes."""
+"""Access to the files of a store over fsspec, with retries, ranged reads and create-only writes."""

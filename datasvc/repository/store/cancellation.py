@@ -1,4 +1,4 @@
-"""How one thread ends what others wait for: once set, what has begun is cut off and what begins ends at once."""
+"""Cancellation of blocking reads: one thread sets a token, and reads with this token in other threads end."""
 
 from __future__ import annotations
 
@@ -8,39 +8,43 @@ from contextlib import contextmanager
 
 
 class CancellationToken:
-    """Set once, from any thread, and never cleared."""
+    """Token that cancels reads. Any thread may set it; it is never cleared."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._lock = threading.Lock()
-        self._cuts: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def is_set(self) -> bool:
-        """Whether it was set."""
+        """Whether the token is set."""
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is set, but so long at most; returns whether it is."""
+        """Wait until the token is set or the timeout expires, and return whether it is set."""
         return self._event.wait(timeout_s)
 
     def set(self) -> None:
-        """Cut off whatever is under way."""
+        """Cancel all present and future reads with this token."""
         with self._lock:
             self._event.set()
-            for cut in self._cuts:
-                cut()
+            for callback in self._callbacks:
+                callback()
 
     @contextmanager
     def cutting(self, cut: Callable[[], None]) -> Iterator[None]:
-        """Let `cut` be called when it is set inside the block: it wakes who waits there, and does not wait itself."""
+        """Call `cut` if the token is set during the block.
+
+        Args:
+            cut: function that unblocks the read in the block, such as a socket's shutdown. It must not block.
+        """
         with self._lock:
-            self._cuts.append(cut)
+            self._callbacks.append(cut)
             if self._event.is_set():
                 cut()
         try:
             yield
         finally:
-            # Once this has the lock nobody cuts any more: what was cut may be used for something else then.
+            # Under the lock, so that no `cut` runs after the block: its socket may be in use for another read then.
             with self._lock:
-                self._cuts.remove(cut)
+                self._callbacks.remove(cut)

@@ -1,8 +1,8 @@
-"""Which drivers of fsspec create a file in one step, only if nothing is there: every commit rests on that.
+"""Atomic create-only writes, which every commit needs, and the fsspec drivers that have them.
 
-fsspec's base class has `pipe_file(mode="create")` for all its drivers: it calls `exists()` and then writes. Between
-the two another writer does the same, and the entry of one of them is lost. A probe by one writer cannot find that. So
-a driver is judged by whose `pipe_file` it inherits: only those whose source was read are accepted.
+fsspec's base class implements `pipe_file(mode="create")` as `exists()` followed by a write. Two writers can both find
+no file, and one of their entries is lost. A test with one writer does not detect this. So a driver is accepted only
+if it inherits its `pipe_file` from a class whose source code is known to be atomic.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ WRITABLE_STORES: Final = (
     "a local folder, S3 and what speaks its protocol (s3://), Google Cloud Storage (gs://), Azure Blob Storage "
     "(abfs://) or memory://"
 )
-# Each hands the condition to the store, in the request that writes: If-None-Match of S3 and Azure, ifGenerationMatch
-# of Google. `Repository.create` tries whether the store heeds it.
+# Their write requests carry the condition: If-None-Match for S3 and Azure, ifGenerationMatch for Google.
+# `Repository.create` checks that the store respects it.
 _PACKAGES: Final = frozenset({"adlfs", "gcsfs", "s3fs"})
 _METHODS: Final = frozenset({"pipe_file", "_pipe_file"})
 
-_in_memory = threading.Lock()
+_memory_lock = threading.Lock()
 
 
 def creates_exclusively(file_system: fsspec.AbstractFileSystem) -> bool:
-    """Return whether `create` is one step of the store's. False where that is not certain."""
-    # The one driver that hands every call with all its arguments to the one below.
+    """Return whether `create` is known to be atomic on this file system."""
+    # DirFileSystem passes every call on with all its arguments. No other wrapper is known to do so.
     inner = file_system.fs if type(file_system) is DirFileSystem else file_system
     return inherits_exclusive_create(type(inner))
 
 
 def inherits_exclusive_create(driver: type[fsspec.AbstractFileSystem]) -> bool:
-    """Return whether the class that wrote the `pipe_file` of a driver is one that is accepted."""
-    author = next(each for each in driver.__mro__ if _METHODS.intersection(vars(each)))
-    return author is MemoryFileSystem or author.__module__.partition(".")[0] in _PACKAGES
+    """Return whether a driver inherits its `pipe_file` from an accepted class."""
+    definer = next(base for base in driver.__mro__ if _METHODS.intersection(vars(base)))
+    return definer is MemoryFileSystem or definer.__module__.partition(".")[0] in _PACKAGES
 
 
 def create(file_system: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
-    """Write a file if nothing is there. Raises whatever the driver raises; only a read tells what happened."""
+    """Write a file only if `path` does not exist. Exceptions of the driver are not converted.
+
+    The file may exist even after an exception: the caller has to read it to find out.
+    """
     inner = file_system.fs if isinstance(file_system, DirFileSystem) else file_system
     if not isinstance(inner, MemoryFileSystem):
         file_system.pipe_file(path, content, mode="create")
         return
-    # It looks and then writes, too. But it belongs to this process, so a lock makes one step of it.
-    with _in_memory:
+    # The memory driver is not atomic, but exists only in this process: a lock makes it atomic.
+    with _memory_lock:
         file_system.pipe_file(path, content, mode="create")

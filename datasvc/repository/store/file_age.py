@@ -1,8 +1,8 @@
-"""How old a stored file is: what lets `gc` and running writers share a repository without talking to each other.
+"""Age of stored files, by which `gc` and running writers share a repository without communication.
 
-gc removes files that nothing names and that are old. A writer about to name an object that is there already makes it
-young first. On local files both hold the object's lock while they look and act, so one of them always sees what the
-other did: the writer finds the object gone and writes it again, or gc finds it young and leaves it.
+`gc` removes old files that no entry references. A writer that is about to reference an existing object resets its age
+first. For local files, both hold a lock on the object while they check and act: either the writer finds the object
+deleted and writes it again, or `gc` finds it young and keeps it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, Final
 
 from datasvc.errors import ConfigError
 
-# A remote object is made young by writing it again, so that is only done when it is older than this.
+# The age of a remote object is reset by writing it again, which is done only if it is older than this.
 REWRITE_S: Final = 24 * 3600
-# What stores call the time of the last change; memory knows when a file was made, which is as good: none changes.
+# Names of the modification time in the drivers. Memory has only the creation time, but files there are not modified.
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
@@ -29,9 +29,9 @@ class StoredFile:
     """A file of a store.
 
     Attributes:
-        path: below the store's root.
-        size_bytes: its size.
-        modified_s: when it was written or made young last: seconds since 1970 by the store's clock.
+        path: path below the store's root.
+        size_bytes: size of the file.
+        modified_s: time of the last write or age reset, in seconds since 1970 of the store's clock.
     """
 
     path: str
@@ -40,23 +40,26 @@ class StoredFile:
 
 
 def modified_s(info: Mapping[str, Any], location: str) -> float:
-    """Return when a file changed last, from what its store says of it; seconds since 1970.
+    """Return the modification time of a file from fsspec's details, in seconds since 1970.
 
     Raises:
-        ConfigError: the store does not say.
+        ConfigError: the details have no modification time.
     """
-    found = next((info[name] for name in _TIMES if info.get(name) not in {None, ""}), None)
-    if isinstance(found, str):
-        found = datetime.fromisoformat(found)
-    if isinstance(found, datetime) and found.tzinfo is None:
-        found = found.replace(tzinfo=UTC)
-    if found is None:
-        raise ConfigError(f"the store does not say how old {location} is, so nothing can be removed by age there")
-    return found.timestamp() if isinstance(found, datetime) else float(found)
+    time = next((info[name] for name in _TIMES if info.get(name) not in {None, ""}), None)
+    if isinstance(time, str):
+        time = datetime.fromisoformat(time)
+    if isinstance(time, datetime) and time.tzinfo is None:
+        time = time.replace(tzinfo=UTC)
+    if time is None:
+        raise ConfigError(
+            f"the store reports no modification time of {location}, so files there cannot be removed by age; use "
+            "another store, or delete files by hand"
+        )
+    return time.timestamp() if isinstance(time, datetime) else float(time)
 
 
 def walk_local(root: Path, folder: str) -> Iterator[StoredFile]:
-    """Yield the files below `root`/`folder`; those that vanish meanwhile are left out. Raises OSError."""
+    """Yield the files below `root`/`folder`, without concurrently deleted ones. Raise OSError on failure."""
     try:
         names = os.listdir(root / folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -64,35 +67,35 @@ def walk_local(root: Path, folder: str) -> Iterator[StoredFile]:
     for name in names:
         path = f"{folder}/{name}" if folder else name
         try:
-            found = (root / path).lstat()
+            status = (root / path).lstat()
         except FileNotFoundError:
             continue
-        if stat.S_ISLNK(found.st_mode):
-            continue  # what it leads to is not the repository's
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
+            continue  # its target does not belong to the repository
+        if stat.S_ISDIR(status.st_mode):
             yield from walk_local(root, path)
         else:
-            yield StoredFile(path, found.st_size, found.st_mtime)
+            yield StoredFile(path, status.st_size, status.st_mtime)
 
 
 def refresh_local(path: Path, size_bytes: int) -> bool:
-    """Make a file young; returns False where it is not there, of another size, or cannot be made young."""
+    """Reset the age of a file; return False if it does not exist, has another size, or its age cannot be reset."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
-            found = os.fstat(file.fileno())
-            # Without a name left, gc removed the file while this waited.
-            if not found.st_nlink or found.st_size != size_bytes:
+            status = os.fstat(file.fileno())
+            # No link left: gc deleted the file while this thread waited for the lock.
+            if not status.st_nlink or status.st_size != size_bytes:
                 return False
             os.utime(file.fileno())
             return True
     except OSError:
-        # Another user's file, or no locks here: writing it again is always right.
+        # The file belongs to another user, or the file system has no locks: the caller writes it again.
         return False
 
 
 def delete_local_if_older(path: Path, before_s: float) -> bool:
-    """Delete a file that changed last before `before_s`; returns whether it did. Raises OSError."""
+    """Delete a file last changed before `before_s`, and return whether it was deleted. Raise OSError on failure."""
     try:
         file = _open(path)
     except FileNotFoundError:
@@ -101,11 +104,11 @@ def delete_local_if_older(path: Path, before_s: float) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False  # a writer is making it young
-        found, named = os.fstat(file.fileno()), _stat(path)
-        if named is None or (named.st_dev, named.st_ino) != (found.st_dev, found.st_ino):
-            return False  # replaced since it was opened: what has the name now is new
-        if named.st_mtime >= before_s:
+            return False  # a writer is resetting its age
+        opened, current = os.fstat(file.fileno()), _stat(path)
+        if current is None or (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino):
+            return False  # replaced since it was opened, so the file of this name is new
+        if current.st_mtime >= before_s:
             return False
         path.unlink()
         return True
@@ -113,7 +116,7 @@ def delete_local_if_older(path: Path, before_s: float) -> bool:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return path.open("r+b")  # NFS wants a file open for writing before it locks it exclusively
+        return path.open("r+b")  # NFS requires a file open for writing for an exclusive lock
     except PermissionError:
         return path.open("rb")
 

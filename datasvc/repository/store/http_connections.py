@@ -1,4 +1,4 @@
-"""Connections to HTTP servers: kept for the next request, and read straight from their sockets."""
+"""Connections to HTTP servers, reused between requests, with bodies read directly from their sockets."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from typing import Any, cast
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.min_throughput import MinThroughput
 
-# Servers drop connections that nobody uses, some after 5 s.
-_KEPT_S = 4.0
-_MAX_KEPT = 32
-_LOOK_MS = 50
+# Servers close idle connections, some after 5 s.
+_MAX_IDLE_S = 4.0
+_MAX_IDLE = 32
+_POLL_MS = 50
 _TIMEVAL = struct.Struct("ll")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Whom a connection leads to.
+    """Address of a server.
 
     Attributes:
         scheme: "http" or "https".
-        host: name or number.
-        port: its port.
+        host: host name or IP address.
+        port: TCP port.
     """
 
     scheme: str
@@ -45,13 +45,13 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a server is waited for.
+    """Limits for the time that a client waits for a server.
 
     Attributes:
-        connect_s: until a connection stands.
-        silence_s: without a byte. A store that has to find cold data first may need it: as long as botocore waits.
-        min_bytes_s: one that gives less over `window_s` of waiting is too slow.
-        window_s: see there.
+        connect_s: maximum time to connect.
+        silence_s: maximum time without a byte. The default is that of botocore: a store may have to load cold data.
+        min_bytes_s: minimum throughput in bytes per second, measured over `window_s` of waiting.
+        window_s: waiting time after which the throughput is checked.
     """
 
     connect_s: float = 15
@@ -61,56 +61,56 @@ class Timeouts:
 
 
 class Connection:
-    """One connection. For one thread, but for `cut`.
+    """One connection. For use by one thread, except `cut`.
 
     Args:
-        server: to whom.
-        patience: how long to wait.
-        interrupt: ends the wait for it to stand.
+        server: address of the server.
+        timeouts: limits of waiting.
+        interrupt: token that cancels the connection attempt.
 
     Attributes:
-        was_kept: whether an answer came over it before: the server may have closed it since.
+        was_kept: whether the connection was used before, so that the server may have closed it since.
 
     Raises:
-        OSError: nobody answers there, or it is not who it should be.
+        OSError: the server does not respond, or its certificate is invalid.
     """
 
-    def __init__(self, server: Endpoint, patience: Timeouts, interrupt: CancellationToken) -> None:
+    def __init__(self, server: Endpoint, timeouts: Timeouts, interrupt: CancellationToken) -> None:
         self.was_kept = False
-        self._patience = patience
+        self._timeouts = timeouts
         self._is_tls = server.scheme == "https"
-        self._http = http.client.HTTPConnection(server.host, server.port, timeout=patience.connect_s)
+        self._http = http.client.HTTPConnection(server.host, server.port, timeout=timeouts.connect_s)
         if self._is_tls:
             self._http = http.client.HTTPSConnection(
-                server.host, server.port, timeout=patience.connect_s, context=_tls()
+                server.host, server.port, timeout=timeouts.connect_s, context=_tls()
             )
         with ExitStack() as connecting:
-            # The place that http.client keeps for other ways to connect.
+            # The attribute by which http.client allows another way to connect.
             cast("Any", self._http)._create_connection = partial(_connect, interrupt, connecting)  # noqa: SLF001
             self._http.connect()
         self._socket: socket.socket = self._http.sock
-        # For reads that wait in the kernel until the buffer is full, and not in Python for each packet.
-        seconds, fraction = divmod(patience.silence_s, 1)
+        # A timeout of the kernel, for blocking reads that return when the buffer is full, not after each packet.
+        seconds, fraction = divmod(timeouts.silence_s, 1)
         timeout = _TIMEVAL.pack(int(seconds), int(fraction * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        self._answer: http.client.HTTPResponse | None = None
-        self._num_ahead: int | None = None
+        self._response: http.client.HTTPResponse | None = None
+        self._num_buffered: int | None = None
 
     def ask(self, target: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """Return the answer to a GET, its body not read. Raises OSError, HTTPException."""
-        self._socket.settimeout(self._patience.silence_s)
+        """Send a GET and return the response with an unread body. Raise OSError or HTTPException on failure."""
+        self._socket.settimeout(self._timeouts.silence_s)
         self._http.request("GET", target, headers=headers)
-        self._answer, self._num_ahead = self._http.getresponse(), None
-        return self._answer
+        self._response, self._num_buffered = self._http.getresponse(), None
+        return self._response
 
-    def read_into(self, buffer: memoryview, pace: MinThroughput) -> int:
-        """Fill the buffer with what comes next of the answer.
+    def read_into(self, buffer: memoryview, throughput: MinThroughput) -> int:
+        """Fill the buffer with the next bytes of the response.
 
         Returns:
-            How many bytes came: fewer only where the answer or the connection ends.
+            Number of bytes read; less than the buffer's size only at the end of the response or the connection.
 
         Raises:
-            OSError: nothing comes, or too little.
+            OSError: no bytes arrive, or the throughput is too low.
         """
         filled = 0
         while filled < len(buffer):
@@ -119,93 +119,93 @@ class Connection:
             if not num_bytes:
                 break
             filled += num_bytes
-            pace.add(num_bytes, time.monotonic() - began)
+            throughput.add(num_bytes, time.monotonic() - began)
         return filled
 
     def end_answer(self) -> bool:
-        """Say that all of the answer was read; returns whether the connection is good for another request."""
-        assert self._answer is not None
-        self._answer.close()
+        """Finish a response that was read completely, and return whether the connection can be reused."""
+        assert self._response is not None
+        self._response.close()
         self.was_kept = True
-        return not self._answer.will_close
+        return not self._response.will_close
 
     def cut(self) -> None:
-        """End the connection, from any thread: who reads from it wakes."""
-        _cut(self._socket)
+        """Shut the connection down, from any thread; a blocked read returns."""
+        _shut_down(self._socket)
 
     def close(self) -> None:
-        """Close it."""
-        if self._answer is not None:
-            self._answer.close()
+        """Close the connection."""
+        if self._response is not None:
+            self._response.close()
         self._http.close()
 
     def _receive(self, buffer: memoryview) -> int:
-        assert self._answer is not None
-        file = cast("Any", self._answer.fp)
+        assert self._response is not None
+        file = cast("Any", self._response.fp)
         if self._is_tls:
             return cast("int", file.readinto1(buffer))
-        if self._num_ahead is None:
-            self._num_ahead = len(file.peek())  # what came together with the head
-            self._socket.setblocking(True)  # but for the timeout set above
-        if self._num_ahead:
-            num_bytes = cast("int", file.readinto1(buffer[: self._num_ahead]))
-            self._num_ahead -= num_bytes
+        if self._num_buffered is None:
+            self._num_buffered = len(file.peek())  # bytes of the body that arrived together with the headers
+            self._socket.setblocking(True)  # the kernel's timeout still applies
+        if self._num_buffered:
+            num_bytes = cast("int", file.readinto1(buffer[: self._num_buffered]))
+            self._num_buffered -= num_bytes
             return num_bytes
         try:
             return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
         except BlockingIOError as error:
-            raise TimeoutError(f"nothing came for {self._patience.silence_s} s") from error
+            raise TimeoutError(f"no bytes arrived for {self._timeouts.silence_s} s") from error
 
 
 class Connections:
-    """Connections that wait for another request. Safe for threads; a forked child begins with none.
+    """Pool of idle connections; thread-safe. A forked child starts with an empty pool.
 
     Args:
-        patience: of those that are made.
+        timeouts: limits of waiting for new connections.
     """
 
-    def __init__(self, patience: Timeouts) -> None:
-        self._patience = patience
-        self._kept: defaultdict[Endpoint, list[tuple[float, Connection]]] = defaultdict(list)
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self._idle: defaultdict[Endpoint, list[tuple[float, Connection]]] = defaultdict(list)
         self._lock = threading.Lock()
         self._process = os.getpid()
-        weakref.finalize(self, _close_all, self._kept)
+        weakref.finalize(self, _close_all, self._idle)
 
     def take(self, server: Endpoint, interrupt: CancellationToken, *, fresh: bool = False) -> Connection:
-        """Return a connection: one that was given back a moment ago, or a new one. Raises OSError."""
+        """Return an idle connection, or a new one; with `fresh`, always a new one. Raise OSError on failure."""
         self._close_stale()
         with self._lock:
-            kept = self._kept[server]
-            if kept and not fresh:
-                return kept.pop()[1]
-        return Connection(server, self._patience, interrupt)
+            idle = self._idle[server]
+            if idle and not fresh:
+                return idle.pop()[1]
+        return Connection(server, self._timeouts, interrupt)
 
     def give_back(self, server: Endpoint, connection: Connection) -> None:
-        """Keep a connection whose last answer was read to its end."""
+        """Return a connection to the pool after its last response was read completely."""
         self._close_stale()
         with self._lock:
-            kept = self._kept[server]
-            if len(kept) < _MAX_KEPT:
-                kept.append((time.monotonic(), connection))
+            idle = self._idle[server]
+            if len(idle) < _MAX_IDLE:
+                idle.append((time.monotonic(), connection))
                 return
         connection.close()
 
     def _close_stale(self) -> None:
-        """Close what nobody has used for too long, oldest first; and in a forked child all of the parent's."""
+        """Close connections that were idle for too long; in a forked child, all connections of the parent."""
         stale = []
         with self._lock:
-            self._forget_of_parent()
-            for kept in self._kept.values():
-                while kept and time.monotonic() - kept[0][0] >= _KEPT_S:
-                    stale.append(kept.pop(0)[1])
+            self._drop_after_fork()
+            for idle in self._idle.values():
+                while idle and time.monotonic() - idle[0][0] >= _MAX_IDLE_S:
+                    stale.append(idle.pop(0)[1])
         for connection in stale:
             connection.close()
 
-    def _forget_of_parent(self) -> None:
-        # Two processes that write to one connection get each other's answers.
+    def _drop_after_fork(self) -> None:
+        # Two processes that share a connection would read each other's responses.
         if self._process != os.getpid():
             self._process = os.getpid()
-            _close_all(self._kept)
+            _close_all(self._idle)
 
 
 def _connect(
@@ -215,16 +215,16 @@ def _connect(
     timeout_s: float,
     _source: object,
 ) -> socket.socket:
-    """Connect as socket.create_connection does, but end when interrupted, until `connecting` is closed."""
-    error: OSError = ConnectionError(f"no address for {address[0]}")
-    for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+    """Connect as socket.create_connection does; `interrupt` cancels it until `connecting` is closed."""
+    error: OSError = ConnectionError(f"host name {address[0]} has no address")
+    for family, kind, protocol, _, socket_address in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         connection = socket.socket(family, kind, protocol)
         try:
-            _await_connection(connection, place, time.monotonic() + timeout_s, interrupt)
+            _await_connection(connection, socket_address, time.monotonic() + timeout_s, interrupt)
             connection.settimeout(timeout_s)
-            # For the handshake of TLS, which is to come and takes the descriptor out of this socket.
-            twin = connecting.enter_context(connection.dup())
-            connecting.enter_context(interrupt.cutting(partial(_cut, twin)))
+            # A duplicate to shut down during the TLS handshake, which takes the descriptor out of this socket.
+            duplicate = connecting.enter_context(connection.dup())
+            connecting.enter_context(interrupt.cutting(partial(_shut_down, duplicate)))
         except OSError as failure:
             connection.close()
             error = failure
@@ -233,36 +233,38 @@ def _connect(
     raise error
 
 
-def _await_connection(connection: socket.socket, place: Any, deadline_s: float, interrupt: CancellationToken) -> None:
+def _await_connection(
+    connection: socket.socket, socket_address: Any, deadline_s: float, interrupt: CancellationToken
+) -> None:
     connection.setblocking(False)
-    code = connection.connect_ex(place)
+    code = connection.connect_ex(socket_address)
     if code == errno.EINPROGRESS:
-        waiting = select.poll()
-        waiting.register(connection, select.POLLOUT)
-        while not waiting.poll(_LOOK_MS):
+        poller = select.poll()
+        poller.register(connection, select.POLLOUT)
+        while not poller.poll(_POLL_MS):
             if interrupt.is_set:
-                raise ConnectionError("nobody waits for it any more")
+                raise ConnectionError("the read was cancelled")
             if time.monotonic() > deadline_s:
-                raise TimeoutError("it does not accept connections")
+                raise TimeoutError("the server does not accept connections")
         code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, os.strerror(code))
 
 
-def _cut(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     with suppress(OSError):
-        # As of a plain socket: otherwise TLS loses its state while another thread reads with it.
+        # The method of the plain socket: that of ssl drops the TLS state while another thread may read with it.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return what aiohttp uses by itself: the system's certificates, which take a while to load."""
+    """Return a context with the system's certificates, like aiohttp; cached, because they are slow to load."""
     return ssl.create_default_context()
 
 
-def _close_all(kept: dict[Endpoint, list[tuple[float, Connection]]]) -> None:
-    for connections in kept.values():
+def _close_all(idle: dict[Endpoint, list[tuple[float, Connection]]]) -> None:
+    for connections in idle.values():
         for _, connection in connections:
             connection.close()
-    kept.clear()
+    idle.clear()

@@ -1,7 +1,7 @@
-"""Ranges of files of plain HTTP servers, handed on as they arrive, through one small buffer.
+"""Streaming of file ranges from plain HTTP servers through one small buffer.
 
-fsspec's client gathers each answer in fresh memory, on one thread for all. This one does nothing but GET with a
-range, and leaves alone whatever asks for more: a client with settings of its own, redirections, encoded answers.
+fsspec's client collects each response in new memory, in one thread for all requests. This client supports only GET
+with a range. Other cases are left to fsspec: a client with custom settings, redirects, encoded responses.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from datasvc.repository.store.http_connections import Connection, Connections, E
 from datasvc.repository.store.min_throughput import MinThroughput
 
 Take = Callable[[memoryview], None]
-"""Takes the bytes that come next; the view is valid during the call only."""
+"""Function that receives the next bytes of a stream. The view is valid only during the call."""
 
 _BUFFER_BYTES: Final = 512 << 10
-# So much without a fault, and the faults before it are forgotten.
+# After this progress without a failure, the count of consecutive failures starts again.
 _PROGRESS_BYTES: Final = 16 << 20
 _OK, _PARTIAL = 200, 206
 _MISSING = 404
@@ -35,12 +35,12 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
 class UnsuitedError(Exception):
-    """The server's way of answering is not known here: fsspec's client may know it. Nothing was handed on."""
+    """The response of the server is not supported here, but may be by fsspec's client. No bytes were passed on."""
 
 
 @dataclass(frozen=True)
 class _StreamRequest:
-    """What to ask of whom, but for the range."""
+    """A request without its range."""
 
     server: Endpoint
     target: str
@@ -49,21 +49,21 @@ class _StreamRequest:
 
 
 class HttpStream:
-    """Reads from HTTP servers, over connections that are kept. Safe for threads.
+    """Reader for HTTP servers over persistent connections; thread-safe.
 
     Args:
-        file_system: fsspec's, which says what is meant by a URL.
-        patience: how long to wait.
+        file_system: fsspec's HTTP file system, which encodes URLs.
+        timeouts: limits of waiting; None: the defaults.
     """
 
-    def __init__(self, file_system: fsspec.AbstractFileSystem, patience: Timeouts | None = None) -> None:
+    def __init__(self, file_system: fsspec.AbstractFileSystem, timeouts: Timeouts | None = None) -> None:
         self._fs: Any = file_system
-        self._patience = patience or Timeouts()
-        self._connections = Connections(self._patience)
+        self._timeouts = timeouts or Timeouts()
+        self._connections = Connections(self._timeouts)
 
     @classmethod
     def of(cls, file_system: fsspec.AbstractFileSystem) -> HttpStream | None:
-        """Return what reads as this file system does; None where that is not known to be the same."""
+        """Return a reader that is equivalent to `file_system`, or None if there is none."""
         protocol = file_system.protocol
         if "http" not in ((protocol,) if isinstance(protocol, str) else protocol):
             return None
@@ -76,140 +76,148 @@ class HttpStream:
     def read(
         self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: CancellationToken
     ) -> None:
-        """Hand `length` bytes from `offset` to `take`, in order, each once, from the calling thread.
+        """Pass `length` bytes from `offset` to `take`, in order, each once, in the calling thread.
 
-        A server that fails is asked again, up to 4 times in a row, for what is missing.
+        After a failure, the missing bytes are requested again, up to 4 attempts without progress.
 
         Args:
-            path: the URL, as fsspec takes it.
-            offset: in the file.
-            length: above 0.
-            take: gets the bytes. What it raises passes through.
-            location: the URL for messages.
-            interrupt: ends it.
+            path: URL for fsspec.
+            offset: first byte of the range.
+            length: length of the range in bytes, more than 0.
+            take: function for the bytes. Its exceptions are not converted.
+            location: URL for messages.
+            interrupt: token that cancels the read.
 
         Raises:
-            UnsuitedError: see there.
-            NotFoundError, ConfigError, UnavailableError: as `retries.translated`; interrupted, too.
+            UnsuitedError: the response is not supported.
+            NotFoundError, ConfigError: see `retries.map_exceptions`.
+            UnavailableError: see `retries.map_exceptions`; or the read was cancelled.
         """
         request = self._request(path, location)
-        with closing(self._all_pieces(request, offset, offset + length, interrupt)) as pieces:
-            for view in pieces:
+        with closing(self._stream(request, offset, offset + length, interrupt)) as views:
+            for view in views:
                 take(view)
 
     def _request(self, path: str, location: str) -> _StreamRequest:
         url = self._fs.encode_url(path)
-        headers = {"User-Agent": "datasvc"}  # some servers refuse who has no name
+        headers = {"User-Agent": "datasvc"}  # some servers reject requests without it
         if url.user is not None or url.password is not None:
             secret = b64encode(f"{url.user or ''}:{url.password or ''}".encode()).decode("ascii")
             headers["Authorization"] = f"Basic {secret}"
         return _StreamRequest(Endpoint(url.scheme, url.raw_host, url.port), url.raw_path_qs, headers, location)
 
-    def _all_pieces(
+    def _stream(
         self, request: _StreamRequest, start: int, stop: int, interrupt: CancellationToken
     ) -> Generator[memoryview, None, None]:
-        """Yield the bytes as they come, from as many answers as it takes."""
-        offset, num_failures, moved = start, 0, 0
+        """Yield the bytes of a range as they arrive, with a new request for the missing bytes after a failure."""
+        offset, num_failures, progress_bytes = start, 0, 0
         while offset < stop:
             try:
-                with closing(self._pieces(request, offset, stop, interrupt)) as pieces:
-                    for view in pieces:
-                        offset, moved = offset + len(view), moved + len(view)
+                with closing(self._stream_response(request, offset, stop, interrupt)) as views:
+                    for view in views:
+                        offset, progress_bytes = offset + len(view), progress_bytes + len(view)
                         yield view
             except UnsuitedError as error:
                 if offset == start:
                     raise
-                raise UnavailableError(f"cannot read {request.location}: it changes its way of answering") from error
+                raise UnavailableError(
+                    f"cannot read {request.location}: the server sends a response of another kind than before; "
+                    "try again"
+                ) from error
             except UnavailableError:
-                num_failures = 1 if moved >= _PROGRESS_BYTES else num_failures + 1
-                moved = 0
+                num_failures = 1 if progress_bytes >= _PROGRESS_BYTES else num_failures + 1
+                progress_bytes = 0
                 if num_failures == retries.ATTEMPTS or interrupt.wait(retries.pause_s(num_failures)):
                     raise
 
-    def _pieces(
+    def _stream_response(
         self, request: _StreamRequest, offset: int, stop: int, interrupt: CancellationToken
     ) -> Generator[memoryview, None, None]:
-        """Yield the bytes of one answer, in one buffer that is used again and again."""
-        with retries.map_exceptions("read", request.location), _translated(interrupt):
-            connection, answer = self._ask(request, f"bytes={offset}-{stop - 1}", interrupt)
-            is_good = False
+        """Yield the bytes of one response as views of one buffer, which is reused."""
+        with retries.map_exceptions("read", request.location), _as_os_errors(interrupt):
+            connection, response = self._request_range(request, f"bytes={offset}-{stop - 1}", interrupt)
+            is_reusable = False
             try:
                 with interrupt.cutting(connection.cut):
-                    _check(answer, offset, stop)
-                    pace = MinThroughput(self._patience.min_bytes_s, self._patience.window_s)
+                    _check(response, offset, stop)
+                    throughput = MinThroughput(self._timeouts.min_bytes_s, self._timeouts.window_s)
                     buffer = memoryview(bytearray(min(_BUFFER_BYTES, stop - offset)))
                     while offset < stop:
-                        num_bytes = connection.read_into(buffer[: stop - offset], pace)
-                        if interrupt.is_set:  # what has arrived can be read of a connection that was cut
+                        num_bytes = connection.read_into(buffer[: stop - offset], throughput)
+                        if interrupt.is_set:  # after a shutdown, bytes that arrived before can still be read
                             raise ConnectionError
                         if not num_bytes:
-                            raise ConnectionError(f"it hung up with {stop - offset} bytes to go")
+                            raise ConnectionError(f"the server closed the connection {stop - offset} bytes too early")
                         offset += num_bytes
                         yield buffer[:num_bytes]
-                    is_good = connection.end_answer() and not interrupt.is_set
+                    is_reusable = connection.end_answer() and not interrupt.is_set
             finally:
-                if is_good:
+                if is_reusable:
                     self._connections.give_back(request.server, connection)
                 else:
                     connection.close()
 
-    def _ask(
-        self, request: _StreamRequest, wanted: str, interrupt: CancellationToken
+    def _request_range(
+        self, request: _StreamRequest, byte_range: str, interrupt: CancellationToken
     ) -> tuple[Connection, http.client.HTTPResponse]:
         connection = self._connections.take(request.server, interrupt)
         while True:
             try:
                 with interrupt.cutting(connection.cut):
-                    return connection, connection.ask(request.target, {**request.headers, "Range": wanted})
-            except OSError:  # http.client says so of most, too
+                    return connection, connection.ask(request.target, {**request.headers, "Range": byte_range})
+            except OSError:  # http.client raises it for most broken connections
                 connection.close()
                 if not connection.was_kept or interrupt.is_set:
                     raise
             except BaseException:
                 connection.close()
                 raise
-            # The server closed it while nobody used it: that says nothing.
+            # Servers close idle connections, which is not a failure: use a new one.
             connection = self._connections.take(request.server, interrupt, fresh=True)
 
 
 @contextmanager
-def _translated(interrupt: CancellationToken) -> Generator[None, None, None]:
-    """Turn what HTTP can raise into what the operating system raises."""
+def _as_os_errors(interrupt: CancellationToken) -> Generator[None, None, None]:
+    """Convert exceptions of http.client, and any exception of a cancelled read, to ConnectionError."""
     try:
         if interrupt.is_set:
             raise ConnectionError
         yield
     except (OSError, http.client.HTTPException) as error:
         if interrupt.is_set:
-            raise ConnectionError("nobody waits for it any more") from error
+            raise ConnectionError("the read was cancelled") from error
         if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
-            raise ConnectionError(f"no HTTP: {type(error).__name__}: {error}") from error
+            raise ConnectionError(f"the response is not HTTP: {type(error).__name__}: {error}") from error
         raise
 
 
-def _check(answer: http.client.HTTPResponse, offset: int, stop: int) -> None:
-    """Raise unless these bytes follow and nothing else.
+def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
+    """Check that the body of a response is exactly the requested range.
 
     Raises:
-        UnsuitedError: not understood.
-        FileNotFoundError, PermissionError, ConnectionError: it gives none, or others.
+        UnsuitedError: the response is not supported.
+        FileNotFoundError, PermissionError, ConnectionError: it has no bytes, or other ones.
     """
-    status = answer.status
+    status = response.status
     if status == _MISSING:
         raise FileNotFoundError
     if status in _REFUSALS:
-        raise PermissionError(f"{status} {answer.reason}")
-    if 300 <= status < 400 or answer.getheader("Content-Encoding", "identity") != "identity":
+        raise PermissionError(f"{status} {response.reason}")
+    if 300 <= status < 400 or response.getheader("Content-Encoding", "identity") != "identity":
         raise UnsuitedError
     if status not in (_OK, _PARTIAL):
-        raise ConnectionError(f"answers {status} {answer.reason}")
-    if answer.length is None:
+        raise ConnectionError(f"the server responds {status} {response.reason}")
+    if response.length is None:
         raise UnsuitedError
     length = stop - offset
-    if status == _OK and (offset or answer.length != length):
-        raise ConnectionError(f"sends all {answer.length} bytes, asked for {length} from {offset}; it has no ranges")
+    if status == _OK and (offset or response.length != length):
+        raise ConnectionError(
+            f"the server does not support ranges: it sends {response.length} bytes, expected {length} from {offset}"
+        )
     if status == _PARTIAL:
-        sent = answer.getheader("Content-Range", "")
-        found = _CONTENT_RANGE.fullmatch(sent)
-        if found is None or (int(found[1]), int(found[2])) != (offset, stop - 1) or answer.length != length:
-            raise ConnectionError(f"sends {answer.length} bytes ({sent!r}), asked for {offset}-{stop - 1}")
+        content_range = response.getheader("Content-Range", "")
+        match = _CONTENT_RANGE.fullmatch(content_range)
+        if match is None or (int(match[1]), int(match[2])) != (offset, stop - 1) or response.length != length:
+            raise ConnectionError(
+                f"the server sends {response.length} bytes ({content_range!r}), expected {offset}-{stop - 1}"
+            )

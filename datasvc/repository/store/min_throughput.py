@@ -1,14 +1,16 @@
-"""Sees a sender that trickles: bytes that arrive, but so few that waiting for them is worth nothing."""
+"""Detection of a sender whose throughput is too low, although bytes still arrive."""
 
 from __future__ import annotations
 
 
 class MinThroughput:
-    """Counts the time spent waiting for the sender alone, not what is done with the bytes.
+    """Check of a sender's throughput over the time that a receiver waits for it.
+
+    The time in which the receiver processes the bytes does not count.
 
     Args:
-        min_bytes_s: a sender that gives less is too slow.
-        window_s: of waiting, over which it is judged.
+        min_bytes_s: minimum throughput in bytes per second.
+        window_s: waiting time after which the throughput is checked.
     """
 
     def __init__(self, min_bytes_s: float, window_s: float) -> None:
@@ -16,11 +18,16 @@ class MinThroughput:
         self._num_bytes, self._elapsed_s = 0, 0.0
 
     def add(self, num_bytes: int, elapsed_s: float) -> None:
-        """Count bytes, and how long they were waited for. Raises TimeoutError: too slow."""
+        """Count received bytes and the time waited for them.
+
+        Raises:
+            TimeoutError: the throughput of the last window is below the minimum.
+        """
         self._num_bytes += num_bytes
         self._elapsed_s += elapsed_s
         if self._elapsed_s < self._window_s:
             return
         if self._num_bytes < self._min_bytes_s * self._elapsed_s:
-            raise TimeoutError(f"too slow: {self._num_bytes / self._elapsed_s:.0f} bytes/s")
+            rate = self._num_bytes / self._elapsed_s
+            raise TimeoutError(f"too slow: {rate:.0f} bytes/s, expected at least {self._min_bytes_s:.0f}")
         self._num_bytes, self._elapsed_s = 0, 0.0

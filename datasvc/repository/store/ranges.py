@@ -1,4 +1,4 @@
-"""Ranges of the files of one store, gathered in memory or handed on as they arrive."""
+"""Ranged reads of a store's files, returned as bytes or passed on as they arrive."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import HttpStream, Take, UnsuitedError
 from datasvc.repository.store.retries import with_retries
 
-_GATHERED_BYTES: Final = 16 << 20
+_BLOCK_BYTES: Final = 16 << 20
 
 
 class RangeReader:
-    """Reads ranges. Safe for threads.
+    """Reader of ranges; thread-safe.
 
     Args:
-        file_system: of the store.
+        file_system: file system of the store.
     """
 
     def __init__(self, file_system: fsspec.AbstractFileSystem) -> None:
@@ -27,11 +27,11 @@ class RangeReader:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream` needs little memory, so that ranges may be long. It may become False."""
+        """Whether the memory of `stream` is independent of the length of the range. It may become False."""
         return self._http is not None
 
     def read(self, path: str, offset: int, length: int, *, location: str) -> bytes:
-        """Return `length` bytes from `offset`; fewer where the content ends. Raises as `retries.ask`."""
+        """Return `length` bytes from `offset`, or fewer at the end of the file; for errors, see `with_retries`."""
         return with_retries(
             self._fs, "read", location, lambda: bytes(self._fs.cat_file(path, start=offset, end=offset + length))
         )
@@ -39,32 +39,33 @@ class RangeReader:
     def stream(
         self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: CancellationToken
     ) -> None:
-        """Hand exactly `length` bytes from `offset` to `take`, in order, from the calling thread.
+        """Pass exactly `length` bytes from `offset` to `take`, in order, in the calling thread.
 
         Args:
-            path: as the file system takes it.
-            offset: in the file.
-            length: may be 0.
-            take: gets the bytes; what it raises passes through.
+            path: path for the file system.
+            offset: first byte of the range.
+            length: length of the range in bytes; may be 0.
+            take: function for the bytes. Its exceptions are not converted.
             location: `path` for messages.
-            interrupt: ends it.
+            interrupt: token that cancels the read.
 
         Raises:
-            NotFoundError, ConfigError, UnavailableError: as `retries.ask`; interrupted, or too few bytes, too.
+            NotFoundError, ConfigError: see `retries.map_exceptions`.
+            UnavailableError: see `retries.map_exceptions`; or the read was cancelled, or the file is too short.
         """
         http = self._http
         if http is not None and length:
             try:
                 http.read(path, offset, length, take, location=location, interrupt=interrupt)
             except UnsuitedError:
-                self._http = None
+                self._http = None  # from now on, use fsspec's client
             else:
                 return
-        for start in range(offset, offset + length, _GATHERED_BYTES):
-            wanted = min(_GATHERED_BYTES, offset + length - start)
+        for start in range(offset, offset + length, _BLOCK_BYTES):
+            block_bytes = min(_BLOCK_BYTES, offset + length - start)
             if interrupt.is_set:
-                raise UnavailableError(f"cannot read {location}: nobody waits for it any more")
-            content = self.read(path, start, wanted, location=location)
-            if len(content) != wanted:
-                raise UnavailableError(f"cannot read {location}: {len(content)} of {wanted} bytes came")
+                raise UnavailableError(f"cannot read {location}: the read was cancelled")
+            content = self.read(path, start, block_bytes, location=location)
+            if len(content) != block_bytes:
+                raise UnavailableError(f"cannot read {location}: received {len(content)} of {block_bytes} bytes")
             take(memoryview(content))

@@ -1,7 +1,7 @@
-"""Reading calls to a store: its exceptions turned into ours, and asked again where it did not answer.
+"""Conversion of a store's exceptions to those of `datasvc.errors`, and retries of reads.
 
-Reading twice harms nobody, so one lost connection in a run of hours need not end it. Writing is another matter: what
-becomes of a commit whose answer got lost is decided in `storage`.
+Reads are idempotent, so a lost connection does not have to end a run of hours. Writes are not retried here: `storage`
+handles a commit whose response was lost.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from datasvc.extras import how_to_install_driver
 
 ATTEMPTS: Final = 4
 _FIRST_PAUSE_S = 0.2
-# Packages whose exceptions mean "the store did not answer", though they are no OSError.
+# Packages whose exceptions mean that the store failed, although they are not OSError.
 _CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
-# Drivers that ask again by themselves, for some ten seconds; and memory and local disks, which will not do better.
-_FINAL_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "adl", "az", "file", "local", "memory"})
+# Drivers that retry by themselves for some ten seconds; and memory and local disks, where a retry does not help.
+_NO_RETRY_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "adl", "az", "file", "local", "memory"})
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 @contextmanager
 def map_exceptions(action: str, location: str) -> Iterator[None]:
-    """Turn a store's exceptions into ours; `action` and `location` say what was tried, on what.
+    """Convert the exceptions of a store to those of `datasvc.errors`.
+
+    Args:
+        action: verb for messages, such as "read".
+        location: object of the verb for messages.
 
     Raises:
-        NotFoundError: nothing is at `location`.
-        ConfigError: the store refuses: credentials or permissions.
-        UnavailableError: any other failure of the store or of the way to it.
+        NotFoundError: `location` does not exist.
+        ConfigError: the store denies access, or its driver is missing.
+        UnavailableError: any other failure of the store or the network.
     """
     try:
         yield
@@ -43,9 +47,9 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
     except NotADirectoryError as error:
         raise ConfigError(f"cannot {action} {location}: a part of the path is a file, not a folder") from error
     except FileNotFoundError as error:
-        raise NotFoundError(f"cannot {action} {location}: nothing is there") from error
+        raise NotFoundError(f"cannot {action} {location}: it does not exist") from error
     except PermissionError as error:
-        raise ConfigError(f"cannot {action} {location}: not allowed ({error}); check the credentials") from error
+        raise ConfigError(f"cannot {action} {location}: access denied ({error}); check the credentials") from error
     except (OSError, TimeoutError) as error:
         raise UnavailableError(f"cannot {action} {location}: {error}") from error
     except ImportError as error:
@@ -59,32 +63,32 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
 
 
 def pause_s(num_failures: int) -> float:
-    """Return how long to leave a store alone after so many failures in a row, in seconds."""
-    # Drawn at random: of many that were cut off together not all come back together.
+    """Return the pause in seconds after a number of consecutive failures."""
+    # With random jitter: many clients that fail at the same time do not all return at the same time.
     return _FIRST_PAUSE_S * 2.0 ** (num_failures - 1) + random.uniform(0, _FIRST_PAUSE_S)  # noqa: S311
 
 
 def with_retries(
-    file_system: fsspec.AbstractFileSystem, action: str, location: str, question: Callable[[], _Answer]
-) -> _Answer:
-    """Return what a reading call gives; a store that does not answer is asked up to 4 times, over a second or two.
+    file_system: fsspec.AbstractFileSystem, action: str, location: str, read: Callable[[], _Result]
+) -> _Result:
+    """Return the result of `read`; retry it if the store does not respond, up to 4 attempts in a second or two.
 
     Args:
-        file_system: that `question` asks. Drivers that ask again by themselves are called once.
-        action: what is tried, for messages.
-        location: on what.
-        question: the call; it changes nothing.
+        file_system: file system that `read` uses. For drivers with retries of their own, `read` is called once.
+        action: verb for messages, such as "read".
+        location: object of the verb for messages.
+        read: function to call; it must not change anything.
 
     Raises:
-        NotFoundError, ConfigError, UnavailableError: as `map_exceptions`.
+        NotFoundError, ConfigError, UnavailableError: see `map_exceptions`.
     """
 
-    def once() -> _Answer:
+    def once() -> _Result:
         with map_exceptions(action, location):
-            return question()
+            return read()
 
     protocol = file_system.protocol
-    if _FINAL_PROTOCOLS.intersection((protocol,) if isinstance(protocol, str) else protocol):
+    if _NO_RETRY_PROTOCOLS.intersection((protocol,) if isinstance(protocol, str) else protocol):
         return once()
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnavailableError),

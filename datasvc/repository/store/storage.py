@@ -1,9 +1,8 @@
-"""The few calls we need of a store, over fsspec: read, ranged read, list, put, and create-only put.
+"""File operations on a store over fsspec: read, ranged read, list, write, and create-only write.
 
-`create` is what every commit rests on. On local files it is a link of a finished temporary file; elsewhere it is
-fsspec's `pipe_file(mode="create")`, of a driver that does it in one step (see `exclusive_create`). A read-back always
-follows it, because a store may answer with an error after it has written, or ignore the condition. Foreign exceptions
-end here: callers see `datasvc.errors` only.
+`create` is the basis of every commit. For local files it links a finished temporary file; elsewhere it is fsspec's
+`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`), followed by a read: a store may report an
+error after it has written, or ignore the condition. All exceptions are converted to those of `datasvc.errors`.
 """
 
 from __future__ import annotations
@@ -41,30 +40,30 @@ from datasvc.repository.store.retries import map_exceptions, with_retries
 
 _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 def check_size(location: str, size_bytes: int, most_bytes: int | None) -> None:
-    """Raise CorruptDataError where something has more bytes than anything of its kind: it is not to be read."""
+    """Raise CorruptDataError if a file is larger than the maximum for its kind; None: no maximum."""
     if most_bytes is not None and size_bytes > most_bytes:
         raise CorruptDataError(
-            f"{location} has more than the {most_bytes} bytes that datasvc writes there at most: it is not what it "
-            "should be, and was not read"
+            f"{location} has more than the {most_bytes} bytes that are allowed for it, and was not read; restore it "
+            "from another copy"
         )
 
 
-def _raise_but_missing(_function: object, _path: str, error: Any) -> None:
-    """Let a deletion go on where another process was faster."""
+def _ignore_missing(_function: object, _path: str, error: Any) -> None:
+    """Error handler of rmtree: ignore files that another process has deleted."""
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
 
 
 def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the file system of `url` and the path on it. A name without scheme is a local path.
+    """Return the file system of `url` and the path on it. A URL without a scheme is a local path.
 
     Raises:
-        ConfigError: the scheme is unknown or its driver is not installed.
-        UnavailableError: a driver that connects at once does not get an answer.
+        ConfigError: the scheme is unknown, or its driver is not installed.
+        UnavailableError: a driver that connects immediately gets no response.
     """
     try:
         file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url))
@@ -78,7 +77,7 @@ def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def redact_url(url: str) -> str:
-    """Return `url` for messages and entries: without passwords, keys and queries, every part of a chain."""
+    """Return `url` without passwords, keys and queries, for messages and entries; all parts of a chained URL."""
     return "::".join(map(_redact_part, url.split("::")))
 
 
@@ -87,49 +86,49 @@ def _redact_part(part: str) -> str:
     if not split.netloc:
         return part.partition("?")[0] if split.scheme else part
     user, at, host = split.netloc.rpartition("@")
-    # Azure names a container where others name a user; a password follows a colon.
-    kept = f"{user}{at}" if split.scheme in _CONTAINER_SCHEMES and ":" not in user else ""
-    return urlunsplit((split.scheme, f"{kept}{host}", split.path, "", ""))
+    # In Azure URLs, the container is in the place of the user; a colon would precede a password.
+    container = f"{user}{at}" if split.scheme in _CONTAINER_SCHEMES and ":" not in user else ""
+    return urlunsplit((split.scheme, f"{container}{host}", split.path, "", ""))
 
 
 class Storage:
-    """A folder tree below one URL. Paths are relative to it, with forward slashes, and never climb out.
+    """File tree below one URL. Paths are relative to it, have forward slashes, and never leave the tree.
 
     Args:
-        url: a local folder or any fsspec URL (`s3://bucket/prefix`, `memory://x`). Credentials come from the
-            environment, as the store's own client reads them.
+        url: local folder or any fsspec URL (`s3://bucket/prefix`, `memory://x`). The store's own client reads
+            credentials from the environment.
 
     Raises:
-        ConfigError: no driver for the URL.
+        ConfigError: no driver for the URL is installed.
     """
 
     def __init__(self, url: str) -> None:
         self._fs, self._root = resolve_url(url)
         self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
-        # Another thread's answer may be cached after the listing was forgotten. Some drivers can be told not to use
-        # it.
+        # After this thread clears the cache of listings, another thread may fill it. Some drivers have an option that
+        # ignores the cache.
         self._fresh = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
         self._clock: float | None = None
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
 
     @property
     def is_local(self) -> bool:
-        """Whether the tree lies on a file system of this machine."""
+        """Whether the tree is on a file system of this machine."""
         return isinstance(self._fs, LocalFileSystem)
 
     def __repr__(self) -> str:
         return f"Storage({redact_url(self.url)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Clients never travel to another process: a copy of their sockets and threads would hang there.
+        # Do not pickle clients: copies of their sockets and threads do not work in another process.
         return {"url": self.url}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"])  # type: ignore[misc]
 
     def local_path(self, path: str) -> Path | None:
-        """Return where `path` lies on this machine, or None when the store is remote."""
+        """Return the local path of `path`, or None if the store is remote."""
         return Path(self._full(path)) if self.is_local else None
 
     def location(self, path: str) -> str:
@@ -137,27 +136,27 @@ class Storage:
         return self._full(path) if self.is_local else f"{redact_url(self.url)}/{path}"
 
     def check_writable(self) -> None:
-        """Raise ConfigError where commits could be lost: the store's driver does not create a file in one step."""
+        """Raise ConfigError if commits could be lost, because the store's driver has no atomic create."""
         if not self._is_writable:
             raise ConfigError(
                 f"a repository at {redact_url(self.url)} cannot be written: its driver {type(self._fs).__name__} is "
-                "not known to create a file in one step, so of two commits at once one could be lost. Reading it is "
+                "not known to create files atomically, so one of two concurrent commits could be lost. Reading it is "
                 f"possible. Write to {exclusive_create.WRITABLE_STORES}, and copy the files from there"
             )
 
     def read(self, path: str, most_bytes: int | None = None) -> bytes:
-        """Return the whole content.
+        """Return the whole content of a file.
 
         Args:
-            path: where.
-            most_bytes: that anything has which belongs there; None for any number. What is larger is not read.
+            path: path of the file.
+            most_bytes: maximum size; a larger file is not read. None: no limit.
 
         Raises:
-            NotFoundError, UnavailableError: as `retries.ask`.
-            CorruptDataError: it is larger.
+            NotFoundError, ConfigError, UnavailableError: see `retries.map_exceptions`.
+            CorruptDataError: the file is larger than `most_bytes`.
         """
         if most_bytes is None:
-            return self._ask("read", path, lambda: bytes(self._fs.cat_file(self._full(path))))
+            return self._retry("read", path, lambda: bytes(self._fs.cat_file(self._full(path))))
         if self.is_local:
             check_size(self.location(path), self.size(path) or 0, most_bytes)
             return self.read(path)
@@ -166,22 +165,27 @@ class Storage:
         return content
 
     def _read_start(self, path: str, length: int) -> bytes:
-        """Return the first bytes, or all. One request, as for all of it: to ask for the size first takes another."""
+        """Return the first `length` bytes, or all; in one request, where asking for the size first takes two."""
         try:
             return self._ranges.read(self._full(path), 0, length, location=self.location(path))
         except UnavailableError:
-            if self.size(path) == 0:  # of which stores say that it has no such range
+            if self.size(path) == 0:  # stores report any range of an empty file as an error
                 return b""
             raise
 
-    def read_checked(self, path: str, check: Callable[[bytes], _Answer], *, most_bytes: int | None = None) -> _Answer:
-        """Return what `check` makes of the whole content.
+    def read_checked(self, path: str, check: Callable[[bytes], _Result], *, most_bytes: int | None = None) -> _Result:
+        """Return the result of `check` on the whole content of a file.
 
-        A remote store is asked again where `check` finds damage: a bit that flipped on the way does not do so twice.
+        A remote file is read a second time if `check` finds it corrupt, because the transfer may have changed a bit.
+
+        Args:
+            path: path of the file.
+            check: function that verifies and decodes the content.
+            most_bytes: see `read`.
 
         Raises:
-            NotFoundError, UnavailableError: as `read`.
-            CorruptDataError: from `check`, or as `read`.
+            NotFoundError, ConfigError, UnavailableError: see `read`.
+            CorruptDataError: raised by `check`; or see `read`.
         """
         content = self.read(path, most_bytes)
         try:
@@ -192,11 +196,11 @@ class Storage:
             return check(self.read(path, most_bytes))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`; fewer where the content ends. Raises as `read`."""
+        """Return `length` bytes from `offset`, or fewer at the end of the file; for errors, see `read`."""
         return self._ranges.read(self._full(path), offset, length, location=self.location(path))
 
     def read_into(self, path: str, offset: int, out: memoryview) -> int:
-        """Fill `out` with what lies from `offset` in a local tree; returns how many bytes there were. As `read`."""
+        """Fill `out` from `offset` of a local file, and return the number of bytes read; for errors, see `read`."""
         assert self.is_local
         with map_exceptions("read", self.location(path)), open(self._full(path), "rb", buffering=0) as file:
             file.seek(offset)
@@ -207,38 +211,48 @@ class Storage:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream_range` needs little memory, however long the range."""
+        """Whether the memory of `stream_range` is independent of the length of the range."""
         return self._ranges.can_stream
 
     def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
-        """Hand exactly `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
+        """Pass exactly `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
         self._ranges.stream(self._full(path), offset, length, take, location=self.location(path), interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
-        """Return the size in bytes, or None when nothing is there. Raises UnavailableError."""
+        """Return the size of a file in bytes, or None if it does not exist.
+
+        Raises:
+            ConfigError, UnavailableError: see `retries.map_exceptions`.
+        """
         info = self._info(path)
         return None if info is None else int(info["size"])
 
     def list(self, folder: str) -> list[str]:
-        """Return the names directly below `folder`, sorted; [] when there is no such folder.
+        """Return the names directly below `folder`, sorted, without temporary files; [] if it does not exist.
 
-        Unfinished temporary files are left out. Raises UnavailableError.
+        Raises:
+            ConfigError, UnavailableError: see `retries.map_exceptions`.
         """
         entries = self._entries(folder, detail=False)
         # Some stores list the folder itself among its entries.
-        own = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's own name for its documented rule
-        paths = {self._fs._strip_protocol(entry) for entry in entries} - {own}  # noqa: SLF001
+        itself = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's name for its documented rule
+        paths = {self._fs._strip_protocol(entry) for entry in entries} - {itself}  # noqa: SLF001
         names = {path.rpartition("/")[2] for path in paths}
         return sorted(name for name in names if not name.startswith(durable.TEMPORARY_PREFIX))
 
     def create(self, path: str, content: bytes) -> None:
-        """Write `content` to `path` only if nothing is there. `content` must be unique to this call's intent.
+        """Write `content` to `path` only if `path` does not exist.
+
+        Args:
+            path: path to create.
+            content: bytes that no other writer writes, such as an entry with a random id: the read after a failure
+                compares them to find out who has written.
 
         Raises:
             ConfigError: see `check_writable`.
-            ConflictError: something else is there.
-            UnavailableError: the store failed and `path` is known to be empty still.
-            UnknownOutcomeError: the store failed and could not be asked whether it wrote.
+            ConflictError: `path` exists.
+            UnavailableError: the store failed, and `path` still does not exist.
+            UnknownOutcomeError: the store failed, and so did the read of `path`.
         """
         self.check_writable()
         if self.is_local:
@@ -247,33 +261,34 @@ class Storage:
             self._create_remote(path, content)
 
     def create_temporary(self, content: bytes) -> str:
-        """Write a file of a new random name, for as long as this process needs it; returns its path.
+        """Write a temporary file with a random name, and return its path.
 
-        To be removed by `remove_temporary`: `gc` removes that of a process that died.
+        The caller removes it with `remove_temporary`; `gc` removes that of a killed process.
 
         Raises:
-            ConfigError: see `check_writable`; or the store refuses.
+            ConfigError: see `check_writable`; or the store denies access.
             UnavailableError: the store failed.
         """
         self.check_writable()
         path = f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}"
-        # Not by `create`: nobody else looks for this name before it is complete.
+        # Without `create`: no other process knows this random name.
         with map_exceptions("write", self.location(path)):
             self._fs.pipe_file(self._full(path), content)
         return path
 
     def remove_temporary(self, path: str) -> None:
-        """Remove such a file; where the store does not let it, it is left to `gc`."""
+        """Remove a temporary file; if that fails, it is left to `gc`."""
         with suppress(DatasvcError), map_exceptions("delete", self.location(path)):
             self._fs.rm_file(self._full(path))
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool = True) -> None:
-        """Write an immutable object; writing the same content again is harmless.
+        """Write a file, replacing an existing one.
 
         Args:
-            path: where.
-            content: all of it.
-            synced: as of `durable.replacing`; stores that are not local always keep what they acknowledge.
+            path: path of the file.
+            content: whole content.
+            synced: whether a local file survives a power cut, see `durable.replacing`. Remote stores keep every
+                acknowledged write.
 
         Raises:
             UnavailableError: the store failed.
@@ -287,47 +302,59 @@ class Storage:
                 self._fs.pipe_file(self._full(path), bytes(content))
 
     def refresh(self, path: str, size_bytes: int) -> bool:
-        """Make the file at `path` young, see `age`; returns False where it must be written (again) for that.
+        """Reset the age of a file, so that `gc` keeps it; see `file_age`.
 
-        Raises UnavailableError.
+        Returns:
+            False if the file does not exist, has another size, or must be written again to reset its age.
+
+        Raises:
+            ConfigError, UnavailableError: see `now_s`.
         """
         if self.is_local:
             return file_age.refresh_local(Path(self._full(path)), size_bytes)
-        found = self._file(path)
-        if found is None or found.size_bytes != size_bytes:
+        file = self._file(path)
+        if file is None or file.size_bytes != size_bytes:
             return False
         if self._clock is None:
             self._clock = self.now_s() - time.monotonic()
-        return found.modified_s > self._clock + time.monotonic() - file_age.REWRITE_S
+        return file.modified_s > self._clock + time.monotonic() - file_age.REWRITE_S
 
     def now_s(self) -> float:
-        """Return the time by the clock that dates the store's files: that of one which is written now and removed.
+        """Return the time of the clock that dates the store's files, in seconds since 1970.
 
-        This machine's clock may differ, so an age is only ever told by this one. Raises as `create_temporary`, and
-        ConfigError where the store does not say how old a file is.
+        It is the modification time of a temporary file. This machine's clock may differ, so it is never used
+        for ages.
+
+        Raises:
+            ConfigError: the store reports no modification times; or see `create_temporary`.
+            UnavailableError: see `create_temporary`.
         """
         path = self.create_temporary(b"what time is it?")
         try:
-            found = self._file(path)
+            file = self._file(path)
         finally:
             self.remove_temporary(path)
-        if found is None:
+        if file is None:
             raise UnavailableError(
-                f"cannot read the clock of {self.location('')}: {path}, just written, is not there"
+                f"cannot read the clock of {self.location('')}: the temporary file {path} does not exist after its "
+                "write; try again"
             )
-        return found.modified_s
+        return file.modified_s
 
     def delete_if_older(self, path: str, before_s: float) -> bool:
-        """Delete the file at `path` if it changed last before `before_s`; returns whether it did.
+        """Delete a file if its last change was before `before_s`, and return whether it was deleted.
 
-        On local files no writer can make it young unseen. Elsewhere one that does so in the moment between the look
-        and the deletion is not seen. Raises UnavailableError, ConfigError.
+        For local files, a concurrent `refresh` is always noticed. For remote files, a `refresh` between the check and
+        the deletion is not.
+
+        Raises:
+            ConfigError, UnavailableError: see `retries.map_exceptions`.
         """
         with map_exceptions("delete", self.location(path)):
             if self.is_local:
                 return file_age.delete_local_if_older(Path(self._full(path)), before_s)
-            found = self._file(path)
-            if found is None or found.modified_s >= before_s:
+            file = self._file(path)
+            if file is None or file.modified_s >= before_s:
                 return False
             try:
                 self._fs.rm_file(self._full(path))
@@ -336,11 +363,11 @@ class Storage:
             return True
 
     def walk(self, folder: str) -> Iterator[file_age.StoredFile]:
-        """Yield every file below `folder`, unfinished temporary ones too, in no certain order.
+        """Yield every file below `folder`, including temporary files, in any order.
 
         Raises:
-            UnavailableError: the store does not answer.
-            ConfigError: the store does not say how old a file is.
+            UnavailableError: the store does not respond.
+            ConfigError: the store reports no modification times.
         """
         if self.is_local:
             with map_exceptions("list", self.location(folder)):
@@ -354,10 +381,10 @@ class Storage:
                 yield file_age.StoredFile(path, int(info["size"]), file_age.modified_s(info, self.location(path)))
 
     def _listing(self, folder: str) -> Sequence[dict[str, Any]]:
-        """Return what a remote store says of each entry of `folder`, without the folder itself."""
+        """Return fsspec's details of each entry of a remote `folder`, without the folder itself."""
         entries = self._entries(folder, detail=True)
-        own = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's own name for its documented rule
-        return [entry for entry in entries if self._fs._strip_protocol(entry["name"]) != own]  # noqa: SLF001
+        itself = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's name for its documented rule
+        return [entry for entry in entries if self._fs._strip_protocol(entry["name"]) != itself]  # noqa: SLF001
 
     def _file(self, path: str) -> file_age.StoredFile | None:
         info = self._info(path)
@@ -366,53 +393,60 @@ class Storage:
         return file_age.StoredFile(path, int(info["size"]), file_age.modified_s(info, self.location(path)))
 
     def _info(self, path: str) -> dict[str, Any] | None:
-        """Return what the store says of the file at `path`, None where nothing is there."""
+        """Return fsspec's details of the file at `path`, or None if it does not exist."""
         full = self._full(path)
 
-        def told() -> dict[str, Any]:
-            self._forget_listings(full)
+        def read_info() -> dict[str, Any]:
+            self._drop_listings(full)
             return dict(self._fs.info(full, **self._fresh))
 
         try:
-            info = self._ask("look at", path, told)
+            info = self._retry("look up", path, read_info)
         except NotFoundError:
             return None
-        # Of a file that a cached listing lacks some drivers say that it is a folder.
+        # Some drivers report a file that is not in a cached listing as a folder.
         return None if info["type"] == "directory" and not self.is_local else info
 
     def _entries(self, folder: str, *, detail: bool) -> Sequence[Any]:
-        """Return what lies directly below `folder` as the store says it; [] where there is no such folder."""
+        """Return the result of fsspec's `ls` for `folder`; [] if it does not exist."""
         full = self._full(folder)
 
-        def listed() -> Sequence[Any]:
-            self._forget_listings(full)
+        def read_listing() -> Sequence[Any]:
+            self._drop_listings(full)
             entries: Sequence[Any] = self._fs.ls(full, detail=detail)
-            self._forget_listings(full)  # a whole repository's listings would stay in memory
+            self._drop_listings(full)  # otherwise the listings of a whole repository stay in memory
             return entries
 
         try:
-            return self._ask("list", folder, listed)
+            return self._retry("list", folder, read_listing)
         except NotFoundError:
             return []
 
-    def _ask(self, action: str, path: str, question: Callable[[], _Answer]) -> _Answer:
-        return with_retries(self._fs, action, self.location(path), question)
+    def _retry(self, action: str, path: str, read: Callable[[], _Result]) -> _Result:
+        return with_retries(self._fs, action, self.location(path), read)
 
     def delete_folder(self, folder: str) -> None:
-        """Delete everything below `folder`; nothing happens where there is none. Raises UnavailableError."""
+        """Delete a folder with all its files, if it exists.
+
+        Raises:
+            ConfigError, UnavailableError: see `retries.map_exceptions`.
+        """
         try:
             with map_exceptions("delete", self.location(folder)):
                 if self.is_local:
-                    shutil.rmtree(self._full(folder), onerror=_raise_but_missing)
+                    shutil.rmtree(self._full(folder), onerror=_ignore_missing)
                 else:
                     self._fs.rm(self._full(folder), recursive=True)
         except NotFoundError:
             return
 
     def adopt(self, path: str, finished: Path) -> None:
-        """Move the local file `finished`, synced by the caller, to `path`; `finished` is gone afterwards.
+        """Move the local file `finished`, which the caller has synced, to `path` of the store.
 
-        A rename where both lie on one file system, an upload in parts elsewhere. Raises UnavailableError.
+        The file is renamed if both are on one file system, copied to another local one, or uploaded in parts.
+
+        Raises:
+            ConfigError, UnavailableError: see `retries.map_exceptions`.
         """
         with map_exceptions("write", self.location(path)):
             if self.is_local:
@@ -442,7 +476,7 @@ class Storage:
         except UnavailableError as error:
             if self._read_back(path, error) == content:
                 raise UnknownOutcomeError(
-                    f"{target} was created, but may not survive a power cut ({error}); look at the disk"
+                    f"{target} was created, but may not survive a power cut ({error}); check the disk"
                 ) from error
             raise
 
@@ -450,14 +484,15 @@ class Storage:
         failure: Exception | None = None
         try:
             exclusive_create.create(self._fs, self._full(path), content)
-        except Exception as error:  # noqa: BLE001 - whatever it says, only the read-back knows the outcome
+        except Exception as error:  # noqa: BLE001 - after any error, only a read shows the outcome
             failure = error
-        found = self._read_back(path, failure)
-        if found == content:
+        stored = self._read_back(path, failure)
+        if stored == content:
             return
-        if found is not None:
+        if stored is not None:
             raise ConflictError(f"{self.location(path)} exists already") from failure
-        raise UnavailableError(f"cannot create {self.location(path)}: {failure or 'it vanished'}") from failure
+        reason = failure or "it does not exist after the write"
+        raise UnavailableError(f"cannot create {self.location(path)}: {reason}") from failure
 
     def _read_back(self, path: str, failure: Exception | None) -> bytes | None:
         try:
@@ -466,20 +501,20 @@ class Storage:
             return None
         except (UnavailableError, ConfigError) as error:
             raise UnknownOutcomeError(
-                f"creating {self.location(path)} ended with {failure!r} and reading it back failed: {error}; "
-                "look at the log before trying again"
+                f"creating {self.location(path)} failed with {failure!r}, and so did the read that shows whether it "
+                f"exists: {error}; read the log before you try again"
             ) from error
 
-    def _forget_listings(self, full: str) -> None:
-        """Make the driver ask the store: a listing that it has cached lacks what other processes wrote since.
+    def _drop_listings(self, full: str) -> None:
+        """Drop the driver's cached listings, which lack the files that other processes have written since.
 
-        Drivers answer for a file from the listing of its folder, and for a folder from that of the one above it.
+        Drivers take the details of a file from the listing of its folder, and those of a folder from its parent's.
         """
         if self.is_local:
             return
         folder = full
         while folder:
-            # fsspec's cache looks a listing up and then deletes it: another thread may have deleted it in between.
+            # fsspec looks a listing up and then deletes it, without a lock: another thread may delete it in between.
             with suppress(KeyError):
                 self._fs.invalidate_cache(folder)
             folder = folder.rpartition("/")[0]

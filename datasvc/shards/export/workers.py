@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 
+from datasvc.child_process import end_with_parent
 from datasvc.errors import UnavailableError
-from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, WrittenFiles

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Final, Literal
 
+from datasvc.child_process import end_with_parent
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.extras import how_to_install
-from datasvc.orphans import end_with_parent
 from datasvc.repository import Repository
 from datasvc.shards.ingestion.build import BuiltShard, IngestProgress, IngestWork, Report, UnitResult
 from datasvc.shards.ingestion.build_listed import build_listed

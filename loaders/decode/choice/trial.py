@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from PIL import Image
 
+from datasvc.child_process import ChildProcess
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.decode.backend import Backend, DecodeConfig, ImageBackend
 from datasvc.loaders.profiling.step_profiler import StepProfiler
-from datasvc.orphans import ChildProcess
 from datasvc.shards.images.header import is_plain_jpeg
 
 if TYPE_CHECKING:

@@ -91,7 +91,7 @@ def test_gc_removes_nothing_where_an_entry_is_corrupt(pets):
     path = Path(pets.url, "datasets/pets/versions/00000001.json")
     path.write_text(path.read_text().replace('"skipped": 0', '"skipped": 1'))
     done = datasvc("gc", "--grace", "0s", "--no-writers", "--yes", repo=pets.url)
-    assert (done.returncode, "Nothing was removed" in done.stderr) == (3, True)
+    assert (done.returncode, "Nothing was deleted" in done.stderr) == (3, True)
     assert pets.objects.size(lost.digest) == 15
 
 

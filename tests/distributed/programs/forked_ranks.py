@@ -10,7 +10,7 @@ import torch
 import torch._dynamo  # DTensor loads it at first use, half a second on every rank
 import torch.distributed as dist
 
-from datasvc.orphans import end_with_parent
+from datasvc.child_process import end_with_parent
 
 
 def run_ranks(num_ranks, work, *, failing=()):

@@ -162,7 +162,7 @@ def test_a_tag_that_comes_onto_a_version_just_removed_goes_back_to_where_it_was(
         return found
 
     monkeypatch.setattr(Repository, "resolve", removed_just_after)
-    with pytest.raises(ConflictError, match=r"cnn@2 was removed while 'prod' was moved there"):
+    with pytest.raises(ConflictError, match=r"cnn@2 was removed while tag 'prod' was moved to it"):
         repository.tag("models", "cnn@2", "prod")
     assert repository.tags("models", "cnn") == ({"prod": 1} if before else {})
 
@@ -179,7 +179,9 @@ def test_a_tag_never_goes_back_to_a_version_that_was_removed_meanwhile(repositor
 
     monkeypatch.setattr(Repository, "resolve", both_removed_just_after)
     monkeypatch.setattr(Removals, "give_back", lambda *_: None)
-    with pytest.raises(ConflictError, match=r"cnn@2 was removed .* taken away, as version 1, .* was removed too"):
+    with pytest.raises(
+        ConflictError, match=r"cnn@2 was removed .* the tag was removed, because version 1, .* was removed too"
+    ):
         repository.tag("models", "cnn@2", "prod")
     assert repository.tags("models", "cnn") == {}
 

@@ -259,7 +259,7 @@ def test_data_sets_are_renamed_by_names_that_are_there_and_each_to_its_own(repos
         ({"cats": "x", "dogs": "x"}, "two data sets would get the name 'x'"),
         ({"cats": "dogs"}, "two data sets would get the name 'dogs'"),
         ({"birds": "x"}, "'birds': it is not copied; the data sets to copy are: cats, dogs"),
-        ({"cats": "../x"}, "cannot name a data set"),
+        ({"cats": "../x"}, "is not a valid name of a data set"),
     ):
         with pytest.raises(ConfigError, match=match):
             transfer(repository, other, ["net"], with_data=True, data_names=names)

@@ -61,7 +61,7 @@ def test_an_append_that_always_loses_gives_up_with_a_conflict(url):
         log._storage.create(f"log/{log.head() + 1:08d}.json", encode_entry({"format": 1}))
         return {"who": "unlucky"}
 
-    with pytest.raises(ConflictError, match="other commits were faster"):
+    with pytest.raises(ConflictError, match="other writers committed first"):
         log.append(build)
     assert all("who" not in entry.content for entry in log.entries())
 

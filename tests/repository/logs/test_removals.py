@@ -88,5 +88,5 @@ def test_a_removal_that_does_not_say_what_it_took_is_corrupt(tmp_path):
     removals(repository).add([1])
     path = tmp_path / "models/cnn/removals/00000001.json"
     path.write_bytes(encode_entry({"format": 1}))
-    with pytest.raises(CorruptDataError, match="does not say what is removed"):
+    with pytest.raises(CorruptDataError, match="entry 1, has no field 'removed'"):
         repository.resolve("models", "cnn")

@@ -32,9 +32,9 @@ def places(repository, tag="prod"):
 def test_a_reference_goes_back_along_the_moves_of_a_tag(repository):
     assert places(repository) == [1, 3, None, 4]
     assert [number(repository, f"cnn@prod~{back}") for back in (0, 2, 3)] == [4, 3, 1]
-    with pytest.raises(NotFoundError, match=r"no tag 'prod' any more: .*cnn@prod~2 is where it stood"):
+    with pytest.raises(NotFoundError, match=r"no tag 'prod': it was removed on .*cnn@prod~2 is its version before"):
         number(repository, "cnn@prod~1")
-    with pytest.raises(NotFoundError, match="before the tag's first place, which is ~3"):
+    with pytest.raises(NotFoundError, match="the oldest version of the tag is cnn@prod~3"):
         number(repository, "cnn@prod~4")
 
 
@@ -45,11 +45,11 @@ def test_what_counts_no_moves_of_a_tag_is_refused(ref):
 
 
 def test_a_tag_moves_only_from_where_it_is_expected(repository):
-    with pytest.raises(ConflictError, match=r"cnn@prod stands on version 4, not on version 3"):
+    with pytest.raises(ConflictError, match=r"cnn@prod points at version 4, expected version 3"):
         repository.tag("models", "cnn@5", "prod", expect=3)
-    with pytest.raises(ConflictError, match="stands on version 4, not on no version"):
+    with pytest.raises(ConflictError, match="points at version 4, expected no version"):
         repository.tag("models", "cnn@5", "prod", expect=0)
-    with pytest.raises(ConflictError, match="stands on no version, not on version 1"):
+    with pytest.raises(ConflictError, match="points at no version, expected version 1"):
         repository.tag("models", "cnn@5", "new", expect=1)
     with pytest.raises(ConflictError):
         repository.untag("models", "cnn", "prod", expect=5)
@@ -116,5 +116,5 @@ def test_where_a_tag_stood_at_a_time_is_the_last_move_until_then(day, place):
 def test_a_clock_that_was_wrong_does_not_change_the_order_of_moves():
     found = choose_move(moves(20, 4, 6), datetime(2026, 11, 25, tzinfo=UTC))
     assert found.number == 3
-    with pytest.raises(CorruptDataError, match="does not say when"):
+    with pytest.raises(CorruptDataError, match="has no valid time"):
         choose_move([Entry(1, {"version": 1})], datetime.now(UTC))

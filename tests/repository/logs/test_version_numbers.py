@@ -20,7 +20,7 @@ def test_a_run_of_a_million_numbers_is_a_few_bytes_and_a_hostile_one_costs_nothi
 
 @pytest.mark.parametrize("text", ["1-", "-3", "1;2", "a", "1,,2", None.__class__, "1-9999999999999999999"])
 def test_what_names_no_versions_is_corrupt(text):
-    with pytest.raises(CorruptDataError, match="does not name versions"):
+    with pytest.raises(CorruptDataError, match="is not a list of versions"):
         decode_numbers(text, among=[1])
 
 

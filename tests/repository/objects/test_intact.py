@@ -54,7 +54,7 @@ def test_a_rotted_object_is_replaced_and_kept_aside_with_a_warning(repository, s
     assert repository.objects.read(info.digest) == CONTENT
     (kept,) = Path(repository.url, QUARANTINE).iterdir()
     assert kept.read_bytes() == bad
-    assert f"{path} has other bytes than its name says" in caplog.text
+    assert f"{path} does not match its digest, although its size is right" in caplog.text
     assert str(kept) in caplog.text
 
 

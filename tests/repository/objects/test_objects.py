@@ -160,7 +160,7 @@ def test_a_range_is_read_into_memory_of_the_callers_and_one_that_is_not_there_is
 def test_an_answer_cut_short_while_the_object_is_whole_is_unavailable_and_not_corrupt(objects, monkeypatch):
     info = objects.put(b"0123456789")
     monkeypatch.setattr(objects._storage, "read_range", lambda _path, _offset, _length: b"01")
-    with pytest.raises(UnavailableError, match="2 of 5 bytes came"):
+    with pytest.raises(UnavailableError, match="received 2 of 5 bytes"):
         objects.read_range(info.digest, 0, 5)
 
 
@@ -172,7 +172,7 @@ def stream(objects, digest, offset, length, interrupt=None):
 
 
 def test_a_stream_of_a_range_is_exactly_the_bytes_that_were_asked_for(objects, monkeypatch):
-    monkeypatch.setattr("datasvc.repository.store.ranges._GATHERED_BYTES", 300)
+    monkeypatch.setattr("datasvc.repository.store.ranges._BLOCK_BYTES", 300)
     content = os.urandom(1000)
     info = objects.put(content)
     for offset, length in [(0, 1000), (0, 1), (17, 300), (999, 1), (500, 0)]:
@@ -194,7 +194,7 @@ def test_a_stream_of_a_missing_object_is_not_found(objects):
 def test_a_stream_that_was_interrupted_is_unavailable(objects):
     info, interrupt = objects.put(b"0123456789"), CancellationToken()
     interrupt.set()
-    with pytest.raises(UnavailableError, match="nobody waits"):
+    with pytest.raises(UnavailableError, match="the read was cancelled"):
         stream(objects, info.digest, 0, 10, interrupt)
 
 

@@ -120,7 +120,9 @@ def test_many_objects_of_a_folder_are_listed_unless_that_takes_more_requests(
 def test_a_save_whose_object_vanished_is_an_error_and_no_version(url, monkeypatch, codec):  # noqa: F811
     repository = Repository.create(url)
     removing_before_commit(monkeypatch, repository, "datasvc.models.versions.commit", max)
-    with pytest.raises(NotFoundError, match=r"'cnn' is not committed: object .* is not there any more"):
+    with pytest.raises(
+        NotFoundError, match=r"'cnn' is not committed: it references object .*, which no longer exists"
+    ):
         save(repository, "cnn", weights(), step=1, codec=codec)
     assert repository.names("models") == []
 

@@ -28,7 +28,7 @@ def test_what_was_put_is_read_whole_and_in_ranges(storage):
 
 
 def test_what_is_not_there_is_not_found_and_has_no_size(storage):
-    with pytest.raises(NotFoundError, match="nothing is there"):
+    with pytest.raises(NotFoundError, match="it does not exist"):
         storage.read("missing")
     with pytest.raises(NotFoundError):
         storage.read_range("missing", 0, 1)
@@ -129,7 +129,7 @@ def test_a_create_that_did_not_happen_is_unavailable(remote):
 
 def test_a_create_that_cannot_be_read_back_has_an_unknown_outcome(remote):
     remote._fs = FlakyStore(remote._fs, writes=True, reads=False)
-    with pytest.raises(UnknownOutcomeError, match="look at the log"):
+    with pytest.raises(UnknownOutcomeError, match="read the log before you try again"):
         remote.create("unknown", b"mine")
 
 
@@ -185,7 +185,7 @@ def test_a_path_below_a_file_says_so(tmp_path):
 
 def test_a_create_that_the_store_acknowledged_but_lost_is_unavailable(remote, monkeypatch):
     monkeypatch.setattr(type(remote._fs), "pipe_file", lambda *_arguments, **_options: None)
-    with pytest.raises(UnavailableError, match="it vanished"):
+    with pytest.raises(UnavailableError, match="it does not exist after the write"):
         remote.create("acknowledged-and-lost", b"mine")
 
 
@@ -194,7 +194,7 @@ def test_a_store_that_refuses_for_lack_of_rights_is_a_matter_of_settings(remote,
         raise PermissionError("AccessDenied")
 
     monkeypatch.setattr(type(remote._fs), "cat_file", refusing)
-    with pytest.raises(ConfigError, match=r"not allowed .* check the credentials"):
+    with pytest.raises(ConfigError, match=r"access denied .* check the credentials"):
         remote.read("anything")
 
 

@@ -129,5 +129,5 @@ def test_a_merge_that_cannot_be_is_refused(zoo, refs, options, error, message):
 
 
 def test_a_bad_name_is_refused(zoo):
-    with pytest.raises(ConfigError, match="cannot name a data set"):
+    with pytest.raises(ConfigError, match="is not a valid name of a data set"):
         merge(zoo, ["pets", "wild"], "All Animals")

@@ -263,7 +263,7 @@ def test_an_empty_database_and_an_empty_folder_are_said_to_be(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(NotFoundError, match="no LMDB database in"):
         LmdbSource.list(str(tmp_path / "none"))
-    with pytest.raises(NotFoundError, match="nothing is there"):
+    with pytest.raises(NotFoundError, match="it does not exist"):
         LmdbSource.list(str(tmp_path / "gone"))
 
 

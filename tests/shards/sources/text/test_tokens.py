@@ -234,7 +234,7 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, tokenizer_url
         TokenSource.list(url)
     with pytest.raises(ConfigError, match=r"no text column 'text'; found \['content'\]"):
         TokenSource.list(url, SourceOptions(tokenizer=tokenizer_url))
-    with pytest.raises(NotFoundError, match="nothing is there"):
+    with pytest.raises(NotFoundError, match="it does not exist"):
         TokenSource.list(url, SourceOptions(tokenizer=str(tmp_path / "gone.json"), text="content"))
     with pytest.raises(ConfigError, match=r"is not a valid Hugging Face tokenizer.json"):
         TokenSource.list(url, SourceOptions(tokenizer=url, text="content"))

@@ -1,4 +1,4 @@
-"""Processes that end with whoever started them, however that died: workers, and programs of ours beside a process."""
+"""Child processes that exit with their parent, even if it is killed: worker processes and helper programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from multiprocessing import connection, parent_process
 
 
 def end_with_parent() -> None:
-    """Let this worker process end when its parent is gone: nobody else would tell it, and nobody waits for it."""
+    """Start a thread that ends this worker process when its parent exits."""
+    # Without it, a worker whose parent was killed would run on, unnoticed.
     parent = parent_process()
     assert parent is not None
 
@@ -25,31 +26,29 @@ def end_with_parent() -> None:
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs one of our modules; with `environment` it finds what this process finds.
-
-    Nothing else that lies in the working directory, which may be anybody's, is imported.
-    """
+    """Return the command that runs a module of datasvc; run it with `environment`, so that imports work."""
+    # -P keeps the working directory off the search path: it may contain modules with the same names.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with its search path, as it is now."""
+    """Return the environment of this process, with its present import path as PYTHONPATH."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class ChildProcess:
-    """A program of ours beside this process, told what to do over its standard input: it ends with that.
+    """A helper program that receives messages on its standard input, and exits at the end of this input.
 
-    A program of its own, not a forked or spawned copy: no client survives a fork, and nobody's main module is run
-    again.
+    It is a new interpreter, not a fork or a multiprocessing spawn: clients of stores do not survive a fork, and a
+    spawn would import the user's main module again.
 
     Args:
-        module: run as `python -m MODULE`. It reads pickled messages, and ends itself where these end.
-        message: the first one.
-        answers: whether this process reads what it writes.
+        module: module to run as `python -m MODULE`. It reads pickled messages from standard input until the end.
+        message: first message.
+        answers: whether this process reads the standard output of the program.
 
     Raises:
-        OSError: no process could be made.
+        OSError: the process could not be started.
     """
 
     def __init__(self, module: str, message: object, *, answers: bool = False) -> None:
@@ -64,26 +63,26 @@ class ChildProcess:
         self.send(message)
 
     def send(self, message: object) -> None:
-        """Send one more message. Does nothing once either side is closed."""
+        """Send a message. Does nothing if either side of the pipe is closed."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             pickle.dump(message, self.process.stdin)
             self.process.stdin.flush()
 
     def read_line(self) -> str:
-        """Return the next line that it writes; "" when there is none any more."""
+        """Return the next line of the program's output; "" at the end of the output."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().decode().strip()
 
     def close(self) -> None:
-        """End the program. Closing again does nothing, nor does a forked child."""
-        self.let_go()
+        """Terminate the program. Does nothing more if called again; a forked child only closes its pipes."""
+        self.close_pipes()
         if self._started_by == os.getpid():
             self.process.terminate()
             self.process.wait()
 
-    def let_go(self) -> None:
-        """Close this process's ends of the pipes: the program ends when nobody has them open any more."""
+    def close_pipes(self) -> None:
+        """Close this process's ends of the pipes. The program exits when no process has them open."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
@@ -93,10 +92,10 @@ class ChildProcess:
 _running: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
-def _let_go_of_all() -> None:
-    """In a forked child: its copies of the pipes would keep the programs running after the parent's end."""
-    for companion in list(_running):
-        companion.let_go()
+def _close_inherited_pipes() -> None:
+    # A forked child has copies of the pipes, which would keep the programs running after the parent exits.
+    for child in list(_running):
+        child.close_pipes()
 
 
-os.register_at_fork(after_in_child=_let_go_of_all)
+os.register_at_fork(after_in_child=_close_inherited_pipes)
