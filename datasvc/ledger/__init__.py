@@ -1,1 +1,1 @@
-"""What the ranks of a run handed over, position by position: the files, and the proof over all of them."""
+"""Record of the positions that each rank of a run served: its files, and the audit over all of them."""

@@ -1,4 +1,4 @@
-"""How often each position of a range is in a number of combs, in memory that does not grow with the range."""
+"""Positions that are in none or in several of many strided ranges, computed without a list of positions."""
 
 from __future__ import annotations
 
@@ -10,106 +10,107 @@ from itertools import pairwise
 import numpy as np
 
 from datasvc.keyed_random import Integers
-from datasvc.ledger.strided_range import StridedRange, solid
+from datasvc.ledger.strided_range import StridedRange, contiguous
 
-_CHUNK_TEETH = 1 << 20
-_KEPT = 1000
+_CHUNK_RUNS = 1 << 20
+_MAX_RANGES = 1000
 
 
 @dataclass
 class Uneven:
-    """Positions of one kind.
+    """Positions that are never covered, or covered repeatedly.
 
     Attributes:
-        count: all of them.
-        combs: where they are; no more than the first thousand combs.
+        count: number of positions.
+        ranges: the positions, limited to the first thousand ranges.
     """
 
     count: int = 0
-    combs: list[StridedRange] = field(default_factory=list)
+    ranges: list[StridedRange] = field(default_factory=list)
 
-    def add(self, comb: StridedRange) -> None:
-        """Count one more comb, disjoint from the others."""
-        self.count += comb.size
-        if len(self.combs) < _KEPT:
-            self.combs.append(comb)
+    def add(self, strided: StridedRange) -> None:
+        """Add a range that is disjoint from the others."""
+        self.count += strided.size
+        if len(self.ranges) < _MAX_RANGES:
+            self.ranges.append(strided)
 
 
 @dataclass
 class Coverage:
-    """What is not covered exactly once.
+    """Positions that are not covered exactly once.
 
     Attributes:
-        never: positions in no comb.
-        repeated: positions in more than one.
+        never: positions in no range.
+        repeated: positions in more than one range.
     """
 
     never: Uneven = field(default_factory=Uneven)
     repeated: Uneven = field(default_factory=Uneven)
 
 
-def cover(combs: Sequence[StridedRange], start: int, stop: int) -> Coverage:
-    """Return which positions of [start, stop) are not in exactly one of the combs.
-
-    Between two ends of windows the cover repeats with the periods' least common multiple, so one such lap is laid
-    out and stands for all. Laps that are longer than the range are laid out in chunks.
+def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
+    """Return the positions of [start, stop) that are not in exactly one of the ranges.
 
     Args:
-        combs: in any order.
-        start: of the range.
-        stop: its half-open end.
+        ranges: strided ranges, in any order.
+        start: first position to check.
+        stop: first position after those to check.
 
     Returns:
-        Combs ascending by window.
+        Ranges ascending by window.
     """
-    found = Coverage()
-    for first, last, active in _pieces(combs, start, stop):
-        lap = math.lcm(*(comb.period for comb in active if not comb.is_solid))
+    result = Coverage()
+    # Between two window edges, the coverage is periodic with the least common multiple of the periods (a lap). So one
+    # lap is computed for all; a lap that is longer than the window is computed in chunks.
+    for first, last, active in _windows(ranges, start, stop):
+        lap = math.lcm(*(strided.period for strided in active if not strided.is_contiguous))
         repeats = lap < last - first
         for begin, end in _chunks(active, first, first + lap if repeats else last):
-            _count(found, active, begin, end, (first, last, lap) if repeats else None)
-    return found
+            _count(result, active, begin, end, (first, last, lap) if repeats else None)
+    return result
 
 
-def _pieces(combs: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int, list[StridedRange]]]:
-    """Yield [first, last) and the combs whose windows cover it, cut wherever a window begins or ends."""
-    waiting = sorted((comb.clip(start, stop) for comb in combs), key=lambda comb: comb.start, reverse=True)
-    waiting = [comb for comb in waiting if comb.start < comb.stop and comb.length]
-    cuts = sorted({start, stop, *(place for comb in waiting for place in (comb.start, comb.stop))})
+def _windows(ranges: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int, list[StridedRange]]]:
+    """Yield each [first, last) between two adjacent window edges, and the ranges whose windows cover it."""
+    waiting = sorted(
+        (strided.clip(start, stop) for strided in ranges), key=lambda strided: strided.start, reverse=True
+    )
+    waiting = [strided for strided in waiting if strided.start < strided.stop and strided.length]
+    cuts = sorted({start, stop, *(edge for strided in waiting for edge in (strided.start, strided.stop))})
     active: list[StridedRange] = []
     for first, last in pairwise(cuts):
-        active = [comb for comb in active if comb.stop > first]
+        active = [strided for strided in active if strided.stop > first]
         while waiting and waiting[-1].start <= first:
             active.append(waiting.pop())
         yield first, last, active
 
 
 def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    density = sum(1 / comb.period for comb in active if not comb.is_solid)
-    length = max(1, int(_CHUNK_TEETH / density)) if density else stop - start
+    density = sum(1 / strided.period for strided in active if not strided.is_contiguous)
+    length = max(1, int(_CHUNK_RUNS / density)) if density else stop - start
     while start < stop:
         yield start, min(start + length, stop)
         start += length
 
 
 def _count(
-    found: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
+    result: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
 ) -> None:
-    """Add what is uneven in [start, stop), which stands for all laps of `repeats`: first, last and length."""
-    edges, counts = _lay_out(active, start, stop)
-    for uneven, chosen in ((found.never, counts == 0), (found.repeated, counts > 1)):
-        for index in np.flatnonzero(chosen).tolist():
+    """Add the uneven positions of [start, stop), repeated for all laps of `repeats`: first, last and lap length."""
+    edges, counts = _count_cover(active, start, stop)
+    for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
+        for index in np.flatnonzero(is_uneven).tolist():
             begin, end = int(edges[index]), int(edges[index + 1])
             if repeats is None:
-                uneven.add(solid(begin, end))
+                uneven.add(contiguous(begin, end))
             else:
                 first, last, lap = repeats
                 uneven.add(StridedRange(first, last, lap, begin % lap, end - begin))
 
 
-def _lay_out(active: Sequence[StridedRange], start: int, stop: int) -> tuple[Integers, Integers]:
-    """Return `int64[n + 1]` edges of spans of [start, stop), and in how many combs each of these is, `int64[n]`."""
-    spans = [comb.clip(start, stop).spans() for comb in active]
+def _count_cover(active: Sequence[StridedRange], start: int, stop: int) -> tuple[Integers, Integers]:
+    """Return the edges of intervals of [start, stop), `int64[n + 1]`, and the ranges that cover each, `int64[n]`."""
+    spans = [strided.clip(start, stop).runs() for strided in active]
     starts = np.concatenate([np.empty(0, np.int64), *(begins for begins, _ in spans)])
     stops = np.concatenate([np.empty(0, np.int64), *(ends for _, ends in spans)])
     edges = np.unique(np.concatenate([starts, stops, np.array([start, stop])]))

@@ -1,15 +1,14 @@
-"""A ledger's files: what one rank handed over from one cursor on, in records of 64 bytes.
+"""Files of a ledger: the positions that one rank served from a cursor on, in records of 64 bytes.
 
-    magic, format, CRC-32 and JSON of the header, filled up with spaces to a multiple of 64 bytes
-    record: CRC-32 of the rest, kind, epoch, start, stop, period, offset, length, number of positions
+    header: magic, format, CRC-32 and JSON, padded with spaces to a multiple of 64 bytes
+    record: CRC-32 of the other fields, kind, epoch, start, stop, period, offset, length, number of positions
 
-Integers are little-endian. A record that its rank adds to is written again where it stands. As 64 divides a page, a
-process that is killed leaves a record as it was or as it became: what a file says is exact to the batch. A power cut
-may take the last seconds of a file; what it tears is found by its checksum. A file that it left empty, or all zeros,
-says nothing and is left out, as if its rank had not begun.
+Integers are little-endian. A rank extends its last record in place. Because 64 divides the page size, a killed
+process leaves the old record or the new one, so a file is exact to the batch. A power cut may lose the last seconds
+of a file; checksums detect torn records. A file that is empty or all zeros after a power cut is ignored.
 
-A file is called NUMBER-rankR-of-N-RANDOM.ledger. NUMBER is one more than the highest in the folder when the rank
-began, so a run that continues another has higher numbers than that one.
+A file is named NUMBER-rankR-of-N-RANDOM.ledger. NUMBER is one more than the highest number in the folder when the
+rank starts, so a run has higher numbers than the run that it continues.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _LARGEST = 1 << 62
 
 
 class RecordKind(IntEnum):
-    """What became of positions.
+    """Outcome of positions.
 
-    SERVED were handed over; those of them that are MASKED too did not decode and were handed over as nothing. PADDED
-    were handed over once more, masked, to fill a batch. DROPPED are those that filled no batch.
+    SERVED: in a batch. MASKED: served, but the sample did not decode and was masked. PADDED: served again, masked, to
+    fill a batch. DROPPED: left over at the end of an epoch, too few for a batch.
     """
 
     SERVED = 1
@@ -59,55 +58,59 @@ _KINDS = frozenset(RecordKind)
 
 @dataclass(frozen=True)
 class LedgerRecord:
-    """What became of some positions of an epoch.
+    """Outcome of some positions of an epoch.
 
     Attributes:
-        kind: that.
-        epoch: counted from 0.
-        comb: the positions. Of those served, the window ends where the rank stood then.
-        count: how many positions were counted when they were handed over: as many as the comb has.
+        kind: outcome of the positions.
+        epoch: epoch, counted from 0.
+        strided: the positions. For SERVED, the window ends at the rank's position after the batch.
+        count: number of positions, counted when they were served; equal to `strided.size`.
     """
 
     kind: RecordKind
     epoch: int
-    comb: StridedRange
+    strided: StridedRange
     count: int
 
     def encode(self) -> bytes:
         """Return the record as 64 bytes."""
-        comb = self.comb
-        fields = (self.epoch, comb.start, comb.stop, comb.period, comb.offset, comb.length, self.count)
+        strided = self.strided
+        fields = (self.epoch, strided.start, strided.stop, strided.period, strided.offset, strided.length, self.count)
         body = _RECORD.pack(0, self.kind, *fields)[4:]
         return zlib.crc32(body).to_bytes(4, "little") + body
 
     @classmethod
     def decode(cls, content: bytes) -> LedgerRecord:
-        """Return what `encode` gave. Raises CorruptDataError, saying what is wrong."""
+        """Return the record from the result of `encode`.
+
+        Raises:
+            CorruptDataError: the checksum does not match, or the fields are inconsistent.
+        """
         checksum, kind, epoch, start, stop, period, offset, length, count = _RECORD.unpack(content)
         if zlib.crc32(content[4:]) != checksum:
-            raise CorruptDataError("its checksum differs")
-        comb = StridedRange(start, stop, period, offset, length)
+            raise CorruptDataError("its checksum does not match")
+        strided = StridedRange(start, stop, period, offset, length)
         in_range = min(epoch, start, offset, length) >= 0 and start <= stop < _LARGEST and offset < period
-        if kind not in _KINDS or not in_range or comb.size != count:
-            raise CorruptDataError("its fields contradict one another")
-        return cls(RecordKind(kind), epoch, comb, count)
+        if kind not in _KINDS or not in_range or strided.size != count:
+            raise CorruptDataError("its fields contradict each other")
+        return cls(RecordKind(kind), epoch, strided, count)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Whose file this is, and where it begins.
+    """Header of a file: its rank, data and first cursor.
 
     Attributes:
-        order: the loader's state without epoch and position: version and order, or a mixture's.
-        source: what was read, "digits@1/train".
-        num_samples: of an epoch.
-        data_rank: of the process.
+        order: state of the loader without epoch and position: version and order, or those of a mixture.
+        source: data that is read, such as "digits@1/train".
+        num_samples: samples of an epoch.
+        data_rank: data rank of the process.
         data_world_size: number of data ranks.
         batch_size: samples of this rank per step.
         tail: "drop", "short" or "pad".
-        epoch: where the file begins.
-        position: likewise.
-        started: seconds since 1970 when it began, for people and for ledgers of several folders.
+        epoch: epoch of the first batch.
+        position: position of the first batch.
+        started: start time in seconds since 1970, for people and for the order of files of several folders.
     """
 
     order: Mapping[str, Any]
@@ -131,15 +134,15 @@ class Header:
 
 @dataclass(frozen=True)
 class LedgerFile:
-    """A file that was read.
+    """Content of a file.
 
     Attributes:
-        path: of the file.
-        number: in its folder.
-        header: whose it is.
-        records: in the order in which they were begun.
-        torn: whether its end was cut off by a crash; what was whole is in `records`.
-        damage: what is wrong in the middle, a line each.
+        path: path of the file.
+        number: number of the file in its folder.
+        header: header of the file.
+        records: complete records, in the order in which they were started.
+        torn: whether a crash cut off the end of the file.
+        damage: descriptions of damaged records.
     """
 
     path: Path
@@ -151,16 +154,16 @@ class LedgerFile:
 
 
 def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
-    """Begin a file in `folder`, which is made where it is missing: whole with its header, or not at all.
+    """Create a file with its header, atomically, in `folder`, which is created if it does not exist.
 
-    Header and name are synced, once in the life of a file: a power cut takes records at most.
+    Header and name are synced, so a power cut can only lose records.
 
     Returns:
-        The file, and the byte at which its records begin.
+        Path of the file, and the offset of its first record in bytes.
 
     Raises:
         UnavailableError: the folder cannot be listed.
-        OSError: it cannot be made or written.
+        OSError: the folder or the file cannot be written.
     """
     make_folder(folder)
     unique = secrets.token_hex(8)
@@ -171,7 +174,7 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # Listed after the folder was changed: a client of a network file system then asks its server.
+        # List after the folder was changed: the client of a network file system then does not use its cached listing.
         number = max((number for number, _ in list_files(folder)), default=0) + 1
         name = f"{number:08}-rank{header.data_rank}-of-{header.data_world_size}-{unique}{SUFFIX}"
         path = temporary.rename(folder / name)
@@ -183,49 +186,63 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
 
 
 def list_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return number and path of each file of a ledger, in the order of their names. Raises UnavailableError."""
+    """Return number and path of each file of a ledger, sorted.
+
+    Raises:
+        UnavailableError: the folder cannot be listed.
+    """
     try:
-        found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        matches = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     except OSError as error:
         raise UnavailableError(f"cannot read the ledger {folder}: {error}") from error
-    return sorted((int(match[1]), path) for match, path in found)
+    return sorted((int(match[1]), path) for match, path in matches)
 
 
 def read_ledger(path: Path) -> Iterator[LedgerFile | CorruptDataError]:
-    """Yield the files of a ledger, in the order of their numbers; of one without a readable header the error.
+    """Yield the files of a ledger, sorted by number; for a file with a damaged header, yield the error.
 
-    Files that a power cut left empty are left out.
+    Files that are empty after a power cut are ignored.
 
     Args:
-        path: a folder; or one file.
+        path: folder of the ledger, or one file.
 
     Raises:
-        NotFoundError: nothing there.
-        ConfigError: a file of a later format.
+        NotFoundError: there is no file of a ledger at `path`.
+        ConfigError: a file has another format.
         UnavailableError: a file cannot be read.
     """
     files = list_files(path) if path.is_dir() else [(_number_of(path), path)]
     if not files:
-        raise NotFoundError(f"{path} has no files of a ledger (*{SUFFIX}); give what a loader got as ledger=")
-    for number, each in files:
-        content = _read_bytes(each)
+        raise NotFoundError(
+            f"{path} has no files of a ledger (*{SUFFIX}); give the folder that a loader got as ledger="
+        )
+    for number, file in files:
+        content = _read_bytes(file)
         if not any(content):
             continue
         try:
-            yield _parse_file(each, number, content)
+            yield _parse_file(file, number, content)
         except CorruptDataError as error:
             yield error
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of one file. Raises CorruptDataError, ConfigError, UnavailableError."""
+    """Return the header of one file.
+
+    Raises:
+        CorruptDataError: the header is damaged.
+        ConfigError: the file has another format.
+        UnavailableError: the file cannot be read.
+    """
     return _parse_header(path, _read_bytes(path, _MAX_HEADER))[0]
 
 
 def _number_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     if match is None or not path.is_file():
-        raise NotFoundError(f"{path} is neither a folder nor a file of a ledger (*{SUFFIX})")
+        raise NotFoundError(
+            f"{path} is neither a folder nor a file of a ledger (*{SUFFIX}); give what a loader got as ledger="
+        )
     return int(match[1])
 
 
@@ -238,33 +255,33 @@ def _read_bytes(path: Path, length: int = -1) -> bytes:
 
 
 def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
-    """Return the header and its length."""
+    """Return the header and its length in bytes."""
     line = content[: content.find(b"\n", 0, _MAX_HEADER) + 1]
     magic, _, rest = line.partition(b" ")
     number, _, rest = rest.partition(b" ")
     checksum, _, body = rest.partition(b" ")
     if magic != _MAGIC or not number.isdigit():
-        raise CorruptDataError(f"{path} does not begin as a file of a ledger; it is left out")
+        raise CorruptDataError(f"{path} does not start with the header of a ledger; the file is ignored")
     if int(number) != FORMAT:
-        raise ConfigError(f"{path} has format {int(number)}; this datasvc reads format {FORMAT}")
+        raise ConfigError(f"{path} has format {int(number)}; this datasvc reads format {FORMAT}: use another datasvc")
     body = body.rstrip()
     if b"%08x" % zlib.crc32(body) != checksum or len(line) % RECORD_BYTES:
-        raise CorruptDataError(f"the header of {path} is damaged; the file is left out")
+        raise CorruptDataError(f"the header of {path} is damaged; the file is ignored")
     return Header(**json.loads(body)), len(line)
 
 
 def _parse_file(path: Path, number: int, content: bytes) -> LedgerFile:
     header, offset = _parse_header(path, content)
-    num_records, rest = divmod(len(content) - offset, RECORD_BYTES)
-    places = [offset + index * RECORD_BYTES for index in range(num_records)]
-    torn = bool(rest)
+    num_records, num_torn_bytes = divmod(len(content) - offset, RECORD_BYTES)
+    torn = bool(num_torn_bytes)
     records, damage = [], []
-    for index, place in enumerate(places):
+    for index in range(num_records):
+        start = offset + index * RECORD_BYTES
         try:
-            records.append(LedgerRecord.decode(content[place : place + RECORD_BYTES]))
+            records.append(LedgerRecord.decode(content[start : start + RECORD_BYTES]))
         except CorruptDataError as error:
-            if not any(content[place:]):  # a power cut left a hole at the end
+            if not any(content[start:]):  # zeros at the end of the file, after a power cut
                 torn = True
                 break
-            damage.append(f"{path}: record {index}, at byte {place}: {error}")
+            damage.append(f"{path}: record {index}, at byte {start}: {error}")
     return LedgerFile(path, number, header, records, torn, damage)

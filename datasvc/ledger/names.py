@@ -1,4 +1,4 @@
-"""The names of samples that an audit found, from the repository that holds them."""
+"""Keys of the samples at positions of a run, read from the repository."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from datasvc.shards.versions.keys import SplitKeys
 
 
 class SampleNames:
-    """Names the samples at positions of a run.
+    """Lookup of the sample keys at positions of a run.
 
     Args:
-        repository: that holds what was read.
-        header: of a file of the ledger.
+        repository: repository with the data that the run read.
+        header: header of a file of the ledger.
 
     Raises:
-        ConfigError: the run mixed data sets; or the repository's version is not the one that was read.
-        NotFoundError: the repository has no such version.
-        CorruptDataError, UnavailableError: it cannot be read.
+        ConfigError: the run read a mixture; or the version in the repository is not the one that the run read.
+        NotFoundError: the version does not exist.
+        CorruptDataError, UnavailableError: the version cannot be read.
     """
 
     def __init__(self, repository: Repository, header: Header) -> None:
@@ -32,7 +32,7 @@ class SampleNames:
             state = OrderState.from_dict({**header.order, "epoch": 0, "position": 0})
         except ConfigError as error:
             raise ConfigError(
-                f"{header.source} is no single split, so positions have no keys in one; leave --repo out"
+                f"{header.source} is not a single split, so positions have no keys; leave out --repo"
             ) from error
         self._config = state.config
         self._split = _open_split(repository, header.source)
@@ -44,7 +44,7 @@ class SampleNames:
         self._keys = SplitKeys(repository.objects, self._split.table)
 
     def keys(self, epoch: int, positions: Sequence[int]) -> list[str]:
-        """Return the keys of the samples at some positions of an epoch, in their order.
+        """Return the keys of the samples at positions of an epoch, in the given order.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the repository cannot be read.

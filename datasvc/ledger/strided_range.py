@@ -1,7 +1,7 @@
-"""Sets of positions as one rank of many serves them: equal teeth at equal distances. Arithmetic, not enumeration.
+"""Sets of positions with equal runs at equal distances, stored as five integers.
 
-A rank takes the same part of each global batch, or the same lanes of the order; either way what it serves in step
-after step is one comb, however long the epoch.
+A rank serves the same part of each global batch, or the same lanes of the order. In both cases, the positions of all
+its steps form one strided range, whatever the length of the epoch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from datasvc.keyed_random import Integers
 
 @dataclass(frozen=True)
 class StridedRange:
-    """The positions p of [start, stop) with (p - offset) % period < length.
+    """Positions p of [start, stop) with (p - offset) % period < length.
 
     Attributes:
-        start: of the window.
-        stop: its half-open end.
-        period: distance of the teeth, at least 1.
-        offset: where a tooth begins, 0 <= offset < period.
-        length: of a tooth; 0 for a window that holds no position.
+        start: first position of the window.
+        stop: first position after the window.
+        period: distance between the starts of runs, at least 1.
+        offset: start of a run, 0 <= offset < period.
+        length: length of a run; 0 for a window without positions.
     """
 
     start: int
@@ -39,31 +39,31 @@ class StridedRange:
 
     @property
     def size(self) -> int:
-        """How many positions these are."""
-        return self._below(self.stop) - self._below(self.start) if self.start < self.stop else 0
+        """Number of positions."""
+        return self._count_below(self.stop) - self._count_below(self.start) if self.start < self.stop else 0
 
     @property
-    def is_solid(self) -> bool:
-        """Whether every position of the window is in it."""
+    def is_contiguous(self) -> bool:
+        """Whether it contains every position of the window."""
         return self.length >= self.period
 
     def clip(self, start: int, stop: int) -> StridedRange:
-        """Return the part in [start, stop)."""
+        """Return the part of the range within [start, stop)."""
         first = max(self.start, start)
         return dataclasses.replace(self, start=first, stop=max(first, min(self.stop, stop)))
 
     def continues(self, other: StridedRange) -> bool:
-        """Return whether this one goes on right where `other` ends, with the same teeth."""
-        teeth, others = (self.period, self.offset, self.length), (other.period, other.offset, other.length)
-        return teeth == others and other.stop == self.start
+        """Return whether this range starts where `other` ends, and has the same runs."""
+        own_runs, other_runs = (self.period, self.offset, self.length), (other.period, other.offset, other.length)
+        return own_runs == other_runs and other.stop == self.start
 
-    def spans(self) -> tuple[Integers, Integers]:
-        """Return starts and stops of the teeth, cut at the window's ends: `int64[n]` each, ascending."""
+    def runs(self) -> tuple[Integers, Integers]:
+        """Return starts and stops of the runs, clipped to the window: `int64[n]` each, ascending."""
         if not self.length or self.start >= self.stop:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        if self.is_solid:
+        if self.is_contiguous:
             return np.array([self.start]), np.array([self.stop])
-        first, last = ((place - self.offset) // self.period for place in (self.start, self.stop - 1))
+        first, last = ((position - self.offset) // self.period for position in (self.start, self.stop - 1))
         starts = np.arange(first, last + 1) * self.period + self.offset
         stops = np.minimum(starts + self.length, self.stop)
         starts = np.maximum(starts, self.start)
@@ -72,49 +72,50 @@ class StridedRange:
 
     def positions(self) -> Iterator[int]:
         """Yield the positions, ascending."""
-        place = self.start
-        while place < self.stop:
-            within = (place - self.offset) % self.period
+        position = self.start
+        while position < self.stop:
+            within = (position - self.offset) % self.period
             if within < self.length:
-                yield place
-                place += 1
+                yield position
+                position += 1
             else:
-                place += self.period - within
+                position += self.period - within
 
-    def _below(self, place: int) -> int:
-        laps, within = divmod(place - self.offset, self.period)
-        return laps * min(self.length, self.period) + min(within, self.length)
+    def _count_below(self, position: int) -> int:
+        num_periods, within = divmod(position - self.offset, self.period)
+        return num_periods * min(self.length, self.period) + min(within, self.length)
 
 
-def solid(start: int, stop: int) -> StridedRange:
-    """Return all positions of [start, stop)."""
+def contiguous(start: int, stop: int) -> StridedRange:
+    """Return the range of all positions of [start, stop)."""
     return StridedRange(start, stop, 1, 0, 1)
 
 
-def first_positions(combs: Iterable[StridedRange], count: int) -> list[int]:
-    """Return the first `count` positions of combs, ascending."""
-    return list(islice(heapq.merge(*(comb.positions() for comb in combs)), count))
+def first_positions(ranges: Iterable[StridedRange], count: int) -> list[int]:
+    """Return the first `count` positions of several ranges, ascending."""
+    return list(islice(heapq.merge(*(strided.positions() for strided in ranges)), count))
 
 
 def split_runs(positions: Integers | Sequence[int]) -> list[StridedRange]:
-    """Return a solid comb for each run of consecutive positions, in the order given."""
+    """Return a contiguous range for each run of consecutive positions, in the given order."""
     values: Integers = np.asarray(positions, np.int64)
     if not len(values):
         return []
     cuts = np.flatnonzero(np.diff(values) != 1) + 1
-    return [solid(int(run[0]), int(run[-1]) + 1) for run in np.split(values, cuts)]
+    return [contiguous(int(run[0]), int(run[-1]) + 1) for run in np.split(values, cuts)]
 
 
 def describe_positions(start: int, stop: int, positions: Integers) -> list[StridedRange]:
-    """Return combs that hold exactly `positions`; together their windows end at `stop`.
+    """Return ranges with exactly the given positions; the last window ends at `stop`.
 
     Args:
-        start: of a global batch.
-        stop: its half-open end.
-        positions: `int64[n]` in [start, stop): a rank's part of it.
+        start: first position of a global batch.
+        stop: first position after the batch.
+        positions: `int64[n]` in [start, stop), the positions of one rank.
 
     Returns:
-        One comb over the whole window where the positions make one, as the parts of all ranks do; else one a run.
+        One range over the whole window if the positions form one, as the parts of `slice_step` do; otherwise one
+        range per run, and an empty one that ends at `stop`.
     """
     for candidate in _candidates(start, stop, positions):
         if _holds_exactly(candidate, positions):
@@ -128,29 +129,30 @@ def _candidates(start: int, stop: int, positions: Integers) -> Iterator[StridedR
         yield StridedRange(start, stop, 1, 0, 0)
         return
     if num_positions == stop - start:
-        yield solid(start, stop)
+        yield contiguous(start, stop)
     first = int(positions[0])
     if int(positions[-1]) - first == num_positions - 1:
-        yield _comb(start, stop, stop - start, first, num_positions)
+        yield _strided(start, stop, stop - start, first, num_positions)
         return
     cuts = [0, *(np.flatnonzero(np.diff(positions) != 1)[:3] + 1).tolist(), num_positions]
     starts = [int(positions[cut]) for cut in cuts[:-1]]
-    # The window may cut the first tooth and the last: then those between say more, or both are halves of one.
+    # The window may clip the first and the last run: then the runs between them have the period, or both clipped runs
+    # are parts of one.
     if len(starts) > 2:
-        yield _comb(start, stop, starts[2] - starts[1], starts[1], cuts[2] - cuts[1])
-    yield _comb(start, stop, stop - start, starts[1], num_positions)
-    yield _comb(start, stop, starts[1] - starts[0], starts[0], cuts[1])
+        yield _strided(start, stop, starts[2] - starts[1], starts[1], cuts[2] - cuts[1])
+    yield _strided(start, stop, stop - start, starts[1], num_positions)
+    yield _strided(start, stop, starts[1] - starts[0], starts[0], cuts[1])
 
 
-def _comb(start: int, stop: int, period: int, offset: int, length: int) -> StridedRange:
+def _strided(start: int, stop: int, period: int, offset: int, length: int) -> StridedRange:
     return StridedRange(start, stop, max(period, 1), offset % max(period, 1), length)
 
 
-def _holds_exactly(comb: StridedRange, positions: npt.NDArray[Any]) -> bool:
-    if comb.size != len(positions):
+def _holds_exactly(strided: StridedRange, positions: npt.NDArray[Any]) -> bool:
+    if strided.size != len(positions):
         return False
     if not len(positions):
         return True
     ascending = bool((positions[1:] > positions[:-1]).all())
-    inside = comb.start <= int(positions[0]) and int(positions[-1]) < comb.stop
-    return ascending and inside and bool(((positions - comb.offset) % comb.period < comb.length).all())
+    inside = strided.start <= int(positions[0]) and int(positions[-1]) < strided.stop
+    return ascending and inside and bool(((positions - strided.offset) % strided.period < strided.length).all())

@@ -34,7 +34,7 @@ from datasvc.ledger.file import (
     list_files,
     read_header,
 )
-from datasvc.ledger.strided_range import describe_positions, solid, split_runs
+from datasvc.ledger.strided_range import contiguous, describe_positions, split_runs
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.split_reader import Cursor
@@ -131,16 +131,16 @@ class Ledger:
             # Records of padding and masked samples come first: they count only together with their batch.
             self._append(_masked_records(batch, bad))
         samples = batch.positions if is_full else batch.positions[batch.mask]
-        for comb in describe_positions(step.start, step.next_position, samples):
-            self._grow(LedgerRecord(RecordKind.SERVED, batch.epoch, comb, comb.size))
+        for strided in describe_positions(step.start, step.next_position, samples):
+            self._grow(LedgerRecord(RecordKind.SERVED, batch.epoch, strided, strided.size))
 
     def end_epoch(self, epoch: int, position: int) -> None:
         """Record that an epoch ends at `position` and its remaining samples are dropped. Raises as `write`."""
         num_dropped = self._header_fields["num_samples"] - position
         if num_dropped:
             self._open()
-            comb = solid(position, position + num_dropped)
-            self._append([LedgerRecord(RecordKind.DROPPED, epoch, comb, num_dropped)])
+            strided = contiguous(position, position + num_dropped)
+            self._append([LedgerRecord(RecordKind.DROPPED, epoch, strided, num_dropped)])
 
     def close(self) -> None:
         """Sync the file to disk and close it. A later batch opens the same file again."""
@@ -154,13 +154,13 @@ class Ledger:
 
     def _grow(self, record: LedgerRecord) -> None:
         growing = self._position.growing
-        if growing is None or growing.epoch != record.epoch or not record.comb.continues(growing.comb):
+        if growing is None or growing.epoch != record.epoch or not record.strided.continues(growing.strided):
             slot = self._position.num_records
             self._put(slot, record.encode())
             self._position = _WritePosition(slot + 1, slot, record)
             return
-        comb = dataclasses.replace(growing.comb, stop=record.comb.stop)
-        longer = LedgerRecord(record.kind, record.epoch, comb, growing.count + record.count)
+        strided = dataclasses.replace(growing.strided, stop=record.strided.stop)
+        longer = LedgerRecord(record.kind, record.epoch, strided, growing.count + record.count)
         self._put(self._position.slot, longer.encode())
         self._position = _WritePosition(self._position.num_records, self._position.slot, longer)
 
@@ -230,7 +230,7 @@ def _masked_records(batch: SampleBatch, bad: Collection[int]) -> list[LedgerReco
     is_bad[list(bad)] = True
     kinds = ((RecordKind.PADDED, ~batch.mask), (RecordKind.MASKED, is_bad & batch.mask))
     return [
-        LedgerRecord(kind, batch.epoch, comb, comb.size)
+        LedgerRecord(kind, batch.epoch, strided, strided.size)
         for kind, is_chosen in kinds
-        for comb in split_runs(batch.positions[is_chosen])
+        for strided in split_runs(batch.positions[is_chosen])
     ]

@@ -18,13 +18,13 @@ from datasvc.ledger.file import (
     read_header,
     read_ledger,
 )
-from datasvc.ledger.strided_range import StridedRange, solid
+from datasvc.ledger.strided_range import StridedRange, contiguous
 from tests.ledger.test_strided_range import COMBS
 
 HEADER = Header({"version": "aa", "seed": 1}, "numbers@1/train", 40, 1, 2, 4, "drop", 0, 8, 1.5)
 RECORDS = [
-    LedgerRecord(RecordKind.SERVED, 0, solid(8, 24), 16),
-    LedgerRecord(RecordKind.MASKED, 0, solid(9, 10), 1),
+    LedgerRecord(RecordKind.SERVED, 0, contiguous(8, 24), 16),
+    LedgerRecord(RecordKind.MASKED, 0, contiguous(9, 10), 1),
     LedgerRecord(RecordKind.SERVED, 1, StridedRange(0, 16, 8, 4, 4), 8),
 ]
 
@@ -38,9 +38,9 @@ def path(tmp_path):
     return path
 
 
-@given(kind=st.sampled_from(RecordKind), epoch=st.integers(0, 1 << 40), comb=COMBS, far=st.integers(0, 1 << 50))
-def test_a_record_is_read_as_it_was_written(kind, epoch, comb, far):
-    there = dataclasses.replace(comb, start=comb.start + far, stop=comb.stop + far)
+@given(kind=st.sampled_from(RecordKind), epoch=st.integers(0, 1 << 40), strided=COMBS, far=st.integers(0, 1 << 50))
+def test_a_record_is_read_as_it_was_written(kind, epoch, strided, far):
+    there = dataclasses.replace(strided, start=strided.start + far, stop=strided.stop + far)
     record = LedgerRecord(kind, epoch, there, there.size)
     assert len(record.encode()) == RECORD_BYTES
     assert LedgerRecord.decode(record.encode()) == record
@@ -55,7 +55,7 @@ def test_a_flipped_bit_is_found(bit):
 
 
 @pytest.mark.parametrize(
-    "comb",
+    "strided",
     [
         StridedRange(0, 4, 0, 0, 1),
         StridedRange(4, 0, 1, 0, 1),
@@ -64,14 +64,14 @@ def test_a_flipped_bit_is_found(bit):
         StridedRange(0, 4, 2, 0, -1),
     ],
 )
-def test_fields_that_contradict_one_another_are_damage_though_the_checksum_is_right(comb):
+def test_fields_that_contradict_one_another_are_damage_though_the_checksum_is_right(strided):
     with pytest.raises(CorruptDataError, match="contradict"):
-        LedgerRecord.decode(LedgerRecord(RecordKind.SERVED, 0, comb, 4).encode())
+        LedgerRecord.decode(LedgerRecord(RecordKind.SERVED, 0, strided, 4).encode())
 
 
 def test_a_count_that_is_not_that_of_the_positions_is_damage():
     with pytest.raises(CorruptDataError, match="contradict"):
-        LedgerRecord.decode(LedgerRecord(RecordKind.SERVED, 0, solid(0, 4), 5).encode())
+        LedgerRecord.decode(LedgerRecord(RecordKind.SERVED, 0, contiguous(0, 4), 5).encode())
 
 
 def test_a_file_is_read_as_it_was_written(path):
@@ -142,7 +142,7 @@ def test_a_damaged_record_is_named_and_the_others_count(path, index):
     path.write_bytes(content)
     (found,) = read_ledger(path)
     assert list(found.records) == RECORDS[:index] + RECORDS[index + 1 :]
-    assert list(found.damage) == [f"{path}: record {index}, at byte {place}: its checksum differs"]
+    assert list(found.damage) == [f"{path}: record {index}, at byte {place}: its checksum does not match"]
 
 
 @pytest.mark.parametrize("place", [0, 20, 60])

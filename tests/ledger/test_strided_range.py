@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.ledger.strided_range import StridedRange, describe_positions, first_positions, solid, split_runs
+from datasvc.ledger.strided_range import StridedRange, contiguous, describe_positions, first_positions, split_runs
 from datasvc.order import Step, slice_step
 
 COMBS = st.builds(
@@ -18,17 +18,19 @@ COMBS = st.builds(
 )
 
 
-def members(comb):
-    return [p for p in range(comb.start, comb.stop) if (p - comb.offset) % comb.period < comb.length]
+def members(strided):
+    return [p for p in range(strided.start, strided.stop) if (p - strided.offset) % strided.period < strided.length]
 
 
-@given(comb=COMBS, start=st.integers(0, 130), length=st.integers(0, 130))
-def test_a_comb_knows_its_positions_and_their_number(comb, start, length):
-    assert list(comb.positions()) == members(comb)
-    assert comb.size == len(members(comb))
-    starts, stops = comb.spans()
-    assert [p for span in zip(starts.tolist(), stops.tolist(), strict=True) for p in range(*span)] == members(comb)
-    assert members(comb.clip(start, start + length)) == [p for p in members(comb) if start <= p < start + length]
+@given(strided=COMBS, start=st.integers(0, 130), length=st.integers(0, 130))
+def test_a_strided_range_yields_its_positions_and_their_number(strided, start, length):
+    assert list(strided.positions()) == members(strided)
+    assert strided.size == len(members(strided))
+    starts, stops = strided.runs()
+    assert [p for span in zip(starts.tolist(), stops.tolist(), strict=True) for p in range(*span)] == members(strided)
+    assert members(strided.clip(start, start + length)) == [
+        p for p in members(strided) if start <= p < start + length
+    ]
 
 
 @given(positions=st.lists(st.integers(0, 30), max_size=12))
@@ -36,9 +38,9 @@ def test_runs_hold_the_positions_in_their_order(positions):
     assert [p for run in split_runs(positions) for p in members(run)] == positions
 
 
-@given(combs=st.lists(COMBS, max_size=4), count=st.integers(0, 20))
-def test_the_first_positions_come_in_order(combs, count):
-    assert first_positions(combs, count) == sorted(p for comb in combs for p in members(comb))[:count]
+@given(ranges=st.lists(COMBS, max_size=4), count=st.integers(0, 20))
+def test_the_first_positions_come_in_order(ranges, count):
+    assert first_positions(ranges, count) == sorted(p for strided in ranges for p in members(strided))[:count]
 
 
 @given(
@@ -48,9 +50,9 @@ def test_the_first_positions_come_in_order(combs, count):
 )
 def test_any_positions_are_described_and_nothing_else(start, positions, beyond):
     values = np.array(positions, np.int64) + start
-    combs = describe_positions(start, start + 40 + beyond, values)
-    assert [p for comb in combs for p in members(comb)] == values.tolist()
-    assert combs[-1].stop == start + 40 + beyond
+    ranges = describe_positions(start, start + 40 + beyond, values)
+    assert [p for strided in ranges for p in members(strided)] == values.tolist()
+    assert ranges[-1].stop == start + 40 + beyond
 
 
 @given(
@@ -68,9 +70,13 @@ def test_what_a_rank_serves_in_a_row_of_steps_is_one_comb(world_size, batch_size
         for number in range(steps):
             step = Step(start + number * size, start + (number + 1) * size, 10_000)
             positions, _ = slice_step(step, rank=rank, world_size=world_size, lanes=lanes)
-            (comb,) = describe_positions(step.start, step.stop, positions)
-            assert one is None or comb.continues(one)
-            one = comb if one is None else StridedRange(one.start, comb.stop, comb.period, comb.offset, comb.length)
+            (strided,) = describe_positions(step.start, step.stop, positions)
+            assert one is None or strided.continues(one)
+            one = (
+                strided
+                if one is None
+                else StridedRange(one.start, strided.stop, strided.period, strided.offset, strided.length)
+            )
             served += positions.tolist()
         assert members(one) == served
 
@@ -78,12 +84,12 @@ def test_what_a_rank_serves_in_a_row_of_steps_is_one_comb(world_size, batch_size
 @pytest.mark.parametrize(
     ("first", "then", "goes_on"),
     [
-        (solid(0, 4), solid(4, 9), True),
-        (solid(0, 4), solid(5, 9), False),
+        (contiguous(0, 4), contiguous(4, 9), True),
+        (contiguous(0, 4), contiguous(5, 9), False),
         (StridedRange(0, 8, 8, 2, 2), StridedRange(8, 16, 8, 2, 2), True),
         (StridedRange(0, 8, 8, 2, 2), StridedRange(8, 16, 8, 3, 2), False),
         (StridedRange(0, 8, 8, 2, 2), StridedRange(8, 16, 4, 2, 2), False),
     ],
 )
-def test_a_comb_continues_another_with_the_same_teeth_where_that_ends(first, then, goes_on):
+def test_a_strided_range_continues_another_with_the_same_runs_where_that_ends(first, then, goes_on):
     assert then.continues(first) is goes_on

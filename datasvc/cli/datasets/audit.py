@@ -79,7 +79,7 @@ def _names(result: Audit, repo: str | None) -> SampleNames | None:
 def _samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -> list[dict[str, Any]]:
     from datasvc.ledger.strided_range import first_positions
 
-    positions = first_positions(uneven.combs, show)
+    positions = first_positions(uneven.ranges, show)
     keys = [None] * len(positions) if names is None else names.keys(epoch, positions)
     return [
         {"position": position} if key is None else {"position": position, "key": key}

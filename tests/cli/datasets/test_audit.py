@@ -61,7 +61,7 @@ def test_one_epoch_is_looked_at_when_asked_for_and_must_be_finished(ledger):
     done = datasvc("audit", ledger, "--epoch", "2")
     assert (done.returncode, done.stderr) == (
         1,
-        "error: the ledger says nothing of epoch 2; it knows epochs 0 to 1\n",
+        "error: the ledger has no epoch 2; it has epochs 0 to 1\n",
     )
 
 
@@ -116,7 +116,7 @@ def test_a_damaged_ledger_ends_with_3_and_is_named(ledger):
         each.write_bytes(b"x")
     done = datasvc("audit", ledger)
     assert done.returncode == 3
-    assert "does not begin as a file of a ledger" in done.stderr
+    assert "does not start with the header of a ledger" in done.stderr
 
 
 def test_an_end_that_a_crash_cut_off_is_said(ledger):

@@ -65,7 +65,7 @@ def serve(loaders, steps):
 
 
 def positions_of(uneven):
-    return sorted(position for comb in uneven.combs for position in comb.positions())
+    return sorted(position for strided in uneven.ranges for position in strided.positions())
 
 
 @dataclass
@@ -219,7 +219,7 @@ def test_a_rank_whose_file_is_gone_is_named(numbers, tmp_path):
     gone.unlink()
     (epoch,) = audit_of(tmp_path).epochs
     assert positions_of(epoch.never) == [p for p in range(40) if p % 8 in (4, 5)]
-    assert list(epoch.reasons) == ["in the stretch of 4 ranks from epoch 0, position 0, on rank 2 left no file"]
+    assert list(epoch.reasons) == ["in the attempt of 4 ranks from epoch 0, position 0, on rank 2 left no file"]
 
 
 def test_earlier_files_do_not_stand_in_for_one_that_is_gone(numbers, tmp_path):
@@ -295,13 +295,13 @@ def test_a_sample_that_was_served_twice_is_named(numbers, tmp_path):
     for loader in ranks_of(numbers, tmp_path, 2, 4):
         list(loader)
     (path,) = tmp_path.glob("*-rank1-of-2-*")
-    twice = LedgerRecord(RecordKind.SERVED, 0, next(iter(read_ledger(path))).records[0].comb.clip(8, 16), 4)
+    twice = LedgerRecord(RecordKind.SERVED, 0, next(iter(read_ledger(path))).records[0].strided.clip(8, 16), 4)
     rewrite(path, lambda records: [*records, twice])
     found = audit_of(tmp_path)
     (epoch,) = found.epochs
     assert not found.is_proven
     assert (positions_of(epoch.repeated), epoch.served) == ([12, 13, 14, 15], 36)
-    assert "rank 1 came twice to 8 to 15" in epoch.reasons[0]
+    assert "rank 1 served positions 8 to 15 twice" in epoch.reasons[0]
 
 
 def test_two_processes_with_one_data_rank_leave_the_other_missing(numbers, tmp_path):
