@@ -50,5 +50,5 @@ def _check_windows(samples: Split | Mixture, order: OrderConfig, cache: Cache, r
         window = window_bytes(table.samples_per_shard, table.bytes_per_shard, order, split_run)
         # At the boundary of two epochs the last shards of one and the first of the next are needed together.
         needed += min(2 * window, int(footprint(table.bytes_per_shard).sum())) if split_run else 0
-    available = cache.room_bytes({info.digest for table in tables for info in table.shards()})
+    available = cache.available_bytes({info.digest for table in tables for info in table.shards()})
     check_window(needed, available, f"the order of {samples!r}")

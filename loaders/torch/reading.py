@@ -114,7 +114,7 @@ class SampleReader:
         if self._cache is None:
             is_mapped = not infos or self.split.repository.objects.local_path(infos[0].digest) is not None
             return _MAX_MAPPED_SHARDS if is_mapped else _MAX_OTHER_SHARDS
-        available_bytes = self._cache.room_bytes({info.digest for info in infos})
+        available_bytes = self._cache.available_bytes({info.digest for info in infos})
         fits = int(footprint(self.split.table.bytes_per_shard).sum()) <= available_bytes
         return _MAX_MAPPED_SHARDS if fits else _MAX_OTHER_SHARDS
 
