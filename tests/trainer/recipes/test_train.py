@@ -183,7 +183,7 @@ def test_a_run_comes_back_through_its_cache_and_says_how_long_it_took_and_whence
     again = restored(run(repository, "branch-of-cached", capsys, max_steps=1, resume="cached@1", **settings))
     assert again[0]["resident_bytes"] == first["origin_bytes"]
     (record, *_) = read_version(repository, "cached@2").records
-    assert {link.encoding for piece in record.pieces for link in piece.chain} == {"raw"}
+    assert {link.encoding for piece in record.chunks for link in piece.chain} == {"raw"}
 
 
 def test_who_sits_at_a_terminal_sees_a_restore_come(repository, monkeypatch):
