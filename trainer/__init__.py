@@ -1,8 +1,11 @@
-"""Horovod-style data-parallel training over torch.distributed: ``import datasvc.trainer as hvd``.
+"""Horovod's API for data-parallel training, on torch.distributed: `import datasvc.trainer as hvd`.
 
-torch is imported when the first of these names is used, so that the launcher starts its ranks at once. Horovod's
-modules are here under their names below ``horovod.torch``, and its packages ``common`` and ``runner``.
+The package imports torch when one of its names is first used, so that the launcher starts the ranks without that
+delay. The modules of `horovod.torch` and the packages `horovod.common` and `horovod.runner` exist under the same
+names.
 """
+
+from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -90,7 +93,10 @@ if TYPE_CHECKING:
     from datasvc.trainer.optim.sync_batch_norm import SyncBatchNorm
 
 __version__ = "0.28.1"
-"""Of Horovod, whose API this is: programs compare it with Horovod's releases. Ours is that of the package datasvc."""
+"""The Horovod release whose API this package implements; programs compare it with releases of Horovod.
+
+The version of this implementation is `datasvc.__version__`.
+"""
 
 __all__ = [
     "Adasum",
@@ -180,7 +186,7 @@ _MODULES = (
 )
 
 
-# Modules that programs use as attributes under their names below `horovod.torch`, and where they lie here.
+# Programs use these modules of `horovod.torch` as attributes: name there, and module here.
 _PUBLIC_MODULES = {
     "common": "common",
     "compression": "gradients.compression",

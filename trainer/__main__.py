@@ -15,20 +15,20 @@ from datasvc.trainer.recipes.settings.options import parse_options
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datasvc.trainer") -> None:
-    """Run the training program; an error that a user can cause ends it without a traceback.
+    """Run the training program; exit without a traceback after an error that a user can cause.
 
     Args:
-        arguments: of the command line; None: those of this process.
+        arguments: command-line arguments; None for those of this process.
         prog: name of the program in usage messages.
     """
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if words[:1] == ["profile"]:
+        if arguments[:1] == ["profile"]:
             from datasvc.trainer.recipes.profiling.command import main as profile
 
-            profile(words[1:])
+            profile(arguments[1:])
             return
-        options = parse_options(words, prog=prog)
+        options = parse_options(arguments, prog=prog)
         config = None if options.missing else options.config()
         if options.show_config:
             sys.stdout.write(f"{options.describe()}\n")
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
     except HorovodInternalError as error:
-        # Of a rank that died its own error says why: tracebacks of all that are left would bury it. By the name the
-        # launcher knows who ended because of another.
+        # The error of the rank that failed states the cause; tracebacks of all other ranks would hide it. The
+        # launcher reads the class name to find the ranks that exited because of another one.
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         sys.exit(1)
 

@@ -1,13 +1,15 @@
-"""The one error that users of the trainer may want to catch.
+"""The exception for failures of a distributed job.
 
-Misuse that only concerns the calling process (a bad argument, a name still in flight, no ``init``) is a
-``ValueError``. Everything that concerns the job as a whole is a ``HorovodInternalError``.
+An error of the calling process alone (an invalid argument, a name still in flight, a missing `init`) is a
+`ValueError`. A failure that affects the whole job is a `HorovodInternalError`.
 """
+
+from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed for the job: ranks disagree about it, or a rank has left, died or is out of reach.
+    """A collective operation failed: ranks disagree about it, or a rank has left, exited or cannot be reached.
 
-    After a disagreement the trainer stays usable. After the loss of a rank every further operation raises
-    this error until ``shutdown()`` and ``init()``.
+    After a disagreement the trainer stays usable. After the loss of a rank, every later operation raises this error
+    until `shutdown()` and `init()` are called.
     """

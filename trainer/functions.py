@@ -1,4 +1,6 @@
-"""Horovod's module of functions on state: the names of ``horovod.torch.functions``, defined in ``state``."""
+"""The public names of `horovod.torch.functions`, defined in `datasvc.trainer.optim.broadcast_state`."""
+
+from __future__ import annotations
 
 from datasvc.trainer.optim.broadcast_state import (
     allgather_object,

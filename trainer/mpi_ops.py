@@ -1,7 +1,9 @@
-"""Horovod's module of the operations and of the job: the names of ``horovod.torch.mpi_ops``, defined elsewhere.
+"""The public names of `horovod.torch.mpi_ops`, resolved lazily from `datasvc.trainer`.
 
-All but a few are those of ``trainer``, which lists them. Their types are there; here a type checker takes ``Any``.
+A type checker sees `Any` for them; import from `datasvc.trainer` to get the types.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -9,7 +11,7 @@ from datasvc import trainer
 from datasvc.trainer import ops
 from datasvc.trainer.common import util
 
-# Horovod has these in modules of their own, or has none of them.
+# Horovod defines these in other modules, or does not have them.
 _IN_OTHER_MODULES = frozenset(
     {
         "DistributedOptimizer",

@@ -1,1 +1,1 @@
-"""The modules of ``horovod.common`` that programs import from, under their names there."""
+"""The modules of `horovod.common` that programs import, under the same names."""

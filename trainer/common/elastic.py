@@ -1,4 +1,6 @@
-"""The names of ``horovod.common.elastic``."""
+"""The public names of `horovod.common.elastic`."""
+
+from __future__ import annotations
 
 from datasvc.trainer.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from datasvc.trainer.elastic.run_loop import run as run_fn

@@ -1,4 +1,6 @@
-"""The exceptions of ``horovod.common.exceptions``. Loads no torch."""
+"""The exceptions of `horovod.common.exceptions`. Does not import torch."""
+
+from __future__ import annotations
 
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
@@ -7,12 +9,14 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Never raised here, where nothing is built for one version of torch; programs name it in ``except``.
+    """The framework's version differs from the one that Horovod was built for.
+
+    Never raised here, because nothing is compiled for one version of torch; programs name it in `except`.
 
     Args:
-        name: of the framework.
-        version: that is there.
-        installed_version: for which Horovod was built.
+        name: name of the framework.
+        version: version of the framework that is installed.
+        installed_version: version of the framework that Horovod was built for.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:

@@ -1,4 +1,6 @@
-"""The functions of ``horovod.common.util`` that programs use. They are about PyTorch only."""
+"""The functions of `horovod.common.util` that programs use, for PyTorch only."""
+
+from __future__ import annotations
 
 import contextlib
 import os
@@ -18,26 +20,30 @@ EXTENSIONS = ("torch",)
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:  # noqa: ARG001 - Horovod's
-    """Raises ImportError: ``ext_name`` is no framework that there is here, such as "horovod.torch"."""
+    """Check that the trainer supports a framework, such as "horovod.torch".
+
+    Raises:
+        ImportError: `ext_name` is not an extension for PyTorch.
+    """
     if ext_name.rpartition(".")[2] not in EXTENSIONS:
-        raise ImportError(f"{ext_name} is not here: the trainer is for PyTorch only, as horovod.torch")
+        raise ImportError(f"{ext_name} is not available: the trainer supports PyTorch only, as horovod.torch")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Whether there is something for this framework: "torch" only."""
+    """Return whether the trainer supports a framework; True for "torch" only."""
     return ext_base_name in EXTENSIONS
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Whether the framework finds a GPU."""
+    """Return whether the framework finds a GPU."""
     return ext_base_name in EXTENSIONS and torch.cuda.is_available()
 
 
-def _also_verbose(answer: Callable[[], T]) -> Callable[..., T]:
+def _also_verbose(capability: Callable[[], T]) -> Callable[..., T]:
     def built(verbose: bool = False) -> T:  # noqa: ARG001 - Horovod's signature
-        return answer()
+        return capability()
 
-    built.__doc__ = answer.__doc__
+    built.__doc__ = capability.__doc__
     return built
 
 
@@ -50,10 +56,10 @@ ccl_built = _also_verbose(capabilities.ccl_built)
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Sets variables of the environment inside the block; those given as None stay as they are."""
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    """Set environment variables inside the block and restore them after it; a value of None changes nothing."""
+    new_values = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in new_values}
+    os.environ.update(new_values)
     try:
         yield
     finally:
@@ -67,24 +73,24 @@ def env(**kwargs: str | None) -> Iterator[None]:
 def get_average_backwards_compatibility_fun(
     reduce_ops: object,  # noqa: ARG001 - Horovod has others for each framework
 ) -> Callable[[ReduceOp | None, bool | None], ReduceOp]:
-    """A function of (op, average) that returns the op that they mean; see `choose_op`."""
+    """Return a function of (op, average) that returns the reduction; see `choose_op`."""
     return lambda op, average: choose_op(average, op)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether Adasum can be had among so many ranks."""
+    """Return whether Adasum is possible with this number of ranks."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def split_list(l: Sequence[T], n: int) -> list[list[T]]:  # noqa: E741 - Horovod's name
-    """Cuts a list into ``n`` runs, of which the first ones have one entry more where it does not come out even."""
-    length, rest = divmod(len(l), n)
-    stops = [(i + 1) * length + min(i + 1, rest) for i in range(n)]
+    """Split a list into `n` consecutive parts; the first `len(l) % n` parts have one entry more."""
+    length, num_longer = divmod(len(l), n)
+    stops = [(i + 1) * length + min(i + 1, num_longer) for i in range(n)]
     return [list(l[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def is_iterable(x: object) -> bool:
-    """Whether ``iter`` takes it."""
+    """Return whether `iter(x)` works."""
     try:
         iter(x)  # type: ignore[call-overload]  # that is the question
     except TypeError:
@@ -93,15 +99,15 @@ def is_iterable(x: object) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is at least ``target``, of the form major.minor.patch; what follows these does not count.
+    """Return whether a version is at least `target`; only major.minor.patch are compared.
 
     Raises:
-        ValueError: one of them is no version.
+        ValueError: `ver` is not of the form major.minor, or `target` not of the form major.minor.patch.
     """
     numbers = [
         re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text) if isinstance(text, str) else None for text in (ver, target)
     ]
-    mine, least = numbers
-    if mine is None or least is None or least[3] is None:
-        raise ValueError(f"versions must be texts such as 1.10.0, not {ver!r} and {target!r}")
-    return tuple(int(part or 0) for part in mine.groups()) >= tuple(int(part) for part in least.groups())
+    version, minimum = numbers
+    if version is None or minimum is None or minimum[3] is None:
+        raise ValueError(f"versions must be strings such as '1.10.0', not {ver!r} and {target!r}")
+    return tuple(int(part or 0) for part in version.groups()) >= tuple(int(part) for part in minimum.groups())

@@ -1,7 +1,9 @@
-"""Training that goes on when ranks come and go, in the processes that are left: ``hvd.elastic``.
+"""Training that goes on when ranks come and go, in the processes that are left: `hvd.elastic`.
 
 torch is imported when the first of these names is used: the launcher's side of this package starts without it.
 """
+
+from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any

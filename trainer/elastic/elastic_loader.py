@@ -1,5 +1,7 @@
 """A loader that is made anew whenever rank and size change, and goes on where the job stands."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -30,9 +32,9 @@ class ElasticLoader(Generic[B]):
     once. Iterate anew in every call of the training function.
 
     Args:
-        make_loader: called as ``make_loader(rank, size)`` after each change of these; with one of our loaders, give
-            them as ``data_rank`` and ``data_world_size``. For a loss that does not depend on the number of ranks,
-            divide a constant global batch by ``size``.
+        make_loader: called as `make_loader(rank, size)` after each change of these; with one of our loaders, give
+            them as `data_rank` and `data_world_size`. For a loss that does not depend on the number of ranks,
+            divide a constant global batch by `size`.
     """
 
     def __init__(self, make_loader: Callable[[int, int], ResumableLoader[B]]) -> None:

@@ -1,5 +1,7 @@
 """A sampler whose epoch goes on when the number of ranks changes."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
@@ -12,13 +14,13 @@ from datasvc.trainer.job import runtime
 class ElasticSampler(Sampler[int]):
     """Deals the samples of an epoch to the ranks; after a reset, those that are left.
 
-    Samples count as processed when they are recorded, which belongs before ``commit``: ``record_batch`` where all
-    ranks take batches of one size, ``record_indices`` where they do not. If the ranks do not divide what is left,
-    some samples come twice, as in Horovod; ``ElasticLoader`` with one of our loaders has no such tail.
+    Samples count as processed when they are recorded, which belongs before `commit`: `record_batch` where all
+    ranks take batches of one size, `record_indices` where they do not. If the ranks do not divide what is left,
+    some samples come twice, as in Horovod; `ElasticLoader` with one of our loaders has no such tail.
 
     Args:
         dataset: only its length matters.
-        shuffle: whether the order is ``random.Random(seed + epoch)``'s, else that of the data set.
+        shuffle: whether the order is `random.Random(seed + epoch)`'s, else that of the data set.
         seed: the same on every rank.
     """
 

@@ -1,4 +1,6 @@
-"""How ``TorchState`` saves, restores and synchronizes each kind of value."""
+"""How `TorchState` saves, restores and synchronizes each kind of value."""
+
+from __future__ import annotations
 
 import copy
 from typing import Any
@@ -11,7 +13,7 @@ from datasvc.trainer.optim.broadcast_state import broadcast_object, broadcast_op
 
 
 class StateHandler:
-    """Base of handlers. Subclasses say how; an own one is made known by ``set_handler_registry``.
+    """Base of handlers. Subclasses say how; an own one is made known by `set_handler_registry`.
 
     Args:
         value: the first.
@@ -29,7 +31,7 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Makes the value equal to rank 0's. Every rank calls this; a ``save`` follows once all values are."""
+        """Makes the value equal to rank 0's. Every rank calls this; a `save` follows once all values are."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -42,7 +44,7 @@ class StateHandler:
 
 
 class StateDictHandler(StateHandler):
-    """For whatever has ``state_dict`` and ``load_state_dict``: schedulers, loss scalers, averaged weights.
+    """For whatever has `state_dict` and `load_state_dict`: schedulers, loss scalers, averaged weights.
 
     The state must be the same on every rank and travel as a pickle.
     """
@@ -65,7 +67,7 @@ class StateDictHandler(StateHandler):
 
 
 class ModelHandler(StateDictHandler):
-    """For ``torch.nn.Module``: parameters and buffers, in place."""
+    """For `torch.nn.Module`: parameters and buffers, in place."""
 
     value: torch.nn.Module
 
@@ -75,7 +77,7 @@ class ModelHandler(StateDictHandler):
 
 
 class OptimizerHandler(StateDictHandler):
-    """For ``torch.optim.Optimizer``, distributed or not."""
+    """For `torch.optim.Optimizer`, distributed or not."""
 
     value: torch.optim.Optimizer
 
@@ -85,7 +87,7 @@ class OptimizerHandler(StateDictHandler):
 
 
 class GradScalerHandler(StateDictHandler):
-    """For ``torch.amp.GradScaler``, whose state lacks how far the step under way has come."""
+    """For `torch.amp.GradScaler`, whose state lacks how far the step under way has come."""
 
     value: torch.amp.GradScaler
 
@@ -104,7 +106,7 @@ class GradScalerHandler(StateDictHandler):
 
 
 class ShareHandler(StateDictHandler):
-    """For ``ElasticSampler`` and ``ElasticLoader``: their state is the job's, their share the rank's."""
+    """For `ElasticSampler` and `ElasticLoader`: their state is the job's, their share the rank's."""
 
     value: ElasticSampler | ElasticLoader[Any]
 

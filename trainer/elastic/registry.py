@@ -1,4 +1,6 @@
-"""Which handler takes which kind of value of a ``TorchState``."""
+"""Which handler takes which kind of value of a `TorchState`."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,6 @@
-"""``hvd.elastic.run``: the loop around a training function that survives the loss of ranks."""
+"""`hvd.elastic.run`: the loop around a training function that survives the loss of ranks."""
+
+from __future__ import annotations
 
 import functools
 import logging
@@ -25,18 +27,18 @@ R = TypeVar("R")
 def run(
     func: Callable[Concatenate[S, P], R], reset: Callable[[], object] | None = None
 ) -> Callable[Concatenate[S, P], R]:
-    """Makes ``func(state, ...)`` start again, from the last commit, when ranks come, go or die.
+    """Makes `func(state, ...)` start again, from the last commit, when ranks come, go or die.
 
-    All ranks call the result after ``init``; the state is then that of rank 0. When a rank is lost, the others
+    All ranks call the result after `init`; the state is then that of rank 0. When a rank is lost, the others
     restore their last commit; when hosts have come or gone, they keep what they have. They meet anew, ranks and size
-    change, the state's reset callbacks run, and ``func`` is called again, in the same process.
+    change, the state's reset callbacks run, and `func` is called again, in the same process.
 
-    Any other error of ``func`` is raised, and unless it is caught it is the death of this rank: the others go on from
+    Any other error of `func` is raised, and unless it is caught it is the death of this rank: the others go on from
     their last commit.
 
     Args:
         func: takes the state first.
-        reset: leaves the job and enters it anew, by ``shutdown`` and ``init``, on every rank; None does just that.
+        reset: leaves the job and enters it anew, by `shutdown` and `init`, on every rank; None does just that.
 
     Raises:
         ValueError: not initialized.

@@ -1,4 +1,6 @@
-"""Horovod's module of the sampler: ``horovod.torch.elastic.sampler``."""
+"""Horovod's module of the sampler: `horovod.torch.elastic.sampler`."""
+
+from __future__ import annotations
 
 from datasvc.trainer.elastic.elastic_sampler import ElasticSampler
 

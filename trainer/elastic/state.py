@@ -1,5 +1,7 @@
 """What the ranks of an elastic job have in common, and how far it is committed."""
 
+from __future__ import annotations
+
 import copy
 import importlib
 import queue
@@ -15,11 +17,11 @@ BroadcastObject = Callable[..., Any]
 
 
 class State:
-    """Base of elastic states. Subclasses say how to save, restore and synchronize; see ``TorchState``.
+    """Base of elastic states. Subclasses say how to save, restore and synchronize; see `TorchState`.
 
     Args:
-        bcast_object: ``broadcast_object`` or a stand-in.
-        get_rank: ``rank`` or a stand-in.
+        bcast_object: `broadcast_object` or a stand-in.
+        get_rank: `rank` or a stand-in.
     """
 
     def __init__(
@@ -55,12 +57,12 @@ class State:
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Hosts have changed: called on every rank as soon as the launcher says so, from a thread of its own.
 
-        The next ``check_host_updates`` of rank 0 makes all ranks meet anew. An override must not block: the changes
+        The next `check_host_updates` of rank 0 makes all ranks meet anew. An override must not block: the changes
         that follow wait for it.
 
         Args:
             timestamp: greater than that of the change before.
-            update_res: of ``HostUpdateResult``.
+            update_res: of `HostUpdateResult`.
         """
         self._host_messages.put((timestamp, update_res))
 
@@ -70,7 +72,7 @@ class State:
         Every rank calls this at the same point of the training.
 
         Raises:
-            HostsUpdatedInterrupt: see ``check_host_updates``.
+            HostsUpdatedInterrupt: see `check_host_updates`.
         """
         self.save()
         self._serial += 1
@@ -90,14 +92,14 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=result == HostUpdateResult.removed)
 
     def synchronize(self) -> None:
-        """Makes all ranks' states equal to rank 0's, and counts that; ``run`` calls it."""
+        """Makes all ranks' states equal to rank 0's, and counts that; `run` calls it."""
         began_s = time.perf_counter()
         self.sync()
         self.sync_s = time.perf_counter() - began_s
         self._serial = 1 + self._bcast_object(self._serial)
 
     def save(self) -> None:
-        """Keeps the state in memory, for ``restore``."""
+        """Keeps the state in memory, for `restore`."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -121,11 +123,11 @@ class State:
 
 
 class ObjectState(State):
-    """Keeps attributes: ``ObjectState(epoch=0, step=0)`` has ``state.epoch`` and ``state.step``.
+    """Keeps attributes: `ObjectState(epoch=0, step=0)` has `state.epoch` and `state.step`.
 
     Args:
-        bcast_object: see ``State``.
-        get_rank: see ``State``.
+        bcast_object: see `State`.
+        get_rank: see `State`.
         kwargs: attributes and their first values, anything that can be pickled.
     """
 

@@ -1,5 +1,7 @@
 """The state of a training with torch: model, optimizer, loader or sampler, and plain attributes."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -10,10 +12,10 @@ from datasvc.trainer.elastic.state import ObjectState
 
 
 class TorchState(ObjectState):
-    """What the ranks have in common: ``TorchState(model, optimizer, loader=loader, epoch=0)``.
+    """What the ranks have in common: `TorchState(model, optimizer, loader=loader, epoch=0)`.
 
-    Each value is an attribute under its name. Models, optimizers, an ``ElasticSampler``, an ``ElasticLoader`` and
-    whatever has ``state_dict`` and ``load_state_dict`` are saved by these; others are copied. Made after ``init``, on
+    Each value is an attribute under its name. Models, optimizers, an `ElasticSampler`, an `ElasticLoader` and
+    whatever has `state_dict` and `load_state_dict` are saved by these; others are copied. Made after `init`, on
     every rank alike.
 
     Args:

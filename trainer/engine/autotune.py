@@ -5,6 +5,8 @@ a pause of the job does not count, and the first does not either. Horovod fits a
 points a walk needs no more trials and can be read.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -53,7 +55,7 @@ class Autotuner:
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
-        """Takes note of what was reduced; returns whether ``tuning`` has changed.
+        """Takes note of what was reduced; returns whether `tuning` has changed.
 
         Args:
             num_bytes: reduced since the last call.

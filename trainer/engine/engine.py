@@ -1,8 +1,10 @@
 """The background thread: collects submissions, exchanges them with the other ranks, runs what is ready.
 
-Invariant: a name that was accepted by ``submit`` gets its handle finished exactly once, whatever happens to
+Invariant: a name that was accepted by `submit` gets its handle finished exactly once, whatever happens to
     this thread, the network or the other ranks.
 """
+
+from __future__ import annotations
 
 import logging
 import threading
@@ -37,7 +39,7 @@ _MAX_LONELY_CYCLES = 50.0
 
 
 class Engine:
-    """Runs the operations of one rank from its construction until ``close``. Owns the transport.
+    """Runs the operations of one rank from its construction until `close`. Owns the transport.
 
     Args:
         transport: to the other ranks, all of which construct an engine.

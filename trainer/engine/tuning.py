@@ -1,5 +1,7 @@
 """Autotuning as rank 0 does it while the job runs: measures, proposes, and writes down what was tried."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tuner:
-    """Feeds an ``Autotuner`` with what the engine reduced.
+    """Feeds an `Autotuner` with what the engine reduced.
 
     Args:
         autotuner: what decides.

@@ -1,5 +1,7 @@
 """Settings of one engine, checked once."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 
@@ -20,7 +22,7 @@ class EngineSettings:
         start_timeout_s: seconds that `init` waits for all ranks to come.
         timeline: file for a chrome trace of all operations, which rank 0 writes; None for none.
         timeline_marks_cycles: whether cycles are marked in it.
-        autotune: try other values of ``fusion_bytes`` and ``cycle_time_s`` while the job runs, and keep the best.
+        autotune: try other values of `fusion_bytes` and `cycle_time_s` while the job runs, and keep the best.
         autotune_log: file for what was tried, CSV, which rank 0 writes; None for none.
     """
 

@@ -1,5 +1,7 @@
 """Reads the environment: the only file of the trainer that does, but for torch's own rendezvous variables."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -139,7 +141,7 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
 
 
 def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
-    """Whether a tool that reads NVTX started this process, or ``DATASVC_NVTX=1`` asks for its ranges."""
+    """Whether a tool that reads NVTX started this process, or `DATASVC_NVTX=1` asks for its ranges."""
     # Every tool hooks into NVTX by an injection library; Nsight Systems names its session too.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
     return _is_set(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)

@@ -2,13 +2,15 @@
 
 The address of the store follows from the job, the same on every rank:
 
-- ``MASTER_ADDR``: the first host of the step's or the job's node list (Slurm), which has rank 0; this machine, if all
+- `MASTER_ADDR`: the first host of the step's or the job's node list (Slurm), which has rank 0; this machine, if all
   ranks of mpirun are on it.
-- ``MASTER_PORT``: 20000 to 31999, from the job's and the step's number. Two jobs on one node may get the same: set
+- `MASTER_PORT`: 20000 to 31999, from the job's and the step's number. Two jobs on one node may get the same: set
   MASTER_PORT then.
 
-What is set already is kept, so both can be given with ``srun --export`` or ``mpirun -x``.
+What is set already is kept, so both can be given with `srun --export` or `mpirun -x`.
 """
+
+from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Which GPU is a rank's own."""
 
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
 

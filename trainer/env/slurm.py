@@ -1,5 +1,7 @@
 """What Slurm says in the environment: the nodes of an allocation and the tasks on each. Pure."""
 
+from __future__ import annotations
+
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +15,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_node_list(text: str) -> list[str]:
-    """The names in a list as ``node[01-03,07],login``, in its order.
+    """The names in a list as `node[01-03,07],login`, in its order.
 
     Raises:
         ValueError: it is no such list.
@@ -34,7 +36,7 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def expand_task_counts(text: str, num_nodes: int) -> list[int]:
-    """The number of tasks on each node, from ``4(x2),3`` or, the same on each, ``4``.
+    """The number of tasks on each node, from `4(x2),3` or, the same on each, `4`.
 
     Raises:
         ValueError: it is no such list, or not one of this many nodes.
@@ -63,7 +65,7 @@ def _list_counts(text: str) -> list[int]:
 def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     """The nodes of the allocation that this process runs in, with the tasks on each; None outside of any.
 
-    ``SLURM_TASKS_PER_NODE`` goes before ``SLURM_NTASKS_PER_NODE`` if it counts the tasks of each node; inside of a
+    `SLURM_TASKS_PER_NODE` goes before `SLURM_NTASKS_PER_NODE` if it counts the tasks of each node; inside of a
     step it may be about the step's nodes only. One task is assumed without either.
 
     Raises:
@@ -81,7 +83,7 @@ def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process, rather than a batch script that merely sees the job's variables."""
+    """Whether `srun` started this process, rather than a batch script that merely sees the job's variables."""
     in_step = "SLURM_STEP_ID" in environ or "SLURM_STEP_NUM_TASKS" in environ
     return "SLURM_PROCID" in environ and (in_step or environ.get("ENVIRONMENT") != "BATCH")
 

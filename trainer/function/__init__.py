@@ -1,4 +1,6 @@
-"""Calls a function on every rank of a job: ``datasvc.trainer.run``."""
+"""Calls a function on every rank of a job: `datasvc.trainer.run`."""
+
+from __future__ import annotations
 
 from datasvc.trainer.function.job import run
 

@@ -1,4 +1,6 @@
-"""``datasvc.trainer.run``: calls a function on every rank of a job, and returns the results in rank order."""
+"""`datasvc.trainer.run`: calls a function on every rank of a job, and returns the results in rank order."""
+
+from __future__ import annotations
 
 import dataclasses
 import os
@@ -55,14 +57,14 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Runs ``func(*args, **kwargs)`` as a data-parallel job, each rank in a process of its own.
+    """Runs `func(*args, **kwargs)` as a data-parallel job, each rank in a process of its own.
 
     The function and its arguments are sent by cloudpickle where it is installed, so functions of a script, a notebook
     or a closure will do; else by pickle, for functions of modules. Output of the ranks is printed as by
-    ``datasvc.trainer.launch``. From a thread other than the main one, Ctrl-C is not passed on.
+    `datasvc.trainer.launch`. From a thread other than the main one, Ctrl-C is not passed on.
 
     Args:
-        func: what every rank calls; it begins with ``hvd.init()`` if it wants to talk to the other ranks.
+        func: what every rank calls; it begins with `hvd.init()` if it wants to talk to the other ranks.
         args: its positional arguments.
         kwargs: its keyword arguments.
         num_proc: number of ranks, 1 by default.
@@ -71,32 +73,32 @@ def run(
         slots: ranks per host where the hosts do not say.
         reset_limit: how often ranks of an elastic job may come and go.
         cooldown_range: least and greatest seconds for which a host that failed is not tried.
-        hosts: as ``a:2,b:2``; by default this machine.
-        hostfile: a file of lines ``a slots=2``.
+        hosts: as `a:2,b:2`; by default this machine.
+        hostfile: a file of lines `a slots=2`.
         host_discovery_script: prints the hosts of an elastic job.
         start_timeout: seconds after which a rank that has not come ends the job, or is left out if it is elastic.
         ssh_port: of the other hosts.
         ssh_identity_file: a private key for them.
         disable_cache: means nothing here.
-        output_filename: a folder for ``rank.N/stdout`` and ``rank.N/stderr``.
+        output_filename: a folder for `rank.N/stdout` and `rank.N/stderr`.
         verbose: whether to say what is started where.
         use_gloo: is so anyway.
         use_mpi: warns that the ranks talk over gloo: there is no MPI.
         mpi_args: likewise.
-        network_interface: the older name of ``network_interfaces``.
+        network_interface: the older name of `network_interfaces`.
         network_interfaces: by which other hosts reach this one: names, or one text with commas.
         executable: the Python that runs the ranks, of this one's version and with its packages.
-        np: the older name of ``num_proc``.
-        min_np: the older name of ``min_num_proc``.
-        max_np: the older name of ``max_num_proc``.
+        np: the older name of `num_proc`.
+        min_np: the older name of `min_num_proc`.
+        max_np: the older name of `max_num_proc`.
         env: the ranks' environment in place of this process's.
 
     Returns:
         What the function returned on each rank; of an elastic job, on the ranks that came to its end.
 
     Raises:
-        HorovodInternalError: a rank ended without an answer: killed, out of reach, or left by ``os._exit``. An
-            elastic job goes on without it, but not without any answer, nor after a ``sys.exit`` with status 0.
+        HorovodInternalError: a rank ended without an answer: killed, out of reach, or left by `os._exit`. An
+            elastic job goes on without it, but not without any answer, nor after a `sys.exit` with status 0.
         TypeError: the function, an argument, or a result cannot be pickled.
         ValueError: the arguments describe no job.
         Exception: what the function raised on the first rank that failed, caused by that rank's traceback.

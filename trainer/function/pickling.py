@@ -1,5 +1,7 @@
 """Calls and answers as bytes. Only ever between processes of one job, which prove that they share its key."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import pickle
@@ -23,8 +25,8 @@ class RankTracebackError(Exception):
 class CallResult:
     """What came of the call on one rank.
 
-    ``content`` is the pickled result, or exception if it could be pickled and ``text``, the traceback, is not empty.
-    ``worker`` is the name of the process in an elastic job, where ranks change hands. ``has_left`` is True if the
+    `content` is the pickled result, or exception if it could be pickled and `text`, the traceback, is not empty.
+    `worker` is the name of the process in an elastic job, where ranks change hands. `has_left` is True if the
     function ended that process with status 0 instead of returning.
     """
 

@@ -1,8 +1,10 @@
 """Carries the call to the ranks and their answers back: a small server in the launcher, for holders of the job's key.
 
-Each connection is one question. Both sides prove the key before a byte of pickle is read (``multiprocessing``'s
+Each connection is one question. Both sides prove the key before a byte of pickle is read (`multiprocessing`'s
 challenge); what follows is not encrypted, like all that ranks say to each other.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json

@@ -1,4 +1,6 @@
-"""What runs as a rank of ``datasvc.trainer.run``: fetches the call, makes it, sends its result or exception back."""
+"""What runs as a rank of `datasvc.trainer.run`: fetches the call, makes it, sends its result or exception back."""
+
+from __future__ import annotations
 
 import dataclasses
 import os
@@ -12,7 +14,7 @@ PORT, KEY = "TRAINER_POST_PORT", "TRAINER_POST_KEY"
 
 
 def main() -> None:
-    """Exits with status 1 if the function raised; in an elastic job ``sys.exit`` keeps its meaning."""
+    """Exits with status 1 if the function raised; in an elastic job `sys.exit` keeps its meaning."""
     worker = os.environ.get("TRAINER_ELASTIC_WORKER")
     address = (os.environ["MASTER_ADDR"], int(os.environ.pop(PORT)))
     # Not for what the function may start.

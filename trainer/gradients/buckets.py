@@ -1,5 +1,7 @@
 """How gradients are grouped into buckets: pure, and equal on all ranks and in all runs of one model."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import TypeVar

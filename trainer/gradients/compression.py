@@ -1,5 +1,7 @@
 """What tensors travel as: half as many bytes where 16 bits are good enough, or only what matters most of them."""
 
+from __future__ import annotations
+
 from typing import Any, Final
 
 import torch
@@ -14,7 +16,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What shall travel, and what ``decompress`` needs to know."""
+        """What shall travel, and what `decompress` needs to know."""
         return tensor, None
 
     @staticmethod

@@ -4,6 +4,8 @@ Law: what was applied so far, plus what the ranks remember, averaged, is the ave
 is lost, it only comes later.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -38,7 +40,7 @@ class CompressionWithMemory(ABC):
     def make_bucket(
         self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory
     ) -> Bucket:
-        """A bucket that travels compressed, and keeps what it remembers in ``memory``."""
+        """A bucket that travels compressed, and keeps what it remembers in `memory`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # noqa: ARG002 - as `Compressor`
         """Does not exist without a memory. Raises ValueError."""

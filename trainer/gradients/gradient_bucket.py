@@ -4,6 +4,8 @@ Invariant: after `Bucket.launch` every rank has sent this bucket exactly once, w
 not have.
 """
 
+from __future__ import annotations
+
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -87,11 +89,11 @@ class Bucket(ABC):
         self._handle = self._send()
 
     def go_on(self) -> None:  # noqa: B027 - most kinds have nothing to do here
-        """Sends what depends on the answer to what was sent, in kinds that have such: comes before ``collect``."""
+        """Sends what depends on the answer to what was sent, in kinds that have such: comes before `collect`."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Waits, and leaves the combined gradients in ``grad``."""
+        """Waits, and leaves the combined gradients in `grad`."""
 
     def drop(self) -> None:
         """Waits for what is in flight and forgets the gradients taken."""

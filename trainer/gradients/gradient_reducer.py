@@ -3,9 +3,11 @@
 Parameters are grouped into buckets; each is sent as soon as all its gradients are there. Buckets are planned alike in
 every run, so equal runs give equal bits.
 
-Invariant: every rank sends every bucket exactly once per ``finish``, whatever gradients it has: absent ones count as
+Invariant: every rank sends every bucket exactly once per `finish`, whatever gradients it has: absent ones count as
 zeros. So a parameter that one rank does not use cannot make the others wait.
 """
+
+from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -91,11 +93,11 @@ class GradientReducer:
         return frozenset(self._bucket_of)
 
     def is_reducing(self) -> bool:
-        """Whether a bucket has been sent since the last ``finish``."""
+        """Whether a bucket has been sent since the last `finish`."""
         return any(bucket.is_launched for bucket in self._buckets)
 
     def finish(self) -> None:
-        """Sends what is not sent yet, waits for all, and leaves the combined gradients in ``grad``.
+        """Sends what is not sent yet, waits for all, and leaves the combined gradients in `grad`.
 
         Raises:
             HorovodInternalError: ranks disagree on a bucket, or a rank is lost. The gradients are then

@@ -4,6 +4,8 @@ The mathematics of torch's DDP hook, with its own functions where it has them, a
 matrix is, and which are worth it, is as there; parameters of one dimension travel as they are.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,9 +68,9 @@ class PowerSGD(CompressionWithMemory):
 
 @dataclass
 class _Factors:
-    """Of one gradient: ``matrix`` is about ``left @ right.T``.
+    """Of one gradient: `matrix` is about `left @ right.T`.
 
-    ``matrix`` is float[rows, columns], ``left`` [rows, rank], ``right`` [columns, rank].
+    `matrix` is float[rows, columns], `left` [rows, rank], `right` [columns, rank].
     """
 
     matrix: Tensor

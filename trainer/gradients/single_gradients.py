@@ -1,5 +1,7 @@
 """Gradients that do not fit into a flat tensor: sparse ones, and those that a user's compressor changes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

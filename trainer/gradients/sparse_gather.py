@@ -1,5 +1,7 @@
 """A sum of sparse tensors over ranks: the indices and values of all, put together."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

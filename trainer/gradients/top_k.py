@@ -3,6 +3,8 @@
 Aji and Heafield 2017; error feedback as in Stich et al. 2018 and Karimireddy et al. 2019.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from datasvc.trainer.job.submit import submit_allgather
 class TopK(CompressionWithMemory):
     """Each step, of each parameter the values that are largest in absolute value, and where they are.
 
-    Traffic grows with the number of ranks: each receives ``ratio * size()`` of the values, with an index of 4 bytes
+    Traffic grows with the number of ranks: each receives `ratio * size()` of the values, with an index of 4 bytes
     each. Not with joined ranks, since values are gathered.
 
     Args:

@@ -1,1 +1,1 @@
-"""The membership of this process in a job: init, process sets, submission of operations."""
+"""This process as a rank of a job: init and shutdown, process sets, submission of operations."""

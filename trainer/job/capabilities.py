@@ -1,36 +1,38 @@
-"""What Horovod's scripts ask about how it was built: here it is torch.distributed that answers."""
+"""Horovod's queries of built-in features, answered from torch.distributed."""
+
+from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
 
 def mpi_threads_supported() -> bool:
-    """False: there is no MPI."""
+    """Return False: the trainer does not use MPI."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False: there is no MPI."""
+    """Return False: the trainer does not use MPI."""
     return False
 
 
 def mpi_built() -> bool:
-    """False: there is no MPI."""
+    """Return False: the trainer does not use MPI."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Whether torch has gloo, which requests always travel over, and tensors of the CPU too."""
+    """Return whether torch has gloo, which sends all requests and the tensors on CPUs."""
     return dist.is_available() and dist.is_gloo_available()
 
 
 def gloo_built() -> bool:
-    """As ``gloo_enabled``."""
+    """Return the same as `gloo_enabled`."""
     return gloo_enabled()
 
 
 def nccl_built() -> int:
-    """The version of NCCL as one number, such as 22703; 0 without."""
+    """Return the version of NCCL as one number, such as 22703; 0 without NCCL."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]  # torch has no types here
@@ -38,20 +40,20 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: IBM's library is not used."""
+    """Return False: the trainer does not use IBM's DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: Intel's library is not used."""
+    """Return False: the trainer does not use Intel's oneCCL."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether torch was built with CUDA."""
+    """Return whether torch was built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch was built with ROCm."""
+    """Return whether torch was built with ROCm."""
     return torch.version.hip is not None

@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, with operations of their own."""
+"""Process sets: subsets of the ranks that run operations among themselves."""
 
 from __future__ import annotations
 
@@ -9,49 +9,62 @@ from datasvc.trainer.job import runtime
 
 
 class ProcessSet:
-    """Ranks that run operations among themselves.
+    """A subset of the ranks that runs operations among its members.
 
-    A new one takes part in nothing until every rank has called `add_process_set` with it, or given it to ``init``.
+    A new set is unusable until every rank has called `add_process_set` with it, or passed it to `init`.
 
     Args:
         ranks_or_comm: global ranks, at least one, in any order.
 
     Attributes:
-        process_set_id: its number, the same on every rank; None while it is not added.
+        process_set_id: number of the set, the same on every rank; None while the set is not added.
         ranks: global ranks, sorted.
 
     Raises:
-        ValueError: no rank, one twice, or one below 0; or something that is not a sequence of ranks.
+        ValueError: `ranks_or_comm` is empty, contains a rank twice or a negative number, or is not a sequence of
+            ranks.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if isinstance(ranks_or_comm, str) or not isinstance(ranks_or_comm, Iterable):
-            raise ValueError(f"a process set is made of ranks, such as [0, 2], not {ranks_or_comm!r}")  # noqa: TRY004 - Horovod's
-        given = [int(rank) for rank in ranks_or_comm]
-        if not given or len(set(given)) < len(given) or min(given) < 0:
-            raise ValueError(f"a process set needs ranks, each once and none below 0, not {given}")
-        self._ranks: list[int] | None = sorted(given)
+            raise ValueError(f"a process set needs a list of ranks, such as [0, 2], not {ranks_or_comm!r}")  # noqa: TRY004 - Horovod's
+        ranks = [int(rank) for rank in ranks_or_comm]
+        if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
+            raise ValueError(f"a process set needs at least one rank, each once and none negative, not {ranks}")
+        self._ranks: list[int] | None = sorted(ranks)
         self.process_set_id: int | None = None
 
     @property
     def ranks(self) -> list[int] | None:
-        """Global ranks, sorted; of the global set None before ``init``."""
+        """Global ranks, sorted; None for the global set before `init`."""
         if self._ranks is not None:
             return list(self._ranks)
         return list(range(runtime.size())) if runtime.is_initialized() else None
 
     def size(self) -> int:
-        """Number of ranks. Raises ValueError: not added."""
+        """Return the number of ranks.
+
+        Raises:
+            ValueError: the set is not added.
+        """
         return len(members_of(self))
 
     def rank(self) -> int:
-        """This process among those of the set, from 0. Raises ValueError: not in it, or not added."""
+        """Return the rank of this process within the set, from 0.
+
+        Raises:
+            ValueError: this process is not in the set, or the set is not added.
+        """
         if not self.included():
             raise ValueError(f"rank {runtime.rank()} is not in {self}")
         return members_of(self).index(runtime.rank())
 
     def included(self) -> bool:
-        """Whether this process is in the set. Raises ValueError: not added."""
+        """Return whether this process is in the set.
+
+        Raises:
+            ValueError: the set is not added.
+        """
         return runtime.rank() in members_of(self)
 
     def __eq__(self, other: object) -> bool:
@@ -74,45 +87,45 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
-"""All ranks; number 0."""
+"""The process set of all ranks; its number is 0."""
 
 _added: dict[int, ProcessSet] = {}
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Adds a set. Every rank of the job calls this, in or out of the set, with the same ranks.
+    """Add a process set. Every rank of the job calls this with the same ranks, also ranks outside the set.
 
     Args:
-        process_set: the set, or its ranks.
+        process_set: process set, or its ranks.
 
     Returns:
-        The set, with its number.
+        The process set, with its number.
 
     Raises:
-        ValueError: there is one of these ranks already, such as the global one; or a rank that the job has not.
+        ValueError: a set of these ranks exists already, such as the global set; or a rank is not in the job.
         HorovodInternalError: ranks disagree on the set, or a rank is lost.
     """
     from datasvc.trainer.job.submit import submit_process_set
 
-    wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    ranks = wanted.ranks or []
+    new_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = new_set.ranks or []
     if not ranks or ranks[-1] >= runtime.size():
-        raise ValueError(f"a process set of the ranks {ranks} among {runtime.size()} ranks is impossible")
-    known = runtime.current_job().engine.process_sets
-    if wanted.process_set_id is not None or tuple(ranks) in known.values():
-        raise ValueError(f"there is a process set of the ranks {ranks} already")
+        raise ValueError(f"a process set has the ranks {ranks}, but the job has {runtime.size()} ranks")
+    existing = runtime.current_job().engine.process_sets
+    if new_set.process_set_id is not None or tuple(ranks) in existing.values():
+        raise ValueError(f"a process set of the ranks {ranks} exists already; use that one")
     number = submit_process_set(ranks, is_new=True).wait()
     assert isinstance(number, int)
-    wanted.process_set_id = number
-    _added[number] = wanted
-    return wanted
+    new_set.process_set_id = number
+    _added[number] = new_set
+    return new_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a set, which then is as if it had not been added. Every rank of the job calls this.
+    """Remove a process set; it can be added again later. Every rank of the job calls this.
 
     Returns:
-        False, with nothing done, if it is the global one, or not added.
+        False, without any effect, if the set is the global one, or is not added.
 
     Raises:
         HorovodInternalError: ranks disagree on the set, or a rank is lost.
@@ -129,22 +142,26 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_table() -> dict[int, list[int]]:
-    """Global ranks of every set, by number."""
+    """Return the global ranks of every process set, by its number."""
     return {number: list(ranks) for number, ranks in runtime.current_job().engine.process_sets.items()}
 
 
 def members_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """Global ranks of a set that was added. Raises ValueError: it was not."""
+    """Return the global ranks of a process set.
+
+    Raises:
+        ValueError: the set is not added.
+    """
     members = runtime.current_job().engine.process_sets.get(
         -1 if process_set.process_set_id is None else process_set.process_set_id
     )
     if members is None:
-        raise ValueError(f"{process_set} is not known: every rank must call hvd.add_process_set() with it first")
+        raise ValueError(f"{process_set} is not added: every rank must call hvd.add_process_set() with it first")
     return members
 
 
 def forget_all() -> None:
-    """Leaves every set without a number: the job that knew them is over."""
+    """Remove the numbers of all process sets when the job ends; they are valid in that job only."""
     for process_set in _added.values():
         process_set.process_set_id = None
     _added.clear()

@@ -1,4 +1,6 @@
-"""The process's membership in a job: at most one engine, between ``init`` and ``shutdown``."""
+"""The job that this process belongs to: between `init` and `shutdown`, a process has exactly one engine."""
+
+from __future__ import annotations
 
 import atexit
 import datetime as dt
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JobContext:
-    """What ``init`` sets up and ``shutdown`` takes down."""
+    """The resources that `init` creates and `shutdown` releases."""
 
     place: RankPlacement
     engine: Engine
@@ -54,26 +56,26 @@ _num_inits = 0
 
 def init(
     comm: Sequence[int] | None = None,
-    process_sets: "Sequence[ProcessSet] | str | None" = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
     *,
     settings: EngineSettings | None = None,
 ) -> None:
-    """Joins the job that the launcher describes in the environment, or a world of one if there is none.
+    """Join the job that the environment describes, or a job of one rank if it describes none.
 
-    Every rank calls this; it returns when all have. If there is no default process group of
-    torch.distributed, it creates one (gloo, and NCCL where each rank has a GPU). Calling it again before
-    ``shutdown`` does nothing.
+    Every rank calls this; it returns when all ranks have called it. It creates the default process group of
+    torch.distributed if there is none (gloo, and NCCL where each rank has a GPU). A second call before `shutdown` has
+    no effect.
 
     Args:
-        comm: all ranks of the job, or None. Fewer are a process set.
-        process_sets: to add at once, the same on every rank. "dynamic", which Horovod wants before
-            ``add_process_set``, means nothing here: it can always be called.
-        settings: of the engine, the same on every rank; from the HOROVOD_* variables if not given.
+        comm: all ranks of the job, or None. For some of the ranks, use a process set.
+        process_sets: process sets to add, the same on every rank. "dynamic", which Horovod requires for
+            `add_process_set`, has no effect: process sets can always be added.
+        settings: settings of the engine, the same on every rank; None reads the HOROVOD_* variables.
 
     Raises:
-        ValueError: the environment is incomplete, or contradicts the existing default process group; ``comm`` is not
-            all ranks; a process set is impossible.
-        HorovodInternalError: some ranks did not come in time: their numbers are in the message.
+        ValueError: the environment is incomplete or contradicts the existing default process group; `comm` does not
+            name all ranks; a process set is invalid.
+        HorovodInternalError: some ranks did not connect in time; the message has their numbers.
     """
     global _job, _num_inits  # noqa: PLW0603 - a process is in one job
     with _lock:
@@ -93,11 +95,11 @@ def init(
                 transport, owns_default_group = _connect(place, settings)
             else:
                 place, transport = join_round(elastic, settings)
-                # Devices, folders for logs and seeds are often chosen by these; the launcher could only predict them.
+                # Programs choose devices, log folders and seeds by these; the launcher could only predict the values.
                 os.environ.update(place_variables(place))
                 owns_default_group = True
         except BaseException:
-            _num_inits -= 1  # it can be tried again, with others that may be at this round still
+            _num_inits -= 1  # a retry must use the same round number as ranks that are still in this round
             raise
         if isinstance(transport, GroupTransport):
             settings = transport.settings
@@ -112,9 +114,9 @@ def init(
 
 
 def shutdown() -> None:
-    """Leaves the job. Operations in flight fail, here and on the ranks that still wait for this one.
+    """Leave the job. Operations in flight fail on this rank, and on ranks that wait for this one.
 
-    Ranks may call this at different moments; it does not wait for them to call it. Runs by itself at exit.
+    Ranks may call this at different times; it does not wait for the other ranks. It also runs at exit.
     """
     from datasvc.trainer.job.process_sets import forget_all
 
@@ -130,10 +132,10 @@ def shutdown() -> None:
 
 
 def current_job() -> JobContext:
-    """The job that this process is in.
+    """Return the job of this process.
 
     Raises:
-        ValueError: it is in none.
+        ValueError: the trainer is not initialized.
     """
     if _job is None:
         raise ValueError("the trainer is not initialized: call hvd.init() first")
@@ -141,68 +143,69 @@ def current_job() -> JobContext:
 
 
 def is_elastic() -> bool:
-    """Whether this process is in a job whose ranks may come and go."""
+    """Return whether this process is in an elastic job, whose set of ranks may change."""
     return current_rendezvous() is not None
 
 
 def num_inits() -> int:
-    """How often this process has joined a job; names made by counting start anew each time."""
+    """Return how often this process has joined a job; each time, the numbering of unnamed operations restarts."""
     return _num_inits
 
 
 def is_initialized() -> bool:
-    """Whether this process is between ``init`` and ``shutdown``."""
+    """Return whether this process is between `init` and `shutdown`."""
     return _job is not None
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Return the number of ranks of the job."""
     return current_job().place.size
 
 
 def rank() -> int:
-    """This process among all, from 0."""
+    """Return the rank of this process, from 0."""
     return current_job().place.rank
 
 
 def local_size() -> int:
-    """Number of ranks on this node."""
+    """Return the number of ranks on this node."""
     return current_job().place.local_size
 
 
 def local_rank() -> int:
-    """This process among those of its node, from 0."""
+    """Return the rank of this process among those of its node, from 0."""
     return current_job().place.local_rank
 
 
 def cross_size() -> int:
-    """Number of nodes."""
+    """Return the number of nodes."""
     return current_job().place.cross_size
 
 
 def cross_rank() -> int:
-    """This node among all, from 0."""
+    """Return the number of this node, from 0."""
     return current_job().place.cross_rank
 
 
 def is_homogeneous() -> bool:
-    """Whether all nodes have equally many ranks."""
+    """Return whether all nodes have the same number of ranks."""
     return current_job().engine.is_homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Writes a chrome trace of all operations from now on; rank 0 does, on the others nothing happens.
+    """Start a Chrome trace of all operations. Rank 0 writes it; on other ranks the call has no effect.
 
     Args:
-        file_path: JSON, made anew; it can be read while the job runs, and after a crash.
-        mark_cycles: whether cycles of the engine are marked.
+        file_path: path of the JSON file, which is overwritten; it can be read while the job runs, and after a crash.
+        mark_cycles: whether the trace contains the cycles of the engine.
 
     Raises:
-        ValueError: not initialized, or the file cannot be written.
+        ValueError: the trainer is not initialized, or the file cannot be written.
     """
     job = current_job()
     if job.place.rank == 0:
-        job.engine.write_timeline(Timeline())  # it may be the same file
+        # Complete the previous trace first: it may be the same file.
+        job.engine.write_timeline(Timeline())
         try:
             job.engine.write_timeline(TraceFile(Path(file_path), marks_cycles=mark_cycles))
         except OSError as error:
@@ -210,7 +213,11 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Completes the chrome trace. Raises ValueError: not initialized."""
+    """Complete the Chrome trace.
+
+    Raises:
+        ValueError: the trainer is not initialized.
+    """
     current_job().engine.write_timeline(Timeline())
 
 
@@ -219,8 +226,8 @@ def _check_comm(comm: Sequence[int] | None, place: RankPlacement) -> None:
         return
     if not isinstance(comm, Sequence) or sorted(comm) != list(range(place.size)):
         raise ValueError(
-            f"comm must be all {place.size} ranks, or None, not {comm!r}: for some of them use "
-            "hvd.add_process_set(ranks); MPI communicators are not known here"
+            f"comm must be all {place.size} ranks, or None, not {comm!r}: for some of the ranks use "
+            "hvd.add_process_set(ranks); MPI communicators are not supported"
         )
 
 
@@ -231,15 +238,15 @@ def _connect(place: RankPlacement, settings: EngineSettings) -> tuple[Transport,
     owns_default_group = not dist.is_initialized()
     if not owns_default_group and (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
         raise ValueError(
-            f"the default process group says rank {dist.get_rank()} of {dist.get_world_size()}, "
-            f"the environment rank {place.rank} of {place.size}; set RANK and WORLD_SIZE to match"
+            f"the default process group has rank {dist.get_rank()} of {dist.get_world_size()}, but "
+            f"the environment has rank {place.rank} of {place.size}; set RANK and WORLD_SIZE to match"
         )
     try:
         if owns_default_group:
             _create_default_group(place, settings, has_gpu=bool(gpu))
         transport = GroupTransport(settings, gpu=gpu, local_size=place.local_size)
     except RuntimeError as error:
-        # Otherwise the next attempt would take it for the user's own.
+        # Otherwise a retry would take this group for one that the user created.
         if owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if isinstance(error, HorovodInternalError):
@@ -251,12 +258,12 @@ def _connect(place: RankPlacement, settings: EngineSettings) -> tuple[Transport,
 def _create_default_group(place: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
-    # One store per process, and fresh keys per round: a second server, or keys that an earlier round has left
-    # behind, would hang the ranks.
+    # One store per process, and new keys per round: a second server, or keys of an earlier round, would hang the
+    # ranks.
     if _store is None:
         os.environ.update(translate(os.environ))
         _store, _, _ = next(rendezvous("env://"))
-    # By this the launcher can name a rank that does not come.
+    # The launcher reads this key to name ranks that do not connect.
     _store.set(arrival_key(place.rank), "")
     store = PrefixStore(f"trainer/{_num_inits}", _store)
     _await_ranks(store, place, settings.start_timeout_s)
@@ -270,7 +277,11 @@ def _create_default_group(place: RankPlacement, settings: EngineSettings, *, has
 
 
 def _await_ranks(store: Store, place: RankPlacement, timeout_s: float) -> None:
-    """Waits until every rank has come. Raises HorovodInternalError, naming those that have not."""
+    """Wait until every rank has connected.
+
+    Raises:
+        HorovodInternalError: some ranks did not connect within `timeout_s`; the message has their numbers.
+    """
     store.set(f"here/{place.rank}", "")
     keys = [f"here/{rank}" for rank in range(place.size)]
     try:
@@ -278,6 +289,6 @@ def _await_ranks(store: Store, place: RankPlacement, timeout_s: float) -> None:
     except dist.DistError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise HorovodInternalError(
-            f"{name_ranks(missing)} of {place.size} did not come within {timeout_s:g} s; look at their "
-            "output, or give them longer with HOROVOD_START_TIMEOUT"
+            f"{name_ranks(missing)} of {place.size} did not connect within {timeout_s:g} s; read their "
+            "output, or set a longer HOROVOD_START_TIMEOUT"
         ) from error

@@ -1,8 +1,9 @@
-"""Turns a call on tensors into a request and hands it to the engine. No gradients here: see ``autograd``.
+"""Conversion of calls on tensors into requests to the engine, without gradients; for these see `ops.autograd`.
 
-Errors that only concern the calling rank are raised here as ``ValueError``, before the other ranks hear of
-it.
+Errors of the calling rank alone are raised here as `ValueError`, before anything is sent to the other ranks.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import itertools
@@ -25,12 +26,12 @@ _UNNAMED = ".noname."
 
 @dataclasses.dataclass(kw_only=True)
 class _Counts:
-    """Names made by counting since one ``init``.
+    """The numbering of unnamed operations since one `init`.
 
     Attributes:
-        num_inits: which ``init``.
-        num_joins: how often all ranks have joined since.
-        counters: of each process set, since the last of these.
+        num_inits: number of that `init`.
+        num_joins: how often all ranks have joined since that `init`.
+        counters: counter of each process set since the last join, by the number of the set.
     """
 
     num_inits: int = 0
@@ -54,23 +55,23 @@ def submit_allreduce(
     process_set: ProcessSet = global_process_set,
     layout: int = 0,
 ) -> Handle:
-    """Reduces ``inputs`` over the ranks into ``outputs`` of equal shapes and dtypes, maybe the inputs.
+    """Reduce `inputs` over the ranks into `outputs`.
 
     Args:
-        inputs: of any shapes.
-        outputs: where the results go.
-        name: the key among ranks.
-        op: how to combine.
-        prescale_factor: multiplies before.
-        postscale_factor: multiplies after.
-        is_grouped: whether the tensors are one operation that is packed by itself.
-        is_prescaled: the inputs have been multiplied by the factor already; only grouped.
-        process_set: the ranks.
-        layout: checksum of what lies where in the inputs, which must be the same on every rank.
+        inputs: tensors of any shapes.
+        outputs: tensors of the same shapes and dtypes that get the results; may be the inputs.
+        name: name of the operation on all ranks.
+        op: reduction.
+        prescale_factor: factor applied before the reduction.
+        postscale_factor: factor applied after the reduction.
+        is_grouped: whether the tensors are one operation, which has a buffer of its own.
+        is_prescaled: whether the inputs are multiplied by `prescale_factor` already; only for grouped operations.
+        process_set: ranks that take part.
+        layout: checksum of the layout of the inputs, which must be the same on every rank.
 
     Raises:
-        ValueError: no tensor, a dtype that cannot be reduced, a sparse tensor, or different devices; this rank is
-            not in the set; Adasum where it cannot be had.
+        ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
+            devices; this rank is not in the set; Adasum is not possible for these arguments.
     """
     assert is_grouped or not is_prescaled, "single requests share buffers, which are scaled as one"
     _check_reducible(name, inputs)
@@ -104,26 +105,26 @@ def submit_reducescatter(
     is_grouped: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduces the tensors over the ranks into new ones that have this rank's rows.
+    """Reduce the tensors over the ranks into new tensors with the rows of this rank.
 
     Raises:
-        ValueError: as `submit_allreduce`; a tensor without dimensions.
-        RuntimeError: an ``op`` other than Sum and Average.
+        ValueError: as for `submit_allreduce`, or a tensor has no dimensions.
+        RuntimeError: `op` is neither Sum nor Average.
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise RuntimeError(f"'{name}': reducescatter knows Sum and Average, not {op.value}")
+        raise RuntimeError(f"'{name}': reducescatter supports Sum and Average, not {op.value}")
     _check_reducible(name, tensors)
     for tensor in tensors:
         if tensor.ndim == 0:
-            raise ValueError(f"'{name}': a tensor without dimensions has no rows to scatter")
+            raise ValueError(f"'{name}': reducescatter needs tensors with at least one dimension, not a scalar")
     device = _common_device(name, tensors)
     number, members = _number_of(process_set), members_of(process_set)
-    place = members.index(runtime.rank())
-    shares = [split_rows(tensor.shape[0], len(members))[place] for tensor in tensors]
+    rank_in_set = members.index(runtime.rank())
+    local_rows = [split_rows(tensor.shape[0], len(members))[rank_in_set] for tensor in tensors]
     with torch.inference_mode(mode=False):
         outputs = [
             torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-            for rows, tensor in zip(shares, tensors, strict=True)
+            for rows, tensor in zip(local_rows, tensors, strict=True)
         ]
     request = Request(
         name=name,
@@ -143,10 +144,10 @@ def submit_reducescatter(
 def submit_allgather(
     tensors: Sequence[Tensor], *, name: str, is_grouped: bool = False, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Concatenates the ranks' tensors along the first dimension, in rank order, into new tensors.
+    """Concatenate the tensors of the ranks along the first dimension, in rank order, into new tensors.
 
     Raises:
-        ValueError: no tensor, a sparse tensor, or different devices; this rank is not in the set.
+        ValueError: there is no tensor, a sparse tensor, or tensors on different devices; this rank is not in the set.
     """
     _check_any(name, tensors)
     request = Request(
@@ -164,21 +165,22 @@ def submit_allgather(
 def submit_alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, *, name: str, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Deals the tensor's rows to the ranks of the set, and collects theirs, in rank order, in a new tensor.
+    """Send rows of the tensor to the ranks of the set, and collect the received rows, in rank order, in a new tensor.
 
     Args:
-        tensor: one dimension or more.
-        splits: int32, rows for each rank; None for equal parts.
-        name: the key among ranks.
-        process_set: the ranks.
+        tensor: tensor with at least one dimension.
+        splits: int32[size], number of rows for each rank; None for equal parts.
+        name: name of the operation on all ranks.
+        process_set: ranks that take part.
 
     Raises:
-        ValueError: splits that are not int32, not one per rank, below 0 or more than there are rows; rows that cannot
-            be divided equally; a sparse tensor; this rank is not in the set.
+        ValueError: `splits` is not int32, does not have one number per rank, has a negative number, or has a larger
+            sum than there are rows; the rows cannot be divided equally; the tensor is sparse; this rank is not in the
+            set.
     """
     number, num_ranks = _number_of(process_set), len(members_of(process_set))
     if tensor.ndim == 0:
-        raise ValueError(f"'{name}': a tensor without dimensions has no rows to deal")
+        raise ValueError(f"'{name}': alltoall needs a tensor with at least one dimension, not a scalar")
     request = Request(
         name=name,
         kind=CollectiveKind.ALLTOALL,
@@ -194,23 +196,23 @@ def submit_alltoall(
 def submit_broadcast(
     tensor: Tensor, output: Tensor, root_rank: int, *, name: str, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Writes the root's tensor into ``output``, which may be the tensor itself.
+    """Write the tensor of the root into `output` on every rank.
 
     Args:
-        tensor: what the root has.
-        output: of equal shape and dtype.
-        root_rank: global rank, also in a process set.
-        name: the key among ranks.
-        process_set: the ranks.
+        tensor: tensor whose values are sent by the root.
+        output: tensor of the same shape and dtype; may be `tensor` itself.
+        root_rank: global rank of the root, also in a process set.
+        name: name of the operation on all ranks.
+        process_set: ranks that take part.
 
     Raises:
-        ValueError: the set has no such rank, or not this one, or the tensor is sparse.
+        ValueError: the root or this rank is not in the set, or the tensor is sparse.
     """
     number, members = _number_of(process_set), members_of(process_set)
     root_rank = operator.index(root_rank)
     _check_outputs(name, [output])
     if root_rank not in members:
-        raise ValueError(f"'{name}': there is no root rank {root_rank} among the ranks {list(members)}")
+        raise ValueError(f"'{name}': no root rank {root_rank} in the process set of the ranks {list(members)}")
     request = Request(
         name=name,
         kind=CollectiveKind.BROADCAST,
@@ -224,37 +226,43 @@ def submit_broadcast(
 
 
 def submit_barrier(process_set: ProcessSet = global_process_set) -> Handle:
-    """Finishes when every rank of the set has submitted it."""
+    """Submit a barrier; it finishes when every rank of the set has submitted it."""
     return _submit(
         Request(name="barrier", kind=CollectiveKind.BARRIER, process_set=_number_of(process_set)), [], [], None
     )
 
 
 def submit_join() -> Handle:
-    """Finishes when every rank has joined; until then this one takes part in allreduces without knowing of them."""
+    """Submit a join; it finishes when every rank has joined.
+
+    Until then the engine of this rank takes part in the allreduces of the others, with neutral values.
+    """
     return _submit(Request(name="join", kind=CollectiveKind.JOIN), [], [], None)
 
 
 def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
-    """Adds or removes a process set; finishes when every rank has asked for it, with its number."""
+    """Submit the addition or removal of a process set; the result is its number.
+
+    The operation finishes when every rank has submitted it.
+    """
     kind = CollectiveKind.ADD_PROCESS_SET if is_new else CollectiveKind.REMOVE_PROCESS_SET
     return _submit(Request(name=kind.value, kind=kind, ranks=tuple(ranks)), [], [], None)
 
 
 def new_output(tensor: Tensor) -> Tensor:
-    """Contiguous memory for a result of this tensor's shape and dtype, uninitialised."""
-    # The engine's thread writes it, and is not in inference mode.
+    """Return an uninitialized, contiguous tensor of the same shape, dtype and device."""
+    # The thread of the engine writes it outside inference mode, so it must not be an inference tensor.
     with torch.inference_mode(mode=False):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def choose_name(kind: CollectiveKind, name: str | None) -> str:
-    """The name among all ranks: the user's; without one a place for a count, which comes with the submission."""
+    """Return the name of an operation; without a user's name, a prefix that the submission completes by a number."""
     return f"{kind.value}{_UNNAMED}" if name is None else f"{kind.value}.{name}"
 
 
 def restart_names() -> None:
-    """Lets names made by counting begin anew: all ranks do so when all have joined, having made uneven numbers."""
+    """Restart the numbering of unnamed operations; after a join, the counts of the ranks differ."""
     counts = _current_counts()
     counts.num_joins += 1
     counts.counters.clear()
@@ -269,14 +277,15 @@ def _submit(
     is_prescaled: bool = False,
 ) -> Handle:
     if request.name.endswith(_UNNAMED):
-        # Counts calls with valid arguments, for each set: equal on its ranks if these make their calls in one order.
+        # Only valid calls are counted, per process set; the counts agree if all ranks make their calls in one order.
         counts = _current_counts()
         count = next(counts.counters.setdefault(request.process_set, itertools.count(1)))
-        # With the number of joins, because an operation from before the last one may still travel.
+        # The name includes the number of joins, because an operation from before the last join may still be in
+        # flight.
         request = dataclasses.replace(request, name=f"{request.name}{counts.num_joins}.{count}")
     handle = Handle(request.name)
-    # Detached, so that the engine's writes are invisible to autograd; in-place stays recognisable as
-    # identity.
+    # Detached tensors hide the engine's writes from autograd. One entry per tensor keeps in-place operations
+    # recognizable: their input and output stay the same object.
     detached = {id(tensor): tensor.detach() for tensor in (*inputs, *outputs)}
     submission = Submission(
         request=request,
@@ -292,8 +301,7 @@ def _submit(
 
 
 def _current_counts() -> _Counts:
-    # Whoever comes first after an `init` starts anew, be it an operation or a join: a rank may join before it has
-    # submitted anything.
+    # The first operation or join after an `init` resets the counts: a rank may join before it submits anything else.
     global _counts  # noqa: PLW0603 - of this process
     if _counts.num_inits != runtime.num_inits():
         _counts = _Counts(num_inits=runtime.num_inits())
@@ -317,7 +325,7 @@ def _check_reducible(name: str, tensors: Sequence[Tensor]) -> None:
     _check_any(name, tensors)
     for tensor in tensors:
         if tensor.dtype not in REDUCIBLE_DTYPES:
-            raise ValueError(f"'{name}': tensors of {tensor.dtype} cannot be reduced")
+            raise ValueError(f"'{name}': tensors of {tensor.dtype} cannot be reduced; convert them to another dtype")
 
 
 def _check_outputs(name: str, outputs: Sequence[Tensor]) -> None:
@@ -326,29 +334,29 @@ def _check_outputs(name: str, outputs: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"'{name}': a tensor made in inference mode cannot be overwritten; use another operation"
             )
-        if torch._debug_has_internal_overlap(output) == 1:  # noqa: SLF001 - torch asks so itself
+        if torch._debug_has_internal_overlap(output) == 1:  # noqa: SLF001 - torch calls it for the same check
             raise ValueError(f"'{name}': an expanded tensor cannot be overwritten; use tensor.contiguous()")
 
 
 def _check_adasum(name: str, tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
     if process_set is not global_process_set:
-        raise ValueError(f"'{name}': Adasum is for all ranks, not for {process_set}")
+        raise ValueError(f"'{name}': Adasum works with the global process set only, not with {process_set}")
     size = runtime.size()
     if size & (size - 1):
-        raise ValueError(f"'{name}': Adasum needs a power of two of ranks, not {size}")
+        raise ValueError(f"'{name}': Adasum needs a power of two as the number of ranks, not {size}")
     for tensor in tensors:
         if not tensor.is_floating_point():
-            raise ValueError(f"'{name}': Adasum is for floating-point tensors, not {tensor.dtype}")
+            raise ValueError(f"'{name}': Adasum needs floating-point tensors, not {tensor.dtype}")
 
 
 def _choose_splits(
     name: str, num_rows: int, splits: Tensor | Sequence[int] | None, num_ranks: int
 ) -> tuple[int, ...]:
     if splits is None:
-        share, rest = divmod(num_rows, num_ranks)
-        if rest:
-            raise ValueError(f"'{name}': {num_rows} rows cannot be dealt equally to {num_ranks} ranks; give splits")
-        return (share,) * num_ranks
+        rows_per_rank, remainder = divmod(num_rows, num_ranks)
+        if remainder:
+            raise ValueError(f"'{name}': {num_rows} rows cannot be divided equally by {num_ranks} ranks; give splits")
+        return (rows_per_rank,) * num_ranks
     if isinstance(splits, Tensor):
         if splits.dtype != torch.int32 or splits.ndim != 1:
             raise ValueError(f"'{name}': splits must be int32[size], not {splits.dtype}{list(splits.shape)}")
@@ -373,5 +381,7 @@ def _common_device(name: str, tensors: Sequence[Tensor]) -> torch.device:
         if tensor.layout is not torch.strided:
             raise ValueError(f"'{name}': only dense tensors are supported, not {tensor.layout}")
         if tensor.device != tensors[0].device:
-            raise ValueError(f"'{name}': tensors on {tensors[0].device} and {tensor.device} in one group")
+            raise ValueError(
+                f"'{name}': a group has tensors on {tensors[0].device} and {tensor.device}; all must be on one device"
+            )
     return tensors[0].device

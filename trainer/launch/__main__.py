@@ -1,4 +1,6 @@
-"""``python -m datasvc.trainer.launch``."""
+"""`python -m datasvc.trainer.launch`."""
+
+from __future__ import annotations
 
 import sys
 

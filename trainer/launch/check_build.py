@@ -1,4 +1,6 @@
-"""What this installation can do, in the form that people know from ``horovodrun --check-build``."""
+"""What this installation can do, in the form that people know from `horovodrun --check-build`."""
+
+from __future__ import annotations
 
 
 def describe_build() -> str:

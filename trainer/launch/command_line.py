@@ -1,9 +1,11 @@
-"""The launcher's command line: ``python -m datasvc.trainer.launch -np 2 python train.py``, with horovodrun's flags.
+"""The launcher's command line: `python -m datasvc.trainer.launch -np 2 python train.py`, with horovodrun's flags.
 
 Exit status: 0 when all ranks end well; else that of the first rank that failed, 128 + N for signal N; 2 for a
 command line that describes no job, 3 when an elastic job has reached its reset limit, 127 for a program that is not
 there, 126 for one that cannot be started; 1 when the launcher itself has failed.
 """
+
+from __future__ import annotations
 
 import argparse
 import os

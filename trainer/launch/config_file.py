@@ -1,5 +1,7 @@
 """horovodrun's configuration file: sections of settings, each the same as a flag; in YAML, JSON or TOML."""
 
+from __future__ import annotations
+
 import json
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -31,7 +33,7 @@ _PREFIXES = {
 def read_config_file(path: Path, switches: Collection[str]) -> list[str]:
     """The command line that a configuration file stands for.
 
-    ``.json`` and ``.toml`` are read as such, everything else as YAML, for which PyYAML must be installed. Names have
+    `.json` and `.toml` are read as such, everything else as YAML, for which PyYAML must be installed. Names have
     underscores or dashes.
 
     Args:

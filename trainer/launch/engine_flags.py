@@ -4,6 +4,8 @@ A flag is given to ranks only if it is on the command line or in the configurati
 environment stays as it is.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +15,12 @@ _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlag:
-    """A flag with a value, and its variable, which gets the value times ``scale``."""
+    """A flag with a value, and its variable, which gets the value times `scale`."""
 
     flag: str
     variable: str
     help: str
-    value_type: type[int] | type[float] | type[str] = str
+    value_type: type[int | float | str] = str
     scale: int = 1
     choices: tuple[str, ...] | None = None
     least: float = 0

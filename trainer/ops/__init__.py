@@ -1,20 +1,21 @@
-"""The collectives as users call them, with Horovod's order of arguments.
+"""The collective operations, with Horovod's signatures.
 
-Gradients flow through the synchronous, out-of-place ones.
-
-Every rank of a process set calls an operation once under the same name, in any order among names. Common to all:
+The synchronous operations that return new tensors are differentiable. Every rank of a process set submits an
+operation once under the same name; operations of different names may be submitted in any order. All operations share:
 
 Args:
-    name: the key among ranks; without one, unnamed calls are counted, for each process set, and must come in the
-        same order on its ranks.
-    process_set: whose ranks take part; all of them if not given. Root ranks are global all the same.
+    name: name that identifies the operation on all ranks. Calls without a name are numbered per process set, so they
+        must be made in the same order on its ranks.
+    process_set: ranks that take part, by default all. Root ranks are global ranks in every set.
 
 Raises:
-    ValueError: not initialized; the name is still in flight on this rank; this rank is not in the process set; an
-        argument no rank could use.
-    HorovodInternalError: ranks disagree on shape, dtype, reduction, root, factors or device, or a rank is
-        lost. Raised by the synchronous calls and by ``synchronize``.
+    ValueError: the trainer is not initialized; the name is still in flight on this rank; this rank is not in the
+        process set; an argument is invalid on every rank.
+    HorovodInternalError: ranks disagree on shape, dtype, reduction, root, factors or device, or a rank is lost.
+        Raised by the synchronous operations and by `synchronize`.
 """
+
+from __future__ import annotations
 
 from datasvc.trainer.ops.all_gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from datasvc.trainer.ops.all_reduce import (

@@ -1,4 +1,6 @@
-"""Every rank gets the rows of all."""
+"""Allgather: every rank gets the tensors of all ranks, concatenated along the first dimension."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -12,26 +14,28 @@ from datasvc.trainer.ops import autograd
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Concatenates the ranks' tensors in rank order. Differentiable: own rows of the averaged gradient.
+    """Concatenate the tensors of the ranks in rank order, into a new tensor.
+
+    Differentiable: the gradient is averaged over the ranks, and each rank gets the part of its rows.
 
     Args:
-        tensor: one dimension or more; the first may differ between ranks, the others not.
-        name: see the package.
-        process_set: see the package.
+        tensor: tensor with at least one dimension; only the first dimension may differ between ranks.
+        name: name of the operation; see `datasvc.trainer.ops`.
+        process_set: ranks that take part; see `datasvc.trainer.ops`.
     """
     full_name = choose_name(CollectiveKind.ALLGATHER, name)
     return autograd.allgather([tensor], name=full_name, is_grouped=False, process_set=process_set)[0]
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Starts an ``allgather``; the tensor must not change until ``synchronize``. Not differentiable."""
+    """Start an `allgather`; do not change the tensor before `synchronize`. Not differentiable."""
     return submit_allgather([tensor], name=choose_name(CollectiveKind.ALLGATHER, name), process_set=process_set)
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Gathers all tensors as one operation with one name: all of them or none. Differentiable."""
+    """Gather several tensors as one operation that succeeds or fails as a whole. Differentiable."""
     full_name = choose_name(CollectiveKind.ALLGATHER, name)
     return autograd.allgather(tensors, name=full_name, is_grouped=True, process_set=process_set)
 
@@ -39,6 +43,6 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Starts a ``grouped_allgather``; ``synchronize`` returns the list. Not differentiable."""
+    """Start a `grouped_allgather`; `synchronize` returns the list. Not differentiable."""
     full_name = choose_name(CollectiveKind.ALLGATHER, name)
     return submit_allgather(tensors, name=full_name, is_grouped=True, process_set=process_set)

@@ -1,4 +1,6 @@
-"""Every rank gets what all reduce to."""
+"""Allreduce: every rank gets the reduction of the tensors of all ranks."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,17 +27,17 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Combines the tensor over the ranks into a new one. Differentiable.
+    """Reduce the tensor over the ranks into a new tensor. Differentiable.
 
     Args:
-        tensor: the same shape and dtype on every rank.
-        average: deprecated; True is ``op=Average``, False is ``op=Sum``.
-        name: see the package.
-        compression: what travels.
-        op: Average if not given. Integers are averaged in float64 and truncated toward zero.
-        prescale_factor: multiplies before the reduction.
-        postscale_factor: multiplies after it.
-        process_set: see the package.
+        tensor: tensor of the same shape and dtype on every rank.
+        average: deprecated; True means `op=Average`, False `op=Sum`.
+        name: name of the operation; see `datasvc.trainer.ops`.
+        compression: how values are encoded while they are sent.
+        op: reduction, by default Average. Integers are averaged in float64 and truncated toward zero.
+        prescale_factor: factor applied before the reduction.
+        postscale_factor: factor applied after the reduction.
+        process_set: ranks that take part; see `datasvc.trainer.ops`.
     """
     factors = (prescale_factor, postscale_factor)
     reduction = ReduceOptions(op=choose_op(average, op), factors=factors, process_set=process_set)
@@ -51,7 +53,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts an ``allreduce``; the tensor must not change until ``synchronize``. Not differentiable."""
+    """Start an `allreduce`; do not change the tensor before `synchronize`. Not differentiable."""
     return _allreduce(
         [tensor], [new_output(tensor)], average, name, op, (prescale_factor, postscale_factor), process_set
     )
@@ -66,7 +68,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Like ``allreduce``, but overwrites and returns the tensor. Not differentiable."""
+    """Reduce like `allreduce`, but overwrite and return the tensor. Not differentiable."""
     allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
     return tensor
 
@@ -80,7 +82,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts an ``allreduce_``; the tensor must not be touched until ``synchronize``."""
+    """Start an `allreduce_`; do not use the tensor before `synchronize`."""
     return _allreduce([tensor], [tensor], average, name, op, (prescale_factor, postscale_factor), process_set)
 
 
@@ -94,7 +96,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduces all tensors as one operation with one name: all of them or none, packed alike in every run."""
+    """Reduce several tensors as one operation that succeeds or fails as a whole.
+
+    The tensors are packed into the same buffers in every run, so that results are reproducible.
+    """
     factors = (prescale_factor, postscale_factor)
     reduction = ReduceOptions(op=choose_op(average, op), factors=factors, is_grouped=True, process_set=process_set)
     return _compressed(tensors, name, compression, reduction)
@@ -109,7 +114,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts a ``grouped_allreduce``; ``synchronize`` returns the list. Not differentiable."""
+    """Start a `grouped_allreduce`; `synchronize` returns the list. Not differentiable."""
     outputs = [new_output(tensor) for tensor in tensors]
     return _allreduce(
         tensors, outputs, average, name, op, (prescale_factor, postscale_factor), process_set, is_grouped=True
@@ -125,7 +130,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Like ``grouped_allreduce``, but overwrites and returns the tensors. Not differentiable."""
+    """Reduce like `grouped_allreduce`, but overwrite and return the tensors. Not differentiable."""
     grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set).wait()
     return list(tensors)
 
@@ -139,7 +144,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts a ``grouped_allreduce_``."""
+    """Start a `grouped_allreduce_`."""
     return _allreduce(
         tensors, tensors, average, name, op, (prescale_factor, postscale_factor), process_set, is_grouped=True
     )

@@ -1,4 +1,6 @@
-"""Every rank sends rows to every rank."""
+"""Alltoall: every rank sends some of its rows to every rank."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -18,21 +20,21 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Deals the tensor's rows to the ranks, and returns what they dealt to this one. Differentiable.
+    """Send rows of the tensor to each rank, and return the rows received from each rank. Differentiable.
 
     Args:
-        tensor: one dimension or more; the first may differ between ranks, the others not.
-        splits: int32[size], rows for each rank, in rank order; without it all get equal parts.
-        name: see the package.
-        process_set: see the package.
+        tensor: tensor with at least one dimension; only the first dimension may differ between ranks.
+        splits: int32[size], number of rows for each rank, in rank order; None for equal parts.
+        name: name of the operation; see `datasvc.trainer.ops`.
+        process_set: ranks that take part; see `datasvc.trainer.ops`.
 
     Returns:
-        The rows that came, in rank order. With ``splits`` also how many came from each rank, int32[size], on the
-        device of ``splits``.
+        The received rows, in rank order. With `splits`, also the number of rows received from each rank, int32[size],
+        on the device of `splits`.
 
     Raises:
-        ValueError: splits that are not int32, not one for each rank, or more than there are rows; without them, rows
-            that cannot be divided by the number of ranks.
+        ValueError: `splits` is not int32, does not have one number for each rank, or has a larger sum than there are
+            rows; without `splits`, the number of rows is not divisible by the number of ranks.
     """
     output, received = autograd.alltoall(
         tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set
@@ -48,7 +50,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts an ``alltoall``; the tensor must not change until ``synchronize``. Not differentiable."""
+    """Start an `alltoall`; do not change the tensor before `synchronize`. Not differentiable."""
     handle = submit_alltoall(tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set)
     if splits is not None:
         handle.present = lambda result: _with_splits(result, handle.received_splits, splits)

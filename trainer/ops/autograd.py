@@ -1,9 +1,12 @@
-"""Gradients through the collectives, as Horovod defines them. Backward passes are collectives too.
+"""Differentiable collectives, with Horovod's gradients. A backward pass is a collective too.
 
-The gradient of an allreduce is the same allreduce. Those of allgather and broadcast are averaged, not summed,
-over the ranks, so that a loss which every rank computes from the same gathered values is not counted ``size``
-times. That of an alltoall goes back the way the rows came; that of a reducescatter is gathered.
+The gradient of an allreduce is the same allreduce. The gradients of allgather and broadcast are averaged over the
+ranks, not summed: otherwise a loss that every rank computes from the same gathered values would count `size` times.
+The gradient of an alltoall is sent back to the ranks that the rows came from; the gradient of a reducescatter is
+gathered.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ from datasvc.trainer.job.submit import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceOptions:
-    """How values are combined, and among whom; ``factors`` come before and after."""
+    """Reduction, process set and scaling of an operation; `factors` are applied before and after the reduction."""
 
     op: ReduceOp
     factors: tuple[float, float] = (1.0, 1.0)
@@ -35,7 +38,7 @@ class ReduceOptions:
     process_set: ProcessSet
 
     def arguments(self) -> dict[str, Any]:
-        """For ``submit_allreduce`` and ``submit_reducescatter``."""
+        """Return the keyword arguments for `submit_allreduce` and `submit_reducescatter`."""
         return {
             "op": self.op,
             "prescale_factor": self.factors[0],
@@ -46,29 +49,29 @@ class ReduceOptions:
 
 
 def allreduce(tensors: Sequence[Tensor], *, name: str, reduction: ReduceOptions) -> list[Tensor]:
-    """New tensors, reduced as one operation."""
+    """Return new tensors, reduced as one operation."""
     return _apply(_Allreduce, name, reduction, *tensors)
 
 
 def reducescatter(tensors: Sequence[Tensor], *, name: str, reduction: ReduceOptions) -> list[Tensor]:
-    """New tensors with this rank's rows, reduced as one operation."""
+    """Return new tensors with the rows of this rank, reduced as one operation."""
     return _apply(_Reducescatter, name, reduction, *tensors)
 
 
 def allgather(tensors: Sequence[Tensor], *, name: str, is_grouped: bool, process_set: ProcessSet) -> list[Tensor]:
-    """New tensors with the rows of all ranks."""
+    """Return new tensors with the rows of all ranks."""
     return _apply(_Allgather, name, is_grouped, process_set, *tensors)
 
 
 def broadcast(tensor: Tensor, root_rank: int, *, name: str, process_set: ProcessSet) -> Tensor:
-    """A new tensor with the root's values."""
+    """Return a new tensor with the values of the root."""
     return _apply(_Broadcast, name, root_rank, process_set, tensor)[0]
 
 
 def alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, *, name: str, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
-    """A new tensor with the rows that the ranks sent here, and how many came from each, int32 on the CPU."""
+    """Return a new tensor with the received rows, and the number received from each rank as int32 on the CPU."""
     output, received = _apply(_Alltoall, name, splits, process_set, tensor)
     return output, received
 
@@ -79,7 +82,7 @@ def _apply(function: Any, *arguments: Any) -> list[Tensor]:
 
 
 class _Allreduce(torch.autograd.Function):
-    """Reduces any number of tensors as one operation."""
+    """Allreduce of any number of tensors as one operation."""
 
     @staticmethod
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -95,7 +98,7 @@ class _Allreduce(torch.autograd.Function):
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Leaves each rank its rows; the gradients of the rows are gathered, scaled as the values were."""
+    """Reducescatter; the gradients of the rows are gathered, and scaled as the values were."""
 
     @staticmethod
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -107,7 +110,7 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         reduction: ReduceOptions = ctx.reduction
-        # As Horovod has it: a sum counts once for each rank.
+        # As in Horovod, the gradient of a sum is multiplied by the number of ranks.
         size = len(members_of(reduction.process_set)) if reduction.op is ReduceOp.SUM else 1
         factor = reduction.factors[0] * reduction.factors[1] * size
         scaled = [gradient * factor for gradient in gradients]
@@ -119,7 +122,7 @@ class _Reducescatter(torch.autograd.Function):
 
 
 class _Allgather(torch.autograd.Function):
-    """Gathers along the first dimension; each rank gets back the averaged gradient of its own rows."""
+    """Allgather along the first dimension; each rank gets the averaged gradient of its own rows."""
 
     @staticmethod
     def forward(
@@ -127,20 +130,20 @@ class _Allgather(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         handle = submit_allgather(tensors, name=name, is_grouped=is_grouped, process_set=process_set)
         gathered = handle.wait()
-        place = process_set.rank()
+        rank_in_set = process_set.rank()
         ctx.name, ctx.is_grouped, ctx.process_set = f"{handle.name}.gradient", is_grouped, process_set
-        ctx.windows = [(sum(rows[:place]), rows[place]) for rows in handle.gathered_rows]
+        ctx.windows = [(sum(rows[:rank_in_set]), rows[rank_in_set]) for rows in handle.gathered_rows]
         return tuple(gathered) if isinstance(gathered, list) else (_tensor(gathered),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         averages = _average(gradients, ctx.name, ctx.process_set, is_grouped=ctx.is_grouped)
-        own = [average.narrow(0, *window) for average, window in zip(averages, ctx.windows, strict=True)]
-        return (None, None, None, *own)
+        local_rows = [average.narrow(0, *window) for average, window in zip(averages, ctx.windows, strict=True)]
+        return (None, None, None, *local_rows)
 
 
 class _Broadcast(torch.autograd.Function):
-    """Copies the root's tensor; the averaged gradient goes to the root, zeros to the others."""
+    """Broadcast; the root gets the averaged gradient, the other ranks get zeros."""
 
     @staticmethod
     def forward(ctx: Any, name: str, root_rank: int, process_set: ProcessSet, tensor: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Alltoall(torch.autograd.Function):
-    """Deals rows; their gradients go back to where the rows came from."""
+    """Alltoall; the gradients are sent back to the ranks that the rows came from."""
 
     @staticmethod
     def forward(
@@ -174,7 +177,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         gradient, _ = _apply(_Alltoall, *ctx.arguments, gradients[0])
-        # Rows that went nowhere have no part in the loss.
+        # Rows that were not sent to any rank do not affect the loss: their gradient is zero.
         unsent = gradient.new_zeros((ctx.num_rows - gradient.shape[0], *gradient.shape[1:]))
         return (None, None, None, torch.cat([gradient, unsent]) if unsent.shape[0] else gradient)
 

@@ -1,4 +1,6 @@
-"""Every rank gets the root's tensor."""
+"""Broadcast: every rank gets the tensor of the root."""
+
+from __future__ import annotations
 
 from torch import Tensor
 
@@ -12,13 +14,15 @@ from datasvc.trainer.ops import autograd
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The root's tensor, in a new one. Differentiable: the root gets the averaged gradient, others zeros.
+    """Return a new tensor with the values of the root's tensor.
+
+    Differentiable: the root gets the averaged gradient, the other ranks get zeros.
 
     Args:
-        tensor: the same shape and dtype on every rank.
-        root_rank: global rank, the same on every rank.
-        name: see the package.
-        process_set: see the package.
+        tensor: tensor of the same shape and dtype on every rank.
+        root_rank: global rank of the root, the same on every rank.
+        name: name of the operation; see `datasvc.trainer.ops`.
+        process_set: ranks that take part; see `datasvc.trainer.ops`.
     """
     return autograd.broadcast(
         tensor, root_rank, name=choose_name(CollectiveKind.BROADCAST, name), process_set=process_set
@@ -28,7 +32,7 @@ def broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Starts a ``broadcast``; the tensor must not change until ``synchronize``. Not differentiable."""
+    """Start a `broadcast`; do not change the tensor before `synchronize`. Not differentiable."""
     full_name = choose_name(CollectiveKind.BROADCAST, name)
     return submit_broadcast(tensor, new_output(tensor), root_rank, name=full_name, process_set=process_set)
 
@@ -36,7 +40,7 @@ def broadcast_async(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Overwrites the tensor with the root's and returns it. Not differentiable."""
+    """Overwrite the tensor with the root's tensor and return it. Not differentiable."""
     broadcast_async_(tensor, root_rank, name, process_set).wait()
     return tensor
 
@@ -44,6 +48,6 @@ def broadcast_(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Starts a ``broadcast_``; the tensor must not be touched until ``synchronize``."""
+    """Start a `broadcast_`; do not use the tensor before `synchronize`."""
     full_name = choose_name(CollectiveKind.BROADCAST, name)
     return submit_broadcast(tensor, tensor, root_rank, name=full_name, process_set=process_set)

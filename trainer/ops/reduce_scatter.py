@@ -1,4 +1,6 @@
-"""Every rank gets its rows of what all reduce to."""
+"""Reducescatter: every rank gets its rows of the reduction over all ranks."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,21 +25,21 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Combines the tensor over the ranks and leaves each its rows. Differentiable.
+    """Reduce the tensor over the ranks, and return the rows of this rank. Differentiable.
 
     Args:
-        tensor: the same shape and dtype on every rank, one dimension or more. The first ``rows % size`` ranks get one
-            row more than the others.
-        name: see the package.
-        compression: what travels.
-        op: Average or Sum.
-        process_set: see the package.
-        prescale_factor: multiplies before the reduction.
-        postscale_factor: multiplies after it.
+        tensor: tensor with at least one dimension, of the same shape and dtype on every rank. The first `rows % size`
+            ranks get one row more than the others.
+        name: name of the operation; see `datasvc.trainer.ops`.
+        compression: how values are encoded while they are sent.
+        op: reduction, Average or Sum.
+        process_set: ranks that take part; see `datasvc.trainer.ops`.
+        prescale_factor: factor applied before the reduction.
+        postscale_factor: factor applied after the reduction.
 
     Raises:
-        ValueError: a tensor without dimensions.
-        RuntimeError: another ``op``.
+        ValueError: `tensor` has no dimensions.
+        RuntimeError: `op` is neither Average nor Sum.
     """
     factors = (prescale_factor, postscale_factor)
     reduction = autograd.ReduceOptions(op=op, factors=factors, process_set=process_set)
@@ -52,7 +54,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Starts a ``reducescatter``; the tensor must not change until ``synchronize``. Not differentiable."""
+    """Start a `reducescatter`; do not change the tensor before `synchronize`. Not differentiable."""
     return submit_reducescatter(
         [tensor],
         name=choose_name(CollectiveKind.REDUCESCATTER, name),
@@ -72,7 +74,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduces and scatters all tensors as one operation with one name: all of them or none. Differentiable."""
+    """Reduce and scatter several tensors as one operation that succeeds or fails as a whole. Differentiable."""
     factors = (prescale_factor, postscale_factor)
     reduction = autograd.ReduceOptions(op=op, factors=factors, is_grouped=True, process_set=process_set)
     return _reducescatter(tensors, name, compression, reduction)
@@ -86,7 +88,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Starts a ``grouped_reducescatter``; ``synchronize`` returns the list. Not differentiable."""
+    """Start a `grouped_reducescatter`; `synchronize` returns the list. Not differentiable."""
     return submit_reducescatter(
         tensors,
         name=choose_name(CollectiveKind.REDUCESCATTER, name),
@@ -102,7 +104,7 @@ def _reducescatter(
     tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: autograd.ReduceOptions
 ) -> list[Tensor]:
     pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
-    travelled = autograd.reducescatter(
+    reduced = autograd.reducescatter(
         [tensor for tensor, _ in pairs], name=choose_name(CollectiveKind.REDUCESCATTER, name), reduction=reduction
     )
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(travelled, pairs, strict=True)]
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]

@@ -1,4 +1,6 @@
-"""How values are combined, under Horovod's names."""
+"""The reductions, under Horovod's names."""
+
+from __future__ import annotations
 
 import warnings
 
@@ -13,15 +15,15 @@ Product = ReduceOp.PRODUCT
 
 
 def choose_op(average: bool | None, op: ReduceOp | None, *, stacklevel: int = 3) -> ReduceOp:
-    """What two arguments, of which the first is deprecated, mean; Average where neither is given.
+    """Return the reduction for the arguments `average` and `op`; Average if both are None.
 
     Args:
-        average: deprecated.
-        op: one of this module.
-        stacklevel: of the user's call, for the warning.
+        average: deprecated argument; True for Average, False for Sum.
+        op: reduction of this module.
+        stacklevel: stack level of the user's call, for the warning.
 
     Raises:
-        ValueError: both are given; ``op`` is no reduction.
+        ValueError: both arguments are given, or `op` is not a reduction.
     """
     if op is not None and not isinstance(op, ReduceOp):
         raise ValueError(f"op must be one of hvd.Average, Sum, Adasum, Min, Max, Product, not {op!r}")

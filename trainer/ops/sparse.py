@@ -1,4 +1,6 @@
-"""Every rank gets what sparse tensors add up to."""
+"""Allreduce of sparse tensors."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -15,25 +17,27 @@ from datasvc.trainer.ops.reductions import Average, Sum
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Starts to combine sparse COO tensors: the indices and values of all ranks are gathered. Not differentiable.
+    """Start an allreduce of sparse COO tensors, which gathers the indices and values of all ranks.
+
+    Not differentiable.
 
     Args:
-        tensor: sparse, of the same shape, dtype and number of sparse dimensions on every rank, with any number of
-            values.
-        name: see the package.
-        op: Average or Sum.
-        process_set: see the package.
+        tensor: sparse tensor of the same shape, dtype and number of sparse dimensions on every rank; the number of
+            values may differ.
+        name: name of the operation; see `datasvc.trainer.ops`.
+        op: reduction, Average or Sum.
+        process_set: ranks that take part; see `datasvc.trainer.ops`.
 
     Returns:
-        What waits, and returns the combined tensor, coalesced.
+        A function that waits for the operation and returns the reduced tensor, coalesced.
 
     Raises:
-        ValueError: a dense tensor; another ``op``.
+        ValueError: `tensor` is dense, or `op` is neither Average nor Sum.
     """
     if not tensor.is_sparse:
-        raise ValueError(f"'{name}': sparse_allreduce_async is for sparse COO tensors, not {tensor.layout}")
+        raise ValueError(f"'{name}': sparse_allreduce_async needs a sparse COO tensor, not {tensor.layout}")
     if op not in (Average, Sum):
-        raise ValueError(f"'{name}': sparse tensors know Average and Sum, not {op.value}")
+        raise ValueError(f"'{name}': sparse_allreduce_async supports Average and Sum, not {op.value}")
     reduction = GradientReduction(op=op, process_set=process_set)
     handle = gather_sparse(tensor, name=choose_name(CollectiveKind.ALLREDUCE, name), process_set=process_set)
     return lambda: put_together(handle, tensor.shape, reduction)

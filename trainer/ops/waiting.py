@@ -1,4 +1,6 @@
-"""Waiting: for an operation, and for the other ranks."""
+"""Waiting for an asynchronous operation, at a barrier, or for ranks that have more data."""
+
+from __future__ import annotations
 
 from datasvc.trainer.engine.execution.handles import Handle, Result
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
@@ -6,33 +8,33 @@ from datasvc.trainer.job.submit import restart_names, submit_barrier, submit_joi
 
 
 def poll(handle: Handle) -> bool:
-    """Whether ``synchronize`` would not block."""
+    """Return whether an operation has finished, so that `synchronize` does not block."""
     return handle.is_finished()
 
 
 def synchronize(handle: Handle) -> Result:
-    """Waits for an asynchronous operation.
+    """Wait for an asynchronous operation and return its result.
 
     Returns:
-        Its tensor; a list of tensors for a group; (tensor, received_splits) for an alltoall with splits.
+        A tensor; a list of tensors for a group; (tensor, received_splits) for an alltoall with splits.
     """
     return handle.wait()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the set has called it, whatever else is in flight."""
+    """Wait until every rank of the set has called this function. Other operations may be in flight."""
     submit_barrier(process_set).wait()
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's signature
-    """Waits for ranks that still have data to train on: until all have joined.
+    """Wait until all ranks have joined; a rank joins when it has no more data.
 
-    Meanwhile this rank takes part in their allreduces with values that change nothing: zeros, or for Min, Max and
-    Product the neutral element. An Average still divides by the number of all ranks. Other operations fail on the
-    ranks that call them. Names made by counting begin anew on all ranks afterwards.
+    Until then, this rank takes part in the allreduces of the others with neutral values: zeros, or the neutral
+    element of Min, Max and Product. An Average still divides by the number of all ranks. Other operations fail on the
+    ranks that call them. Afterwards the numbering of unnamed operations restarts on all ranks.
 
     Args:
-        device: not needed here: zeros lie where the others' tensors do.
+        device: ignored; the neutral values are created on the device of the other ranks' tensors.
 
     Returns:
         The rank that joined last, the same on all ranks.

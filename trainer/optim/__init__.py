@@ -1,1 +1,1 @@
-"""Optimizers and modules that combine values over ranks: DistributedOptimizer, SyncBatchNorm, broadcast of state."""
+"""Optimizers, batch normalization and initial state that are shared by all ranks of a job."""

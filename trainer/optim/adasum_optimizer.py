@@ -1,7 +1,9 @@
-"""The optimizer of Adasum: each rank makes a step of its own, and the ranks combine what the steps changed.
+"""Optimizer for Adasum: each rank makes a local step, then the ranks combine the changes of the parameters.
 
-Combining gradients would be no use to optimizers that normalise them, such as Adam (Maleki et al. 2020).
+Adasum combines changes, not gradients, because optimizers such as Adam normalize the gradients (Maleki et al. 2020).
 """
+
+from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -28,19 +30,19 @@ def make_adasum_optimizer(
     names: Mapping[Tensor, str],
     passes_per_step: int,
 ) -> Any:
-    """Wraps an optimizer; see `DistributedOptimizer`.
+    """Wrap an optimizer for Adasum; see `DistributedOptimizer`.
 
     Raises:
-        ValueError: a process set, a number of ranks that is no power of two, or a compression with a memory.
+        ValueError: `process_set` is not the global one, or the number of ranks is not a power of two.
     """
     if process_set is not global_process_set:
-        raise ValueError(f"Adasum is for all ranks, not for {process_set}")
+        raise ValueError(f"Adasum works with the global process set only, not with {process_set}")
     if runtime.size() & (runtime.size() - 1):
-        raise ValueError(f"Adasum needs a power of two of ranks, not {runtime.size()}")
+        raise ValueError(f"Adasum needs a power of two as the number of ranks, not {runtime.size()}")
     base = type(optimizer)
     subclass: Any = type(base.__name__, (_DistributedAdasumOptimizer, base), {})
     wrapped: _DistributedAdasumOptimizer = subclass.__new__(subclass)
-    # A learning-rate scheduler leaves a bound step() of the plain optimizer behind.
+    # A learning-rate scheduler stores a bound step() of the plain optimizer in its __dict__; it would hide ours.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     assert not isinstance(compression, CompressionWithMemory)
     wrapped.set_up(compression, names, passes_per_step)
@@ -48,7 +50,7 @@ def make_adasum_optimizer(
 
 
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
-    # What `DistributedOptimizer` was given, for programs that look.
+    # Arguments of `DistributedOptimizer`, for programs that read them from the optimizer.
     op = ReduceOp.ADASUM
     gradient_predivide_factor = 1.0
     process_set = global_process_set
@@ -61,20 +63,24 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         self._name = f"adasum.{take_number('adasum')}"
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes the attribute and no more: ranks communicate in ``step``, however many passes came before."""
+        """Set the attribute; it has no other effect, because the ranks communicate in `step` only."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Does nothing: there is nothing to combine before the step."""
+        """Do nothing: the ranks combine changes in `step`, not gradients before it."""
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raises AssertionError: a step is not complete without the other ranks."""
+        """Reject the call: a step of Adasum always needs the other ranks.
+
+        Raises:
+            AssertionError: always.
+        """
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps, and adds to where the parameters were before what the changes of all ranks combine to."""
+        """Make a local step, then replace its change of the parameters by the combined change of all ranks."""
         parameters = [parameter for parameter in parameters_of(self) if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         loss = super().step(closure) if closure is not None else super().step()
@@ -82,13 +88,13 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
             self._combine(parameters, before)
         return loss
 
-    # See the optimizer of averages.
+    # See `_DistributedOptimizer.step`.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _combine(self, parameters: list[Tensor], before: list[Tensor]) -> None:
         changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
         compressed = [self._compression.compress(change) for change in changes]
-        # One operation, but a dot product for each parameter: that is what the method is about.
+        # One operation for all parameters; Adasum still computes a dot product for each parameter.
         wires = [wire for wire, _ in compressed]
         if wires:
             submit_allreduce(wires, wires, name=self._name, op=ReduceOp.ADASUM, is_grouped=True).wait()

@@ -1,8 +1,11 @@
-"""Makes all ranks start from the root's state. Every rank calls these in the same order.
+"""Broadcast of parameters, optimizer state and objects, so that all ranks start from the state of the root.
 
-Objects travel as pickles, by cloudpickle where pickle cannot: lambdas, classes of functions and notebooks. The ranks
-of one job run the same program and trust each other. Nothing here reads a pickle from a file or from outside the job.
+Every rank calls these functions in the same order. Objects are sent as pickles; cloudpickle is used for objects that
+pickle rejects, such as lambdas and classes defined in functions or notebooks. The ranks of a job run the same program
+and trust each other. This module never reads a pickle from a file or from outside the job.
 """
+
+from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping
@@ -22,16 +25,16 @@ from datasvc.trainer.ops import allgather, broadcast_, broadcast_async_
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str | None, Tensor]] | Iterable[Tensor], root_rank: int
 ) -> None:
-    """Overwrites the tensors with the root's, in place.
+    """Overwrite tensors with those of the root, in place.
 
     Args:
-        params: ``model.state_dict()``, ``model.named_parameters()``, or ``model.parameters()``, which must come in
-            the same order on every rank; values that are no tensors are left alone.
-        root_rank: the rank to copy from.
+        params: `model.state_dict()`, `model.named_parameters()`, or `model.parameters()`, in the same order on every
+            rank; values that are not tensors are ignored.
+        root_rank: global rank to copy from.
 
     Raises:
-        ValueError: ``params`` is none of these.
-        HorovodInternalError: ranks have different tensors under a name.
+        ValueError: `params` has another form.
+        HorovodInternalError: ranks have different tensors under one name.
     """
     handles = [
         broadcast_async_(tensor, root_rank, f"parameters.{name}")
@@ -45,16 +48,16 @@ def broadcast_parameters(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object on every rank; a copy on all but the root.
+    """Return the object of the root on every rank: the object itself on the root, a copy on the others.
 
     Args:
-        obj: anything that cloudpickle can pickle; ignored on ranks other than the root.
-        root_rank: the rank to copy from: its global number.
-        name: needed only if several threads broadcast objects at a time.
-        process_set: whose ranks take part.
+        obj: object that cloudpickle can pickle; ignored on ranks other than the root.
+        root_rank: global rank to copy from.
+        name: name of the operation; needed only if several threads broadcast objects at the same time.
+        process_set: ranks that take part.
 
     Raises:
-        ValueError: this rank, or the root, is not in the process set.
+        ValueError: this rank or the root is not in the process set.
     """
     name = name or "object"
     is_root = runtime.rank() == root_rank
@@ -67,12 +70,12 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's object, in rank order, as copies.
+    """Return copies of the objects of all ranks, in rank order.
 
     Args:
-        obj: anything that cloudpickle can pickle.
-        name: needed only if several threads gather objects at a time.
-        process_set: whose ranks take part.
+        obj: object that cloudpickle can pickle.
+        name: name of the operation; needed only if several threads gather objects at the same time.
+        process_set: ranks that take part.
 
     Raises:
         ValueError: this rank is not in the process set.
@@ -87,48 +90,49 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Makes the optimizer's state and options equal to the root's.
+    """Make the state and options of the optimizer equal to those of the root.
 
-    Tensors that exist already are overwritten in place; scalars and tuples keep their types. State that only
-    the root has (it restored a checkpoint) is created, state that the root lacks is dropped: a fresh optimizer stays
-    fresh. Parameters without a gradient get a zero one, as Horovod leaves them. What a compression has not sent yet
-    stays with its rank.
+    Existing tensors are overwritten in place; scalars and tuples keep their types. State that exists on the root
+    only, as after the restore of a checkpoint, is created; state that the root does not have is removed. As in
+    Horovod, parameters without a gradient get a gradient of zeros. Residuals of a compression stay on their rank.
 
     Args:
-        optimizer: distributed or not, over the same parameters in the same order on every rank.
-        root_rank: the rank to copy from.
-        model: whose sparse embeddings get no zero gradient, which would be a dense one.
+        optimizer: plain or distributed optimizer, over the same parameters in the same order on every rank.
+        root_rank: global rank to copy from.
+        model: model whose sparse embeddings get no gradient of zeros, because it would be dense.
 
     Raises:
-        ValueError: an LBFGS optimizer, whose state is not kept per parameter.
+        ValueError: `optimizer` is LBFGS, whose state is not kept per parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("the state of LBFGS is not kept per parameter")  # noqa: TRY004 - Horovod's type
+        raise ValueError(  # noqa: TRY004 - Horovod's type
+            "LBFGS does not keep its state per parameter, so it cannot be broadcast; use another optimizer"
+        )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # SparseAdam takes no dense gradient.
+    # SparseAdam rejects dense gradients, so none of its parameters may get one.
     sparse = (
         _sparse_parameters(model) if not isinstance(optimizer, torch.optim.SparseAdam) else set(map(id, parameters))
     )
     _add_zero_gradients([parameter for parameter in parameters if id(parameter) not in sparse])
-    mine = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
-    mine += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    described = [_describe(values) for values in mine]
+    local_values = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+    local_values += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    described = [_describe(values) for values in local_values]
     shared = optimizer.shared_memory() if isinstance(optimizer, HasMemory) else {}
-    wanted, shared = broadcast_object((described, shared), root_rank, "optimizer")
+    root_values, shared = broadcast_object((described, shared), root_rank, "optimizer")
     if runtime.rank() != root_rank:
         devices = [parameter.device for parameter in parameters]
         devices += [group["params"][0].device for group in optimizer.param_groups]
-        mine = [_prepare(*each) for each in zip(mine, wanted, devices, strict=True)]
-        _adopt(optimizer, parameters, mine)
+        local_values = [_prepare(*arguments) for arguments in zip(local_values, root_values, devices, strict=True)]
+        _adopt(optimizer, parameters, local_values)
         if isinstance(optimizer, HasMemory):
             optimizer.adopt_shared_memory(shared)
-    tensors = {f"optimizer.{i}.{key}": mine[i][key] for i, key in _described_tensors(wanted)}
+    tensors = {f"optimizer.{i}.{key}": local_values[i][key] for i, key in _described_tensors(root_values)}
     broadcast_parameters(tensors, root_rank)
 
 
 def _pickle(obj: Any) -> bytes:
-    # pickle first: it sends classes and functions of the program by name, so that what arrives is an instance of the
-    # receiver's own class, and a member of its own enum. cloudpickle sends a copy of the class.
+    # pickle first: it sends classes and functions by name, so the receiver gets an instance of its own class and a
+    # member of its own enum. cloudpickle may send a copy of the class.
     try:
         return pickle.dumps(obj)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -151,15 +155,15 @@ def _describe(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prepare(mine: Mapping[str, Any], wanted: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The wanted values; tensors, still to be filled, are mine where they fit."""
-    prepared = dict(wanted)
-    for key, value in wanted.items():
+def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the values of the root; tensors are uninitialized, or the local ones where shape and dtype match."""
+    prepared = dict(root_values)
+    for key, value in root_values.items():
         if isinstance(value, _TensorDescription):
-            old = mine.get(key)
+            old = local_values.get(key)
             fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype)
-            where = torch.device("cpu") if value.is_on_host else device
-            prepared[key] = old if fits else torch.empty(value.shape, dtype=value.dtype, device=where)
+            tensor_device = torch.device("cpu") if value.is_on_host else device
+            prepared[key] = old if fits else torch.empty(value.shape, dtype=value.dtype, device=tensor_device)
     return prepared
 
 
@@ -168,16 +172,16 @@ def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: l
         if state:
             optimizer.state[parameter] = state
         else:
-            # Optimizers initialise what is absent; an empty entry would look initialised to some.
+            # Optimizers initialize absent state; some take an empty entry for initialized state.
             optimizer.state.pop(parameter, None)
     for group, options in zip(optimizer.param_groups, values[len(parameters) :], strict=True):
         group.update(options)
 
 
-def _described_tensors(wanted: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
+def _described_tensors(root_values: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
     return [
         (i, key)
-        for i, values in enumerate(wanted)
+        for i, values in enumerate(root_values)
         for key, value in values.items()
         if isinstance(value, _TensorDescription)
     ]
@@ -197,7 +201,7 @@ def _add_zero_gradients(parameters: Iterable[Tensor]) -> None:
 def _named_values(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
     if isinstance(params, Mapping):
         return list(params.items())
-    # A tensor is iterable too: its rows would travel one by one.
+    # A tensor is iterable too; without this check its rows would be broadcast one by one.
     listed = [] if isinstance(params, Tensor) else list(params)
     pairs = [(None, entry) if isinstance(entry, Tensor) else entry for entry in listed]
     if isinstance(params, Tensor) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

@@ -1,4 +1,6 @@
-"""DistributedOptimizer: any torch optimizer, stepping with gradients combined over the ranks."""
+"""`DistributedOptimizer`: a wrapper of any torch optimizer that combines the gradients of all ranks."""
+
+from __future__ import annotations
 
 import contextlib
 import os
@@ -17,7 +19,7 @@ from datasvc.trainer.gradients.gradient_bucket import GradientReduction
 from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
-from datasvc.trainer.optim.adasum_optimizer import _DistributedAdasumOptimizer, make_adasum_optimizer  # noqa: F401 - programs look for it here
+from datasvc.trainer.optim.adasum_optimizer import _DistributedAdasumOptimizer, make_adasum_optimizer  # noqa: F401 - programs import it from here
 from datasvc.trainer.optim.parameter_names import Groups, check_groups, name_parameters, parameters_of, place_groups
 from datasvc.trainer.optim.wrapper_numbers import take_number
 
@@ -36,34 +38,34 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Wraps an optimizer so that ``step`` uses the gradients of all ranks.
+    """Wrap an optimizer so that `step` uses the gradients of all ranks.
 
-    The result is an instance of a subclass of the optimizer's class and shares its parameter groups and
-    state; ``state_dict`` fits the plain optimizer. Every rank wraps its optimizers in the same order.
-    Gradients are combined while the backward pass runs and live in reused buffers from then on: clone one to
-    keep it over the next backward pass.
+    The result is an instance of a subclass of the optimizer's class. It shares the parameter groups and the state,
+    and its `state_dict` fits the plain optimizer. Every rank wraps its optimizers in the same order. Gradients are
+    combined during the backward pass and are stored in reused buffers: clone a gradient to keep it past the next
+    backward pass.
 
     Args:
-        optimizer: over the same parameters in the same order, and memory format, on every rank.
-        named_parameters: usually ``model.named_parameters()``, for messages.
-        compression: what travels: ``Compression.none``, ``.fp16``, ``.bf16``, ``.topk(...)``, ``.powersgd(...)``, or
-            a subclass of `Compressor`.
-        backward_passes_per_step: how many backward passes accumulate before the ranks communicate. The
-            gradients are summed over the passes, not averaged.
-        op: Average or Sum over the ranks; or Adasum, by which the ranks combine what their own steps changed.
-        gradient_predivide_factor: splits the averaging: gradients are divided by this before they are summed,
-            and by ``size() / gradient_predivide_factor`` afterwards. Only with Average.
-        num_groups: deprecated: ``groups``.
-        groups: parameters whose gradients travel as one operation: lists of them, or a number of even runs of
-            parameters, with which every rank's call waits for the others. Without, groups are made by size.
-        sparse_as_dense: whether sparse gradients travel as dense ones; afterwards they are sparse again. Otherwise
-            indices and values are gathered; then a parameter with sparse gradients must have one on every rank in its
-            first step, unless the optimizer is SparseAdam.
-        process_set: whose gradients are combined. On other ranks the optimizer is as it was.
+        optimizer: optimizer over the same parameters, in the same order and memory format, on every rank.
+        named_parameters: names for error messages, usually `model.named_parameters()`.
+        compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(...)`, `.powersgd(...)`, or a subclass of
+            `Compressor`.
+        backward_passes_per_step: number of backward passes to accumulate before the ranks communicate. Gradients are
+            summed over the passes, not averaged.
+        op: Average or Sum of the gradients; or Adasum, which combines the changes that the local steps make.
+        gradient_predivide_factor: number by which gradients are divided before they are summed; the sum is divided by
+            `size() / gradient_predivide_factor`. Only with Average.
+        num_groups: deprecated; use `groups`.
+        groups: parameters whose gradients are sent as one operation: lists of parameters, or the number of groups of
+            consecutive parameters. With a number, the call is a collective. None groups parameters by size.
+        sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back. Otherwise indices and
+            values are gathered; then a parameter with sparse gradients needs one on every rank in its first step,
+            unless the optimizer is SparseAdam.
+        process_set: ranks whose gradients are combined. On other ranks the optimizer behaves as before.
 
     Raises:
-        ValueError: not initialized; names not unique or not complete; arguments out of range, or not possible
-            together.
+        ValueError: the trainer is not initialized; names are not unique or not complete; an argument is out of range
+            or contradicts another one.
     """
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError("gradient_predivide_factor is only supported with op=Average")
@@ -78,10 +80,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     base = type(optimizer)
     subclass: Any = type(base.__name__, (_DistributedOptimizer, base), {})
     wrapped: _DistributedOptimizer = subclass.__new__(subclass)
-    # A learning-rate scheduler leaves a bound step() of the plain optimizer behind.
+    # A learning-rate scheduler stores a bound step() of the plain optimizer in its __dict__; it would hide ours.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     placed = place_groups(groups, parameters_of(optimizer), names, process_set) if _takes_part(process_set) else []
-    # SparseAdam takes no dense gradient, not even on a rank that has none in its first step.
+    # SparseAdam rejects dense gradients, so a rank without a gradient in the first step must send a sparse one too.
     sparse = set(range(len(names))) if isinstance(optimizer, torch.optim.SparseAdam) else set()
     exchange = Exchange(
         reduction=reduction,
@@ -95,10 +97,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """What the subclass adds: nothing in a world of one, nor out of the process set: there is nobody to wait for."""
+    """The methods that the subclass adds; they do not communicate with one rank, or outside the process set."""
 
     def set_up(self, names: dict[Tensor, str], exchange: Exchange, passes_per_step: int) -> None:
-        """Takes the place of a constructor, which would make a new state and new parameter groups."""
+        """Initialize the added attributes; a constructor would create new state and parameter groups."""
         self._parameter_names = names
         self._exchange = exchange
         self._reducer_name = f"gradients.{take_number('gradients')}"
@@ -111,7 +113,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def op(self) -> ReduceOp:
-        """As given, as the four below."""
+        """See `DistributedOptimizer`."""
         return self._exchange.reduction.op
 
     @property
@@ -131,7 +133,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Can be set: see `set_backward_passes_per_step`."""
+        """See `set_backward_passes_per_step`, which the setter calls."""
         return self._passes_per_step
 
     @backward_passes_per_step.setter
@@ -139,10 +141,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes how many backward passes accumulate; only between ``step`` and ``backward``, on all ranks.
+        """Set the number of backward passes per step; call it between `step` and `backward`, on all ranks.
 
         Raises:
-            ValueError: less than one.
+            ValueError: `passes` is less than 1.
         """
         self._passes_per_step = _checked_passes(passes)
         if self._reducer is not None:
@@ -150,9 +152,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._reducer.passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Completes the reduction: afterwards every ``grad`` is the combined one, e.g. to clip it.
+        """Wait until every `grad` holds the combined gradient, for example to clip it.
 
-        Every rank calls this. ``step`` then belongs into ``skip_synchronize``.
+        Every rank calls this. Call `step` inside `skip_synchronize` afterwards.
 
         Raises:
             HorovodInternalError: ranks disagree on the parameters, or a rank is lost.
@@ -166,7 +168,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step`` takes the gradients as they are."""
+        """Make `step` use the gradients without combining them, inside the block."""
         self._should_synchronize = False
         try:
             yield
@@ -174,7 +176,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Waits for the combined gradients and steps; a closure's are combined after each call of it."""
+        """Wait for the combined gradients and make a step; with a closure, combine them after each call of it."""
         if closure is not None and self._reducer is not None and self._should_synchronize:
             return super().step(self._synchronizing(closure))
         if self._should_synchronize:
@@ -190,15 +192,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized = False
         return super().step(closure) if closure is not None else super().step()
 
-    # torch wraps a step() without this mark in profiling and user hooks; the base class's own is wrapped
+    # torch wraps a step() without this mark in profiling and user hooks; the step() of the base class is wrapped
     # already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Like the base class's.
+        """Reset the gradients, as the base class does.
 
         Raises:
-            AssertionError: gradients are being reduced, that is, between ``backward`` and ``step``.
+            AssertionError: the reduction of gradients is in progress, that is, between `backward` and `step`.
         """
         if self._reducer is not None and self._reducer.is_reducing():
             raise AssertionError(
@@ -208,7 +210,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base class's; under "compression" what a compression remembers, which is this rank's own."""
+        """Return the state of the base class, and the memory of this rank's compression as "compression"."""
         state: dict[str, Any] = super().state_dict()
         if isinstance(self._exchange.compression, CompressionWithMemory):
             memory = copied(self._exchange.memory, residuals=True)
@@ -216,10 +218,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Like the base class's; gradients seen so far are forgotten.
+        """Load a state, as the base class does, and discard accumulated gradients.
 
-        What a rank had not sent yet comes back only to that rank, or to the process that saved it if that has another
-        number now; in another rank's state it is left out.
+        The residuals of a compression are restored only on the rank that saved them, or in the process that saved
+        them if its rank has changed. Other ranks ignore them.
         """
         if self._reducer is not None:
             self._reducer.reset()
@@ -233,24 +235,24 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._remember(copied(saved["memory"], residuals=is_mine))
 
     def shared_memory(self) -> Memory:
-        """What a compression remembers and every rank shall know alike."""
+        """Return the part of the compression's memory that must be equal on all ranks."""
         return copied(self._exchange.memory, residuals=False)
 
     def adopt_shared_memory(self, memory: Memory) -> None:
-        """Takes over another rank's; what this rank has not sent yet it still has to send."""
-        mine = self._exchange.memory
+        """Replace the shared part of the compression's memory by another rank's; keep the local residuals."""
+        local_memory = self._exchange.memory
         residuals = {
-            position: {RESIDUAL: values[RESIDUAL]} for position, values in mine.items() if RESIDUAL in values
+            position: {RESIDUAL: values[RESIDUAL]} for position, values in local_memory.items() if RESIDUAL in values
         }
-        mine.clear()
+        local_memory.clear()
         self._remember(memory)
         self._remember(residuals)
 
     def _remember(self, memory: Memory) -> None:
         for position, parameter in enumerate(parameters_of(self)):
             for key, value in memory.get(position, {}).items():
-                mine = self._exchange.memory.setdefault(position, {})
-                mine[key] = value.to(parameter.device) if isinstance(value, Tensor) else value
+                entry = self._exchange.memory.setdefault(position, {})
+                entry[key] = value.to(parameter.device) if isinstance(value, Tensor) else value
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def synchronized() -> Any:
@@ -275,9 +277,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _catch_up_unfrozen(self) -> None:
-        """Reduces parameters that have become trainable, or were added, since the buckets were planned.
+        """Reduce parameters that became trainable, or were added, after the buckets were planned.
 
-        All ranks must have changed the same ones.
+        The set of changed parameters must be the same on all ranks.
         """
         assert self._reducer is not None
         parameters = parameters_of(self)
@@ -287,15 +289,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return
         self._reducer.close()
         self._reducer = self._hook_parameters(parameters, self._reducer_name)
-        late = sorted(trainable - covers)
-        if late:
-            reducer = self._hook_parameters([parameters[i] for i in late], f"{self._reducer_name}.late")
+        new_positions = sorted(trainable - covers)
+        if new_positions:
+            # The new reducer has no gradients of this step: these are reduced once by a temporary reducer.
+            reducer = self._hook_parameters([parameters[i] for i in new_positions], f"{self._reducer_name}.late")
             reducer.finish()
             reducer.close()
 
 
 def _name_process() -> str:
-    """Unlike any other's, of this job or another: a fork has the same first half."""
+    # A forked child inherits the token; the process id tells the two apart.
     return f"{_process_token}.{os.getpid()}"
 
 

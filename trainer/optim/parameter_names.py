@@ -1,4 +1,6 @@
-"""What users say about an optimizer's parameters, checked: their names, and which of them travel together."""
+"""Validation of the names and groups that a user gives for the parameters of an optimizer."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,17 +15,17 @@ Groups = int | Sequence[Sequence[Tensor]] | None
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters, in the order of the groups."""
+    """Return all parameters of an optimizer, in the order of its parameter groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
-    """The name of each parameter: the user's, or its number.
+    """Return the name of each parameter: the user's, or one made from its position.
 
     Raises:
-        ValueError: the names are no pairs, not unique, or do not cover all parameters.
+        ValueError: `named_parameters` are not pairs, not unique, or do not cover all parameters.
     """
     parameters = parameters_of(optimizer)
     if named_parameters is None:
@@ -38,46 +40,50 @@ def name_parameters(
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise ValueError(f"parameter names in named_parameters must be unique; found twice: {', '.join(duplicates)}")
-    named = {parameter: name for name, parameter in pairs}
-    num_unnamed = sum(parameter not in named for parameter in parameters)
+    name_of = {parameter: name for name, parameter in pairs}
+    num_unnamed = sum(parameter not in name_of for parameter in parameters)
     if num_unnamed:
         raise ValueError(f"named_parameters was given, but {num_unnamed} parameters of the optimizer are not named")
-    return named
+    return name_of
 
 
 def check_groups(groups: Groups) -> None:
-    """Raises ValueError: not a number from 0, nor lists of tensors in which each comes once."""
+    """Check the `groups` argument of `DistributedOptimizer`.
+
+    Raises:
+        ValueError: `groups` is negative, contains something other than tensors, or contains a tensor twice.
+    """
     if groups is None:
         return
     if isinstance(groups, int):
         if groups < 0:
-            raise ValueError(f"groups must be a number from 0, or lists of tensors, not {groups}")
+            raise ValueError(f"groups must be a number of at least 0, or lists of tensors, not {groups}")
         return
     listed = [tensor for group in groups for tensor in group]
     if not all(isinstance(tensor, Tensor) for tensor in listed):
-        raise ValueError("groups must be a number from 0, or lists of tensors")
+        raise ValueError("groups must be a number of at least 0, or lists of tensors")
     if len({id(tensor) for tensor in listed}) < len(listed):
-        raise ValueError("a parameter can be in one of the groups only, and once")
+        raise ValueError("groups contain a parameter twice; list each parameter once")
 
 
 def place_groups(
     groups: Groups, parameters: Sequence[Tensor], names: Mapping[Tensor, str], process_set: ProcessSet
 ) -> list[list[int]]:
-    """Positions of the parameters of each group. With a number of groups every rank of the set calls this.
+    """Return the positions of the parameters of each group. With a number of groups, this is a collective.
 
     Args:
-        groups: runs of parameters in the order of the set's first rank; or lists, of which parameters that are not
-            among ``parameters`` are left out.
-        parameters: of the optimizer.
-        names: of each.
-        process_set: the ranks.
+        groups: number of groups of consecutive parameters, in the order of the set's first rank; or lists of
+            parameters, in which those that are not among `parameters` are ignored.
+        parameters: parameters of the optimizer.
+        names: name of each parameter.
+        process_set: ranks that take part.
     """
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    positions = {id(parameter): position for position, parameter in enumerate(parameters)}
     if isinstance(groups, int):
         if groups == 0:
             return []
-        by_name = {names[parameter]: place for place, parameter in enumerate(parameters)}
+        by_name = {names[parameter]: position for position, parameter in enumerate(parameters)}
         first_rank = (process_set.ranks or [0])[0]
         order = broadcast_object(list(by_name), first_rank, "optimizer.groups", process_set)
         return cut_evenly([by_name[name] for name in order if name in by_name], groups)
-    return [[places[id(tensor)] for tensor in group if id(tensor) in places] for group in groups or ()]
+    return [[positions[id(tensor)] for tensor in group if id(tensor) in positions] for group in groups or ()]

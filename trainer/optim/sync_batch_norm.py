@@ -1,8 +1,11 @@
-"""Batch normalisation over the batch of all ranks, on CPUs and GPUs.
+"""Batch normalization over the batches of all ranks, on CPUs and GPUs.
 
-The statistics of a batch are one sum over the ranks, so ranks may have batches of different sizes, or none, and ranks
-that have joined do no harm. Sums are in float64: then the variance may be taken as mean square minus squared mean.
+The statistics are computed from one sum over the ranks. Ranks may have batches of different sizes or empty batches,
+and ranks that have joined add zeros. The sums are in float64, so that the mean square minus the squared mean is an
+accurate variance.
 """
+
+from __future__ import annotations
 
 from typing import Any, cast
 
@@ -16,20 +19,20 @@ from datasvc.trainer.ops import Sum, allreduce_
 from datasvc.trainer.optim.wrapper_numbers import take_number
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what torch's own is made of
-    """Like ``torch.nn.BatchNorm`` of any number of dimensions, in training with the statistics of all ranks' batches.
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base class of torch's modules
+    """Batch normalization for inputs of any number of dimensions; training uses the statistics of all ranks.
 
-    Every rank makes its modules in the same order, and calls them in the same order. In evaluation, and on ranks
-    outside the process set, nothing is communicated. Gradients of weight and bias are this rank's share, for
-    `DistributedOptimizer` to combine.
+    Every rank creates its modules in the same order, and calls them in the same order. The module does not
+    communicate in evaluation, or on ranks outside the process set. The gradients of weight and bias cover the local
+    batch only; `DistributedOptimizer` combines them.
 
     Args:
-        num_features: channels, the second dimension of the input.
-        eps: is added to the variance.
-        momentum: of the running statistics; None for their plain average.
-        affine: whether there are weight and bias.
-        track_running_stats: whether there are running statistics, which evaluation uses.
-        process_set: whose batches are one.
+        num_features: number of channels, the second dimension of the input.
+        eps: number added to the variance.
+        momentum: momentum of the running statistics; None for their cumulative average.
+        affine: whether the module has weight and bias.
+        track_running_stats: whether the module has running statistics, which evaluation uses.
+        process_set: ranks whose batches are normalized together.
     """
 
     def __init__(
@@ -44,18 +47,19 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what tor
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        # Fixed names: one made by counting calls would differ between ranks after uneven epochs.
+        # A fixed name: after epochs of different lengths, a count of calls would differ between ranks.
         self._name = f"sync_batch_norm.{take_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises ``floating[batch, num_features, ...]``.
+        """Normalize `floating[batch, num_features, ...]`.
 
         Raises:
-            ValueError: less than two dimensions; one value per channel among all ranks; not initialized.
-            HorovodInternalError: ranks disagree on the channels, or a rank is lost.
+            ValueError: the input has less than two dimensions; all ranks together have at most one value per channel;
+                the trainer is not initialized.
+            HorovodInternalError: ranks disagree on the number of channels, or a rank is lost.
         """
         if input.dim() < 2:
-            raise ValueError(f"expected an input of at least two dimensions, not {input.dim()}")
+            raise ValueError(f"expected an input with at least two dimensions, not {input.dim()}")
         if not self.training or not self.process_set.included() or self.process_set.size() == 1:
             return self._normalize_locally(input)
         arguments = (input, self.weight, self.bias, self.eps, self._name, self.process_set)
@@ -65,11 +69,11 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what tor
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet = global_process_set) -> nn.Module:
-        """Replaces every ``torch.nn.BatchNorm*d`` and ``torch.nn.SyncBatchNorm`` in a module, itself included.
+        """Replace every `torch.nn.BatchNorm*d` and `torch.nn.SyncBatchNorm` in a module, or the module itself.
 
-        Parameters, buffers and mode are taken over, not copied: an optimizer that has them goes on.
+        The new modules share parameters and buffers with the old ones, so that an existing optimizer stays valid.
         """
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what all of them are
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base class of all of them
             return module if isinstance(module, cls) else cls._from_local(module, process_set)
         for name, child in module.named_children():
             converted = cls.convert_sync_batchnorm(child, process_set)
@@ -78,7 +82,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what tor
         return module
 
     @classmethod
-    def _from_local(cls, module: nn.modules.batchnorm._BatchNorm, process_set: ProcessSet) -> "SyncBatchNorm":
+    def _from_local(cls, module: nn.modules.batchnorm._BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
         converted = cls(
             module.num_features,
             module.eps,
@@ -88,13 +92,13 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what tor
             process_set=process_set,
         )
         converted.affine, converted.track_running_stats = module.affine, module.track_running_stats
-        # The module's own tables, so that None stays None and what is not persistent too.
+        # The tables of the module itself: entries that are None or not persistent stay so.
         converted._parameters, converted._buffers = module._parameters, module._buffers  # noqa: SLF001
         converted.training = module.training
         return converted
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
-        """Any number from 2."""
+        """Accept every number of dimensions; `forward` checks the minimum."""
 
     def _normalize_locally(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         uses_batch = self.training or self.running_mean is None
@@ -130,7 +134,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - what tor
 
 
 class _Normalize(torch.autograd.Function):
-    """Output, and mean, biased variance and number of values of each channel over all ranks, in float64."""
+    """Return the output, and per channel mean, biased variance and number of values of all ranks in float64."""
 
     @staticmethod
     def forward(
@@ -146,7 +150,7 @@ class _Normalize(torch.autograd.Function):
         count, first, second = sums[-1], *sums[:-1].chunk(2)
         if float(count) <= 1:
             raise ValueError(
-                f"expected more than 1 value per channel in training, over all ranks: {tuple(input.shape)}"
+                f"training needs more than 1 value per channel over all ranks, but the input is {tuple(input.shape)}"
             )
         mean = first / count
         variance = (second / count - mean * mean).clamp_(min=0)
@@ -170,7 +174,7 @@ class _Normalize(torch.autograd.Function):
         mean_slope, mean_product = (sums / count).chunk(2)
         scale = inverse if weight is None else inverse * weight.double()
         pull = scale * inverse * inverse * mean_product
-        scale, pull, mean_slope = (each.to(working).view(shape) for each in (scale, pull, mean_slope))
+        scale, pull, mean_slope = (values.to(working).view(shape) for values in (scale, pull, mean_slope))
         input_gradient = ((slope - mean_slope) * scale).sub_(centred.mul_(pull)).to(input.dtype)
         if weight is None:
             return (input_gradient, *[None] * 5)
@@ -179,14 +183,15 @@ class _Normalize(torch.autograd.Function):
 
 
 def _sums_of(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-    """Of each channel the sum and the sum of squares of its values, and how many there are: float64[2C + 1]."""
+    """Return float64[2C + 1]: the sum of each channel, the sum of squares of each channel, the number of values."""
     axes = [axis for axis in range(input.dim()) if axis != 1]
     count = input.numel() // input.shape[1] if input.shape[1] else 0
-    counted = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
+    num_values = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
     if not count:
-        return torch.cat([counted.new_zeros(2 * input.shape[1]), counted])
-    variance, mean = (each.double() for each in torch.var_mean(input.to(_working_dtype(input)), axes, correction=0))
-    return torch.cat([mean * count, (variance + mean * mean) * count, counted])
+        return torch.cat([num_values.new_zeros(2 * input.shape[1]), num_values])
+    moments = torch.var_mean(input.to(_working_dtype(input)), axes, correction=0)
+    variance, mean = (moment.double() for moment in moments)
+    return torch.cat([mean * count, (variance + mean * mean) * count, num_values])
 
 
 def _normalize(

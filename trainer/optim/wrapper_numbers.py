@@ -1,9 +1,11 @@
-"""Numbers for the names under which an optimizer or a module of each rank meets its like on the others.
+"""Numbers for optimizers and modules, which give the same object the same operation name on every rank.
 
-Counted, and not taken from what is alive: when something dropped is gone depends on the collector, and differs by
-rank. In an elastic job those that stay have made things before that newcomers have not, so the ranks raise their
-counts to the highest whenever they bring their states in line.
+The numbers count creations, not live objects: garbage collection happens at different times on different ranks. In an
+elastic job, ranks that join later have created fewer objects, so all ranks raise their counts to the maximum whenever
+they synchronize their states.
 """
+
+from __future__ import annotations
 
 from collections import Counter
 
@@ -11,14 +13,14 @@ _counts: Counter[str] = Counter()
 
 
 def take_number(kind: str) -> int:
-    """The next number of this kind. Every rank calls this in the same order."""
+    """Return the next number of a kind. Every rank calls this in the same order."""
     number = _counts[kind]
     _counts[kind] += 1
     return number
 
 
 def raise_counts() -> None:
-    """Goes on from the highest count of any rank. A collective: every rank calls this."""
+    """Raise the counts to the maximum over the ranks. A collective: every rank calls this."""
     from datasvc.trainer.optim.broadcast_state import allgather_object
 
     for counts in allgather_object(dict(_counts), name="wrapper_numbers"):

@@ -1,5 +1,7 @@
 """Which rank is missing? Decides from what is known of each when to say so. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -8,7 +10,7 @@ _PREFIX = "trainer/arrived"
 
 
 def arrival_key(rank: int) -> str:
-    """What ``init`` sets in the launcher's store, so that the launcher can name the ranks that have not called it."""
+    """What `init` sets in the launcher's store, so that the launcher can name the ranks that have not called it."""
     return f"{_PREFIX}/{rank}"
 
 
@@ -21,9 +23,9 @@ class Late:
 
 
 class Arrivals:
-    """Watches the ranks come: first their processes, on hosts that may be slow or gone, then their calls of ``init``.
+    """Watches the ranks come: first their processes, on hosts that may be slow or gone, then their calls of `init`.
 
-    A program need not call ``init``, so a rank is late with that only once another has called it.
+    A program need not call `init`, so a rank is late with that only once another has called it.
 
     Args:
         num_ranks: of the job.
@@ -46,7 +48,7 @@ class Arrivals:
         Args:
             now_s: the time.
             come: ranks whose program runs, or has ended.
-            called: ranks that have called ``init``, or have ended.
+            called: ranks that have called `init`, or have ended.
         """
         missing = tuple(rank for rank in self._ranks if rank not in come)
         if missing:

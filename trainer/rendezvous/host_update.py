@@ -1,4 +1,6 @@
-"""How a rank hears that hosts have come or gone. Without torch: the worker of ``datasvc.trainer.run`` imports it."""
+"""How a rank hears that hosts have come or gone. Without torch: the worker of `datasvc.trainer.run` imports it."""
+
+from __future__ import annotations
 
 
 class HostUpdateResult:
@@ -11,7 +13,7 @@ class HostUpdateResult:
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name; it is no error
-    """Raised on every rank at once by ``check_host_updates``: the ranks meet anew, with the state that they have.
+    """Raised on every rank at once by `check_host_updates`: the ranks meet anew, with the state that they have.
 
     Args:
         skip_sync: whether ranks have only gone, so that all that stay have the same state.

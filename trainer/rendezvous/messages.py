@@ -4,6 +4,8 @@ A worker pushes its words onto one queue, the driver answers under a key of the 
 pushed onto a queue of each worker's, at which a thread of it waits.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ def notice_queue(worker: str) -> str:
 
 
 def answer_key(worker: str, number: int) -> str:
-    """Where the answer to a worker's ``number``-th ask lies."""
+    """Where the answer to a worker's `number`-th ask lies."""
     return f"elastic/answers/{worker}/{number}"
 
 
@@ -45,7 +47,7 @@ class Ask:
     Args:
         worker: who.
         number: how many times it has asked, from 1.
-        serial: of its committed state; see ``places``.
+        serial: of its committed state; see `places`.
         wants_sync: whether the ranks must copy rank 0's state before they go on.
     """
 
@@ -102,7 +104,7 @@ class Notice:
 
     Args:
         number: counts notices.
-        result: 1 removed, 2 added, 3 both, see ``HostUpdateResult``.
+        result: 1 removed, 2 added, 3 both, see `HostUpdateResult`.
     """
 
     number: int = 0

@@ -3,6 +3,8 @@
 Invariant: a process asks for one place at a time, after it has left its last round.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import datetime as dt
@@ -51,7 +53,7 @@ class Listener(Protocol):
     """Whoever is told of changes of hosts: an elastic state."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """See ``State``; it must not block: the next notice waits for it."""
+        """See `State`; it must not block: the next notice waits for it."""
 
 
 class Rendezvous:
@@ -142,7 +144,7 @@ class Rendezvous:
                 self._notify()
 
     def end_notices(self) -> None:
-        """Makes ``receive_notices`` return."""
+        """Makes `receive_notices` return."""
         with contextlib.suppress(RuntimeError):
             self._store.queue_push(notice_queue(self._worker), END_OF_QUEUE)
 
@@ -189,7 +191,7 @@ class Rendezvous:
 def report_uncaught_errors(rendezvous: Rendezvous) -> None:
     """Tells the driver of an error that ends the main thread, wherever in the program; then goes on as before.
 
-    Not of a ``HorovodInternalError``: that is the loss of another rank, or was told already.
+    Not of a `HorovodInternalError`: that is the loss of another rank, or was told already.
     """
     shown_by, pid = sys.excepthook, os.getpid()
 
@@ -254,5 +256,5 @@ def _start_notices(rendezvous: Rendezvous, store: Store) -> None:
 
 
 def current_rendezvous() -> Rendezvous | None:
-    """What ``open_rendezvous`` made; None before, and outside an elastic job."""
+    """What `open_rendezvous` made; None before, and outside an elastic job."""
     return _rendezvous

@@ -1,5 +1,7 @@
 """Enters the next round of an elastic job: asks for a place, and connects to the other members."""
 
+from __future__ import annotations
+
 import datetime as dt
 import logging
 import sys

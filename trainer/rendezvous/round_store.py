@@ -3,6 +3,8 @@
 Without it, ranks that wait for the address of one that has died wait for the whole timeout.
 """
 
+from __future__ import annotations
+
 import datetime as dt
 import time
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ class RoundStore(Store):
         self._timeout = dt.timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: str) -> None:
-        """See ``torch.distributed.Store``, as for the others."""
+        """See `torch.distributed.Store`, as for the others."""
         self._store.set(self._named(key), value)
 
     def get(self, key: str) -> bytes:
@@ -44,19 +46,19 @@ class RoundStore(Store):
         return bytes(self._store.get(self._named(key)))
 
     def add(self, key: str, amount: int) -> int:
-        """See ``set``."""
+        """See `set`."""
         return int(self._store.add(self._named(key), amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See ``set``."""
+        """See `set`."""
         return bool(self._store.check([self._named(key) for key in keys]))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See ``set``."""
+        """See `set`."""
         return bytes(self._store.compare_set(self._named(key), expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        """See ``set``."""
+        """See `set`."""
         return bool(self._store.delete_key(self._named(key)))
 
     def num_keys(self) -> int:
@@ -64,18 +66,18 @@ class RoundStore(Store):
         return int(self._store.num_keys())
 
     def set_timeout(self, timeout: dt.timedelta) -> None:
-        """For ``wait`` and ``get`` from now on."""
+        """For `wait` and `get` from now on."""
         self._timeout = timeout
 
     def has_extended_api(self) -> bool:
-        """Whether there are ``append`` and the like: nobody here needs them."""
+        """Whether there are `append` and the like: nobody here needs them."""
         return False
 
     def wait(self, keys: Sequence[str], timeout: dt.timedelta | None = None) -> None:
         """Returns when the keys exist.
 
         Raises:
-            RuntimeError: see ``get``.
+            RuntimeError: see `get`.
         """
         deadline_s = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause_s = _FIRST_PAUSE_S

@@ -1,4 +1,6 @@
-"""Horovod's package of the launcher: the names of ``horovod.runner``, which are defined elsewhere. Loads no torch."""
+"""The public names of `horovod.runner`, the package of the launcher. Does not import torch."""
+
+from __future__ import annotations
 
 from datasvc.trainer.function import run
 

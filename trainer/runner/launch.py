@@ -1,4 +1,6 @@
-"""What ``horovodrun`` and ``python -m horovod.runner.launch`` start: the names of ``horovod.runner.launch``."""
+"""The entry point of `horovodrun` and `python -m horovod.runner.launch`: the names of `horovod.runner.launch`."""
+
+from __future__ import annotations
 
 import sys
 

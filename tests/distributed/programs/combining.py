@@ -85,10 +85,10 @@ def check_the_old_name_of_groups_is_deprecated():
 
 def check_groups_that_are_none_are_refused():
     model = new_model()
-    for groups, words in ((-1, "number from 0"), ([["x"]], "lists of tensors")):
+    for groups, words in ((-1, "number of at least 0"), ([["x"]], "lists of tensors")):
         with raises(ValueError, words):
             hvd.DistributedOptimizer(sgd(model), groups=groups)
-    with raises(ValueError, "in one of the groups only"):
+    with raises(ValueError, "groups contain a parameter twice"):
         hvd.DistributedOptimizer(sgd(model), groups=[[model[0].weight], [model[0].weight]])
 
 

@@ -18,7 +18,7 @@ RANK = int(os.environ["RANK"])
 def check_a_rank_that_does_not_come_is_named_and_may_come_later():
     if RANK == 0:
         os.environ["HOROVOD_START_TIMEOUT"] = "0.2"
-        with raises(hvd.HorovodInternalError, "rank 1 of 2 did not come within 0.2 s", "HOROVOD_START_TIMEOUT"):
+        with raises(hvd.HorovodInternalError, "rank 1 of 2 did not connect within 0.2 s", "HOROVOD_START_TIMEOUT"):
             hvd.init()
         del os.environ["HOROVOD_START_TIMEOUT"]
         launchers_store().set("rank 0 has given up", "")

@@ -1,4 +1,6 @@
-"""What the driver of an elastic job does next: decided in ``membership``, done in ``driver``. Values only."""
+"""What the driver of an elastic job does next: decided in `membership`, done in `driver`. Values only."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -8,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 @dataclass(frozen=True)
 class Start:
-    """Start a worker's process; ``place`` is the one that it will have if all others come too."""
+    """Start a worker's process; `place` is the one that it will have if all others come too."""
 
     worker: str
     host: str
@@ -70,7 +72,7 @@ class Finish:
     Args:
         exit_status: of the launcher.
         reason: why it did not end well; empty if it did.
-        worker: the one that failed first, if one did; ``reason`` then follows its name.
+        worker: the one that failed first, if one did; `reason` then follows its name.
         others: what happened to further ones since the ranks met last, a line each.
     """
 

@@ -1,5 +1,7 @@
 """Which hosts get no new ranks because ranks have failed on them: pure, the clock is passed in."""
 
+from __future__ import annotations
+
 import math
 
 

@@ -1,5 +1,7 @@
 """Asks a script, again and again, which hosts there are."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal
@@ -19,7 +21,7 @@ class DiscoveryError(Exception):
 
 
 def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT_TIMEOUT_S) -> tuple[Host, ...]:
-    """The hosts that the script prints: lines ``host`` or ``host:slots``.
+    """The hosts that the script prints: lines `host` or `host:slots`.
 
     Args:
         script: a shell's command line, usually a path.
@@ -61,7 +63,7 @@ class Discovery:
     """Runs the script in a thread of its own. A context: leaving it stops that.
 
     Args:
-        script: see ``run_discovery``.
+        script: see `run_discovery`.
         default_slots: likewise.
         interval_s: between the end of one run and the start of the next.
         on_hosts: gets the hosts of the first run and after each change, from the thread.

@@ -1,7 +1,9 @@
-"""Runs an elastic job: does what ``membership`` decides, and tells it what happens.
+"""Runs an elastic job: does what `membership` decides, and tells it what happens.
 
 One thread decides and acts, on one queue of events. Other threads only wait for something and put it there.
 """
+
+from __future__ import annotations
 
 import contextlib
 import datetime as dt
@@ -137,7 +139,7 @@ class _Driver:
         self._words_thread = threading.Thread(target=self._hear_words, name="elastic-words", daemon=True)
 
     def find_hosts(self, hosts: tuple[Host, ...]) -> None:
-        """These are all hosts now. From any thread, as the methods below up to ``run``."""
+        """These are all hosts now. From any thread, as the methods below up to `run`."""
 
         def event() -> list[Action]:
             self._slots = {host.name: host.num_slots for host in hosts}
@@ -278,7 +280,7 @@ class _Driver:
             if end is not None:
                 self._events.put(lambda end=end: self._ended(end))  # type: ignore[misc]  # a default binds it
 
-    def _open_store(self) -> "TCPStore":
+    def _open_store(self) -> TCPStore:
         store = serve_store(self._listener)
         # A connection of its own, because one that waits answers nobody else.
         self._words_thread.start()

@@ -1,5 +1,7 @@
 """How the membership of an elastic job may change: from the command line and the environment, checked once."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ class Limits:
         start_timeout_s: how long a worker may take to start, and then keep the others waiting; None for no limit.
         hang_timeout_s: how long a member may go on in a round that has ended for the others; then it is ended.
         reset_limit: how many rounds may follow the first; None for no limit.
-        cooldown_range_s: see ``Blacklist``.
+        cooldown_range_s: see `Blacklist`.
         hosts_can_change: whether hosts are discovered; if not, waiting for more is in vain.
 
     Raises:
@@ -81,7 +83,7 @@ def read_discovery_interval_s(environ: Mapping[str, str]) -> float:
     """How often the discovery script runs.
 
     Raises:
-        ValueError: ``HVD_DISCOVERY_INTERVAL`` is not a number of seconds.
+        ValueError: `HVD_DISCOVERY_INTERVAL` is not a number of seconds.
     """
     return _seconds(environ, "HVD_DISCOVERY_INTERVAL", _DEFAULT_INTERVAL_S)
 

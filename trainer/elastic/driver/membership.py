@@ -7,6 +7,8 @@ Invariants:
     No new worker on a barred host. No round of fewer than the minimum, but when the job runs down: that is said.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 
@@ -36,7 +38,7 @@ _REMOVED, _ADDED = 1, 2
 class JobMembership:
     """The state of a job. Each method takes an event and returns what to do, in order.
 
-    Nothing is to be done after a ``Finish``; events are then ignored.
+    Nothing is to be done after a `Finish`; events are then ignored.
 
     Args:
         limits: see there.
@@ -134,11 +136,11 @@ class JobMembership:
         return self._finishing([*actions, *self._advance(now_s)])
 
     def time_passed(self, now_s: float) -> list[Action]:
-        """Nothing has happened, but it is ``next_deadline_s``."""
+        """Nothing has happened, but it is `next_deadline_s`."""
         return self._advance(now_s)
 
     def next_deadline_s(self, now_s: float) -> float | None:
-        """When ``time_passed`` is due, if nothing else happens."""
+        """When `time_passed` is due, if nothing else happens."""
         times = [deadline.at_s for deadline in self._deadlines()]
         if self._short_since_s is not None and not self._has_waited_too_long(now_s):
             times.append(self._short_since_s + self._limits.elastic_timeout_s)

@@ -1,5 +1,7 @@
 """Who gets which rank in a new round: pure."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

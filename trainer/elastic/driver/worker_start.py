@@ -1,5 +1,7 @@
 """How the process of a worker is started on its host."""
 
+from __future__ import annotations
+
 import socket
 from collections.abc import Mapping, Sequence
 

@@ -28,7 +28,7 @@ class Worker:
     """One process of the job, from its start to its end.
 
     Args:
-        name: ``host:slot:incarnation``.
+        name: `host:slot:incarnation`.
         host: where it runs.
         slot: one of the host's, from 0.
         seniority: how many were started before it.

@@ -4,6 +4,8 @@ Ranks combine pairwise: at level k each swaps with the rank whose number differs
 same tree and the same bits. Dot products are taken per tensor, not per buffer, in float64.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 def combine_over_tree(
     parts: Sequence[Tensor], flat: Tensor, *, place: int, num_places: int, swap: Callable[[Tensor, int], Tensor]
 ) -> None:
-    """Overwrites ``parts``, views into ``flat``, with what all places combine to.
+    """Overwrites `parts`, views into `flat`, with what all places combine to.
 
     Args:
         parts: the tensors, flat.
@@ -35,7 +37,7 @@ def combine_over_tree(
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """``a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)``; a zero vector adds nothing and takes nothing away.
+    """`a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)`; a zero vector adds nothing and takes nothing away.
 
     Args:
         a: floating, flat.

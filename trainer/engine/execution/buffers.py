@@ -1,5 +1,7 @@
 """Scratch memory for fusion: allocated once per dtype and device, grown when needed, used again and again."""
 
+from __future__ import annotations
+
 import threading
 
 import torch
@@ -21,10 +23,10 @@ class FusionBuffers:
         self._failure: str | None = None
 
     def take(self, dtype: torch.dtype, device: torch.device, num_elements: int) -> Tensor:
-        """An uninitialised contiguous ``dtype[num_elements]`` on the device; waits where two are in use.
+        """An uninitialised contiguous `dtype[num_elements]` on the device; waits where two are in use.
 
         Raises:
-            RuntimeError: ``fail`` was called: what is in use never comes back.
+            RuntimeError: `fail` was called: what is in use never comes back.
         """
         kind = (dtype, device)
         with self._changed:
@@ -42,7 +44,7 @@ class FusionBuffers:
         return buffer[:num_elements]
 
     def give_back(self, taken: Tensor) -> None:
-        """Takes back what ``take`` handed out."""
+        """Takes back what `take` handed out."""
         whole = taken if taken._base is None else taken._base  # noqa: SLF001 - torch has no other way to the whole
         with self._changed:
             self._free.setdefault((whole.dtype, whole.device), []).append(whole)

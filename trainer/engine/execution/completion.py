@@ -3,6 +3,8 @@
 So the engine negotiates and packs the next operation while one travels.
 """
 
+from __future__ import annotations
+
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +23,7 @@ class _Pending(NamedTuple):
 class Completions:
     """A thread that waits for each collective and then does what its beginner has left to do.
 
-    Invariant: once ``close`` returned nothing here touches a tensor. (What is under way in a group that broke may,
+    Invariant: once `close` returned nothing here touches a tensor. (What is under way in a group that broke may,
     until the group is destroyed.)
     """
 
@@ -35,7 +37,7 @@ class Completions:
         self._thread.start()
 
     def add(self, work: CollectiveWork, after: Callable[[CollectiveWork], None], *, is_short: bool) -> None:
-        """Lets ``after``, which waits for the work, run later, in turn.
+        """Lets `after`, which waits for the work, run later, in turn.
 
         Args:
             work: has begun.

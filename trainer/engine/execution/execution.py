@@ -1,5 +1,7 @@
 """Runs agreed operations on the data groups. Every rank runs the same list in the same order."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,14 +22,14 @@ from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 
 
 class Executor:
-    """Sends each operation to what runs it; each finished submission is reported through ``finish``.
+    """Sends each operation to what runs it; each finished submission is reported through `finish`.
 
     Args:
         transport: to the other ranks.
         streams: of the engine.
         completions: what waits for reductions.
         buffers: scratch memory.
-        finish: called from the engine's thread or that of ``completions``.
+        finish: called from the engine's thread or that of `completions`.
         cuda_device: where CUDA tensors of this rank lie.
     """
 

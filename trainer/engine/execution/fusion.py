@@ -5,6 +5,8 @@ Law: a grouped request is packed by itself, whatever else is ready. With more th
     the same bits in every run. Single requests are packed by what happens to be ready together, for speed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +16,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class FusionSlot:
-    """Where tensor ``member`` of request number ``operation`` lies in its buffer, in elements."""
+    """Where tensor `member` of request number `operation` lies in its buffer, in elements."""
 
     operation: int
     member: int
@@ -46,7 +48,7 @@ class Buffer:
 
 
 def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes: Mapping[str, int]) -> list[Buffer]:
-    """Packs allreduces into buffers of at most ``fusion_bytes``; a larger tensor has a buffer of its own.
+    """Packs allreduces into buffers of at most `fusion_bytes`; a larger tensor has a buffer of its own.
 
     Args:
         requests: the ready allreduces, in the agreed order.

@@ -1,5 +1,7 @@
 """What a submitter holds while its operation runs."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ class Handle:
         self._cuda_done: tuple[torch.cuda.Event, torch.device] | None = None
 
     def is_finished(self) -> bool:
-        """Whether ``wait`` would return or raise at once."""
+        """Whether `wait` would return or raise at once."""
         if not self._finished.is_set() or self._cuda_done is None:
             return self._finished.is_set()
         return bool(self._cuda_done[0].query())  # type: ignore[no-untyped-call]  # torch has no types here
@@ -77,8 +79,8 @@ class Handle:
 class Submission:
     """A request with its tensors, as one rank holds it.
 
-    ``outputs`` may be the inputs themselves; there are none where the engine allocates them (allgather).
-    ``result`` is what the submitter gets: usually the outputs, in the shape in which it asked. ``is_prescaled``:
+    `outputs` may be the inputs themselves; there are none where the engine allocates them (allgather).
+    `result` is what the submitter gets: usually the outputs, in the shape in which it asked. `is_prescaled`:
     the inputs have been multiplied by the prescale factor already.
     """
 

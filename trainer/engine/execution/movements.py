@@ -3,6 +3,8 @@
 Values travel as bytes, so any dtype does.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 
 class Movements:
-    """Sends and receives; reports each finished submission through ``finish``."""
+    """Sends and receives; reports each finished submission through `finish`."""
 
     def __init__(
         self, transport: Transport, *, streams: EngineStreams, buffers: FusionBuffers, finish: Finish

@@ -3,6 +3,8 @@
 Outside of a profiler a range costs a look at two flags.
 """
 
+from __future__ import annotations
+
 import os
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,7 +18,7 @@ _IS_UNDER_NVTX_TOOL = torch.version.cuda is not None and is_under_nvtx_tool(os.e
 
 
 def profiled(work: str) -> AbstractContextManager[object]:
-    """A range ``datasvc.engine.<work>`` around the block, in this thread."""
+    """A range `datasvc.engine.<work>` around the block, in this thread."""
     if _IS_UNDER_NVTX_TOOL:
         nvtx: AbstractContextManager[object] = torch.cuda.nvtx.range(f"datasvc.engine.{work}")
         return nvtx

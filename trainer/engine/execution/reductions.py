@@ -1,5 +1,7 @@
 """Runs agreed reductions on the data groups: allreduce, fused, and reducescatter."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +26,7 @@ _SHORT_BYTES = 64 * 1024
 
 
 class Reductions:
-    """Packs, sends, unpacks and scales; reports each finished submission through ``finish``."""
+    """Packs, sends, unpacks and scales; reports each finished submission through `finish`."""
 
     def __init__(
         self,

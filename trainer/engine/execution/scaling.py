@@ -1,11 +1,13 @@
 """Multiplication by the factors of an allreduce, in place, with Horovod's arithmetic for every dtype."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
 
 def scale_(tensor: Tensor, *, factor: float, divisor: int = 1) -> None:
-    """Sets ``tensor`` to ``tensor * factor / divisor``.
+    """Sets `tensor` to `tensor * factor / divisor`.
 
     Integers are scaled in float64 and truncated toward zero; a true division, because 49 * (1 / 49) truncates
     to 0. Half precision is scaled in float32 and rounded once.

@@ -4,6 +4,8 @@ Law: the engine works on a stream of its own that first waits for the moment of 
 result waits for the engine's stream. The host waits only where tensors travel through its memory.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterable, Iterator
 
@@ -30,7 +32,7 @@ class EngineStreams:
     def working_on(
         self, device: torch.device, ready: Iterable[torch.cuda.Event | None], tensors: Iterable[Tensor]
     ) -> Iterator[None]:
-        """Work inside comes after all ``ready`` events; keeps the memory of ``tensors`` until it is done."""
+        """Work inside comes after all `ready` events; keeps the memory of `tensors` until it is done."""
         if device.type != "cuda":
             yield
             return

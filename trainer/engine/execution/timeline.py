@@ -4,6 +4,8 @@ Rank 0 writes it, because what all ranks said passes through it too: the negotia
 rank that asked, so the rank that came last is seen.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import queue
@@ -19,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Timeline:
-    """Writes nothing down. What does is a ``TraceFile``."""
+    """Writes nothing down. What does is a `TraceFile`."""
 
     def cycle(self) -> None:
         """A cycle with something in it begins."""
@@ -70,12 +72,12 @@ class TraceFile(Timeline):
         self._writer.start()
 
     def cycle(self) -> None:
-        """See ``Timeline``."""
+        """See `Timeline`."""
         if self._marks_cycles:
             self._put([{"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0}])
 
     def submitted(self, key: Key, kind: str, rank: int) -> None:
-        """See ``Timeline``."""
+        """See `Timeline`."""
         events: list[dict[str, Any]] = []
         with self._lock:
             row = self._row(key, events)
@@ -86,14 +88,14 @@ class TraceFile(Timeline):
             self._put(events)
 
     def agreed(self, key: Key) -> None:
-        """See ``Timeline``."""
+        """See `Timeline`."""
         with self._lock:
             if key in self._is_negotiating:
                 self._is_negotiating.discard(key)
                 self._put([{"ph": "E", "pid": self._rows[key]}])
 
     def begin(self, keys: Sequence[Key], phase: str) -> None:
-        """See ``Timeline``."""
+        """See `Timeline`."""
         events: list[dict[str, Any]] = []
         with self._lock:
             for key in keys:
@@ -102,7 +104,7 @@ class TraceFile(Timeline):
             self._put(events)
 
     def activity(self, keys: Sequence[Key], name: str) -> None:
-        """See ``Timeline``."""
+        """See `Timeline`."""
         events: list[dict[str, Any]] = []
         with self._lock:
             for key in keys:
@@ -114,7 +116,7 @@ class TraceFile(Timeline):
             self._put(events)
 
     def end(self, keys: Sequence[Key]) -> None:
-        """See ``Timeline``."""
+        """See `Timeline`."""
         events = []
         with self._lock:
             for key in keys:
@@ -125,7 +127,7 @@ class TraceFile(Timeline):
             self._put(events)
 
     def close(self) -> None:
-        """See ``Timeline``."""
+        """See `Timeline`."""
         if not self._is_closed:
             self._is_closed = True
             self._lines.put(None)

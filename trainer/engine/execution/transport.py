@@ -1,9 +1,11 @@
 """How bytes and tensors get from rank to rank: over torch.distributed, or nowhere in a world of one.
 
 The control group carries requests, the data groups tensors, one for each process set, so neither waits behind the
-user's own collectives. Every method but ``wire_device`` and ``close`` is a collective of the set: all its ranks call
+user's own collectives. Every method but `wire_device` and `close` is a collective of the set: all its ranks call
 them in the same order, from the engine's thread.
 """
+
+from __future__ import annotations
 
 import datetime as dt
 import json
@@ -45,7 +47,7 @@ class CollectiveWork(Protocol):
 class Transport(Protocol):
     """What the engine needs of a network. Any exception means that the job is lost.
 
-    Tensors are flat and contiguous; ``process_set`` is a number; ranks in arguments are global.
+    Tensors are flat and contiguous; `process_set` is a number; ranks in arguments are global.
     """
 
     rank: int
@@ -69,7 +71,7 @@ class Transport(Protocol):
         """Begins to reduce in place; AVERAGE only sums."""
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
-        """Fills one output per rank of the set; all have the shape and dtype of ``tensor``."""
+        """Fills one output per rank of the set; all have the shape and dtype of `tensor`."""
 
     def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
         """Overwrites a tensor with the root's."""
@@ -246,45 +248,45 @@ class GroupTransport:
         return device if self._uses_nccl else torch.device("cpu")
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
-        """See ``Transport``."""
+        """See `Transport`."""
         backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
         group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
         if self.rank in ranks:
             self._groups[process_set] = group
 
     def remove_process_set(self, process_set: int) -> None:
-        """See ``Transport``."""
+        """See `Transport`."""
         group = self._groups.pop(process_set, None)
         if group is not None:
             dist.destroy_process_group(group)
 
     def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:
-        """See ``Transport``."""
+        """See `Transport`."""
         work: CollectiveWork = dist.all_reduce(
             tensor, op=_REDUCE_OPS[op], group=self._groups[process_set], async_op=True
         )
         return work
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
-        """See ``Transport``."""
+        """See `Transport`."""
         dist.all_gather(outputs, tensor, group=self._groups[process_set])
 
     def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
-        """See ``Transport``."""
+        """See `Transport`."""
         dist.broadcast(tensor, src=root_rank, group=self._groups[process_set])
 
     def alltoall(
         self, received: Tensor, sent: Tensor, received_lengths: list[int], sent_lengths: list[int], process_set: int
     ) -> None:
-        """See ``Transport``."""
+        """See `Transport`."""
         dist.all_to_all_single(received, sent, received_lengths, sent_lengths, group=self._groups[process_set])
 
     def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:
-        """See ``Transport``."""
+        """See `Transport`."""
         dist.reduce_scatter(output, inputs, group=self._groups[process_set])
 
     def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:
-        """See ``Transport``."""
+        """See `Transport`."""
         group = self._groups[process_set]
         operations = [dist.P2POp(dist.isend, sent, partner, group), dist.P2POp(dist.irecv, received, partner, group)]
         for work in dist.batch_isend_irecv(operations):

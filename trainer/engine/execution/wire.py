@@ -1,5 +1,7 @@
 """In which form a tensor travels."""
 
+from __future__ import annotations
+
 from typing import Final
 
 import torch

@@ -3,6 +3,8 @@
 Pure, so that every rank comes to the same verdict in the same words.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request

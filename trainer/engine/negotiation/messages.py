@@ -4,6 +4,8 @@ JSON, no pickle: compact enough, because a request seen before travels as its nu
 a rank with nothing to say sends no bytes at all.
 """
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
 
@@ -48,7 +50,7 @@ def encode_message(message: CycleMessage) -> bytes:
 
 
 def decode_message(data: bytes) -> CycleMessage:
-    """The inverse of ``encode_message``."""
+    """The inverse of `encode_message`."""
     if not data:
         return CycleMessage()
     is_leaving, entries, *rest = json.loads(data)

@@ -5,6 +5,8 @@ list. That is what makes it safe to submit in any order: an operation starts whe
 rank of its process set that has not joined.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -58,10 +60,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Every rank has asked for it, but it cannot run; ``reason`` says which rank said what.
+    """Every rank has asked for it, but it cannot run; `reason` says which rank said what.
 
     Attributes:
-        requests: as those of ``Ready``.
+        requests: as those of `Ready`.
     """
 
     key: Key

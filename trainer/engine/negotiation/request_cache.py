@@ -1,8 +1,10 @@
 """Numbers for requests that all ranks have agreed on before.
 
-Replicated: every rank calls ``remember`` with the same requests in the same order, so a number means the same
+Replicated: every rank calls `remember` with the same requests in the same order, so a number means the same
 request on every rank. A training step repeats its requests, and then costs a few bytes to negotiate.
 """
+
+from __future__ import annotations
 
 from collections import OrderedDict
 
@@ -10,7 +12,7 @@ from datasvc.trainer.engine.negotiation.requests import Key, Request
 
 
 class RequestCache:
-    """The ``capacity`` most recently agreed requests, one per set and name; the least recently agreed makes room."""
+    """The `capacity` most recently agreed requests, one per set and name; the least recently agreed makes room."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -1,5 +1,7 @@
 """What a rank asks for: everything about an operation that the ranks must agree on, and no tensor."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -48,9 +50,9 @@ class Key(NamedTuple):
 class Request:
     """One rank's submission of one named operation.
 
-    ``dtypes`` and ``shapes`` have one entry per tensor: one, or several if ``is_grouped``. ``reduce_op`` and
-    the factors belong to allreduce and reducescatter, ``root_rank`` to broadcast, ``splits`` to alltoall: rows
-    for each rank of the set; ``ranks`` to the process set that is added, or removed. ``layout`` is a checksum of what
+    `dtypes` and `shapes` have one entry per tensor: one, or several if `is_grouped`. `reduce_op` and
+    the factors belong to allreduce and reducescatter, `root_rank` to broadcast, `splits` to alltoall: rows
+    for each rank of the set; `ranks` to the process set that is added, or removed. `layout` is a checksum of what
     the submitter has put where in a flat tensor.
     """
 
@@ -96,7 +98,7 @@ def request_fields(request: Request) -> list[Any]:
 
 
 def request_from_fields(fields: list[Any]) -> Request:
-    """The inverse of ``request_fields``, also after a trip through JSON."""
+    """The inverse of `request_fields`, also after a trip through JSON."""
     name, kind, process_set, dtypes, shapes, device_type, reduce_op, root_rank, *rest = fields
     prescale, postscale, is_grouped, splits, ranks, layout = rest
     return Request(

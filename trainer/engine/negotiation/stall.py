@@ -3,6 +3,8 @@
 Pure: the clock is passed in.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,7 +45,7 @@ class StallWatch:
         self._quiet_since.pop(key, None)
 
     def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> StallDecision:
-        """What is due now; the same operation again only after another ``warning_s``.
+        """What is due now; the same operation again only after another `warning_s`.
 
         Args:
             now_s: seconds of any clock that does not go back.

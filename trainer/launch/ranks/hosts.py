@@ -1,4 +1,6 @@
-"""The hosts of a job: from ``-H a:2,b:2``, from a host file, or from the Slurm allocation around the launcher."""
+"""The hosts of a job: from `-H a:2,b:2`, from a host file, or from the Slurm allocation around the launcher."""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +14,7 @@ _SLOTS = re.compile(r"(?:max[-_])?slots=(\d+)")
 
 
 def parse_hosts(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
-    """Hosts as ``a:2,b:2``; ``[fe80::1]:2`` for an address with colons. A host that comes twice adds its slots.
+    """Hosts as `a:2,b:2`; `[fe80::1]:2` for an address with colons. A host that comes twice adds its slots.
 
     Raises:
         ValueError: a part is not a host.
@@ -21,7 +23,7 @@ def parse_hosts(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
 
 
 def parse_host_file(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
-    """Hosts as Open MPI writes them: lines ``a slots=2``, ``a:2`` or ``a``; ``#`` begins a comment.
+    """Hosts as Open MPI writes them: lines `a slots=2`, `a:2` or `a`; `#` begins a comment.
 
     Raises:
         ValueError: a line is not a host, with its number; or there is none.

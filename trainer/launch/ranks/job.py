@@ -1,5 +1,7 @@
 """What to run: a job of ranks, the hosts it runs on, and how an elastic one may change. Values only."""
 
+from __future__ import annotations
+
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ class RemoteSettings:
     """How commands are started on other hosts.
 
     Args:
-        shell: ``ssh``, or ``srun`` inside a Slurm allocation.
+        shell: `ssh`, or `srun` inside a Slurm allocation.
         ssh_port: None for what ssh's own configuration says.
         ssh_identity_file: a private key, None likewise.
         python: the interpreter that runs the guard of a remote rank; None for the path of this one.
@@ -46,9 +48,9 @@ class LaunchJob:
         passed_names: environment variables that ranks on other hosts get too, beside the usual ones.
         grace_s: seconds between SIGTERM and SIGKILL when the others are ended.
         start_timeout_s: a rank that has not come by then ends the job; None to wait, and say so.
-        prefixes_lines: whether lines of output begin with ``[rank]``.
+        prefixes_lines: whether lines of output begin with `[rank]`.
         stamps_lines: whether the time when a line came is put before that.
-        output_folder: also write ``rank.N/stdout`` and ``rank.N/stderr`` there; None for no files.
+        output_folder: also write `rank.N/stdout` and `rank.N/stderr` there; None for no files.
         is_verbose: whether to say on standard error what is started where.
     """
 
@@ -73,9 +75,9 @@ class ElasticOptions:
     Args:
         min_num_ranks: the job waits while there are fewer.
         max_num_ranks: slots beyond are left empty; None for no limit.
-        discovery_script: prints ``host`` or ``host:slots`` lines; None to keep to the hosts of the job.
+        discovery_script: prints `host` or `host:slots` lines; None to keep to the hosts of the job.
         slots_per_host: for lines without slots; None if every line must have them.
-        elastic_timeout_s: how long to wait for slots; None for ``HOROVOD_ELASTIC_TIMEOUT`` or its default.
+        elastic_timeout_s: how long to wait for slots; None for `HOROVOD_ELASTIC_TIMEOUT` or its default.
         reset_limit: how often ranks may come and go before the job ends with status 3; None for no limit.
         cooldown_range_s: least and greatest time for which a host that failed gets no ranks; None for ever.
     """
@@ -112,7 +114,7 @@ class JobFailure(Protocol):
 class RankFailure:
     """The first rank that did not end with status 0.
 
-    ``returncode`` is negative for a signal. ``reason`` replaces the words that follow from it.
+    `returncode` is negative for a signal. `reason` replaces the words that follow from it.
     """
 
     rank: int

@@ -1,11 +1,13 @@
 """Ends the process groups of a launcher that is gone. Standard library only: both ends of one pipe.
 
 Whatever ends the launcher, SIGKILL included, closes the pipe to the guard's standard input; should a process that
-the launcher has forked keep it open, the guard sees that it has another parent. Lines ``+PID`` and ``-PID`` add and
-remove a process group, ``quit`` ends the guard. The groups that are left at its end are killed. It works for any
+the launcher has forked keep it open, the guard sees that it has another parent. Lines `+PID` and `-PID` add and
+remove a process group, `quit` ends the guard. The groups that are left at its end are killed. It works for any
 command, with its children, and without code that runs between fork and exec. Not covered: a launcher killed in the
-microseconds between the start of a rank and its ``+PID``, and ranks that move to a session of their own.
+microseconds between the start of a rank and its `+PID`, and ranks that move to a session of their own.
 """
+
+from __future__ import annotations
 
 import contextlib
 import os

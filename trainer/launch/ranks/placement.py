@@ -1,5 +1,7 @@
 """Which rank runs where, and what its environment says about it. Pure."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

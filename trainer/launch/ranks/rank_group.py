@@ -1,5 +1,7 @@
 """The processes of a job, on all its hosts: none outlives the launcher."""
 
+from __future__ import annotations
+
 import contextlib
 import queue
 import threading
@@ -73,7 +75,7 @@ class RankGroup:
     def terminate(self, worker_ids: Iterable[str] | None = None) -> None:
         """Ends these processes, or all, together with their children, and forgets them.
 
-        Their ends are still reported by ``next_end``.
+        Their ends are still reported by `next_end`.
         """
         chosen = list(self.processes if worker_ids is None else worker_ids)
         processes = [self.processes[worker_id] for worker_id in chosen]

@@ -1,5 +1,7 @@
 """Passes the output of ranks through, line by line, and remembers how it ended."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import datetime as dt
@@ -160,7 +162,7 @@ class TextTarget:
 
 
 def screen(name: str) -> LineTarget:
-    """This process's ``stdout`` or ``stderr`` as it is now."""
+    """This process's `stdout` or `stderr` as it is now."""
     stream: IO[str] = getattr(sys, name)
     return getattr(stream, "buffer", None) or TextTarget(stream)
 

@@ -1,9 +1,11 @@
 """One rank's command as a process: started, heard, signalled and ended, with its children.
 
-The class here runs it on this machine; ``remote_process`` has the one for other hosts. Signals go only to process
+The class here runs it on this machine; `remote_process` has the one for other hosts. Signals go only to process
 groups that these files have started: an ended leader is not reaped before its group is, because a zombie keeps its
 number.
 """
+
+from __future__ import annotations
 
 import contextlib
 import datetime as dt
@@ -42,12 +44,12 @@ class RankStart:
         remote_command: started here instead, it runs the guard of a remote rank on the host; None for a process on
             this machine.
         master_addresses: addresses of this machine; a remote rank's MASTER_ADDR is the first of them at which
-            MASTER_PORT answers there. Empty to keep the one of ``environ``.
+            MASTER_PORT answers there. Empty to keep the one of `environ`.
         num_neighbours: how many ranks share the processors of another host, this one counted: the threads of each
-            are its share, unless ``environ`` says how many.
-        label: lines of output begin with ``[label]``; empty for no prefix.
+            are its share, unless `environ` says how many.
+        label: lines of output begin with `[label]`; empty for no prefix.
         stamps_lines: whether the time when a line came is put before that.
-        output_folder: the files ``stdout`` and ``stderr`` are written there too; None for no files.
+        output_folder: the files `stdout` and `stderr` are written there too; None for no files.
     """
 
     worker_id: str
@@ -66,7 +68,7 @@ class RankStart:
 class RankEnd:
     """A process has ended by itself.
 
-    ``returncode`` is negative for a signal. ``has_started`` is False when the command never ran: its host was out
+    `returncode` is negative for a signal. `has_started` is False when the command never ran: its host was out
     of reach (the return code is then that of ssh), or the program is not there (127).
     """
 
@@ -81,14 +83,14 @@ class RankProcess:
     Args:
         start: what to run.
         guard: ends the process should this one be killed.
-        ends: gets a ``RankEnd`` when the process ends, whoever ended it.
+        ends: gets a `RankEnd` when the process ends, whoever ended it.
 
     Raises:
         StartError: the command cannot be started.
         OSError: the files for its output cannot be written, or the guard is gone.
     """
 
-    def __init__(self, start: RankStart, *, guard: OrphanGuard, ends: "queue.SimpleQueue[RankEnd]") -> None:
+    def __init__(self, start: RankStart, *, guard: OrphanGuard, ends: queue.SimpleQueue[RankEnd]) -> None:
         self.worker_id = start.worker_id
         self.host = start.host
         self.returncode: int | None = None
@@ -133,7 +135,7 @@ class RankProcess:
         self.send(signal.SIGTERM)
 
     def finish_end(self, deadline_s: float) -> None:
-        """Waits until the monotonic clock's ``deadline_s``, then kills. Returns when the process is gone."""
+        """Waits until the monotonic clock's `deadline_s`, then kills. Returns when the process is gone."""
         if self._is_closed:
             return
         self._has_ended.wait(max(0.0, deadline_s - time.monotonic()))
@@ -146,7 +148,7 @@ class RankProcess:
         self._process.wait()
 
     def drain(self, deadline_s: float) -> None:
-        """Waits for the rest of its output, which a child may hold open, until the clock's ``deadline_s``."""
+        """Waits for the rest of its output, which a child may hold open, until the clock's `deadline_s`."""
         for pump in (self._output, self._errors):
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
 

@@ -1,10 +1,12 @@
 """Runs one rank on a host far from the launcher, and ends it when the launcher is gone or says so.
 
 Sent over standard input to a bare interpreter there, so it needs nothing installed but Python's standard library.
-Standard input then goes on with one line of JSON, the order, and lines ``signal N`` and ``end SECONDS``. Its end
+Standard input then goes on with one line of JSON, the order, and lines `signal N` and `end SECONDS`. Its end
 means that the launcher, or the way to it, is gone. The guard answers on standard error, after a mark that the order
-gives: ``started PID``, ``ended RETURNCODE``, ``refused STATUS REASON``.
+gives: `started PID`, `ended RETURNCODE`, `refused STATUS REASON`.
 """
+
+from __future__ import annotations
 
 import contextlib
 import fcntl
@@ -47,7 +49,7 @@ def main() -> None:
         end_group(process.pid, has_ended, grace_s)
 
 
-def start(order: dict[str, Any]) -> "subprocess.Popen[bytes]":
+def start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Starts the command with its variables, where the launcher runs.
 
     Raises:

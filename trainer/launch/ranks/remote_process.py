@@ -1,9 +1,11 @@
 """A rank's process on another host, through a shell that carries three streams there: ssh or srun.
 
-The shell's standard input carries the guard (see ``remote_guard``), then what to start, then orders; so nothing of
+The shell's standard input carries the guard (see `remote_guard`), then what to start, then orders; so nothing of
 the environment is seen in a list of processes. The shell needs no orphan guard: when the launcher is gone its input
 ends, and with it the rank.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json
@@ -28,10 +30,10 @@ _SHELL_MARGIN_S = 5.0
 
 
 class RemoteRankProcess(RankProcess):
-    """A rank's process on another host. ``pid`` is that of the shell on this machine.
+    """A rank's process on another host. `pid` is that of the shell on this machine.
 
     Args:
-        start: what to run; has a ``remote_command``.
+        start: what to run; has a `remote_command`.
         guard: not needed.
         ends: as for a local process.
         grace_s: what the guard leaves between SIGTERM and SIGKILL when the launcher is gone.
@@ -42,7 +44,7 @@ class RemoteRankProcess(RankProcess):
     """
 
     def __init__(
-        self, start: RankStart, *, guard: OrphanGuard, ends: "queue.SimpleQueue[RankEnd]", grace_s: float
+        self, start: RankStart, *, guard: OrphanGuard, ends: queue.SimpleQueue[RankEnd], grace_s: float
     ) -> None:
         self._grace_s = grace_s
         self._mark = f"\x1etrainer-{secrets.token_hex(8)} "

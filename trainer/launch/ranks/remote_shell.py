@@ -1,5 +1,7 @@
 """The command lines that start a guard on another host, and which variables its rank gets. Pure."""
 
+from __future__ import annotations
+
 import shlex
 import socket
 import sys
@@ -55,7 +57,7 @@ def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
-    """The command that runs the guard's bootstrap on ``host``; its standard input and output are the guard's."""
+    """The command that runs the guard's bootstrap on `host`; its standard input and output are the guard's."""
     bootstrap = [settings.python or sys.executable, "-I", "-S", "-c", BOOTSTRAP]
     if settings.shell == "srun":
         # One task beside those that run already, which may use all that the job has on the node.

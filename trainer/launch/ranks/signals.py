@@ -1,5 +1,7 @@
 """Passes the launcher's signals on to its ranks."""
 
+from __future__ import annotations
+
 import contextlib
 import signal
 import threading

@@ -4,6 +4,8 @@ Invariant: no rank outlives the job. A rank that fails takes the others with it;
 by way of the guards, its sudden death.
 """
 
+from __future__ import annotations
+
 import contextlib
 import shlex
 import sys
@@ -94,7 +96,7 @@ def _plan_start(
 class _Wait:
     """Waits for the ranks: for the end of all, the failure of one, or one that does not come."""
 
-    def __init__(self, job: LaunchJob, places: list[RankPlace], group: RankGroup, store: "TCPStore") -> None:
+    def __init__(self, job: LaunchJob, places: list[RankPlace], group: RankGroup, store: TCPStore) -> None:
         self._job = job
         self._places = places
         self._group = group

@@ -1,5 +1,7 @@
 """The store at which ranks meet: served by the launcher, so that it outlives every rank."""
 
+from __future__ import annotations
+
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 def open_listener(num_ranks: int, *, for_other_hosts: bool) -> socket.socket:
     """A port for the store, on all interfaces or on the loopback one only.
 
-    Ranks may connect before ``serve_store``: the kernel keeps them waiting.
+    Ranks may connect before `serve_store`: the kernel keeps them waiting.
 
     Raises:
         OSError: no port can be had.
@@ -28,7 +30,7 @@ def open_listener(num_ranks: int, *, for_other_hosts: bool) -> socket.socket:
     return socket.create_server(("" if for_other_hosts else LOOPBACK, 0), backlog=max(128, 2 * num_ranks))
 
 
-def serve_store(listener: socket.socket) -> "TCPStore":
+def serve_store(listener: socket.socket) -> TCPStore:
     """Serves a store at the listener until the result is dropped. Imports torch, which takes seconds."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # see above
 
